@@ -1,0 +1,626 @@
+"""What happens inside ONE trajectory: agent loops, tools and interactions.
+
+An agent loop gets a row of the data set and an engine, and returns tokens: what the policy sampled (mask 1) and what
+the world answered (mask 0: tool results, user turns, template). The rule that everything here serves is *token in,
+token out*: sampled ids are appended verbatim and never rendered again; the turns in between are tokenised as a
+difference of two template renderings (`turn_suffix`).
+
+To bring your own agent, subclass `AgentLoopBase` in the task file, decorate it with `@register("name")`, and select it
+with `--agent name` or a row's `agent_name`. Loops run as coroutines of one background thread; hundreds live at once.
+Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
+"""
+
+import asyncio
+import contextvars
+import enum
+import functools
+import inspect
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+
+class BadInput(ValueError):
+    """The user's flags, task file, rows or model can't work as given; train.py shows only its one-line message."""
+
+
+# ---------------------------------------------------------------- what crosses files
+
+
+@dataclass
+class TokenOutput:
+    """What one `generate` call returns.
+
+    token_ids, logprobs, versions have one entry a sampled token: its id, its log-probability under the sampling
+    temperature, and the version of the weights that sampled it. The stop token, if one was sampled, is included.
+    prompt_ids is the prompt as the engine saw it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str  # "stop" | "length" | "abort"
+    prompt_ids: list[int]
+
+
+class GeneratesTokens(Protocol):
+    """Any object with this method is an engine: the real one, or a scripted one in a test."""
+
+    async def generate(
+        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict, image_data: list | None = None
+    ) -> TokenOutput: ...
+
+
+STOP_REASONS = ("stop", "length", "max_turns", "timeout", "abort", "error")
+
+
+@dataclass(kw_only=True)
+class AgentLoopOutput:
+    """One finished trajectory: the one dataclass that crosses files.
+
+    The four response_* lists have one entry a response token. response_mask is 1 where the policy sampled the token,
+    0 for tool, user and template tokens; there the logprob is 0.0 and the version -1. turn_rewards holds
+    (index into response_ids, reward) pairs. num_turns = assistant turns + user/tool turns + 1, as in verl.
+
+    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, or the stop reason is unknown.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float]
+    response_versions: list[int]
+    reward: float | dict | None = None
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    messages: list[dict] = field(default_factory=list)
+    text: str = ""
+    num_turns: int = 0
+    stop_reason: str = "stop"
+    metrics: dict[str, Any] = field(default_factory=dict)
+    images: list = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ("response_ids", "response_mask", "response_logprobs", "response_versions")
+        lengths = {name: len(getattr(self, name)) for name in names}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the response lists of an AgentLoopOutput must have one length, got {lengths}")
+        if any(m not in (0, 1) for m in self.response_mask):
+            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy) only")
+        if not self.prompt_ids:
+            raise ValueError("prompt_ids is empty: the first response token needs a token to be predicted from")
+        if self.stop_reason not in STOP_REASONS:
+            raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason in ("length", "max_turns")
+
+
+# ---------------------------------------------------------------- templates: messages -> tokens
+
+
+def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = False):
+    """Token ids of a chat under the tokenizer's template. Raises BadInput if the tokenizer has no template."""
+    if not tokenizer.chat_template:
+        raise BadInput("the tokenizer has no chat template: use an instruct model, or set tokenizer.chat_template")
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    # The template writes every special token itself (BOS too); letting the tokenizer add them again would double them.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def turn_suffix(
+    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended: bool, tools=None
+) -> list[int]:
+    """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
+
+    Renders `messages` (ending with the assistant's) with and without `new`, and takes the difference, from just after
+    the template's end-of-turn token: the newline that many templates put after that token is not sampled by the
+    policy, and would be lost if the difference were taken from the end of the rendering (verl#6501). `ended` says
+    whether the policy sampled a stop token; if not (a stop string), the end-of-turn token belongs to the suffix.
+
+    Raises ValueError if the template changes earlier messages when new ones are added.
+    """
+    before = render(tokenizer, messages, tools)
+    after = render(tokenizer, messages + new, tools, add_generation_prompt=True)
+    if after[: len(before)] != before:
+        raise ValueError(
+            "the chat template is not append-only: adding a message changes the tokens of earlier ones, so the turns "
+            "of this conversation can't be one token sequence"
+        )
+    end = max((i for i, token in enumerate(before) if token in stop_token_ids), default=len(before) - 1)
+    return after[end + 1 if ended else end :]
+
+
+# ---------------------------------------------------------------- tools and interactions
+
+
+@dataclass
+class ToolResponse:
+    """What a tool says back: text for the model, and optionally a reward and metrics for the trajectory."""
+
+    text: str = ""
+    images: list = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict = field(default_factory=dict)
+
+
+class Tool:
+    """A tool with state or resources. One shared instance serves all trajectories; keep state by `request_id`.
+
+    For each trajectory that calls it: `create` once, before the first `execute`; then `calc_reward` once; and
+    `release` in every case. All may be overridden; `execute` must be. Set `name` and `schema` (the JSON schema of an
+    OpenAI function tool) on the class or the instance.
+    """
+
+    name: str
+    schema: dict
+
+    async def create(self, request_id: str, **create_kwargs) -> None: ...
+
+    async def execute(self, request_id: str, arguments: dict, **execute_kwargs) -> str | ToolResponse | tuple:
+        """Returns the response, or (response, reward, metrics)."""
+        raise TypeError(f"{type(self).__name__} has no execute method")
+
+    async def calc_reward(self, request_id: str, **kwargs) -> float:
+        return 0.0
+
+    async def release(self, request_id: str, **kwargs) -> None: ...
+
+
+class FunctionTool(Tool):
+    """A typed, documented Python function as a tool; its schema comes from the type hints and the docstring."""
+
+    def __init__(self, function: Callable):
+        from transformers.utils import get_json_schema
+
+        self.function, self.name = function, function.__name__
+        try:
+            self.schema = get_json_schema(function)
+        except Exception as error:  # transformers' own exception types differ between its versions
+            raise BadInput(
+                f"tool {self.name!r} needs type hints and a Google-style docstring with an Args section: {error}"
+            ) from error
+
+    async def execute(self, request_id: str, arguments: dict, **execute_kwargs) -> str | ToolResponse | tuple:
+        try:
+            bound = inspect.signature(self.function).bind(**arguments, **execute_kwargs)
+        except TypeError as error:
+            raise ValueError(f"wrong arguments: {error}") from None
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(*bound.args, **bound.kwargs)
+        return await in_thread(self.function, *bound.args, **bound.kwargs)
+
+
+@functools.cache
+def as_tool(tool: Tool | Callable) -> Tool:
+    """The Tool itself, or the one Tool made of a Python function."""
+    if isinstance(tool, Tool):
+        return tool
+    if callable(tool):
+        return FunctionTool(tool)
+    raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
+
+
+def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
+    """The tools of a row by name: those its tools_kwargs names, all of the task's when it has none."""
+    tools = {tool.name: tool for tool in map(as_tool, getattr(task, "TOOLS", None) or [])}
+    if not tools_kwargs:
+        return tools
+    if unknown := set(tools_kwargs) - set(tools):
+        raise BadInput(f"tools_kwargs names {sorted(unknown)}, but the task's TOOLS are {sorted(tools)}")
+    return {name: tool for name, tool in tools.items() if name in tools_kwargs}
+
+
+class Interaction:
+    """A simulated user (or environment) that speaks when the assistant made no tool call. One shared instance."""
+
+    name: str = "interaction"
+
+    async def start(self, request_id: str, **kwargs) -> None: ...
+
+    async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple[bool, str, float, dict]:
+        """Returns (done, text of the next user turn, reward of the assistant turn just made, metrics)."""
+        raise TypeError(f"{type(self).__name__} has no generate_response method")
+
+    async def finalize(self, request_id: str) -> None: ...
+
+
+def task_interaction(task, kwargs: dict | None) -> Interaction | None:
+    """The interaction that kwargs["name"] picks from the task's INTERACTIONS; the only one if there is just one."""
+    known = getattr(task, "INTERACTIONS", None) or {}
+    known = known if isinstance(known, dict) else {interaction.name: interaction for interaction in known}
+    name = (kwargs or {}).get("name")
+    if name is None:
+        if len(known) > 1 and kwargs:
+            raise BadInput(f"interaction_kwargs needs a 'name', one of {sorted(known)}")
+        return next(iter(known.values())) if len(known) == 1 else None
+    if name not in known:
+        raise BadInput(f"interaction_kwargs names {name!r}, but the task's INTERACTIONS are {sorted(known)}")
+    return known[name]
+
+
+async def in_thread(function: Callable, *args, **kwargs) -> Any:
+    """Runs a plain function without blocking the event loop, on a daemon thread of its own.
+
+    asyncio.to_thread's pool is joined when Python exits, so a tool that never returns would keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result, error):
+        if not future.done():  # cancelled meanwhile: a deadline passed
+            future.set_exception(error) if error else future.set_result(result)
+
+    def work():
+        result = error = None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except BaseException as caught:
+            # asyncio refuses to carry StopIteration, and SystemExit would end the event loop: both are tool failures.
+            error = caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
+            if isinstance(caught, StopIteration):
+                error = RuntimeError(repr(caught))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
+    return await future
+
+
+# ---------------------------------------------------------------- agent loops
+
+AGENT_LOOPS: dict[str, type["AgentLoopBase"]] = {}
+
+
+def register(name: str) -> Callable:
+    """Class decorator: `@register("name")` makes an agent loop selectable by `--agent name` or a row's agent_name."""
+
+    def add(cls: type["AgentLoopBase"]) -> type["AgentLoopBase"]:
+        AGENT_LOOPS[name] = cls
+        return cls
+
+    return add
+
+
+def agent_loop_class(row: dict, task, args) -> type["AgentLoopBase"]:
+    """row["agent_name"], else --agent, else "tool_agent" if the task has TOOLS or INTERACTIONS, else "single_turn"."""
+    has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
+    name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
+    if name not in AGENT_LOOPS:
+        raise BadInput(f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task")
+    return AGENT_LOOPS[name]
+
+
+class Trajectory:
+    """The growing token lists of one trajectory; the only place where they are appended to, in lock step."""
+
+    def __init__(self, messages: list[dict], prompt_ids: list[int]):
+        self.request_id = uuid4().hex
+        self.messages = list(messages)
+        self.prompt_ids = prompt_ids
+        self.response_ids: list[int] = []
+        self.response_mask: list[int] = []
+        self.response_logprobs: list[float] = []
+        self.response_versions: list[int] = []
+        self.turn_rewards: list[tuple[int, float]] = []
+        self.metrics: dict[str, Any] = {}
+        self.assistant_turns = self.user_turns = 0
+        self.stop_reason = "stop"
+        self.ended = True  # whether the last assistant turn ended with a stop token
+        self.tool_calls: list[dict] = []  # of the last assistant turn, still to be executed
+        self.extra: dict[str, Any] = {}
+
+    def add_sampled(self, out: TokenOutput) -> None:
+        if not len(out.token_ids) == len(out.logprobs) == len(out.versions):
+            raise ValueError(
+                f"the engine returned {len(out.token_ids)} tokens, {len(out.logprobs)} logprobs, {len(out.versions)} versions"
+            )
+        self.response_ids += out.token_ids
+        self.response_mask += [1] * len(out.token_ids)
+        self.response_logprobs += out.logprobs
+        self.response_versions += out.versions
+        self.assistant_turns += 1
+
+    def add_given(self, ids: list[int]) -> None:
+        self.response_ids += ids
+        self.response_mask += [0] * len(ids)
+        self.response_logprobs += [0.0] * len(ids)
+        self.response_versions += [-1] * len(ids)
+
+    def add_reward(self, reward: float | None) -> None:
+        """A reward for the assistant turn just made: on its last sampled token."""
+        if reward:
+            self.turn_rewards.append((len(self.response_ids) - 1, float(reward)))
+
+    def count(self, name: str, n: float = 1) -> None:
+        self.metrics[name] = self.metrics.get(name, 0) + n
+
+    def output(self) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            response_logprobs=self.response_logprobs,
+            response_versions=self.response_versions,
+            turn_rewards=self.turn_rewards,
+            messages=self.messages,
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            stop_reason=self.stop_reason,
+            metrics=self.metrics,
+            extra=self.extra,
+        )
+
+
+class AgentLoopBase:
+    """One instance a trajectory. Subclasses write `run`.
+
+    engine: anything with `generate`; processor: None for text models; task: the task module; args: train.Args.
+    """
+
+    def __init__(self, engine: GeneratesTokens, tokenizer, processor, task, args):
+        self.engine, self.tokenizer, self.processor, self.task, self.args = engine, tokenizer, processor, task, args
+
+    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Runs one trajectory of a row (its columns, and step, index, rollout_n, validate) to its end."""
+        raise TypeError(f"{type(self).__name__} has no run method")
+
+    def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
+        messages = list(row["prompt"])
+        return Trajectory(messages, render(self.tokenizer, messages, tools, add_generation_prompt=True))
+
+    def room(self, trajectory: Trajectory) -> int:
+        """Response tokens that still fit: the smaller of the response budget and the model's window."""
+        used = len(trajectory.response_ids)
+        room = self.args.max_response_tokens - used
+        if self.args.max_model_len:
+            room = min(room, self.args.max_model_len - len(trajectory.prompt_ids) - used)
+        return room
+
+    async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
+        """Samples one assistant turn; returns its text (special tokens kept), or None if the trajectory is cut there."""
+        max_tokens = min(sampling_params.get("max_tokens") or self.args.max_response_tokens, self.room(trajectory))
+        if max_tokens < 1:
+            trajectory.stop_reason = "length"
+            return None
+        out = await self.engine.generate(
+            request_id=trajectory.request_id,
+            prompt_ids=trajectory.prompt_ids + trajectory.response_ids,
+            sampling_params={**sampling_params, "max_tokens": max_tokens},
+        )
+        trajectory.add_sampled(out)
+        stops = self.stop_token_ids(sampling_params)
+        trajectory.ended = bool(out.token_ids) and out.token_ids[-1] in stops
+        content = out.token_ids[:-1] if trajectory.ended else out.token_ids
+        trajectory.messages.append({"role": "assistant", "content": self.tokenizer.decode(content, skip_special_tokens=True)})
+        if out.stop_reason != "stop":
+            trajectory.stop_reason = out.stop_reason
+            return None
+        return self.tokenizer.decode(content, skip_special_tokens=False)
+
+    def stop_token_ids(self, sampling_params: dict) -> set[int]:
+        eos = self.tokenizer.eos_token_id
+        return set(sampling_params.get("stop_token_ids") or []) | ({eos} if eos is not None else set())
+
+
+@register("single_turn")
+class SingleTurnLoop(AgentLoopBase):
+    """One prompt, one answer."""
+
+    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput:
+        trajectory = self.start(row)
+        await self.assistant_turn(trajectory, sampling_params)
+        return trajectory.output()
+
+
+class AgentState(enum.Enum):
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+@functools.cache
+def tool_parser(name: str, tokenizer):
+    """One of vLLM's tool-call parsers, by the name that `vllm serve --tool-call-parser` uses."""
+    from vllm.tool_parsers import ToolParserManager
+
+    # A malformed call is the model's daily business here: we count it, vLLM need not log a traceback for each.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    try:
+        return ToolParserManager.get_tool_parser(name)(tokenizer)
+    except KeyError:
+        raise BadInput(f"no tool parser {name!r}: choose from {sorted(ToolParserManager.list_registered())}") from None
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Turns of sampling, tool calls and simulated users, as a state machine (verl's tool_agent_loop).
+
+        PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING ...   while the model calls tools
+                              -> INTERACTING -> GENERATING ...        while a simulated user answers
+                              -> TERMINATED
+
+    A tool that raises, passes its deadline or is called wrongly becomes a message the model reads, and a counter.
+    """
+
+    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput:
+        extra_info = row.get("extra_info") or {}
+        self.sampling_params = sampling_params
+        self.tools_kwargs = row.get("tools_kwargs") or extra_info.get("tools_kwargs") or {}
+        self.interaction_kwargs = row.get("interaction_kwargs") or extra_info.get("interaction_kwargs") or {}
+        self.tools = task_tools(self.task, self.tools_kwargs)
+        self.schemas = [tool.schema for tool in self.tools.values()]
+        self.interaction = task_interaction(self.task, self.interaction_kwargs)
+        self.created: list[str] = []  # names of the tools created for this trajectory
+        trajectory = self.start(row, self.schemas)
+        handlers = {
+            AgentState.PENDING: self.pending,
+            AgentState.GENERATING: self.generating,
+            AgentState.PROCESSING_TOOLS: self.processing_tools,
+            AgentState.INTERACTING: self.interacting,
+        }
+        state = AgentState.PENDING
+        try:
+            while state is not AgentState.TERMINATED:
+                state = await handlers[state](trajectory)
+            for name in self.created:
+                kwargs = self.tools_kwargs.get(name, {}).get("calc_reward_kwargs", {})
+                trajectory.add_reward(await self.tools[name].calc_reward(trajectory.request_id, **kwargs))
+        finally:
+            await self.close(trajectory)
+        return trajectory.output()
+
+    async def pending(self, trajectory: Trajectory) -> AgentState:
+        if self.interaction:
+            kwargs = {k: v for k, v in self.interaction_kwargs.items() if k != "name"}
+            await self.interaction.start(trajectory.request_id, **kwargs)
+        return AgentState.GENERATING
+
+    async def generating(self, trajectory: Trajectory) -> AgentState:
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        if text is None:
+            return AgentState.TERMINATED
+        trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
+        if not trajectory.tool_calls and not self.interaction:
+            return AgentState.TERMINATED
+        limit = self.args.max_assistant_turns
+        if limit and trajectory.assistant_turns >= limit:
+            trajectory.stop_reason = "max_turns"
+            return AgentState.TERMINATED
+        return AgentState.PROCESSING_TOOLS if trajectory.tool_calls else AgentState.INTERACTING
+
+    def parse(self, trajectory: Trajectory, text: str) -> list[dict]:
+        """The tool calls of an assistant turn, [{"name", "arguments" (a dict), "error"}]; the message gets them too."""
+        parser = tool_parser(self.args.tool_parser, self.tokenizer)
+        found = parser.extract_tool_calls(text, request=None)
+        start = getattr(parser, "tool_call_start_token", None)
+        if not found.tools_called:
+            if start and start in text:
+                return [{"name": "", "arguments": {}, "error": "the tool call is not valid JSON with name and arguments"}]
+            return []
+        calls = []
+        for call in found.tool_calls:
+            arguments, error = {}, None
+            try:
+                arguments = json.loads(call.function.arguments)
+                if not isinstance(arguments, dict):
+                    raise ValueError("arguments must be a JSON object")
+            except ValueError as caught:
+                arguments, error = {}, f"wrong arguments: {caught}"
+            calls.append({"name": str(call.function.name), "arguments": arguments, "error": error})
+        trajectory.messages[-1] = {
+            "role": "assistant",
+            "content": found.content or "",
+            "tool_calls": [
+                {"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls
+            ],
+        }
+        return calls
+
+    async def processing_tools(self, trajectory: Trajectory) -> AgentState:
+        calls = trajectory.tool_calls
+        started = time.perf_counter()
+        responses = await asyncio.gather(*(self.call_tool(trajectory, call) for call in calls))
+        trajectory.count("tool_s", time.perf_counter() - started)
+        trajectory.count("tool_calls", len(calls))
+        messages = []
+        for call, response in zip(calls, responses, strict=True):
+            trajectory.add_reward(response.reward)
+            for name, value in response.metrics.items():
+                trajectory.count(f"tool/{name}", value)
+            messages.append({"role": "tool", "name": call["name"], "content": self.shorten(response.text)})
+        return self.answer(trajectory, messages)
+
+    async def call_tool(self, trajectory: Trajectory, call: dict) -> ToolResponse:
+        """Executes one call under its deadline; whatever goes wrong is told to the model and counted."""
+        error = call["error"]
+        if not error and call["name"] not in self.tools:
+            error = f"there is no tool {call['name']!r}; the tools are {sorted(self.tools)}"
+        if error:
+            trajectory.count("tool_errors")
+            return ToolResponse(text=f"Error: {error}")
+        kwargs = self.tools_kwargs.get(call["name"], {})
+        try:
+            async with asyncio.timeout(self.args.tool_timeout):
+                return await self.execute(trajectory, self.tools[call["name"]], call["arguments"], kwargs)
+        except TimeoutError:
+            trajectory.count("tool_timeouts")
+            return ToolResponse(text=f"Error: {call['name']} took longer than {self.args.tool_timeout:g} seconds")
+        except Exception as caught:  # anything a tool does wrong is the model's problem to read, not the run's to die of
+            trajectory.count("tool_errors")
+            return ToolResponse(text=f"Error: {caught or type(caught).__name__}")
+
+    async def execute(self, trajectory: Trajectory, tool: Tool, arguments: dict, kwargs: dict) -> ToolResponse:
+        if tool.name not in self.created:
+            self.created.append(tool.name)  # before create, so that a create that fails half-way is released as well
+            await tool.create(trajectory.request_id, **kwargs.get("create_kwargs", {}))
+        result = await tool.execute(trajectory.request_id, arguments, **kwargs.get("execute_kwargs", {}))
+        reward, metrics = None, {}
+        if isinstance(result, tuple):
+            result, reward, metrics = result
+        if isinstance(result, ToolResponse):
+            reward = result.reward if reward is None else reward
+            return ToolResponse(text=result.text, reward=reward, metrics={**result.metrics, **(metrics or {})})
+        return ToolResponse(text=str(result), reward=reward, metrics=metrics or {})
+
+    def shorten(self, text: str) -> str:
+        """Cuts the middle out of a tool response of more than max_tool_response_tokens: both ends tend to matter."""
+        limit = self.args.max_tool_response_tokens
+        if len(text) <= limit:  # a token is at least a character
+            return text
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= limit:
+            return text
+        head = self.tokenizer.decode(ids[: (limit + 1) // 2])
+        tail = self.tokenizer.decode(ids[len(ids) - limit // 2 :])
+        return f"{head}...{tail}"
+
+    async def interacting(self, trajectory: Trajectory) -> AgentState:
+        limit = self.args.max_user_turns
+        done, text, reward, metrics = await self.interaction.generate_response(
+            trajectory.request_id, trajectory.messages, **self.interaction_kwargs
+        )
+        trajectory.add_reward(reward)
+        for name, value in (metrics or {}).items():
+            trajectory.count(f"interaction/{name}", value)
+        if done:
+            return AgentState.TERMINATED
+        if limit and trajectory.user_turns >= limit:
+            trajectory.stop_reason = "max_turns"
+            return AgentState.TERMINATED
+        return self.answer(trajectory, [{"role": "user", "content": text}])
+
+    def answer(self, trajectory: Trajectory, messages: list[dict]) -> AgentState:
+        """Appends tool or user messages as a template suffix; one that does not fit is not appended: "length"."""
+        stops = self.stop_token_ids(self.sampling_params)
+        suffix = turn_suffix(self.tokenizer, trajectory.messages, messages, stops, trajectory.ended, self.schemas)
+        if len(suffix) >= self.room(trajectory):  # an answer without room for a token of reply is of no use either
+            trajectory.stop_reason = "length"
+            return AgentState.TERMINATED
+        trajectory.add_given(suffix)
+        trajectory.messages += messages
+        trajectory.user_turns += 1
+        return AgentState.GENERATING
+
+    async def close(self, trajectory: Trajectory) -> None:
+        """Releases what the trajectory created, also when it is cancelled or fails; a failing release is counted."""
+        closers = [
+            tool.release(trajectory.request_id, **self.tools_kwargs.get(name, {}).get("release_kwargs", {}))
+            for name, tool in self.tools.items()
+            if name in self.created
+        ]
+        if self.interaction:
+            closers.append(self.interaction.finalize(trajectory.request_id))
+        for result in await asyncio.gather(*closers, return_exceptions=True):
+            if isinstance(result, Exception):
+                trajectory.count("release_errors")

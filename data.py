@@ -1,0 +1,327 @@
+"""Rows -> prompts; trajectories -> batches -> packed micro-batches.
+
+    rows        load_task, load_rows, filter_overlong, prompt_order
+    batches     collate: trajectories -> padded (B, T) tensors, the form people read
+    packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
+
+A batch holds every trajectory of a step on every rank (one host, token ids only), so that advantages and mini-batches
+are cut globally, and each rank then works on its own share of rows.
+"""
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from agent_loop import AgentLoopOutput, BadInput, agent_loop_class, render, task_interaction, task_tools
+
+# ---------------------------------------------------------------- rows
+
+
+def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
+    """Imports a task file. Raises BadInput if it is missing, does not import, or lacks one of `needs`."""
+    file = Path(path)
+    if not file.is_file():
+        raise BadInput(f"--task {path}: no such file")
+    name = f"task_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"--task {path}: not a Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadInput(f"--task {path} does not import: {type(error).__name__}: {error}") from error
+    for function in needs:
+        if not callable(getattr(module, function, None)):
+            raise BadInput(f"--task {path} has no function {function}: a task file defines load(split) and reward(output, row)")
+    return module
+
+
+def read_files(files: Sequence[str]) -> list[dict]:
+    """Rows of parquet or jsonl files. Raises BadInput on a missing file, another format, or without `datasets`."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise BadInput("--train_files and --val_files need the datasets package: pip install datasets") from None
+    rows = []
+    for file in files:
+        if not Path(file).is_file():
+            raise BadInput(f"{file}: no such file")
+        kind = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}.get(Path(file).suffix)
+        if kind is None:
+            raise BadInput(f"{file}: data files are .parquet or .jsonl")
+        rows += list(load_dataset(kind, data_files=str(file), split="train"))
+    return rows
+
+
+def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) -> list[dict]:
+    """The rows of a split ("train" | "val") with verl's columns, checked; `files` replace the task's `load`.
+
+    A task's SYSTEM_PROMPT is put before every prompt that has no system message.
+    Raises BadInput if there are no rows or a row's prompt isn't a list of chat messages.
+    """
+    source = ", ".join(files) if files else f"load({split!r})"
+    rows = read_files(files) if files else list(task.load(split))
+    if not rows:
+        raise BadInput(f"{source} has no rows")
+    system = getattr(task, "SYSTEM_PROMPT", None)
+    checked = []
+    for i, row in enumerate(rows):
+        row = {"index": (row.get("extra_info") or {}).get("index", i), **row}
+        if "prompt" not in row:
+            raise BadInput(f"row {i} of {source} has no column 'prompt'; it has {sorted(row)}")
+        prompt = row["prompt"]
+        if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, dict) and "role" in m for m in prompt) or not prompt:
+            raise BadInput(f"row {i} of {source}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}")
+        row["prompt"] = [{k: v for k, v in m.items() if v is not None} for m in prompt]  # parquet fills in None
+        if system and prompt[0]["role"] != "system":
+            row["prompt"].insert(0, {"role": "system", "content": system})
+        checked.append(row)
+    return checked
+
+
+def filter_overlong(rows: list[dict], tokenizer, task, args) -> list[dict]:
+    """The rows whose rendered prompt has at most args.max_prompt_tokens.
+
+    Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row is left.
+    """
+    kept, longest = [], 0
+    for row in rows:
+        extra = row.get("extra_info") or {}
+        agent_loop_class(row, task, args)
+        task_interaction(task, row.get("interaction_kwargs") or extra.get("interaction_kwargs"))
+        tools = task_tools(task, row.get("tools_kwargs") or extra.get("tools_kwargs"))
+        schemas = [tool.schema for tool in tools.values()]
+        length = len(render(tokenizer, row["prompt"], schemas, add_generation_prompt=True))
+        longest = max(longest, length)
+        if length <= args.max_prompt_tokens:
+            kept.append(row)
+    if not kept:
+        raise BadInput(
+            f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens {args.max_prompt_tokens} (the longest "
+            f"has {longest} tokens); raise it"
+        )
+    return kept
+
+
+def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
+    """Row numbers at positions start .. start + count - 1 of an endless shuffle, a new permutation every epoch.
+
+    A function of the seed and the position alone: resuming at a step needs no saved sampler state.
+    """
+    order = []
+    for position in range(start, start + count):
+        epoch, i = divmod(position, n_rows)
+        if not order or i == 0:
+            permutation = np.random.default_rng((seed, epoch)).permutation(n_rows)
+        order.append(int(permutation[i]))
+    return order
+
+
+# ---------------------------------------------------------------- batches
+
+
+def last_sampled(mask: Sequence[int], index: int | None = None) -> int | None:
+    """Index of the last mask-1 token at or before `index` (default: the end); None if there is none."""
+    end = len(mask) - 1 if index is None else min(index, len(mask) - 1)
+    return next((i for i in range(end, -1, -1) if mask[i]), None)
+
+
+def total_reward(output: AgentLoopOutput) -> float:
+    """Terminal reward (a dict's is its key "score") + all turn rewards."""
+    terminal = output.reward["score"] if isinstance(output.reward, dict) else output.reward
+    return float(terminal or 0.0) + sum(reward for _, reward in output.turn_rewards)
+
+
+def rollout_rewards(outputs: Sequence[AgentLoopOutput]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards of whole rollouts; a rollout of several outputs (sub-agents, forks) counts once.
+
+    outputs carry extra["prompt"], ["sample"], ["segment"]. Returns rewards (N,): the last output's terminal reward plus
+    all outputs' turn rewards; groups (N,): the prompt each rollout belongs to; index (B,): the rollout of each output.
+    """
+    keys = [(o.extra["prompt"], o.extra["sample"]) for o in outputs]
+    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    terminal, turns = [0.0] * len(number), [0.0] * len(number)
+    for key, o in zip(keys, outputs, strict=True):  # segments in order: the last one's terminal reward stays
+        of_turns = sum(reward for _, reward in o.turn_rewards)
+        turns[number[key]] += of_turns
+        terminal[number[key]] = total_reward(o) - of_turns
+    rewards = torch.tensor(terminal) + torch.tensor(turns)
+    return rewards, torch.tensor([prompt for prompt, _ in number]), torch.tensor([number[key] for key in keys])
+
+
+def collate(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
+    """Trajectories as tensors; B trajectories, T the longest response, L the longest prompt + response.
+
+    input_ids (B, L) prompt then response, right-padded with 0; lengths, prompt_lengths, response_lengths (B,);
+    response_mask (B, T) float; response_ids, versions (B, T) long, version -1 where not sampled;
+    logprobs_rollout (B, T) float32; token_rewards (B, T): turn rewards where they fall, the terminal reward on the last
+    sampled token; rewards (B,) their sums. A trajectory without a sampled token keeps its reward out of token_rewards.
+    """
+    B = len(outputs)
+    T = max((len(o.response_ids) for o in outputs), default=0)
+    L = max((len(o.prompt_ids) + len(o.response_ids) for o in outputs), default=0)
+    batch = {
+        "input_ids": torch.zeros(B, L, dtype=torch.long),
+        "response_ids": torch.zeros(B, T, dtype=torch.long),
+        "response_mask": torch.zeros(B, T),
+        "logprobs_rollout": torch.zeros(B, T),
+        "versions": torch.full((B, T), -1, dtype=torch.long),
+        "token_rewards": torch.zeros(B, T),
+        "rewards": torch.tensor([total_reward(o) for o in outputs], dtype=torch.float32),
+        "prompt_lengths": torch.tensor([len(o.prompt_ids) for o in outputs], dtype=torch.long),
+        "response_lengths": torch.tensor([len(o.response_ids) for o in outputs], dtype=torch.long),
+    }
+    batch["lengths"] = batch["prompt_lengths"] + batch["response_lengths"]
+    for b, o in enumerate(outputs):
+        n = len(o.response_ids)
+        ids = o.prompt_ids + o.response_ids
+        batch["input_ids"][b, : len(ids)] = torch.tensor(ids)
+        if n == 0:
+            continue
+        batch["response_ids"][b, :n] = torch.tensor(o.response_ids)
+        batch["response_mask"][b, :n] = torch.tensor(o.response_mask, dtype=torch.float32)
+        batch["logprobs_rollout"][b, :n] = torch.tensor(o.response_logprobs)
+        batch["versions"][b, :n] = torch.tensor(o.response_versions)
+        terminal = total_reward(o) - sum(reward for _, reward in o.turn_rewards)
+        for index, reward in [*o.turn_rewards, (n - 1, terminal)]:
+            if (at := last_sampled(o.response_mask, index)) is not None:
+                batch["token_rewards"][b, at] += reward
+    return batch
+
+
+# ---------------------------------------------------------------- packing
+
+
+def balance(lengths: Sequence[int], n: int) -> list[list[int]]:
+    """Deals indices to n shares of about equal total length: longest first, each to the lightest share so far.
+
+    Every index is in exactly one share; a share may be empty if there are fewer than n. Shares are in index order.
+    """
+    shares: list[list[int]] = [[] for _ in range(n)]
+    totals = [0] * n
+    for i in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
+        lightest = min(range(n), key=lambda k: (totals[k], k))
+        shares[lightest].append(i)
+        totals[lightest] += int(lengths[i])
+    return [sorted(share) for share in shares]
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cuts indices into micro-batches of at most max_tokens tokens: first-fit, longest first.
+
+    Raises ValueError if one sequence alone is longer than max_tokens.
+    """
+    bins: list[list[int]] = []
+    totals: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
+        length = int(lengths[i])
+        if length > max_tokens:
+            raise ValueError(f"a sequence of {length} tokens does not fit a micro-batch of {max_tokens}: raise the budget")
+        k = next((k for k, total in enumerate(totals) if total + length <= max_tokens), len(bins))
+        if k == len(bins):
+            bins.append([])
+            totals.append(0)
+        bins[k].append(i)
+        totals[k] += length
+    return [sorted(indices) for indices in bins]
+
+
+def pack(input_ids, lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Joins sequences end to end, without padding; N sequences, S the sum of their lengths.
+
+    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,).
+    Returns input_ids (1, S), position_ids (1, S) starting at 0 in each sequence, cu_seqlens (N + 1,) int32, max_seqlen.
+    """
+    lengths = [int(length) for length in lengths]
+    if isinstance(input_ids, torch.Tensor):
+        rows = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
+    else:
+        rows = [torch.as_tensor(row)[:length] for row, length in zip(input_ids, lengths, strict=True)]
+    flat = torch.cat(rows)[None]  # (1, S)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(flat.device)  # (1, S)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=flat.device)
+    return flat, positions, cu_seqlens, max(lengths)
+
+
+def pack_rows(batch: dict[str, torch.Tensor], rows: Sequence[int], device) -> dict:
+    """The forward pass of some rows of a batch: packed inputs, and where each sampled token is predicted.
+
+    input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the packed sequence
+    whose hidden state predicts a sampled token; targets (M,): that token; at: its (row, column) in (len(rows), T).
+    """
+    rows = torch.as_tensor(rows, dtype=torch.long)
+    packed = pack(batch["input_ids"][rows], batch["lengths"][rows])
+    row, column = batch["response_mask"][rows].nonzero(as_tuple=True)  # (M,) each
+    position = packed[2][:-1].long()[row] + batch["prompt_lengths"][rows][row] + column  # of the token itself
+    return {
+        "input_ids": packed[0].to(device),
+        "position_ids": packed[1].to(device),
+        "cu_seqlens": packed[2].to(device),
+        "max_seqlen": packed[3],
+        "source": (position - 1).to(device),
+        "targets": packed[0][0, position].to(device),
+        "at": (row.to(device), column.to(device)),
+        "shape": (len(rows), batch["response_mask"].shape[1]),
+    }
+
+
+def packed_attention(
+    module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None, max_seqlen=None, sliding_window=None,
+    softcap=None, s_aux=None, **kwargs,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Causal attention within each packed sequence, as a transformers attention function named "packed".
+
+    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen as `pack` gives
+    them, passed through the model's forward. Returns (1, S, H, D). Dropout is not applied: a policy gradient needs the
+    network that sampled. Raises ValueError where a model asks for what is not implemented here, instead of ignoring it.
+    """
+    if cu_seqlens is None:
+        raise ValueError("packed attention needs cu_seqlens and max_seqlen: call the model on what data.pack returns")
+    if sliding_window is not None and sliding_window < max_seqlen:
+        raise ValueError(f"packed attention has no sliding window ({sliding_window} < {max_seqlen} tokens)")
+    if softcap is not None or s_aux is not None or getattr(module, "sinks", None) is not None:
+        raise ValueError("packed attention has neither logit soft caps nor attention sinks: this model needs them")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise ValueError("packed attention is causal; this layer is not")
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # varlen_attn takes (S, H, D); repeating the key-value heads works in every torch version that has it.
+        repeats = query.shape[1] // key.shape[1]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
+        window = _varlen_causal(varlen_attn)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, **window)
+        return out[None], None
+    ends = cu_seqlens.tolist()
+    segments = [
+        F.scaled_dot_product_attention(
+            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        for a, b in itertools.pairwise(ends)
+    ]
+    return torch.cat(segments, dim=2).transpose(1, 2), None
+
+
+def _varlen_causal(function) -> dict:
+    """How this torch spells "causal" in varlen_attn: is_causal until 2.10, window_size since."""
+    import inspect
+
+    return {"window_size": (-1, 0)} if "window_size" in inspect.signature(function).parameters else {"is_causal": True}
+
+
+def register_packed_attention() -> None:
+    """Makes attn_implementation="packed" known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("packed", packed_attention)

