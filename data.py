@@ -302,13 +302,11 @@ def packed_attention(
         window = _varlen_causal(varlen_attn)
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, **window)
         return out[None], None
-    ends = cu_seqlens.tolist()
+    lengths = cu_seqlens.diff().tolist()
+    # split, not slices: the backward of a slice fills a tensor of the whole length, for every segment
     segments = [
-        F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-        for a, b in itertools.pairwise(ends)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(segments, dim=2).transpose(1, 2), None
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -81,6 +82,7 @@ def vllm_arguments(model: str, args, device: torch.device) -> dict:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults from the model's folder
         disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
     if device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory_utilization)
@@ -108,6 +110,9 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500).items():
             os.environ.setdefault(name, str(value))  # vLLM's external launcher wants them for a single process too
+        with warnings.catch_warnings():  # vLLM's own deprecations are not the user's business
+            warnings.simplefilter("ignore")
+            from vllm import LLM
         if device.type == "cpu":
             import vllm.model_executor.layers.utils as layers
 
@@ -115,8 +120,6 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
-        from vllm import LLM
-
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device))
         self.core = self.llm.llm_engine
@@ -258,7 +261,7 @@ class Engine:
         for request in arrived:
             try:
                 self._admit(request)
-            except (ValueError, TypeError) as error:  # this request is bad; the others are not
+            except Exception as error:  # vLLM refuses this request (its exceptions have no common base); others go on
                 results.append((request, ValueError(str(error))))
         for output in self.core.step() if self.core.has_unfinished_requests() else ():
             if output.finished:

@@ -13,6 +13,7 @@ import os
 if __name__ == "__main__":  # before torch is imported: ranks that share the cores with busy-waiting threads crawl
     _cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
 import contextlib
@@ -21,7 +22,9 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -87,7 +90,7 @@ class Args:
     agent: str | None = flag(None, "agent loop; default: tool_agent if the task has TOOLS or INTERACTIONS, else single_turn")
     temperature: float = flag(1.0, "sampling temperature in training; the trainer's logprobs use it too")
     max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted")
-    max_response_tokens: int = flag(256, "budget of a trajectory: sampled, tool and user tokens together")
+    max_response_tokens: int = flag(128, "budget of a trajectory: sampled, tool and user tokens together")
     max_model_len: int | None = flag(None, "the engine's window; default: max_prompt_tokens + max_response_tokens")
     max_assistant_turns: int = flag(8, "then the trajectory ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
@@ -120,7 +123,7 @@ class Args:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise BadInput(message.replace("argument ", "", 1))
+        raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -711,7 +714,7 @@ def start_processes(args: Args):
     cpu_only = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
     patience = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not dist.is_initialized():
         if not cpu_only:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend, timeout=patience)
@@ -780,7 +783,10 @@ def setup(args: Args) -> Run:
     if not own_model:
         find_model(args)
     from transformers import AutoTokenizer, get_scheduler, set_seed
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of loading and saving weights
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once: as it should be
     accelerator, store = start_processes(args)
     is_main, device = accelerator.is_main_process, accelerator.device
     if own_model:

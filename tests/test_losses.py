@@ -341,7 +341,7 @@ def test_policy_loss_takes_old_and_advantages_as_constants():
 
 
 def test_policy_loss_survives_huge_ratios():
-    big = t([[500.0, -500.0]])
+    big = t([[2000.0, -2000.0]])  # exp overflows float64 as well
     for kind in POLICY_LOSSES:
         for sign in (1, -1):
             f = lambda lp: policy_loss(kind, lp, 0 * big, sign * torch.ones_like(big), torch.ones(1, 2))[0]  # noqa: B023
@@ -758,12 +758,13 @@ def test_token_logprobs_frozen_parts_get_no_gradient_and_cost_none():
     close(both_grads([token_logprobs(hidden, weight.detach(), targets)], (hidden,)), want[:1])
     close(both_grads([token_logprobs(hidden.detach(), weight, targets)], (weight,)), want[1:])
     counts = {}
-    for name, args in {"both": (hidden, weight), "hidden": (hidden, weight.detach())}.items():
+    cases = {"both": (hidden, weight), "hidden": (hidden, weight.detach()), "weight": (hidden.detach(), weight)}
+    for name, args in cases.items():
         out = token_logprobs(*args, targets)
         with Shapes() as shapes:
             out.sum().backward()
         counts[name] = shapes.matmuls
-    assert counts == {"both": 3, "hidden": 2}  # one block: the logits again, and a product per gradient
+    assert counts == {"both": 3, "hidden": 2, "weight": 2}  # one block: the logits again, and a product per gradient
     assert not token_logprobs(hidden.detach(), weight.detach(), targets).requires_grad
 
 
@@ -853,3 +854,18 @@ def test_losses_needs_nothing_but_torch():
     source = open(losses.__file__).read()
     imports = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
     assert imports <= {"torch", "math", "dataclasses", "collections"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_token_logprobs_in_bfloat16_on_a_gpu():
+    hidden, weight, targets = head(T=64, H=128, V=3000)
+    hidden, weight = (x.detach().mul(0.3).bfloat16().cuda().requires_grad_() for x in (hidden, weight))
+    got = token_logprobs(hidden, weight, targets.cuda(), 0.8, entropy=True)
+    exact = [x.detach().double().cpu().requires_grad_() for x in (hidden, weight)]
+    want = plain_logprobs(*exact, targets, 0.8)
+    close([o.cpu() for o in got], list(want), rtol=1e-4, atol=1e-4, check_dtype=False)
+    weights = torch.linspace(-1, 2, 64)
+    grads = torch.autograd.grad((got[0] * weights.cuda()).sum() + got[1].sum(), (hidden, weight))
+    for g, w in zip(grads, torch.autograd.grad((want[0] * weights).sum() + want[1].sum(), exact)):
+        assert (g.cpu().double() - w).norm() / w.norm() < 1e-2

@@ -1,0 +1,76 @@
+"""Run by test_train.py under torchrun: optimiser steps on a fixed batch; rank 0 writes gradients and metrics.
+
+    torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import data
+import train
+from agent_loop import AgentLoopOutput
+
+
+def batch_of(n: int) -> dict:
+    """Trajectories of very unequal lengths with tool tokens inside, one without any sampled token."""
+    rng = random.Random(0)
+    outputs = []
+    for i in range(n):
+        length = rng.choice([3, 9, 20, 45])
+        mask = [1] + [int(rng.random() < 0.7) for _ in range(length - 1)] if i else [0] * length
+        outputs.append(
+            AgentLoopOutput(
+                prompt_ids=[rng.randrange(3, 250) for _ in range(rng.randrange(2, 12))],
+                response_ids=[rng.randrange(3, 250) for _ in range(length)],
+                response_mask=mask, response_logprobs=[0.0] * length, response_versions=[0] * length, reward=rng.random(),
+            )
+        )  # fmt: skip
+    return data.collate(outputs)
+
+
+def gradients(accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str) -> dict:
+    """One step from the model's weights; what the parameters' gradients were, and the metrics."""
+    args = train.Args(model=model_path, tokens_per_micro_batch=tokens_per_micro_batch, loss_agg=loss_agg, kl_coef=0.1)
+    args.max_grad_norm = 1e9
+    data.register_packed_attention()
+    batch = batch_of(19)
+    shape = batch["response_mask"].shape
+    generator = torch.Generator().manual_seed(0)
+    batch["advantages"] = torch.randn(shape, generator=generator)
+    batch["logprobs_ref"] = -5 + torch.randn(shape, generator=generator)
+    policy = train.Policy(args)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    batch["logprobs_old"] = train.score_tokens(accelerator.unwrap_model(policy), batch, args, accelerator.device)
+    batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some ratios beyond the clip
+    kept = {}
+    zero_grad = optimizer.zero_grad
+
+    def keep_gradients(**kwargs):
+        kept.update({n.removeprefix("module."): p.grad.clone() for n, p in policy.named_parameters()})
+        zero_grad(**kwargs)
+
+    optimizer.zero_grad = keep_gradients
+    objective = train.policy_objective(batch, args, torch.zeros(shape))
+    metrics = train.optimise(policy, optimizer, objective, batch, list(range(19)), args, accelerator)
+    after = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, after)
+    assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ after the step"
+    return {"gradients": kept, "metrics": metrics, "old": batch["logprobs_old"]}
+
+
+if __name__ == "__main__":
+    model, out = sys.argv[1:]
+    accelerator, _ = train.start_processes(train.Args())
+    cases = [(tokens, agg) for tokens in (60, 130, 4096) for agg in ("token-mean", "seq-mean-token-mean")]
+    results = {case: gradients(accelerator, model, *case) for case in cases}
+    if int(os.environ["RANK"]) == 0:
+        torch.save(results, out)

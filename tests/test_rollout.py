@@ -1,0 +1,292 @@
+"""The real engine (vLLM's CPU build): states, weight sync, seeds; and one rollout phase with everything that fails."""
+
+import asyncio
+import random
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import generate
+from transformers import AutoModelForCausalLM
+
+from agent_loop import AgentLoopBase, register
+from rollout import Engine, Workplace, rollout, score, seed_of
+
+
+def hf_model(path: str, scale: float = 1.0):
+    """The model in float32, its weights moved away from the file's where scale != 1."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+            parameter.add_(noise, alpha=(scale - 1) * 0.05)
+    return model
+
+
+def wake(engine: Engine, model, version: int) -> None:
+    engine.wake_weights()
+    engine.load_weights(((n, p.detach()) for n, p in model.named_parameters()), version)
+    engine.wake_kv()
+
+
+@torch.no_grad()
+def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+KEPT: list[Engine] = []
+PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_states_out_of_order_raise(engine, tiny_model):
+    model = hf_model(tiny_model)
+    weights = list(model.named_parameters())
+    for call in (engine.wake_kv, engine.sleep, engine.step, lambda: engine.load_weights(weights, 1)):
+        with pytest.raises(RuntimeError, match="asleep"):
+            call()
+    engine.wake_weights()
+    for call in (engine.wake_weights, engine.wake_kv, engine.sleep, engine.step):
+        with pytest.raises(RuntimeError, match="'weights'"):
+            call()
+    engine.load_weights(((n, p.detach()) for n, p in weights), 7)
+    assert (engine.state, engine.version) == ("synced", 7)
+    for call in (engine.wake_weights, engine.sleep, engine.step):
+        with pytest.raises(RuntimeError, match="synced"):
+            call()
+    engine.wake_kv()
+    assert engine.state == "awake"
+    engine.sleep()
+    assert engine.state == "asleep"
+
+
+def test_incomplete_sync_names_the_parameter_and_leaves_the_engine_unusable(engine, tiny_model):
+    weights = [(n, p.detach()) for n, p in hf_model(tiny_model).named_parameters() if "layers.1.mlp.down_proj" not in n]
+    engine.wake_weights()
+    with pytest.raises(RuntimeError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        engine.load_weights(weights, 1)
+    with pytest.raises(RuntimeError):
+        engine.wake_kv()
+
+
+def test_sleep_refuses_while_a_request_is_unfinished(engine, background, tiny_model):
+    wake(engine, hf_model(tiny_model), 0)
+    future = background.submit(
+        engine.generate(request_id="a", prompt_ids=PROMPTS[0], sampling_params={"max_tokens": 40, "ignore_eos": True})
+    )
+    while not engine.running:
+        engine.step()
+    with pytest.raises(RuntimeError, match="unfinished"):
+        engine.sleep()
+    engine.state = "awake"
+    while not future.done():
+        engine.step()
+    assert len(future.result().token_ids) == 40
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_trainers_after_every_sync(engine, background, tiny_model, temperature):
+    for version, scale in enumerate([1.0, 1.5, 0.6, 2.0]):
+        model = hf_model(tiny_model, scale)
+        wake(engine, model, version)
+        outs = generate(engine, background, PROMPTS, temperature=temperature, max_tokens=20)
+        engine.sleep()
+        for prompt, out in zip(PROMPTS, outs, strict=True):
+            assert out.prompt_ids == prompt
+            assert out.versions == [version] * len(out.token_ids)
+            expected = hf_logprobs(model, prompt, out.token_ids, temperature)
+            torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_untied_embeddings_sync_too(untied_model, args, background, process_group):
+    other = types.SimpleNamespace(**{**vars(args), "model": untied_model})
+    engine = Engine(untied_model, other, torch.device("cpu"))
+    KEPT.append(engine)  # collecting a vLLM engine would take down the process group of the other one
+    for version, scale in enumerate([1.0, 1.7]):
+        model = hf_model(untied_model, scale)
+        wake(engine, model, version)
+        (out,) = generate(engine, background, [PROMPTS[3]], temperature=1.0, max_tokens=20)
+        engine.sleep()
+        expected = hf_logprobs(model, PROMPTS[3], out.token_ids)
+        torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_seed_is_a_function_of_run_seed_trajectory_and_turn(engine, background, tiny_model):
+    wake(engine, hf_model(tiny_model), 0)
+    same = [PROMPTS[0]] * 3
+    first = [o.token_ids for o in generate(engine, background, same, temperature=1.0, max_tokens=12)]
+    assert first[0] != first[1] != first[2]  # another trajectory, another seed
+    second = [o.token_ids for o in generate(engine, background, same, temperature=1.0, max_tokens=12)]
+    assert first[0] != second[0]  # another turn, another seed
+    engine.sleep()  # a new phase counts turns from 0
+    wake(engine, hf_model(tiny_model), 1)
+    alone = generate(engine, background, same[:1], temperature=1.0, max_tokens=12)
+    assert alone[0].token_ids == first[0]  # whatever else is in the batch
+    assert seed_of(0, "a", 1) == seed_of(0, "a", 1) != seed_of(1, "a", 1)
+    assert 0 <= seed_of("x") < 2**63
+
+
+def test_stop_reasons_and_stop_tokens(engine, background, tiny_model, tokenizer):
+    model = hf_model(tiny_model)
+    wake(engine, model, 0)
+    (out,) = generate(engine, background, [PROMPTS[1]], temperature=0.0, max_tokens=5, ignore_eos=True)
+    assert (out.stop_reason, len(out.token_ids)) == ("length", 5)
+    stop = out.token_ids[2]
+    n = out.token_ids.index(stop) + 1
+    (cut,) = generate(engine, background, [PROMPTS[1]], temperature=0.0, max_tokens=5, stop_token_ids=[stop])
+    assert (cut.stop_reason, cut.token_ids) == ("stop", out.token_ids[:n])  # the stop token is included
+    assert len(cut.logprobs) == n
+
+
+def test_a_bad_request_fails_alone(engine, background, tiny_model):
+    wake(engine, hf_model(tiny_model), 0)
+    too_long = list(range(3, 3 + 200))
+    good, bad = generate(engine, background, [PROMPTS[0], too_long], temperature=1.0, max_tokens=4)
+    assert len(good.token_ids) == 4
+    assert isinstance(bad, ValueError) and "128" in str(bad)
+    (unknown,) = generate(engine, background, [PROMPTS[0]], no_such_parameter=1)
+    assert isinstance(unknown, ValueError) and "no_such_parameter" in str(unknown)
+    assert not engine.pending and not engine.running
+
+
+def test_cancelled_request_leaves_the_engine(engine, background, tiny_model):
+    wake(engine, hf_model(tiny_model), 0)
+    future = background.submit(
+        engine.generate(request_id="a", prompt_ids=PROMPTS[0], sampling_params={"max_tokens": 60, "ignore_eos": True})
+    )
+    while not engine.running:
+        engine.step()
+    future.cancel()
+    while engine.running:
+        engine.step(timeout=0.01)
+    assert not engine.pending and not engine.core.has_unfinished_requests()
+    engine.sleep()
+
+
+# ---------------------------------------------------------------- one phase
+
+
+@register("test_two_turns")
+class TwoTurns(AgentLoopBase):
+    """Samples two turns of at most six tokens each, with three given tokens between them."""
+
+    async def run(self, sampling_params, **row):
+        if row["extra"] == "raise":
+            raise KeyError("the agent loop broke")
+        if row["extra"] == "skip":
+            return []
+        trajectory = self.start(row)
+        await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 6})
+        if row["extra"] == "slow":
+            await asyncio.sleep(random.random() * 0.05)
+        trajectory.add_given([5, 6, 7])
+        await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 6})
+        trajectory.stop_reason = "stop"
+        if row["extra"] == "list":
+            first = self.start(row)
+            first.add_given([5])
+            return [first.output(), trajectory.output()]
+        return trajectory.output()
+
+
+def workplace(engine, background, tokenizer, args, reward) -> Workplace:
+    task = types.SimpleNamespace(reward=reward)
+    return Workplace(engine, background, task, tokenizer, None, args, dist.HashStore())
+
+
+def make_rows(*kinds: str) -> list[dict]:
+    prompt = [{"role": "user", "content": "What is 12+34?"}]
+    return [{"prompt": prompt, "agent_name": "test_two_turns", "extra": kind, "index": i} for i, kind in enumerate(kinds)]
+
+
+def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, tokenizer, args, tiny_model, capfd):
+    def reward(output, row):
+        assert output.text and output.messages[-1]["role"] == "assistant"  # filled in before any reward is called
+        if row["extra"] == "no reward" and output.extra["sample"] == 1:
+            raise ZeroDivisionError("the grader broke")
+        if row["extra"] == "nan":
+            return float("nan")
+        return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
+
+    wake(engine, hf_model(tiny_model), 3)
+    rows = make_rows("slow", "raise", "no reward", "skip", "list", "nan", "dict", "slow")
+    phase = rollout(workplace(engine, background, tokenizer, args, reward), rows, 3, 2, {"temperature": 1.0})
+    engine.sleep()
+    got = [(o.extra["prompt"], o.extra["sample"], o.extra["segment"]) for o in phase.outputs]
+    assert got == [(0, 0, 0), (0, 1, 0), (2, 0, 0), (4, 0, 0), (4, 0, 1), (4, 1, 0), (4, 1, 1),
+                   (6, 0, 0), (6, 1, 0), (7, 0, 0), (7, 1, 0)]  # fmt: skip
+    assert phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
+    assert [(e["prompt"], e["sample"]) for e in phase.errors] == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
+    assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
+    assert "must give a finite number" in phase.errors[3]["error"]
+    shown = capfd.readouterr().err
+    assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown, all are kept
+    assert [o.reward for o in phase.outputs][-4:] == [{"score": 0.5, "digits": 2}] * 2 + [1.0, 1.0]
+    assert phase.outputs[3].reward == phase.outputs[4].reward == 1.0  # segments share the rollout's reward
+    for o in phase.outputs:
+        if o.extra["prompt"] in (0, 7):
+            first = o.response_mask.index(0)
+            assert o.response_mask[first : first + 3] == [0, 0, 0] and o.response_ids[first : first + 3] == [5, 6, 7]
+            assert o.response_versions == [3 if m else -1 for m in o.response_mask]
+    assert phase.tokens > sum(sum(o.response_mask) for o in phase.outputs)  # those of the dropped ones were sampled too
+
+
+def test_deterministic_phase_repeats_to_the_last_bit(engine, background, tokenizer, args, tiny_model):
+    engine.args.deterministic = True
+    seen = []
+    for _ in range(2):
+        wake(engine, hf_model(tiny_model), 0)
+        place = workplace(engine, background, tokenizer, args, lambda output, row: 0.0)
+        phase = rollout(place, make_rows(*["slow"] * 6), 5, 3, {"temperature": 1.0})
+        engine.sleep()
+        seen.append([(o.response_ids, o.response_logprobs) for o in phase.outputs])
+    assert len(seen[0]) == 18
+    assert seen[0] == seen[1]
+
+
+def test_sampling_depends_on_seed_step_prompt_sample_only(engine, background, tokenizer, args, tiny_model):
+    def tokens(rows, step):
+        wake(engine, hf_model(tiny_model), 0)
+        place = workplace(engine, background, tokenizer, args, lambda output, row: 0.0)
+        phase = rollout(place, rows, step, 2, {"temperature": 1.0})
+        engine.sleep()
+        return {(o.extra["prompt"], o.extra["sample"]): o.response_ids for o in phase.outputs}
+
+    all_rows, one_row = tokens(make_rows("slow", "slow"), 1), tokens(make_rows("slow"), 1)
+    assert one_row[0, 0] == all_rows[0, 0] and one_row[0, 1] == all_rows[0, 1]
+    assert all_rows[0, 0] != all_rows[0, 1] and all_rows[0, 0] != all_rows[1, 0]
+    assert tokens(make_rows("slow"), 2)[0, 0] != one_row[0, 0]
+
+
+def test_score_takes_numbers_and_dicts_and_refuses_the_rest():
+    from agent_loop import AgentLoopOutput
+
+    def out(**kwargs):
+        return AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[0.0],
+                               response_versions=[0], **kwargs)  # fmt: skip
+
+    async def slow(output, row):
+        await asyncio.sleep(0)
+        return torch.tensor(0.25)
+
+    def run(reward, *outputs):
+        asyncio.run(score(types.SimpleNamespace(reward=reward), list(outputs), {}))
+        return [o.reward for o in outputs]
+
+    assert run(lambda o, r: True, out()) == [1.0]
+    assert run(slow, out(), out()) == [0.25, 0.25]
+    assert run(lambda o, r: 1 / 0, out(reward=0.5)) == [0.5]  # the loop's own reward replaces the task's
+    assert run(lambda o, r: {"score": 2, "x": 1}, out()) == [{"score": 2.0, "x": 1}]
+    for bad in (None, "1.0 points", {"x": 1}, float("inf"), [1]):
+        with pytest.raises(ValueError, match="finite number"):
+            run(lambda o, r, bad=bad: bad, out())

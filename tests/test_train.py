@@ -1,0 +1,310 @@
+"""Whole runs with real vLLM, one rank and two: numbers that repeat, kills that lose nothing, input that is wrong."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, generate
+from gradient_worker import gradients
+
+import train
+from agent_loop import BadInput
+from train import Args, check_args, parse_args
+
+TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--num_steps", "6", "--prompts_per_step", "4",
+        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
+        "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(*flags: str, ranks: int = 1, cache: Path, **env: str):
+    """A training process in a session of its own; whatever is left of it is killed at the end."""
+    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(29600 + os.getpid() % 300), **env}
+    if ranks > 1:
+        launcher += ["--master_port", env["MASTER_PORT"]]
+    process = subprocess.Popen([*launcher, "train.py", *map(str, flags)], cwd=REPO, env=env, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(*flags: str, ranks: int = 1, cache: Path, code: int = 0, **env: str) -> str:
+    with started(*flags, ranks=ranks, cache=cache, **env) as process:
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output
+    return output
+
+
+def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing/", "throughput/"))} for row in rows]
+
+
+def wait_for(condition, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def lines(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(ranks, cache, tmp_path):
+    flags = [*TINY, "--deterministic", "--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2",
+             "--lr_schedule", "linear", "--warmup_steps", "2"]  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    printed = run(*flags, "--output_dir", whole, ranks=ranks, cache=cache)
+    with started(*flags, "--output_dir", killed, ranks=ranks, cache=cache) as process:
+        wait_for(lambda: lines(killed / "metrics.jsonl") >= 4)  # steps 0 to 3: one behind the checkpoint of step 2
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    before = metrics_of(killed)
+    assert sorted(p.name for p in (killed / "checkpoints").glob("step*"))[0] == "step_000002"
+    assert before[:4] == metrics_of(whole)[:4]  # the same command twice, to the last digit
+    again = run(*flags, "--output_dir", killed, "--resume", ranks=ranks, cache=cache)
+    assert "resuming after step" in again
+    assert metrics_of(killed) == metrics_of(whole)
+    assert [row["step"] for row in metrics_of(whole)] == [0, 1, 2, 3, 4, 5, 6]
+
+    # the same run, looked at as a user would
+    rows = metrics_of(whole, timings=True)
+    assert "eval/reward" in rows[0] and "rollout/logp_diff_max" not in rows[0]
+    assert [i for i, row in enumerate(rows) if "eval/reward" in row] == [0, 3, 6]
+    for row in rows[1:]:
+        for name in ("reward/mean", "actor/pg_loss", "actor/clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm",
+                     "critic/vf_loss", "critic/explained_var", "prompt_length/mean", "response_length/mean",
+                     "response_length/clipped_ratio", "num_turns/mean", "timing/rollout_s", "timing/train_s", "timing/sync_s",
+                     "timing/generate_s_min", "timing/generate_s_mean", "timing/generate_s_max", "timing/tool_s_mean",
+                     "throughput/tokens_per_s", "actor/kl"):  # fmt: skip
+            assert math.isfinite(row[name]), name
+        assert row["rollout/logp_diff_max"] < 1e-3 and row["rollout/logp_diff_mean"] < 1e-5
+        assert row["rollout/trajectories"] == 16 and row["num_turns/mean"] == 4
+        assert {"prompt", "sample", "generate_s", "tool_s"} <= set(row["timing/slowest"])
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_000004", "step_000006"]  # keep_checkpoints 2
+    rollouts = [json.loads(line) for line in (whole / "rollouts/step_000005.jsonl").read_text().splitlines()]
+    assert [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts] == [(i, j) for i in range(4) for j in range(4)]
+    for r in rollouts:
+        assert set(r["response_versions"]) == {-1, 4} and r["reward"] == r["total_reward"]
+    about = json.loads((whole / "args.json").read_text())
+    assert about["args"]["algo"] == "ppo" and len(about["git"].split("-")[0]) == 40
+    assert "logp_diff" in printed and "What is" in printed and "   6/6" in printed
+
+
+def test_final_policy_loads_in_transformers_and_vllm(cache, tmp_path, engine, background, args):
+    """... and a grader that fails costs its trajectories, not the run."""
+    out = tmp_path / "run"
+    printed = run(*TINY, "--num_steps", "2", "--eval_every", "0", "--output_dir", out, cache=cache, TINY_TASK_REWARD="raise")
+    rows = metrics_of(out)
+    assert sum(row.get("rollout/failed_reward", 0) for row in rows) > 0
+    assert all(row["rollout/failed_reward"] + row["rollout/trajectories"] == 16 for row in rows[1:])
+    assert "RuntimeError: the grader broke" in printed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, info = AutoModelForCausalLM.from_pretrained(out / "final", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not any(Path(out / "final" / "config.json").read_text().count(word) for word in ("packed",))
+    ids = AutoTokenizer.from_pretrained(out / "final")("What is 1+2?")["input_ids"]
+    from test_rollout import KEPT
+
+    from rollout import Engine
+
+    loaded = Engine(str(out / "final"), args, torch.device("cpu"))
+    KEPT.append(loaded)
+    loaded.core.wake_up()  # as loaded from the folder, without a sync
+    loaded.state = "awake"
+    (sampled,) = generate(loaded, background, [ids], temperature=1.0, max_tokens=10)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + sampled.token_ids])).logits[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(sampled.logprobs), expected, atol=1e-4, rtol=0)
+    # started again into the same folder, nothing is overwritten
+    run(*TINY, "--num_steps", "1", "--eval_every", "0", "--output_dir", out, cache=cache)
+    assert len(metrics_of(tmp_path / "run.1")) == 3 and len(metrics_of(out)) == 2
+
+
+def children(pid: int) -> list[int]:
+    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(p) for p in out] + [c for p in out for c in children(int(p))]
+
+
+def test_first_interrupt_ends_all_ranks_with_the_last_step_saved(cache, tmp_path):
+    out = tmp_path / "run"
+    flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0", "--output_dir", out]
+    with started(*flags, ranks=2, cache=cache) as process:
+        wait_for(lambda: lines(out / "metrics.jsonl") >= 3)
+        family = children(process.pid)
+        assert len(family) >= 2
+        os.kill(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert "stopping" in output
+    done = metrics_of(out)[-1]["step"]
+    assert [p.name for p in (out / "checkpoints").glob("step*")] == [f"step_{done:06d}"]
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 10)
+
+
+def test_second_interrupt_ends_at_once(cache, tmp_path):
+    out = tmp_path / "run"
+    flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--output_dir", out]
+    with started(*flags, cache=cache, TINY_TASK_SLEEP="3") as process:  # an agent loop that blocks
+        wait_for(lambda: (out / "args.json").exists())
+        time.sleep(8)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=3) == 130
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, tmp_path):
+    results = {}
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
+                   str(29900 + os.getpid() % 90), "tests/gradient_worker.py", tiny_model, str(tmp_path / "out")]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        results |= {(ranks, *case): result for case, result in torch.load(tmp_path / "out").items()}
+    assert len(results) == 12
+    for (ranks, tokens, loss_agg), other in results.items():
+        whole = results[1, 4096, loss_agg]
+        assert sum(g.abs().sum() for g in whole["gradients"].values()) > 0
+        for name, gradient in whole["gradients"].items():
+            error = (other["gradients"][name] - gradient).norm() / gradient.norm()
+            assert error < 1e-5, (ranks, tokens, name, error)
+        assert other["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
+
+
+def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
+    """Packed attention, chunked logprobs and global counts against the plain computation."""
+    from gradient_worker import batch_of
+    from transformers import AutoModelForCausalLM
+
+    import losses
+
+    batch = batch_of(19)
+    from accelerate import Accelerator
+
+    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean")
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randn(batch["response_mask"].shape, generator=generator)
+    logprobs_ref = -5 + torch.randn(batch["response_mask"].shape, generator=generator)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    attention_mask = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
+    logprobs = model(batch["input_ids"], attention_mask=attention_mask).logits.log_softmax(-1)
+    at = batch["prompt_lengths"][:, None] + torch.arange(batch["response_mask"].shape[1])
+    at = at.clamp(max=batch["input_ids"].shape[1] - 1)  # beyond a row's end: masked
+    targets = batch["input_ids"].gather(1, at)
+    logprobs = logprobs.gather(1, (at - 1)[..., None].expand(-1, -1, logprobs.shape[-1])).gather(2, targets[..., None])[..., 0]
+    mask = batch["response_mask"]
+    ratio = (logprobs - result["old"]).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    loss = loss + 0.1 * losses.kl_estimate(logprobs, logprobs_ref, "k3")
+    ((loss * mask).sum() / mask.sum()).backward()
+    for name, parameter in model.named_parameters():
+        gradient = result["gradients"][f"model.{name}"]
+        assert (gradient - parameter.grad).norm() / parameter.grad.norm() < 1e-4, name
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_stesp", "3"], "unknown flag --num_stesp: did you mean --num_steps?"),
+        (["--num_st", "3"], "unknown flag --num_st: did you mean --num_steps?"),
+        (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
+        (["extra"], "unknown flag extra"),
+        (["--lr"], "--lr: expected one argument"),
+    ],
+)
+def test_flags_that_do_not_parse(flags, message):
+    with pytest.raises(BadInput) as error:
+        parse_args(flags)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts_per_mini_batch": 5}, "--prompts_per_step 32 must be a multiple of --prompts_per_mini_batch 5"),
+        ({"group_size": 1}, "--group_size must be at least 2"),
+        ({"algo": "gpro"}, "--algo gpro: choose from grpo, ppo"),
+        ({"tokens_per_micro_batch": 100}, "--tokens_per_micro_batch 100 is less than the longest trajectory, 640 tokens"),
+        ({"temperature": 0.0}, "--temperature 0.0 must be greater than 0"),
+        ({"num_steps": -1}, "--num_steps -1 must not be negative"),
+        ({"max_model_len": 512}, "leaves no room behind --max_prompt_tokens 512"),
+        ({"engine_args": "{block_size: 16}"}, "--engine_args is not JSON"),
+        ({"engine_args": "[1]"}, "--engine_args must be a JSON object"),
+        ({"sleep_level": 3}, "--sleep_level 3: choose from 1, 2"),
+    ],
+)
+def test_flags_that_contradict_each_other(change, message):
+    with pytest.raises(BadInput) as error:
+        check_args(dataclasses.replace(Args(), **change))
+    assert message in str(error.value)
+
+
+def test_defaults_pass_the_checks_and_flags_parse():
+    check_args(Args())
+    args = parse_args(["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--lr", "1e-5"])
+    assert (args.deterministic, args.train_files, args.lr, args.resume) == (True, ["a.parquet", "b.jsonl"], 1e-5, False)
+    assert dataclasses.replace(Args(), epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": "no/such.py"}, "--task no/such.py: no such file"),
+        ({"model": "{tmp}"}, "the folder has no config.json"),
+        ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be loaded"),
+        ({"max_response_tokens": 4000}, "window is 1024 tokens"),
+        ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
+        ({"agent": "nobody"}, "no agent loop 'nobody'"),
+        ({"resume": True}, "no checkpoint in"),
+        ({"val_files": ["nothing.jsonl"]}, "nothing.jsonl: no such file"),
+    ],
+)
+def test_input_that_is_wrong_ends_before_the_engine_starts(change, message, tiny_model, tmp_path, monkeypatch, process_group):
+    monkeypatch.setattr(train, "Engine", lambda *a: pytest.fail("the engine was built"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(REPO)
+    change = {k: v.format(tmp=tmp_path) if isinstance(v, str) else v for k, v in change.items()}
+    base = {"task": "tests/tiny_task.py", "model": tiny_model, "output_dir": str(tmp_path / "out")}
+    with pytest.raises(BadInput) as error:
+        train.setup(Args(**{**base, **change}))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_command_line_shows_one_line_and_exits_with_2(cache):
+    for flags, message in ((["--lrr", "1"], "train.py: error: unknown flag --lrr: did you mean --lr?"),
+                           (["--task", "nothing.py"], "train.py: error: --task nothing.py: no such file")):  # fmt: skip
+        assert run(*flags, cache=cache, code=2).strip().splitlines() == [message]

@@ -1,0 +1,43 @@
+"""A task for the tests: a random model, two short turns, a dense reward. Needs no warm-up, so a run starts at once."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import calculator
+
+from agent_loop import AgentLoopBase, register
+
+
+def load(split: str) -> list[dict]:
+    return calculator.load(split)[: 24 if split == "train" else 8]
+
+
+def reward(output, row) -> float:
+    """The share of digits in what was said; TINY_TASK_REWARD=raise makes the grader fail for some rows."""
+    if os.environ.get("TINY_TASK_REWARD") == "raise" and row["index"] % 3 == 0:
+        raise RuntimeError("the grader broke")
+    return sum(c.isdigit() for c in output.text) / max(1, len(output.text))
+
+
+def build_model(path: str) -> None:
+    calculator.init_model(path)
+
+
+@register("two_turns")
+class TwoTurns(AgentLoopBase):
+    """Two turns of at most eight tokens with a given question between them."""
+
+    async def run(self, sampling_params, **row):
+        trajectory = self.start(row)
+        for turn in range(2):
+            await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 8})
+            if turn == 0:
+                time.sleep(float(os.environ.get("TINY_TASK_SLEEP", 0)))
+                trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
+                trajectory.user_turns += 1
+        trajectory.stop_reason = "stop"
+        return trajectory.output()
