@@ -105,15 +105,19 @@ class AgentLoopOutput:
 # ---------------------------------------------------------------- templates: messages -> tokens
 
 
-def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = False):
-    """Token ids of a chat under the tokenizer's template. Raises BadInput if the tokenizer has no template."""
+def render_text(tokenizer, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
+    """A chat as text under the tokenizer's template. Raises BadInput if the tokenizer has no template."""
     if not tokenizer.chat_template:
         raise BadInput("the tokenizer has no chat template: use an instruct model, or set tokenizer.chat_template")
-    text = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
     )
+
+
+def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a chat up to where the assistant speaks next."""
     # The template writes every special token itself (BOS too); letting the tokenizer add them again would double them.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(render_text(tokenizer, messages, tools, True), add_special_tokens=False)["input_ids"]
 
 
 def turn_suffix(
@@ -121,22 +125,27 @@ def turn_suffix(
 ) -> list[int]:
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
-    Renders `messages` (ending with the assistant's) with and without `new`, and takes the difference, from just after
-    the template's end-of-turn token: the newline that many templates put after that token is not sampled by the
+    Renders `messages` (ending with the assistant's) with and without `new`, and takes the difference from the
+    template's last end-of-turn token on: the newline that many templates put after that token is not sampled by the
     policy, and would be lost if the difference were taken from the end of the rendering (verl#6501). `ended` says
     whether the policy sampled a stop token; if not (a stop string), the end-of-turn token belongs to the suffix.
 
     Raises ValueError if the template changes earlier messages when new ones are added.
     """
-    before = render(tokenizer, messages, tools)
-    after = render(tokenizer, messages + new, tools, add_generation_prompt=True)
-    if after[: len(before)] != before:
+    before = render_text(tokenizer, messages, tools)
+    after = render_text(tokenizer, messages + new, tools, add_generation_prompt=True)
+    if not after.startswith(before):
         raise ValueError(
-            "the chat template is not append-only: adding a message changes the tokens of earlier ones, so the turns "
-            "of this conversation can't be one token sequence"
+            "the chat template is not append-only: adding a message changes earlier ones, so the turns of this "
+            "conversation can't be one token sequence"
         )
-    end = max((i for i, token in enumerate(before) if token in stop_token_ids), default=len(before) - 1)
-    return after[end + 1 if ended else end :]
+    start, stop = max((before.rfind(tokenizer.decode([token])), token) for token in stop_token_ids)
+    if start < 0:  # a template that ends turns with no token at all
+        return tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
+    # Tokenised from the end-of-turn token on: nothing merges across it, and no tokenizer takes what follows for the
+    # start of a text (some would put a space there).
+    ids = tokenizer(after[start:], add_special_tokens=False)["input_ids"]
+    return ids[1:] if ended and ids[0] == stop else ids
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -375,7 +384,7 @@ class AgentLoopBase:
 
     def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
         messages = list(row["prompt"])
-        return Trajectory(messages, render(self.tokenizer, messages, tools, add_generation_prompt=True))
+        return Trajectory(messages, render(self.tokenizer, messages, tools))
 
     def room(self, trajectory: Trajectory) -> int:
         """Response tokens that still fit: the smaller of the response budget and the model's window."""

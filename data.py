@@ -100,7 +100,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args) -> list[dict]:
         task_interaction(task, row.get("interaction_kwargs") or extra.get("interaction_kwargs"))
         tools = task_tools(task, row.get("tools_kwargs") or extra.get("tools_kwargs"))
         schemas = [tool.schema for tool in tools.values()]
-        length = len(render(tokenizer, row["prompt"], schemas, add_generation_prompt=True))
+        length = len(render(tokenizer, row["prompt"], schemas))
         longest = max(longest, length)
         if length <= args.max_prompt_tokens:
             kept.append(row)

@@ -383,7 +383,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     Logits exist `chunk` VOCABULARY columns at a time, (T, chunk), forward and again in backward: a block's rows of
     weight's gradient are complete after one product (chunks of tokens would need a float32 (V, H) to add them up), and
     for any T a block is the same fraction of the logits, chunk / V. `chunk` is an upper bound: no block exceeds V / 64
-    columns (or 256), so that the three float32 blocks alive at the worst moment stay under 5% of the logits.
+    columns (or 256), so that three float32 blocks, the most alive at a time, are under 5% of the logits (V > 16k).
 
     Half-precision operands give float32 logits and results; float64 stays float64. As in a linear layer, hidden follows
     autocast; weight is cast to hidden's dtype. Either may be frozen; weight may be a tied embedding. Ids >= vocab_size

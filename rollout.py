@@ -110,9 +110,9 @@ class Engine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500).items():
             os.environ.setdefault(name, str(value))  # vLLM's external launcher wants them for a single process too
-        with warnings.catch_warnings():  # vLLM's own deprecations are not the user's business
-            warnings.simplefilter("ignore")
-            from vllm import LLM
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own, not the user's business
+        from vllm import LLM
+
         if device.type == "cpu":
             import vllm.model_executor.layers.utils as layers
 
@@ -139,15 +139,15 @@ class Engine:
 
     # -- states
 
-    def _go(self, before: str, after: str | None = None) -> None:
-        if self.state != before:
-            raise RuntimeError(f"the engine is {self.state!r}, this call needs {before!r}: see the order in rollout.py")
-        self.state = after or before
+    def _require(self, state: str) -> None:
+        if self.state != state:
+            raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}: see the order in rollout.py")
 
     def wake_weights(self) -> None:
         """Maps the weights' memory again; what they hold is undefined until `load_weights`."""
-        self._go("asleep", "weights")
+        self._require("asleep")
         self.core.wake_up(tags=["weights"])
+        self.state = "weights"
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -155,26 +155,26 @@ class Engine:
 
         Raises RuntimeError naming the parameters that did not arrive; the engine then stays unusable.
         """
-        self._go("weights")
+        self._require("weights")
         (missing,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if missing:
             raise RuntimeError(f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}")
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
-        self._go("weights", "synced")
-        self.version = version
+        self.state, self.version = "synced", version
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
-        self._go("synced", "awake")
+        self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
+        self.state = "awake"
 
     def sleep(self, level: int | None = None) -> None:
         """Frees the KV cache, and the weights' memory (level 1 keeps a copy in host memory, level 2 drops them).
 
         On CPU nothing is freed, but the transitions and the cache resets are the same.
         """
-        self._go("awake")
+        self._require("awake")
         with self.lock:
             if self.pending:
                 raise RuntimeError(f"{sum(self.pending.values())} requests are unfinished: end the rollout phase first")
@@ -244,7 +244,7 @@ class Engine:
 
     def step(self, timeout: float = 0.2) -> None:
         """Takes in new requests, runs one model step, hands out finished ones. Waits up to `timeout` s for work."""
-        self._go("awake")
+        self._require("awake")
         with self.lock:
             ready = self.lock.wait_for(self._ready, timeout)
             poked, self.poked = self.poked, False

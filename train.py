@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before torch is imported: ranks that share the cor
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -121,17 +120,15 @@ class Args:
 # ---------------------------------------------------------------- bad input, before anything expensive
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
-
-
 def parse_args(argv: list[str] | None = None) -> Args:
     """Args from the command line. Raises BadInput on an unknown, abbreviated or mistyped flag."""
     from transformers import HfArgumentParser
 
-    HfArgumentParser.error = _Parser.error  # its own prints all the flags, and the mistake scrolls away
+    def error(message: str):  # argparse's own prints all the flags, and the mistake scrolls away
+        raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
+
     parser = HfArgumentParser(Args, allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser.error = error
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [f"--{field.name}" for field in dataclasses.fields(Args)]
@@ -432,13 +429,12 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
-def sync(engine: Engine, policy: nn.Module, version: int) -> float:
+def sync(engine: Engine, policy: Policy, version: int) -> float:
     """Wakes the engine with the policy's weights; the only way to an engine that generates. Returns seconds."""
     started = time.perf_counter()
     engine.wake_weights()
-    prefix = "model."  # Policy.model is the transformers model, whose parameter names vLLM knows
-    parameters = policy.named_parameters()  # tied weights come once
-    engine.load_weights(((name.removeprefix(prefix), p.detach()) for name, p in parameters), version)
+    # The transformers model's own parameter names are those vLLM knows; tied weights come once.
+    engine.load_weights(((name, p.detach()) for name, p in policy.model.named_parameters()), version)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the update left in torch's cache, vLLM's KV cache needs
@@ -446,7 +442,7 @@ def sync(engine: Engine, policy: nn.Module, version: int) -> float:
     return time.perf_counter() - started
 
 
-def evaluate(place: Workplace, policy: nn.Module, rows: list[dict], step: int, log: "Log") -> dict:
+def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log: "Log") -> dict:
     """Mean reward on the validation rows, with evaluation's own sampling parameters."""
     args = place.args
     sync(place.engine, policy, step)

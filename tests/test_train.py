@@ -5,10 +5,12 @@ import dataclasses
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ import torch
 from conftest import REPO, generate
 from gradient_worker import gradients
 
+import agent_loop
+import data
 import train
 from agent_loop import BadInput
 from train import Args, check_args, parse_args
@@ -308,3 +312,17 @@ def test_command_line_shows_one_line_and_exits_with_2(cache):
     for flags, message in ((["--lrr", "1"], "train.py: error: unknown flag --lrr: did you mean --lr?"),
                            (["--task", "nothing.py"], "train.py: error: --task nothing.py: no such file")):  # fmt: skip
         assert run(*flags, cache=cache, code=2).strip().splitlines() == [message]
+
+
+def test_the_readmes_task_and_agent_loop_work(tmp_path, tokenizer, args):
+    blocks = (REPO / "README.md").read_text().split("```python\n")[1:]
+    task_file, loop = (block.split("```")[0] for block in blocks)
+    (tmp_path / "guess.py").write_text(task_file + loop)
+    task = data.load_task(str(tmp_path / "guess.py"))
+    rows = data.filter_overlong(data.load_rows(task, "val"), tokenizer, task, dataclasses.replace(args, max_prompt_tokens=256))
+    assert len(rows) == 100 and rows[0]["prompt"][0]["role"] == "system"
+    secret = random.Random(1000).randint(1, 100)
+    assert task.compare(secret, 1000) == "equal" and task.compare(0, 1000) == "too low"
+    says = types.SimpleNamespace(messages=[{"content": f"<answer>{secret}</answer>"}])
+    assert task.reward(says, rows[0]) == 1.0 and task.reward(says, rows[1]) in (0.0, 1.0)
+    assert agent_loop.AGENT_LOOPS["best_of_two_turns"].__name__ == "TwoTurns"

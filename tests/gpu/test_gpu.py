@@ -1,0 +1,114 @@
+"""What only a GPU can show; skipped without CUDA. One command: python -m pytest tests/gpu -s
+
+Memory freed by sleep and given back by wake, exact weights after either level, engine against trainer in bfloat16, and packed
+attention on CUDA against a padded reference. Models are random, in the shape of Qwen2.5-0.5B.
+"""
+
+import types
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory, tokenizer) -> str:
+    """Random weights, Qwen2.5-0.5B's shape, the calculator's tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    path = tmp_path_factory.mktemp("qwen")
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def cuda_engine(model_path, process_group):
+    from rollout import Engine
+    from train import Args
+
+    args = Args(model=model_path, dtype="bfloat16", max_model_len=1024, max_prompt_tokens=512, max_response_tokens=512)
+    args.gpu_memory_utilization = 0.3
+    return Engine(model_path, args, torch.device("cuda"), [2])
+
+
+def policy_of(path: str, shift: float):
+    from transformers import AutoModelForCausalLM
+
+    import data
+
+    data.register_packed_attention()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="packed", dtype=torch.float32).cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + shift)
+    return types.SimpleNamespace(model=model)
+
+
+@torch.no_grad()
+def trainer_logprobs(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    import data
+
+    ids, positions, cu_seqlens, max_seqlen = data.pack([prompt + response], [len(prompt) + len(response)])
+    with torch.autocast("cuda", torch.bfloat16):
+        out = model(input_ids=ids.cuda(), position_ids=positions.cuda(), cu_seqlens=cu_seqlens.cuda(), max_seqlen=max_seqlen,
+                    use_cache=False)  # fmt: skip
+    logprobs = out.logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(response, device="cuda")[:, None])[:, 0].cpu()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_memory_and_every_wake_has_the_new_weights(cuda_engine, background, model_path, level):
+    import train
+    from conftest import generate
+
+    prompts = [[(7 * i + j) % 900 + 10 for j in range(40)] for i in range(8)]
+    for cycle in range(3):
+        policy = policy_of(model_path, 0.02 * (cycle + 1))
+        asleep = torch.cuda.mem_get_info()[0]
+        train.sync(cuda_engine, policy, cycle)
+        awake = torch.cuda.mem_get_info()[0]
+        outs = generate(cuda_engine, background, prompts, temperature=1.0, max_tokens=64)
+        cuda_engine.sleep(level=level)
+        freed = torch.cuda.mem_get_info()[0] - awake
+        print(f"level {level}: asleep {asleep / GIB:.2f} GiB free, awake {awake / GIB:.2f}, sleep freed {freed / GIB:.2f} GiB")
+        assert freed > 0.2 * torch.cuda.mem_get_info()[1]  # nearly all of the 0.3 it took
+        difference = torch.cat([
+            (torch.tensor(o.logprobs) - trainer_logprobs(policy.model, p, o.token_ids)).abs()
+            for p, o in zip(prompts, outs, strict=True)
+        ])  # fmt: skip
+        print(f"level {level}, cycle {cycle}: |engine - trainer| mean {difference.mean():.4f}, max {difference.max():.4f}")
+        assert difference.mean() < 0.05
+
+
+def test_packed_attention_forward_and_backward_against_eager(process_group):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import data
+
+    data.register_packed_attention()
+    config = Qwen2Config(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
+    torch.manual_seed(0)
+    reference = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").cuda()
+    packed = Qwen2ForCausalLM._from_config(config, attn_implementation="packed").cuda().bfloat16()
+    packed.load_state_dict(reference.state_dict())
+    lengths = [3, 60, 17, 129]
+    rows = [torch.randint(0, 500, (n,)) for n in lengths]
+    ids, positions, cu_seqlens, max_seqlen = data.pack(rows, lengths)
+    out = packed(input_ids=ids.cuda(), position_ids=positions.cuda(), cu_seqlens=cu_seqlens.cuda(), max_seqlen=max_seqlen).logits[0]
+    expected = torch.cat([reference(row[None].cuda()).logits[0] for row in rows])
+    assert (out.float() - expected).abs().max() < 0.05
+    weights = torch.randn_like(expected)
+    (out.float() * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, p), q in zip(packed.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad.float() - q.grad).norm() / q.grad.norm() < 0.05, name
