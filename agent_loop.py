@@ -17,6 +17,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -139,7 +140,7 @@ def turn_suffix(
             "the chat template is not append-only: adding a message changes earlier ones, so the turns of this "
             "conversation can't be one token sequence"
         )
-    start, stop = max((before.rfind(tokenizer.decode([token])), token) for token in stop_token_ids)
+    start, stop = max(((before.rfind(tokenizer.decode([t])), t) for t in stop_token_ids), default=(-1, None))
     if start < 0:  # a template that ends turns with no token at all
         return tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
     # Tokenised from the end-of-turn token on: nothing merges across it, and no tokenizer takes what follows for the
@@ -208,13 +209,15 @@ class FunctionTool(Tool):
         return await in_thread(self.function, *bound.args, **bound.kwargs)
 
 
-@functools.cache
+_function_tool = functools.cache(FunctionTool)
+
+
 def as_tool(tool: Tool | Callable) -> Tool:
     """The Tool itself, or the one Tool made of a Python function."""
     if isinstance(tool, Tool):
         return tool
-    if callable(tool):
-        return FunctionTool(tool)
+    if inspect.isroutine(tool):
+        return _function_tool(tool)
     raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
 
 
@@ -256,6 +259,12 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     return known[name]
 
 
+def reraise_cancellation(error: BaseException) -> None:
+    """Raises `error` again if it cancels the running task; a CancelledError (or SystemExit) of user code is a failure."""
+    if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+        raise error
+
+
 async def in_thread(function: Callable, *args, **kwargs) -> Any:
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
@@ -274,10 +283,9 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
         try:
             result = context.run(function, *args, **kwargs)
         except BaseException as caught:
-            # asyncio refuses to carry StopIteration, and SystemExit would end the event loop: both are tool failures.
-            error = caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
-            if isinstance(caught, StopIteration):
-                error = RuntimeError(repr(caught))
+            # asyncio refuses to carry StopIteration, and SystemExit would end the event loop: here both are failures.
+            plain = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
+            error = caught if plain else RuntimeError(repr(caught))
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, result, error)
 
@@ -286,6 +294,17 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
 
 
 # ---------------------------------------------------------------- agent loops
+
+def finite(value, name: str) -> float:
+    """`value` as a float. Raises ValueError unless it is a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return number
+
 
 AGENT_LOOPS: dict[str, type["AgentLoopBase"]] = {}
 
@@ -346,9 +365,9 @@ class Trajectory:
         self.response_versions += [-1] * len(ids)
 
     def add_reward(self, reward: float | None) -> None:
-        """A reward for the assistant turn just made: on its last sampled token."""
-        if reward:
-            self.turn_rewards.append((len(self.response_ids) - 1, float(reward)))
+        """A reward for the assistant turn just made, at its last token. Raises ValueError if it is no finite number."""
+        if reward := finite(reward or 0.0, "a turn's reward"):
+            self.turn_rewards.append((len(self.response_ids) - 1, reward))
 
     def count(self, name: str, n: float = 1) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + n
@@ -448,7 +467,10 @@ def tool_parser(name: str, tokenizer):
     try:
         return ToolParserManager.get_tool_parser(name)(tokenizer)
     except KeyError:
-        raise BadInput(f"no tool parser {name!r}: choose from {sorted(ToolParserManager.list_registered())}") from None
+        known = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise BadInput(f"--tool_parser {name}: choose from {known}") from None
+    except (RuntimeError, ValueError) as error:  # the tokenizer has none of the tokens that this format is made of
+        raise BadInput(f"--tool_parser {name} does not fit the model: {error}") from None
 
 
 @register("tool_agent")
@@ -470,7 +492,9 @@ class ToolAgentLoop(AgentLoopBase):
         self.tools = task_tools(self.task, self.tools_kwargs)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
-        self.created: list[str] = []  # names of the tools created for this trajectory
+        self.interaction_kwargs = {k: v for k, v in self.interaction_kwargs.items() if k != "name"}
+        self.user_answers = 0
+        self.created: dict[str, asyncio.Future] = {}  # tool name -> its `create` for this trajectory
         trajectory = self.start(row, self.schemas)
         handlers = {
             AgentState.PENDING: self.pending,
@@ -482,17 +506,18 @@ class ToolAgentLoop(AgentLoopBase):
         try:
             while state is not AgentState.TERMINATED:
                 state = await handlers[state](trajectory)
-            for name in self.created:
-                kwargs = self.tools_kwargs.get(name, {}).get("calc_reward_kwargs", {})
-                trajectory.add_reward(await self.tools[name].calc_reward(trajectory.request_id, **kwargs))
+            for name, created in self.created.items():
+                if created.done() and not created.exception():
+                    kwargs = self.tools_kwargs.get(name, {}).get("calc_reward_kwargs", {})
+                    reward = self.tools[name].calc_reward(trajectory.request_id, **kwargs)
+                    trajectory.add_reward(await self.in_time(reward))
         finally:
             await self.close(trajectory)
         return trajectory.output()
 
     async def pending(self, trajectory: Trajectory) -> AgentState:
         if self.interaction:
-            kwargs = {k: v for k, v in self.interaction_kwargs.items() if k != "name"}
-            await self.interaction.start(trajectory.request_id, **kwargs)
+            await self.in_time(self.interaction.start(trajectory.request_id, **self.interaction_kwargs))
         return AgentState.GENERATING
 
     async def generating(self, trajectory: Trajectory) -> AgentState:
@@ -558,34 +583,45 @@ class ToolAgentLoop(AgentLoopBase):
         if error:
             trajectory.count("tool_errors")
             return ToolResponse(text=f"Error: {error}")
-        kwargs = self.tools_kwargs.get(call["name"], {})
         try:
-            async with asyncio.timeout(self.args.tool_timeout):
-                return await self.execute(trajectory, self.tools[call["name"]], call["arguments"], kwargs)
-        except TimeoutError:
-            trajectory.count("tool_timeouts")
-            return ToolResponse(text=f"Error: {call['name']} took longer than {self.args.tool_timeout:g} seconds")
-        except Exception as caught:  # anything a tool does wrong is the model's problem to read, not the run's to die of
+            async with asyncio.timeout(self.args.tool_timeout) as deadline:
+                return await self.execute(trajectory, self.tools[call["name"]], call["arguments"])
+        except BaseException as caught:  # whatever a tool does wrong is the model's to read, not the run's to die of
+            reraise_cancellation(caught)
+            if deadline.expired():
+                trajectory.count("tool_timeouts")
+                return ToolResponse(text=f"Error: {call['name']} took longer than {self.args.tool_timeout:g} seconds")
             trajectory.count("tool_errors")
-            return ToolResponse(text=f"Error: {caught or type(caught).__name__}")
+            said = str(caught) if isinstance(caught, Exception) and str(caught) else repr(caught)
+            return ToolResponse(text=f"Error: {said}")
 
-    async def execute(self, trajectory: Trajectory, tool: Tool, arguments: dict, kwargs: dict) -> ToolResponse:
+    async def execute(self, trajectory: Trajectory, tool: Tool, arguments: dict) -> ToolResponse:
+        kwargs = self.tools_kwargs.get(tool.name, {})
         if tool.name not in self.created:
-            self.created.append(tool.name)  # before create, so that a create that fails half-way is released as well
-            await tool.create(trajectory.request_id, **kwargs.get("create_kwargs", {}))
+            create = tool.create(trajectory.request_id, **kwargs.get("create_kwargs", {}))
+            self.created[tool.name] = asyncio.ensure_future(create)
+        await asyncio.shield(self.created[tool.name])  # parallel calls wait for the same one; a failed one stays failed
         result = await tool.execute(trajectory.request_id, arguments, **kwargs.get("execute_kwargs", {}))
-        reward, metrics = None, {}
-        if isinstance(result, tuple):
-            result, reward, metrics = result
-        if isinstance(result, ToolResponse):
-            reward = result.reward if reward is None else reward
-            return ToolResponse(text=result.text, reward=reward, metrics={**result.metrics, **(metrics or {})})
-        return ToolResponse(text=str(result), reward=reward, metrics=metrics or {})
+        response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
+        if not isinstance(response, ToolResponse):
+            response = ToolResponse(text=str(response))
+        reward = response.reward if reward is None else reward
+        metrics = {**response.metrics, **(metrics or {})}
+        return ToolResponse(
+            text=response.text,
+            reward=None if reward is None else finite(reward, f"the reward of {tool.name}"),
+            metrics={name: finite(value, f"{tool.name}'s metric {name}") for name, value in metrics.items()},
+        )
+
+    async def in_time(self, coroutine):
+        """Awaits a tool's or interaction's coroutine under the deadline of a tool call."""
+        async with asyncio.timeout(self.args.tool_timeout):
+            return await coroutine
 
     def shorten(self, text: str) -> str:
         """Cuts the middle out of a tool response of more than max_tool_response_tokens: both ends tend to matter."""
         limit = self.args.max_tool_response_tokens
-        if len(text) <= limit:  # a token is at least a character
+        if len(text.encode(errors="replace")) <= limit:  # a token is at least a byte
             return text
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= limit:
@@ -596,17 +632,18 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def interacting(self, trajectory: Trajectory) -> AgentState:
         limit = self.args.max_user_turns
-        done, text, reward, metrics = await self.interaction.generate_response(
-            trajectory.request_id, trajectory.messages, **self.interaction_kwargs
+        done, text, reward, metrics = await self.in_time(
+            self.interaction.generate_response(trajectory.request_id, trajectory.messages, **self.interaction_kwargs)
         )
         trajectory.add_reward(reward)
         for name, value in (metrics or {}).items():
-            trajectory.count(f"interaction/{name}", value)
+            trajectory.count(f"interaction/{name}", finite(value, f"the interaction's metric {name}"))
         if done:
             return AgentState.TERMINATED
-        if limit and trajectory.user_turns >= limit:
+        if limit and self.user_answers >= limit:
             trajectory.stop_reason = "max_turns"
             return AgentState.TERMINATED
+        self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": text}])
 
     def answer(self, trajectory: Trajectory, messages: list[dict]) -> AgentState:
@@ -623,13 +660,16 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def close(self, trajectory: Trajectory) -> None:
         """Releases what the trajectory created, also when it is cancelled or fails; a failing release is counted."""
-        closers = [
-            tool.release(trajectory.request_id, **self.tools_kwargs.get(name, {}).get("release_kwargs", {}))
-            for name, tool in self.tools.items()
-            if name in self.created
-        ]
-        if self.interaction:
-            closers.append(self.interaction.finalize(trajectory.request_id))
+
+        async def release(name: str) -> None:
+            kwargs = self.tools_kwargs.get(name, {}).get("release_kwargs", {})
+            self.created[name].cancel()  # a `create` that outlived its deadline
+            await self.in_time(self.tools[name].release(trajectory.request_id, **kwargs))
+
+        async def finalize() -> None:
+            await self.in_time(self.interaction.finalize(trajectory.request_id))
+
+        closers = [release(name) for name in self.created] + ([finalize()] if self.interaction else [])
         for result in await asyncio.gather(*closers, return_exceptions=True):
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 trajectory.count("release_errors")

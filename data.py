@@ -58,7 +58,11 @@ def read_files(files: Sequence[str]) -> list[dict]:
         kind = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}.get(Path(file).suffix)
         if kind is None:
             raise BadInput(f"{file}: data files are .parquet or .jsonl")
-        rows += list(load_dataset(kind, data_files=str(file), split="train"))
+        try:
+            rows += list(load_dataset(kind, data_files=str(file), split="train"))
+        except Exception as error:  # datasets, pyarrow and json each have their own
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise BadInput(f"{file} can't be read as {kind}: {reason}") from error
     return rows
 
 
@@ -69,13 +73,22 @@ def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) 
     Raises BadInput if there are no rows or a row's prompt isn't a list of chat messages.
     """
     source = ", ".join(files) if files else f"load({split!r})"
-    rows = read_files(files) if files else list(task.load(split))
+    rows = read_files(files) if files else task.load(split)
+    if rows is None:
+        raise BadInput(f"{source} returned None, not a list of rows")
+    rows = list(rows)
     if not rows:
         raise BadInput(f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
     checked = []
     for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise BadInput(f"row {i} of {source} is a {type(row).__name__}, not a dict with a column 'prompt'")
         row = {"index": (row.get("extra_info") or {}).get("index", i), **row}
+        for place in (row, row.get("extra_info") or {}):
+            for name in ("tools_kwargs", "interaction_kwargs"):
+                if place.get(name):
+                    place[name] = _without_none(place[name])
         if "prompt" not in row:
             raise BadInput(f"row {i} of {source} has no column 'prompt'; it has {sorted(row)}")
         prompt = row["prompt"]
@@ -86,6 +99,11 @@ def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) 
             row["prompt"].insert(0, {"role": "system", "content": system})
         checked.append(row)
     return checked
+
+
+def _without_none(x):
+    """Parquet gives every row the union of all rows' keys, and None where a row had no such key."""
+    return {k: _without_none(v) for k, v in x.items() if v is not None} if isinstance(x, dict) else x
 
 
 def filter_overlong(rows: list[dict], tokenizer, task, args) -> list[dict]:
@@ -284,7 +302,7 @@ def packed_attention(
     them, passed through the model's forward. Returns (1, S, H, D). Dropout is not applied: a policy gradient needs the
     network that sampled. Raises ValueError where a model asks for what is not implemented here, instead of ignoring it.
     """
-    if cu_seqlens is None:
+    if cu_seqlens is None or max_seqlen is None:
         raise ValueError("packed attention needs cu_seqlens and max_seqlen: call the model on what data.pack returns")
     if sliding_window is not None and sliding_window < max_seqlen:
         raise ValueError(f"packed attention has no sliding window ({sliding_window} < {max_seqlen} tokens)")

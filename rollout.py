@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import inspect
 import json
-import math
 import os
 import sys
 import threading
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, in_thread
+from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, finite, in_thread, reraise_cancellation
 from data import total_reward
 
 
@@ -433,7 +432,8 @@ def rollout(
             session = Session(engine, trajectory)
             try:
                 loop = agent_loop_class(row, place.task, args)(session, place.tokenizer, place.processor, place.task, args)
-                outputs = await loop.run(dict(sampling_params), **{**row, "step": step, "rollout_n": j, "validate": validate})
+                sampling = {"stop_token_ids": engine.stop_token_ids, **sampling_params}
+                outputs = await loop.run(sampling, **{**row, "step": step, "rollout_n": j, "validate": validate})
             finally:
                 engine.leave(trajectory)
                 room.release()
@@ -447,18 +447,20 @@ def rollout(
                 output.extra |= {"prompt": i, "sample": j, "segment": k}
                 output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
             outputs[-1].metrics["generate_s"] = session.generate_s
-        except Exception as error:
-            fail("failed_agent_loop", i, j, error)
+        except BaseException as error:
+            reraise_cancellation(error)
+            fail("failed_agent_loop", i, j)
             return
         try:
             await score(place.task, outputs, row)
-        except Exception as error:
-            fail("failed_reward", i, j, error)
+        except BaseException as error:
+            reraise_cancellation(error)
+            fail("failed_reward", i, j)
             return
         mine.outputs += outputs
         place.store.add(f"{name}/done", 1)
 
-    def fail(kind: str, i: int, j: int, error: Exception) -> None:
+    def fail(kind: str, i: int, j: int) -> None:
         if not mine.counts[kind]:  # the first of its kind is shown, all are counted and written with the rollouts
             print(f"\n{kind} in step {step}, prompt {i}, sample {j}:\n{traceback.format_exc()}", file=sys.stderr)
         mine.counts[kind] += 1
@@ -508,13 +510,10 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict) -> None:
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
-    try:
-        value = float(reward["score"] if isinstance(reward, dict) else reward)
-    except (TypeError, ValueError, KeyError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f'reward(output, row) must give a finite number, or a dict with one under "score": got {reward!r}')
-    reward = {**reward, "score": value} if isinstance(reward, dict) else value
+    if isinstance(reward, dict):
+        reward = {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')}
+    else:
+        reward = finite(reward, "a reward")
     for output in outputs:
         if output.reward is None or output is outputs[-1]:
             output.reward = reward

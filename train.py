@@ -42,7 +42,7 @@ from torch import nn
 
 import data
 import losses
-from agent_loop import AgentLoopOutput, BadInput
+from agent_loop import AgentLoopOutput, BadInput, tool_parser
 from rollout import Background, Engine, Phase, Workplace, rollout, seed_of
 
 
@@ -793,6 +793,8 @@ def setup(args: Args) -> Run:
     n_read, n_read_val = len(rows), len(val_rows)
     rows = data.filter_overlong(rows, tokenizer, task, args)
     val_rows = data.filter_overlong(val_rows, tokenizer, task, args)
+    if getattr(task, "TOOLS", None):
+        tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in every trajectory
     checkpoint = prepare_folder(args, is_main)
     start = json.loads((checkpoint / "step.json").read_text())["step"] if checkpoint else 0
     log = Log(args, is_main, tokenizer, start)

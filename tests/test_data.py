@@ -23,11 +23,6 @@ close = torch.testing.assert_close
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def known_bug(reason: str):
-    """strict: whoever fixes it is told to remove the mark."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def make_output(prompt: list[int], mask: list[int], **attributes) -> AgentLoopOutput:
     """A trajectory with this mask; response token k is 100 + k, sampled with logprob -k/8 - 1 by version k."""
     n = range(len(mask))
@@ -147,7 +142,7 @@ def test_what_parquet_fills_into_messages_is_taken_out():
     ([{"prompt": [{"content": "hello"}]}], "'prompt' must be a list of chat messages"),
     ([{"prompt": []}], "'prompt' must be a list of chat messages"),
     ([{"prompt": {"role": "user", "content": "hello"}}], "'prompt' must be a list of chat messages"),
-    pytest.param(["hello"], "row 0", marks=known_bug("load_rows: row.get on a row that is no dict: AttributeError")),
+    pytest.param(["hello"], "row 0"),
 ])  # fmt: skip
 def test_rows_that_are_none(rows, said):
     with pytest.raises(BadInput, match=said) as caught:
@@ -185,9 +180,6 @@ def test_rows_of_a_file_are_named_by_the_file(tmp_path):
         data.load_rows(SimpleNamespace(), "train", [str(path)])
 
 
-@known_bug(
-    "load_rows: parquet fills None into structs whose keys differ between rows, and None counts as a tool's name"
-)
 def test_tools_kwargs_of_parquet_rows_choose_the_tools_they_chose_before(tmp_path):
     def add(a: int) -> int:
         """Add.
@@ -206,9 +198,9 @@ def test_tools_kwargs_of_parquet_rows_choose_the_tools_they_chose_before(tmp_pat
 @pytest.mark.parametrize("name, content, said", [
     ("nowhere.parquet", None, "nowhere.parquet: no such file"),
     ("rows.csv", "prompt\nhello\n", r"rows.csv: data files are \.parquet or \.jsonl"),
-    pytest.param("cut.jsonl", '{"prompt": [\n', "cut.jsonl", marks=known_bug("read_files: DatasetGenerationError")),
-    pytest.param("cut.parquet", "PAR1", "cut.parquet", marks=known_bug("read_files: ArrowInvalid")),
-    pytest.param("empty.jsonl", "", "empty.jsonl", marks=known_bug("read_files: StopIteration")),
+    pytest.param("cut.jsonl", '{"prompt": [\n', "cut.jsonl"),
+    pytest.param("cut.parquet", "PAR1", "cut.parquet"),
+    pytest.param("empty.jsonl", "", "empty.jsonl"),
 ])  # fmt: skip
 def test_files_that_are_none(tmp_path, name, content, said):
     if content is not None:
@@ -615,8 +607,7 @@ def test_packed_attention_by_hand():
     (dict(module=SimpleNamespace(sinks=torch.zeros(4))), "sinks"),
     (dict(module=SimpleNamespace(is_causal=False)), "causal"),
     (dict(is_causal=False), "causal"),
-    pytest.param(dict(max_seqlen=None, sliding_window=3), "max_seqlen",
-                 marks=known_bug("packed_attention: max_seqlen=None with a sliding window is a TypeError")),
+    pytest.param(dict(max_seqlen=None, sliding_window=3), "max_seqlen"),
 ])  # fmt: skip
 def test_packed_attention_refuses_what_it_does_not_implement(changes, said):
     with pytest.raises(ValueError, match=said):

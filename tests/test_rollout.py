@@ -227,7 +227,7 @@ def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, to
     assert phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
     assert [(e["prompt"], e["sample"]) for e in phase.errors] == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
     assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
-    assert "must give a finite number" in phase.errors[3]["error"]
+    assert "must be a finite number" in phase.errors[3]["error"]
     shown = capfd.readouterr().err
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown, all are kept
     assert [o.reward for o in phase.outputs][-4:] == [{"score": 0.5, "digits": 2}] * 2 + [1.0, 1.0]
