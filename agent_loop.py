@@ -260,7 +260,7 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
 
 
 def reraise_cancellation(error: BaseException) -> None:
-    """Raises `error` again if it cancels the running task; a CancelledError (or SystemExit) of user code is a failure."""
+    """Raises `error` again if it cancels the running task; any other error of user code is a failure to count."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
@@ -295,6 +295,7 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
 
 # ---------------------------------------------------------------- agent loops
 
+
 def finite(value, name: str) -> float:
     """`value` as a float. Raises ValueError unless it is a finite number."""
     try:
@@ -324,7 +325,9 @@ def agent_loop_class(row: dict, task, args) -> type["AgentLoopBase"]:
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
     if name not in AGENT_LOOPS:
-        raise BadInput(f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task")
+        raise BadInput(
+            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task"
+        )
     return AGENT_LOOPS[name]
 
 
@@ -350,7 +353,8 @@ class Trajectory:
     def add_sampled(self, out: TokenOutput) -> None:
         if not len(out.token_ids) == len(out.logprobs) == len(out.versions):
             raise ValueError(
-                f"the engine returned {len(out.token_ids)} tokens, {len(out.logprobs)} logprobs, {len(out.versions)} versions"
+                f"the engine returned {len(out.token_ids)} tokens, but {len(out.logprobs)} logprobs and "
+                f"{len(out.versions)} versions"
             )
         self.response_ids += out.token_ids
         self.response_mask += [1] * len(out.token_ids)
@@ -414,7 +418,7 @@ class AgentLoopBase:
         return room
 
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
-        """Samples one assistant turn; returns its text (special tokens kept), or None if the trajectory is cut there."""
+        """Samples one assistant turn; returns its text, special tokens kept, or None if it was cut off."""
         max_tokens = min(sampling_params.get("max_tokens") or self.args.max_response_tokens, self.room(trajectory))
         if max_tokens < 1:
             trajectory.stop_reason = "length"
@@ -428,7 +432,9 @@ class AgentLoopBase:
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = bool(out.token_ids) and out.token_ids[-1] in stops
         content = out.token_ids[:-1] if trajectory.ended else out.token_ids
-        trajectory.messages.append({"role": "assistant", "content": self.tokenizer.decode(content, skip_special_tokens=True)})
+        trajectory.messages.append(
+            {"role": "assistant", "content": self.tokenizer.decode(content, skip_special_tokens=True)}
+        )
         if out.stop_reason != "stop":
             trajectory.stop_reason = out.stop_reason
             return None
@@ -540,7 +546,9 @@ class ToolAgentLoop(AgentLoopBase):
         start = getattr(parser, "tool_call_start_token", None)
         if not found.tools_called:
             if start and start in text:
-                return [{"name": "", "arguments": {}, "error": "the tool call is not valid JSON with name and arguments"}]
+                return [
+                    {"name": "", "arguments": {}, "error": "the tool call is not valid JSON with name and arguments"}
+                ]
             return []
         calls = []
         for call in found.tool_calls:

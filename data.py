@@ -41,7 +41,9 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
         raise BadInput(f"--task {path} does not import: {type(error).__name__}: {error}") from error
     for function in needs:
         if not callable(getattr(module, function, None)):
-            raise BadInput(f"--task {path} has no function {function}: a task file defines load(split) and reward(output, row)")
+            raise BadInput(
+                f"--task {path} has no function {function}: a task file defines load(split) and reward(output, row)"
+            )
     return module
 
 
@@ -92,7 +94,11 @@ def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) 
         if "prompt" not in row:
             raise BadInput(f"row {i} of {source} has no column 'prompt'; it has {sorted(row)}")
         prompt = row["prompt"]
-        if not isinstance(prompt, (list, tuple)) or not all(isinstance(m, dict) and "role" in m for m in prompt) or not prompt:
+        if (
+            not isinstance(prompt, (list, tuple))
+            or not all(isinstance(m, dict) and "role" in m for m in prompt)
+            or not prompt
+        ):
             raise BadInput(f"row {i} of {source}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}")
         row["prompt"] = [{k: v for k, v in m.items() if v is not None} for m in prompt]  # parquet fills in None
         if system and prompt[0]["role"] != "system":
@@ -124,8 +130,8 @@ def filter_overlong(rows: list[dict], tokenizer, task, args) -> list[dict]:
             kept.append(row)
     if not kept:
         raise BadInput(
-            f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens {args.max_prompt_tokens} (the longest "
-            f"has {longest} tokens); raise it"
+            f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens {args.max_prompt_tokens}; raise it "
+            f"(the longest has {longest} tokens)"
         )
     return kept
 
@@ -243,7 +249,9 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for i in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
         length = int(lengths[i])
         if length > max_tokens:
-            raise ValueError(f"a sequence of {length} tokens does not fit a micro-batch of {max_tokens}: raise the budget")
+            raise ValueError(
+                f"a sequence of {length} tokens does not fit a micro-batch of {max_tokens}: raise the budget"
+            )
         k = next((k for k, total in enumerate(totals) if total + length <= max_tokens), len(bins))
         if k == len(bins):
             bins.append([])

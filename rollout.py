@@ -157,7 +157,9 @@ class Engine:
         self._require("weights")
         (missing,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if missing:
-            raise RuntimeError(f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}")
+            raise RuntimeError(
+                f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}"
+            )
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.state, self.version = "synced", version
@@ -431,7 +433,9 @@ def rollout(
         try:
             session = Session(engine, trajectory)
             try:
-                loop = agent_loop_class(row, place.task, args)(session, place.tokenizer, place.processor, place.task, args)
+                loop = agent_loop_class(row, place.task, args)(
+                    session, place.tokenizer, place.processor, place.task, args
+                )
                 sampling = {"stop_token_ids": engine.stop_token_ids, **sampling_params}
                 outputs = await loop.run(sampling, **{**row, "step": step, "rollout_n": j, "validate": validate})
             finally:
@@ -443,7 +447,9 @@ def rollout(
                 return
             for k, output in enumerate(outputs):
                 if not isinstance(output, AgentLoopOutput):
-                    raise TypeError(f"{type(loop).__name__}.run returned a {type(output).__name__}, not an AgentLoopOutput")
+                    raise TypeError(
+                        f"{type(loop).__name__}.run returned a {type(output).__name__}, not an AgentLoopOutput"
+                    )
                 output.extra |= {"prompt": i, "sample": j, "segment": k}
                 output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
             outputs[-1].metrics["generate_s"] = session.generate_s

@@ -1,6 +1,6 @@
 """flatrl: multi-turn reinforcement learning of language models on one host. Start reading at `main`, at the end.
 
-    accelerate launch train.py                                              # the built-in task, a minute or two on a CPU
+    accelerate launch train.py                                              # the built-in task, minutes on a CPU
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
     torchrun --nproc_per_node 2 train.py                                    # two ranks on a CPU
 
@@ -84,9 +84,13 @@ class Args:
     weight_decay: float = flag(0.0, "AdamW")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     tokens_per_micro_batch: int = flag(16384, "tokens in one forward and backward pass of a rank: what fits in memory")
-    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, a third slower")
+    gradient_checkpointing: bool = flag(
+        False, "recompute activations in the backward pass: less memory, a third slower"
+    )
     # trajectories
-    agent: str | None = flag(None, "agent loop; default: tool_agent if the task has TOOLS or INTERACTIONS, else single_turn")
+    agent: str | None = flag(
+        None, "agent loop; default: tool_agent if the task has TOOLS or INTERACTIONS, else single_turn"
+    )
     temperature: float = flag(1.0, "sampling temperature in training; the trainer's logprobs use it too")
     max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted")
     max_response_tokens: int = flag(128, "budget of a trajectory: sampled, tool and user tokens together")
@@ -101,7 +105,9 @@ class Args:
     gpu_memory_utilization: float = flag(0.5, "share of the GPU for the engine while it is awake")
     sleep_level: int = flag(2, "while training: 1 keeps the engine's weights in host memory, 2 drops them")
     engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
-    deterministic: bool = flag(False, "same numbers to the last digit in every run on the same machine; slower with tools")
+    deterministic: bool = flag(
+        False, "same numbers to the last digit in every run on the same machine; slower with tools"
+    )
     # evaluation, checkpoints, log
     eval_every: int = flag(20, "steps between evaluations; there is always one before and one after; 0: only those")
     eval_temperature: float = flag(0.0, "0: greedy")
@@ -146,31 +152,45 @@ def check_args(args: Args) -> None:
             raise BadInput(message)
 
     choices = {
-        "algo": ("grpo", "ppo"), "dtype": ("auto", "float32", "bfloat16"), "loss_agg": losses.AGGREGATIONS,
-        "kl_kind": losses.KL_ESTIMATES, "lr_schedule": ("constant", "linear", "cosine"), "sleep_level": (1, 2),
-    }  # fmt: skip
+        "algo": ("grpo", "ppo"),
+        "dtype": ("auto", "float32", "bfloat16"),
+        "loss_agg": losses.AGGREGATIONS,
+        "kl_kind": losses.KL_ESTIMATES,
+        "lr_schedule": ("constant", "linear", "cosine"),
+        "sleep_level": (1, 2),
+    }
+    not_negative = """num_steps warmup_steps eval_every save_every show_every max_assistant_turns max_user_turns kl_coef
+        eval_temperature weight_decay clip_low clip_high"""
+    positive = """prompts_per_step group_size epochs tokens_per_micro_batch max_prompt_tokens max_response_tokens
+        temperature max_num_seqs tool_timeout max_tool_response_tokens max_grad_norm keep_checkpoints value_clip"""
     for name, allowed in choices.items():
-        need(getattr(args, name) in allowed, f"--{name} {getattr(args, name)}: choose from {', '.join(map(str, allowed))}")
-    for name in ("num_steps", "warmup_steps", "eval_every", "save_every", "show_every", "max_assistant_turns", "kl_coef",
-                 "max_user_turns", "eval_temperature", "weight_decay", "clip_low", "clip_high"):  # fmt: skip
+        value = getattr(args, name)
+        need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
+    for name in not_negative.split():
         need(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must not be negative")
-    for name in ("prompts_per_step", "group_size", "epochs", "tokens_per_micro_batch", "max_prompt_tokens", "temperature",
-                 "max_response_tokens", "max_num_seqs", "tool_timeout", "max_tool_response_tokens", "max_grad_norm",
-                 "keep_checkpoints", "value_clip"):  # fmt: skip
+    for name in positive.split():
         need(getattr(args, name) > 0, f"--{name} {getattr(args, name)} must be greater than 0")
-    need(0 < args.eval_top_p <= 1, f"--eval_top_p {args.eval_top_p} must be in (0, 1]")
-    need(0 < args.gpu_memory_utilization < 1, f"--gpu_memory_utilization {args.gpu_memory_utilization} must be in (0, 1)")
-    mini = args.prompts_per_mini_batch
-    need(mini is None or (mini > 0 and args.prompts_per_step % mini == 0),
-         f"--prompts_per_step {args.prompts_per_step} must be a multiple of --prompts_per_mini_batch {mini}")  # fmt: skip
-    need(args.algo != "grpo" or args.group_size > 1,
-         "--algo grpo compares the trajectories of a prompt: --group_size must be at least 2")  # fmt: skip
+    for name in ("eval_top_p", "gpu_memory_utilization"):
+        need(0 < getattr(args, name) <= 1, f"--{name} {getattr(args, name)} must be in (0, 1]")
+    step, mini = args.prompts_per_step, args.prompts_per_mini_batch
+    need(
+        mini is None or (mini > 0 and step % mini == 0),
+        f"--prompts_per_step {step} must be a multiple of --prompts_per_mini_batch {mini}",
+    )
+    need(
+        args.algo != "grpo" or args.group_size > 1,
+        "--algo grpo compares the trajectories of a prompt: --group_size must be at least 2",
+    )
+    need(
+        args.max_model_len is None or args.max_model_len > args.max_prompt_tokens,
+        f"--max_model_len {args.max_model_len} leaves no room for a response to --max_prompt_tokens",
+    )
     window = args.max_prompt_tokens + args.max_response_tokens
-    need(args.max_model_len is None or args.max_model_len > args.max_prompt_tokens,
-         f"--max_model_len {args.max_model_len} leaves no room behind --max_prompt_tokens {args.max_prompt_tokens}")  # fmt: skip
     longest = min(args.max_model_len or window, window)
-    need(args.tokens_per_micro_batch >= longest,
-         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest trajectory, {longest} tokens")  # fmt: skip
+    need(
+        args.tokens_per_micro_batch >= longest,
+        f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest trajectory: {longest} tokens",
+    )
     try:
         need(isinstance(json.loads(args.engine_args or "{}"), dict), "--engine_args must be a JSON object")
     except ValueError as error:
@@ -220,14 +240,16 @@ def find_model(args: Args):
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise BadInput(f"--model {args.model} is neither a model folder nor a model that can be loaded: {reason}") from None
+        raise BadInput(
+            f"--model {args.model} is neither a model folder nor a model that can be loaded: {reason}"
+        ) from None
     text = config.get_text_config()
     window = getattr(text, "max_position_embeddings", None)
     args.max_model_len = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
     if window and args.max_model_len > window:
         raise BadInput(
-            f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.max_model_len}, but the model's "
-            f"window is {window} tokens"
+            f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.max_model_len}, but the "
+            f"model's window is {window} tokens"
         )
     # What scales or caps the logits outside the head would make the trainer's logprobs silently wrong.
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
@@ -266,7 +288,7 @@ def load_backbone(auto_class, args: Args):
 
 
 class Policy(nn.Module):
-    """Backbone, head and token_logprobs in one forward: a forward around DDP's wrapper would skip gradient averaging."""
+    """Backbone, head and token_logprobs in one forward: going round DDP's wrapper would skip gradient averaging."""
 
     def __init__(self, args: Args):
         super().__init__()
@@ -275,7 +297,9 @@ class Policy(nn.Module):
         self.model = load_backbone(AutoModelForCausalLM, args)
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         if self.head[0].bias is not None:
-            raise BadInput(f"--model {args.model} has a bias in its output head, which token_logprobs doesn't implement")
+            raise BadInput(
+                f"--model {args.model} has a bias in its output head, which token_logprobs doesn't implement"
+            )
         self.temperature = args.temperature
 
     def forward(self, packed: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,7 +356,12 @@ def shares(batch: dict, rows: list[int], args: Args) -> tuple[list[list[int]], i
     cuts = []
     for share in data.balance(lengths[rows].tolist(), dist.get_world_size()):
         share = [rows[i] for i in share]
-        cuts.append([[share[i] for i in micro] for micro in data.micro_batches(lengths[share].tolist(), args.tokens_per_micro_batch)])
+        cuts.append(
+            [
+                [share[i] for i in micro]
+                for micro in data.micro_batches(lengths[share].tolist(), args.tokens_per_micro_batch)
+            ]
+        )
     mine = cuts[dist.get_rank()]
     filler = [min(rows, key=lambda row: int(lengths[row]))]
     return mine + [filler] * (max(map(len, cuts)) - len(mine)), len(mine)
@@ -466,7 +495,9 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
 def require_trajectories(phase: Phase, step: int) -> None:
     if not phase.outputs:
         first = phase.errors[0]["error"].strip().splitlines()[-1] if phase.errors else "every agent loop returned []"
-        raise RuntimeError(f"step {step} brought no trajectory to learn from ({dict(phase.counts)}); the first error: {first}")
+        raise RuntimeError(
+            f"step {step} brought no trajectory to learn from ({dict(phase.counts)}); the first error: {first}"
+        )
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -519,12 +550,18 @@ class Log:
     """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb; on the main rank only."""
 
     COLUMNS = {
-        "reward": ("reward/mean", "{:6.3f}"), "eval": ("eval/reward", "{:6.3f}"), "length": ("response_length/mean", "{:6.1f}"),
-        "turns": ("num_turns/mean", "{:5.2f}"), "entropy": ("actor/entropy", "{:7.3f}"), "clipfrac": ("actor/clipfrac", "{:8.4f}"),
-        "grad": ("actor/grad_norm", "{:6.3f}"), "logp_diff": ("rollout/logp_diff_max", "{:9.1e}"),
-        "tokens/s": ("throughput/tokens_per_s", "{:8,.0f}"), "rollout_s": ("timing/rollout_s", "{:9.2f}"),
+        "reward": ("reward/mean", "{:6.3f}"),
+        "eval": ("eval/reward", "{:6.3f}"),
+        "length": ("response_length/mean", "{:6.1f}"),
+        "turns": ("num_turns/mean", "{:5.2f}"),
+        "entropy": ("actor/entropy", "{:7.3f}"),
+        "clipfrac": ("actor/clipfrac", "{:8.4f}"),
+        "grad": ("actor/grad_norm", "{:6.3f}"),
+        "logp_diff": ("rollout/logp_diff_max", "{:9.1e}"),
+        "tokens/s": ("throughput/tokens_per_s", "{:8,.0f}"),
+        "rollout_s": ("timing/rollout_s", "{:9.2f}"),
         "train_s": ("timing/train_s", "{:7.2f}"),
-    }  # fmt: skip
+    }
 
     def __init__(self, args: Args, is_main: bool, tokenizer, n_steps_done: int = 0):
         self.args, self.is_main, self.tokenizer = args, is_main, tokenizer
@@ -578,7 +615,9 @@ class Log:
         """One whole trajectory, special tokens included."""
         if self.is_main:
             text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-            print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {data.total_reward(output):g}, {output.stop_reason} {'-' * 40}")
+            print(
+                f"{'-' * 100}\n{text}\n{'-' * 40} reward {data.total_reward(output):g}, {output.stop_reason} {'-' * 40}"
+            )
 
     def say(self, text: str) -> None:
         if self.is_main:
@@ -649,7 +688,11 @@ def step_metrics(phase: Phase, batch: dict, args: Args) -> dict:
         metrics[f"rollout/{name}"] = mean(o.metrics.get(name, 0) for o in outputs)  # a trajectory, on average
     for name in ("generate_s", "tool_s"):
         times = [o.metrics.get(name, 0.0) for o in outputs]
-        metrics |= {f"timing/{name}_min": min(times), f"timing/{name}_mean": mean(times), f"timing/{name}_max": max(times)}
+        metrics |= {
+            f"timing/{name}_min": min(times),
+            f"timing/{name}_mean": mean(times),
+            f"timing/{name}_max": max(times),
+        }
     slowest = max(outputs, key=lambda o: o.metrics.get("generate_s", 0) + o.metrics.get("tool_s", 0))
     metrics["timing/slowest"] = {k: slowest.extra[k] for k in ("prompt", "sample")} | {
         k: slowest.metrics.get(k, 0.0) for k in ("generate_s", "tool_s")
@@ -661,7 +704,7 @@ def step_metrics(phase: Phase, batch: dict, args: Args) -> dict:
 
 
 class Stop:
-    """First Ctrl-C (or SIGTERM, or the launcher's death): all ranks end after the last completed step. Second: at once."""
+    """First Ctrl-C, SIGTERM or death of the launcher: all ranks end after the last completed step. Second: at once."""
 
     def __init__(self, store: dist.Store):
         self.store, self.flag, self.first, self.asked = store, False, 0.0, 0.0
@@ -676,7 +719,11 @@ class Stop:
         if not self.flag:
             self.flag, self.first = True, now
             if dist.get_rank() == 0:
-                print("\nstopping: saving the last completed step (once more to stop at once)", file=sys.stderr, flush=True)
+                print(
+                    "\nstopping: saving the last completed step (once more to stop at once)",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def watch_parent(self, parent: int) -> None:
         while os.getppid() == parent:
@@ -736,7 +783,9 @@ def prepare_folder(args: Args, is_main: bool) -> Path | None:
     found = checkpoints(folder / "checkpoints")
     if args.resume:
         if not found:
-            raise BadInput(f"--resume: no checkpoint in {folder}; start without --resume, or give the run's --output_dir")
+            raise BadInput(
+                f"--resume: no checkpoint in {folder}; start without --resume, or give the run's --output_dir"
+            )
         return found[-1]
     dist.barrier()
     if is_main and folder.is_dir() and any(folder.iterdir()):
@@ -820,15 +869,29 @@ def setup(args: Args) -> Run:
     place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
     n_parameters = sum(p.numel() for p in policy.parameters())
     log.say(
-        f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong dropped), {len(val_rows)} validation rows "
-        f"({n_read_val - len(val_rows)} dropped)\n"
+        f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong ones dropped), "
+        f"{len(val_rows)} validation rows ({n_read_val - len(val_rows)} dropped)\n"
         f"{args.model}: {n_parameters / 1e6:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x {device.type}\n"
         f"{args.algo}: {args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} "
         f"trajectories a step, {args.updates_per_rollout} update(s) each, lr {args.lr:g}; "
         + (f"resuming after step {start} of {args.num_steps}" if start else f"{args.num_steps} steps")
         + f"; writing {args.output_dir}"
     )
-    return Run(accelerator, place, log, stop, rows, val_rows, policy, optimizer, reference, critic, critic_optimizer, schedules, start)
+    return Run(
+        accelerator,
+        place,
+        log,
+        stop,
+        rows,
+        val_rows,
+        policy,
+        optimizer,
+        reference,
+        critic,
+        critic_optimizer,
+        schedules,
+        start,
+    )
 
 
 def finish(run: Run, args: Args, steps_done: int) -> None:
@@ -886,7 +949,9 @@ def main(args: Args) -> None:
 
         # ---- 3. advantages: the line to change
         if run.critic:
-            advantages, batch["returns"] = losses.gae(batch["token_rewards"], batch["values"], mask, args.gamma, args.lam)
+            advantages, batch["returns"] = losses.gae(
+                batch["token_rewards"], batch["values"], mask, args.gamma, args.lam
+            )
             batch["advantages"] = losses.whiten(advantages, mask)  # (B, T)
         else:
             advantages = losses.grpo_advantages(rewards, groups)  # (N,): one a rollout

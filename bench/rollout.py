@@ -2,8 +2,8 @@
 
     python bench/rollout.py [--model FOLDER] [--prompts 32] [--group_size 8] [--tokens 64] [--rounds 5]
 
-A B A B ... in one process, after one warm-up of each; the ratio is taken pair by pair, its median is the figure. The phase does
-more than `generate`: templates, one coroutine a trajectory, decoding, rewards, the gathering of the ranks' results.
+A B A B ... in one process, after one warm-up of each; the ratio is taken pair by pair, its median is the figure. The
+phase does more than `generate`: templates, one coroutine a trajectory, decoding, rewards, gathering over ranks.
 """
 
 import argparse
@@ -42,7 +42,9 @@ def main() -> None:
         torch.manual_seed(0)
         calculator.init_model(options.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args = train.Args(model=options.model, dtype="bfloat16" if device.type == "cuda" else "float32", agent="single_turn")
+    args = train.Args(
+        model=options.model, dtype="bfloat16" if device.type == "cuda" else "float32", agent="single_turn"
+    )
     args.max_response_tokens, args.max_model_len = options.tokens, args.max_prompt_tokens + options.tokens
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -74,7 +76,10 @@ def main() -> None:
     ratios = []
     for i in range(options.rounds + 1):
         a, b = phase(i), plain(i)
-        print(f"{'warm-up' if i == 0 else f'round {i}':8} rollout {a:9,.0f} tokens/s   LLM.generate {b:9,.0f}   ratio {a / b:.3f}")
+        print(
+            f"{'warm-up' if i == 0 else f'round {i}':8} rollout {a:9,.0f} tokens/s   "
+            f"LLM.generate {b:9,.0f}   ratio {a / b:.3f}"
+        )
         ratios += [a / b] if i else []
     print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
 

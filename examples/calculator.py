@@ -1,4 +1,4 @@
-"""The default task: two-digit arithmetic with a calculator, and a tiny model to learn it on any machine.
+r"""The default task: two-digit arithmetic with a calculator, and a tiny model to learn it on any machine.
 
     accelerate launch train.py                                    # this file is the default --task and builds the model
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct # same task, your model
@@ -11,7 +11,12 @@ A question is `What is 37*48?`. The policy may call `calculator` and must end wi
     assistant  <answer>1776</answer>
 
 A task file is a plain module with `load` and `reward`. The rest is optional: `TOOLS`, `SYSTEM_PROMPT`, and
-`build_model`, which train.py calls (and caches) when no --model is given. @NUMBERS@
+`build_model`, which train.py calls (and caches) when no --model is given. The built model has learned the tool but
+not to rely on it: seeds 0-4 answer 0.59-0.61 of the held-out questions when taken greedily, 0.46-0.56 when sampled
+(they call the tool in half of the trajectories, and 0.90-0.99 of the calls end in the right answer; a guess is right
+once in a hundred). The rest is for RL to find. Building takes 11 s on two cores, 19 s on one. A trajectory has 19
+prompt tokens and ends after 43 with a call, 24 with a guess. A model from elsewhere has to be told of the answer
+tags: give it a SYSTEM_PROMPT.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Run by test_train.py under torchrun: optimiser steps on a fixed batch; rank 0 writes gradients and metrics.
 
-    torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT
+torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT
 """
 
 import os
@@ -29,7 +29,8 @@ def batch_of(n: int) -> dict:
             AgentLoopOutput(
                 prompt_ids=[rng.randrange(3, 250) for _ in range(rng.randrange(2, 12))],
                 response_ids=[rng.randrange(3, 250) for _ in range(length)],
-                response_mask=mask, response_logprobs=[0.0] * length, response_versions=[0] * length, reward=rng.random(),
+                response_mask=mask, response_logprobs=[0.0] * length, response_versions=[0] * length,
+                reward=rng.random(),
             )
         )  # fmt: skip
     return data.collate(outputs)

@@ -1124,7 +1124,7 @@ def test_which_loop_runs():
     assert agent_loop_class({"agent_name": None}, CALCULATOR, args) is ToolAgentLoop  # a parquet column with gaps
     assert agent_loop_class({}, CALCULATOR, Args(agent="single_turn")) is SingleTurnLoop
     assert agent_loop_class({"agent_name": "tool_agent"}, plain, Args(agent="single_turn")) is ToolAgentLoop
-    with pytest.raises(BadInput, match=r"no agent loop 'swarm'.*'single_turn', 'tool_agent'"):
+    with pytest.raises(BadInput, match=r"no agent loop 'swarm'.*'single_turn'.*'tool_agent'"):
         agent_loop_class({}, plain, Args(agent="swarm"))
 
 

@@ -205,7 +205,9 @@ def workplace(engine, background, tokenizer, args, reward) -> Workplace:
 
 def make_rows(*kinds: str) -> list[dict]:
     prompt = [{"role": "user", "content": "What is 12+34?"}]
-    return [{"prompt": prompt, "agent_name": "test_two_turns", "extra": kind, "index": i} for i, kind in enumerate(kinds)]
+    return [
+        {"prompt": prompt, "agent_name": "test_two_turns", "extra": kind, "index": i} for i, kind in enumerate(kinds)
+    ]
 
 
 def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, tokenizer, args, tiny_model, capfd):

@@ -25,15 +25,32 @@ from agent_loop import BadInput
 from train import Args, check_args, parse_args
 
 TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--num_steps", "6", "--prompts_per_step", "4",
-        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
+        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32",
+        "--tokens_per_micro_batch", "256",
         "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+
+
+LOGGED = """reward/mean actor/pg_loss actor/clipfrac actor/ppo_kl actor/entropy actor/kl actor/grad_norm critic/vf_loss
+    critic/explained_var prompt_length/mean response_length/mean response_length/clipped_ratio num_turns/mean
+    timing/rollout_s timing/train_s timing/sync_s timing/generate_s_min timing/generate_s_mean timing/generate_s_max
+    timing/tool_s_min timing/tool_s_mean timing/tool_s_max throughput/tokens_per_s"""
 
 
 @contextlib.contextmanager
 def started(*flags: str, ranks: int = 1, cache: Path, **env: str):
     """A training process in a session of its own; whatever is left of it is killed at the end."""
-    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(29600 + os.getpid() % 300), **env}
+    launcher = (
+        [sys.executable]
+        if ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    )
+    env = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(29600 + os.getpid() % 300),
+        **env,
+    }
     if ranks > 1:
         launcher += ["--master_port", env["MASTER_PORT"]]
     process = subprocess.Popen([*launcher, "train.py", *map(str, flags)], cwd=REPO, env=env, text=True,
@@ -99,19 +116,20 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(ranks, cach
     assert "eval/reward" in rows[0] and "rollout/logp_diff_max" not in rows[0]
     assert [i for i, row in enumerate(rows) if "eval/reward" in row] == [0, 3, 6]
     for row in rows[1:]:
-        for name in ("reward/mean", "actor/pg_loss", "actor/clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm",
-                     "critic/vf_loss", "critic/explained_var", "prompt_length/mean", "response_length/mean",
-                     "response_length/clipped_ratio", "num_turns/mean", "timing/rollout_s", "timing/train_s", "timing/sync_s",
-                     "timing/generate_s_min", "timing/generate_s_mean", "timing/generate_s_max", "timing/tool_s_mean",
-                     "throughput/tokens_per_s", "actor/kl"):  # fmt: skip
+        for name in LOGGED.split():
             assert math.isfinite(row[name]), name
         assert row["rollout/logp_diff_max"] < 1e-3 and row["rollout/logp_diff_mean"] < 1e-5
         assert row["rollout/trajectories"] == 16 and row["num_turns/mean"] == 4
         assert {"prompt", "sample", "generate_s", "tool_s"} <= set(row["timing/slowest"])
     assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_000004", "step_000006"]  # keep_checkpoints 2
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == [
+        "step_000004",
+        "step_000006",
+    ]  # keep_checkpoints 2
     rollouts = [json.loads(line) for line in (whole / "rollouts/step_000005.jsonl").read_text().splitlines()]
-    assert [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts] == [(i, j) for i in range(4) for j in range(4)]
+    assert [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts] == [
+        (i, j) for i in range(4) for j in range(4)
+    ]
     for r in rollouts:
         assert set(r["response_versions"]) == {-1, 4} and r["reward"] == r["total_reward"]
     about = json.loads((whole / "args.json").read_text())
@@ -122,7 +140,9 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(ranks, cach
 def test_final_policy_loads_in_transformers_and_vllm(cache, tmp_path, engine, background, args):
     """... and a grader that fails costs its trajectories, not the run."""
     out = tmp_path / "run"
-    printed = run(*TINY, "--num_steps", "2", "--eval_every", "0", "--output_dir", out, cache=cache, TINY_TASK_REWARD="raise")
+    printed = run(
+        *TINY, "--num_steps", "2", "--eval_every", "0", "--output_dir", out, cache=cache, TINY_TASK_REWARD="raise"
+    )
     rows = metrics_of(out)
     assert sum(row.get("rollout/failed_reward", 0) for row in rows) > 0
     assert all(row["rollout/failed_reward"] + row["rollout/trajectories"] == 16 for row in rows[1:])
@@ -191,7 +211,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, tmp_path
     results = {}
     for ranks in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
-                   str(29900 + os.getpid() % 90), "tests/gradient_worker.py", tiny_model, str(tmp_path / "out")]  # fmt: skip
+                   str(29900 + os.getpid() % 90), "tests/gradient_worker.py", tiny_model, tmp_path / "out"]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
@@ -226,7 +246,9 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
     at = batch["prompt_lengths"][:, None] + torch.arange(batch["response_mask"].shape[1])
     at = at.clamp(max=batch["input_ids"].shape[1] - 1)  # beyond a row's end: masked
     targets = batch["input_ids"].gather(1, at)
-    logprobs = logprobs.gather(1, (at - 1)[..., None].expand(-1, -1, logprobs.shape[-1])).gather(2, targets[..., None])[..., 0]
+    logprobs = logprobs.gather(1, (at - 1)[..., None].expand(-1, -1, logprobs.shape[-1])).gather(2, targets[..., None])[
+        ..., 0
+    ]
     mask = batch["response_mask"]
     ratio = (logprobs - result["old"]).exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
@@ -262,10 +284,13 @@ def test_flags_that_do_not_parse(flags, message):
         ({"prompts_per_mini_batch": 5}, "--prompts_per_step 32 must be a multiple of --prompts_per_mini_batch 5"),
         ({"group_size": 1}, "--group_size must be at least 2"),
         ({"algo": "gpro"}, "--algo gpro: choose from grpo, ppo"),
-        ({"tokens_per_micro_batch": 100}, "--tokens_per_micro_batch 100 is less than the longest trajectory, 640 tokens"),
+        (
+            {"tokens_per_micro_batch": 100},
+            "--tokens_per_micro_batch 100 is less than the longest trajectory: 640 tokens",
+        ),
         ({"temperature": 0.0}, "--temperature 0.0 must be greater than 0"),
         ({"num_steps": -1}, "--num_steps -1 must not be negative"),
-        ({"max_model_len": 512}, "leaves no room behind --max_prompt_tokens 512"),
+        ({"max_model_len": 512}, "--max_model_len 512 leaves no room"),
         ({"engine_args": "{block_size: 16}"}, "--engine_args is not JSON"),
         ({"engine_args": "[1]"}, "--engine_args must be a JSON object"),
         ({"sleep_level": 3}, "--sleep_level 3: choose from 1, 2"),
@@ -297,7 +322,9 @@ def test_defaults_pass_the_checks_and_flags_parse():
         ({"val_files": ["nothing.jsonl"]}, "nothing.jsonl: no such file"),
     ],
 )
-def test_input_that_is_wrong_ends_before_the_engine_starts(change, message, tiny_model, tmp_path, monkeypatch, process_group):
+def test_input_that_is_wrong_ends_before_the_engine_starts(
+    change, message, tiny_model, tmp_path, monkeypatch, process_group
+):
     monkeypatch.setattr(train, "Engine", lambda *a: pytest.fail("the engine was built"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(REPO)
@@ -319,7 +346,9 @@ def test_the_readmes_task_and_agent_loop_work(tmp_path, tokenizer, args):
     task_file, loop = (block.split("```")[0] for block in blocks)
     (tmp_path / "guess.py").write_text(task_file + loop)
     task = data.load_task(str(tmp_path / "guess.py"))
-    rows = data.filter_overlong(data.load_rows(task, "val"), tokenizer, task, dataclasses.replace(args, max_prompt_tokens=256))
+    rows = data.filter_overlong(
+        data.load_rows(task, "val"), tokenizer, task, dataclasses.replace(args, max_prompt_tokens=256)
+    )
     assert len(rows) == 100 and rows[0]["prompt"][0]["role"] == "system"
     secret = random.Random(1000).randint(1, 100)
     assert task.compare(secret, 1000) == "equal" and task.compare(0, 1000) == "too low"

@@ -1,7 +1,7 @@
 """What only a GPU can show; skipped without CUDA. One command: python -m pytest tests/gpu -s
 
-Memory freed by sleep and given back by wake, exact weights after either level, engine against trainer in bfloat16, and packed
-attention on CUDA against a padded reference. Models are random, in the shape of Qwen2.5-0.5B.
+Memory freed by sleep and given back by wake, exact weights after either level, engine against trainer in bfloat16, and
+packed attention on CUDA against a padded reference. Models are random, in the shape of Qwen2.5-0.5B.
 """
 
 import types
@@ -22,7 +22,8 @@ def model_path(tmp_path_factory, tokenizer) -> str:
     path = tmp_path_factory.mktemp("qwen")
     config = Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(path)
@@ -59,16 +60,17 @@ def trainer_logprobs(model, prompt: list[int], response: list[int]) -> torch.Ten
 
     ids, positions, cu_seqlens, max_seqlen = data.pack([prompt + response], [len(prompt) + len(response)])
     with torch.autocast("cuda", torch.bfloat16):
-        out = model(input_ids=ids.cuda(), position_ids=positions.cuda(), cu_seqlens=cu_seqlens.cuda(), max_seqlen=max_seqlen,
-                    use_cache=False)  # fmt: skip
+        out = model(input_ids=ids.cuda(), position_ids=positions.cuda(), cu_seqlens=cu_seqlens.cuda(),
+                    max_seqlen=max_seqlen, use_cache=False)  # fmt: skip
     logprobs = out.logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     return logprobs.gather(1, torch.tensor(response, device="cuda")[:, None])[:, 0].cpu()
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_frees_memory_and_every_wake_has_the_new_weights(cuda_engine, background, model_path, level):
-    import train
     from conftest import generate
+
+    import train
 
     prompts = [[(7 * i + j) % 900 + 10 for j in range(40)] for i in range(8)]
     for cycle in range(3):
@@ -79,13 +81,17 @@ def test_sleep_frees_memory_and_every_wake_has_the_new_weights(cuda_engine, back
         outs = generate(cuda_engine, background, prompts, temperature=1.0, max_tokens=64)
         cuda_engine.sleep(level=level)
         freed = torch.cuda.mem_get_info()[0] - awake
-        print(f"level {level}: asleep {asleep / GIB:.2f} GiB free, awake {awake / GIB:.2f}, sleep freed {freed / GIB:.2f} GiB")
+        print(
+            f"level {level}: {asleep / GIB:.2f} GiB free asleep, {awake / GIB:.2f} awake; sleep freed {freed / GIB:.2f}"
+        )
         assert freed > 0.2 * torch.cuda.mem_get_info()[1]  # nearly all of the 0.3 it took
         difference = torch.cat([
             (torch.tensor(o.logprobs) - trainer_logprobs(policy.model, p, o.token_ids)).abs()
             for p, o in zip(prompts, outs, strict=True)
         ])  # fmt: skip
-        print(f"level {level}, cycle {cycle}: |engine - trainer| mean {difference.mean():.4f}, max {difference.max():.4f}")
+        print(
+            f"level {level}, cycle {cycle}: |engine - trainer| mean {difference.mean():.4f}, max {difference.max():.4f}"
+        )
         assert difference.mean() < 0.05
 
 
@@ -95,8 +101,8 @@ def test_packed_attention_forward_and_backward_against_eager(process_group):
     import data
 
     data.register_packed_attention()
-    config = Qwen2Config(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
+    config = Qwen2Config(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
     torch.manual_seed(0)
     reference = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").cuda()
     packed = Qwen2ForCausalLM._from_config(config, attn_implementation="packed").cuda().bfloat16()
@@ -104,7 +110,9 @@ def test_packed_attention_forward_and_backward_against_eager(process_group):
     lengths = [3, 60, 17, 129]
     rows = [torch.randint(0, 500, (n,)) for n in lengths]
     ids, positions, cu_seqlens, max_seqlen = data.pack(rows, lengths)
-    out = packed(input_ids=ids.cuda(), position_ids=positions.cuda(), cu_seqlens=cu_seqlens.cuda(), max_seqlen=max_seqlen).logits[0]
+    out = packed(
+        input_ids=ids.cuda(), position_ids=positions.cuda(), cu_seqlens=cu_seqlens.cuda(), max_seqlen=max_seqlen
+    ).logits[0]
     expected = torch.cat([reference(row[None].cuda()).logits[0] for row in rows])
     assert (out.float() - expected).abs().max() < 0.05
     weights = torch.randn_like(expected)
