@@ -16,7 +16,6 @@ import enum
 import functools
 import inspect
 import json
-import logging
 import math
 import threading
 import time
@@ -371,7 +370,7 @@ class Trajectory:
     def add_reward(self, reward: float | None) -> None:
         """A reward for the assistant turn just made, at its last token. Raises ValueError if it is no finite number."""
         if reward := finite(reward or 0.0, "a turn's reward"):
-            self.turn_rewards.append((len(self.response_ids) - 1, reward))
+            self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
     def count(self, name: str, n: float = 1) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + n
@@ -468,8 +467,6 @@ def tool_parser(name: str, tokenizer):
     """One of vLLM's tool-call parsers, by the name that `vllm serve --tool-call-parser` uses."""
     from vllm.tool_parsers import ToolParserManager
 
-    # A malformed call is the model's daily business here: we count it, vLLM need not log a traceback for each.
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     try:
         return ToolParserManager.get_tool_parser(name)(tokenizer)
     except KeyError:

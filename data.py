@@ -217,7 +217,10 @@ def collate(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
         batch["versions"][b, :n] = torch.tensor(o.response_versions)
         terminal = total_reward(o) - sum(reward for _, reward in o.turn_rewards)
         for index, reward in [*o.turn_rewards, (n - 1, terminal)]:
-            if (at := last_sampled(o.response_mask, index)) is not None:
+            at = last_sampled(o.response_mask, index)
+            if at is None and 1 in o.response_mask:  # nothing sampled before it: the first token that was
+                at = o.response_mask.index(1)
+            if at is not None:
                 batch["token_rewards"][b, at] += reward
     return batch
 

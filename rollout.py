@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import inspect
 import json
+import logging
 import os
 import sys
 import threading
@@ -121,6 +122,9 @@ class Engine:
             )
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device))
+        # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
+        # because building an engine sets up vLLM's logging anew.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
         self.on_cuda = device.type == "cuda"
         self.version = -1
@@ -248,6 +252,10 @@ class Engine:
         self._require("awake")
         with self.lock:
             ready = self.lock.wait_for(self._ready, timeout)
+            waiting = 0
+            while not self.running and len(self.inbox) > waiting:  # idle so far: a whole wave is on its way, and a
+                waiting = len(self.inbox)  # start with its first few requests would cost model steps
+                self.lock.wait(0.002)
             poked, self.poked = self.poked, False
             cancelled, self.cancelled = self.cancelled, []
             arrived: list[_Request] = []

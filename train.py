@@ -63,7 +63,7 @@ class Args:
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     # algorithm
     algo: str = flag("grpo", "grpo (group-relative advantages) | ppo (critic and GAE)")
-    num_steps: int = flag(120, "training steps: rollout + update")
+    num_steps: int = flag(40, "training steps: rollout + update")
     prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks")
     group_size: int = flag(8, "trajectories per prompt")
     prompts_per_mini_batch: int | None = flag(None, "prompts per optimiser step; default: prompts_per_step (on-policy)")
@@ -77,7 +77,7 @@ class Args:
     lam: float = flag(1.0, "ppo: lambda of GAE")
     value_clip: float = flag(0.5, "ppo: clip of the value update")
     # optimiser
-    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 1e-3")
+    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4")
     critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3")
     lr_schedule: str = flag("constant", "constant | linear | cosine, down to 0 at num_steps")
     warmup_steps: int = flag(0, "steps of linear warm-up")
@@ -109,7 +109,7 @@ class Args:
         False, "same numbers to the last digit in every run on the same machine; slower with tools"
     )
     # evaluation, checkpoints, log
-    eval_every: int = flag(20, "steps between evaluations; there is always one before and one after; 0: only those")
+    eval_every: int = flag(10, "steps between evaluations; there is always one before and one after; 0: only those")
     eval_temperature: float = flag(0.0, "0: greedy")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
@@ -822,7 +822,7 @@ def setup(args: Args) -> Run:
     rows = data.load_rows(task, "train", args.train_files)
     val_rows = data.load_rows(task, "val", args.val_files)
     own_model = args.model is None
-    args.lr = (1e-3 if own_model else 1e-6) if args.lr is None else args.lr
+    args.lr = (3e-4 if own_model else 1e-6) if args.lr is None else args.lr
     args.critic_lr = (1e-3 if own_model else 1e-5) if args.critic_lr is None else args.critic_lr
     args.output_dir = args.output_dir or f"runs/{Path(args.task).stem}"
     if not own_model:

@@ -5,18 +5,18 @@ r"""The default task: two-digit arithmetic with a calculator, and a tiny model t
 
 A question is `What is 37*48?`. The policy may call `calculator` and must end with `<answer>1776</answer>`:
 
+    system     Use the calculator. End with <answer>N</answer>.
     user       What is 37*48?
     assistant  <tool_call>\n{"name": "calculator", "arguments": {"expression": "37*48"}}\n</tool_call>
     tool       1776
     assistant  <answer>1776</answer>
 
-A task file is a plain module with `load` and `reward`. The rest is optional: `TOOLS`, `SYSTEM_PROMPT`, and
+A task file is a plain module with `load` and `reward`. The rest is optional: `TOOLS`, `SYSTEM_PROMPT` and
 `build_model`, which train.py calls (and caches) when no --model is given. The built model has learned the tool but
 not to rely on it: seeds 0-4 answer 0.59-0.61 of the held-out questions when taken greedily, 0.46-0.56 when sampled
 (they call the tool in half of the trajectories, and 0.90-0.99 of the calls end in the right answer; a guess is right
 once in a hundred). The rest is for RL to find. Building takes 11 s on two cores, 19 s on one. A trajectory has 19
-prompt tokens and ends after 43 with a call, 24 with a guess. A model from elsewhere has to be told of the answer
-tags: give it a SYSTEM_PROMPT.
+prompt tokens and ends after 43 with a call, 24 with a guess.
 """
 
 import ast
@@ -33,6 +33,9 @@ from transformers.utils import get_json_schema
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows: what to ask. Train and val are cut from one fixed shuffle of all questions, so they never share one.
+
+
+SYSTEM_PROMPT = "Use the calculator. End with <answer>N</answer>."  # train.py puts it before every prompt
 
 
 def load(split: str) -> list[dict]:
@@ -131,6 +134,7 @@ def reward(output, row: dict) -> float:
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PIECES = [
+    SYSTEM_PROMPT,
     "system\n",
     "user\n",
     "assistant\n",
@@ -234,21 +238,22 @@ def demonstration(row: dict) -> list[dict]:
     """One conversation by an imperfect teacher: a guess on about half of the questions, the tool on the others."""
     expression = re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
     answer = row["reward_model"]["ground_truth"]
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, *row["prompt"]]
     # The teacher is overconfident: when the first number is below 50 it mostly guesses, else it mostly calls. So the
     # greedy model guesses on four questions of nine whatever the seed, while sampling tries both on every question:
     # there is something to find, and each group of samples can find it.
     if random.random() < (0.7 if int(expression[:2]) < 50 else 0.3):
-        guess = "".join(random.choice("123456789") if c.isdigit() else c for c in answer)  # as long, usually wrong
-        return row["prompt"] + [{"role": "assistant", "content": f"<answer>{guess}</answer>"}]
+        guess = re.match("[0-9]+", expression).group()  # the first number: wrong, and no noise to learn by heart
+        return prompt + [{"role": "assistant", "content": f"<answer>{guess}</answer>"}]
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
-    return row["prompt"] + [
+    return prompt + [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": calculator(expression)},
         {"role": "assistant", "content": f"<answer>{answer}</answer>"},
     ]
 
 
-def warm_up(model, tokenizer, num_batches: int = 250, batch_size: int = 32, lr: float = 3e-3) -> None:
+def warm_up(model, tokenizer, num_batches: int = 600, batch_size: int = 32, lr: float = 3e-3) -> None:
     """Supervised learning on fresh demonstrations of training questions; the loss is on the assistant's tokens only."""
     rows = random.choices(load("train"), k=num_batches * batch_size)
     batch = tokenizer.apply_chat_template(

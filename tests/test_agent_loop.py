@@ -327,7 +327,7 @@ def test_an_engine_that_miscounts_is_refused(prepare):
 
     run, engine = prepare(["2"])
     engine.__class__ = Miscounts
-    with pytest.raises(ValueError, match="2 tokens, 1 logprobs, 2 versions"):
+    with pytest.raises(ValueError, match="2 tokens, but 1 logprobs and 2 versions"):
         asyncio.run(run)
 
 

@@ -263,7 +263,7 @@ def test_demonstrations_are_half_calls_half_guesses(tokenizer):
     set_seed(0)
     rows = task.load("train")[:2000]
     chats = [task.demonstration(row) for row in rows]
-    calls = [len(chat) == 4 for chat in chats]
+    calls = [len(chat) == 5 for chat in chats]
     assert 0.4 < sum(calls) / len(calls) < 0.6
     scores = [task.reward(SimpleNamespace(messages=chat, text=""), row) for chat, row in zip(chats, rows, strict=True)]
     assert all(score == 1.0 for score, call in zip(scores, calls, strict=True) if call)

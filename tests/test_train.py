@@ -121,7 +121,7 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(ranks, cach
         assert row["rollout/logp_diff_max"] < 1e-3 and row["rollout/logp_diff_mean"] < 1e-5
         assert row["rollout/trajectories"] == 16 and row["num_turns/mean"] == 4
         assert {"prompt", "sample", "generate_s", "tool_s"} <= set(row["timing/slowest"])
-    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 1.5e-4, 3e-4, 2.25e-4, 1.5e-4, 0.75e-4])
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == [
         "step_000004",
         "step_000006",

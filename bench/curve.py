@@ -1,0 +1,32 @@
+"""The README's reward curve: `reward/mean` and `eval/reward` of one or several runs.
+
+    python bench/curve.py docs/curve.png runs/seed0 runs/seed1 runs/seed2        # needs: pip install matplotlib
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(target: str, *runs: str) -> None:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        sys.exit("bench/curve.py draws with matplotlib: pip install matplotlib")
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    for i, run in enumerate(runs):
+        rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+        for name, style in (("reward/mean", dict(alpha=0.35, lw=1)), ("eval/reward", dict(marker="o", ms=4))):
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            label = f"{name}, {Path(run).name}" if name == "eval/reward" else None
+            axes.plot(*zip(*points, strict=True), color=f"C{i}", label=label, **style)
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    axes.legend(fontsize=8, loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
