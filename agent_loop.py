@@ -476,6 +476,14 @@ def tool_parser(name: str, tokenizer):
         raise BadInput(f"--tool_parser {name} does not fit the model: {error}") from None
 
 
+@functools.cache
+def parser_request(schemas: str):
+    """The chat request that some of vLLM's parsers look up the tools in; schemas as JSON, to be cached."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=json.loads(schemas))
+
+
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """Turns of sampling, tool calls and simulated users, as a state machine (verl's tool_agent_loop).
@@ -539,7 +547,7 @@ class ToolAgentLoop(AgentLoopBase):
     def parse(self, trajectory: Trajectory, text: str) -> list[dict]:
         """The tool calls of an assistant turn, [{"name", "arguments" (a dict), "error"}]; the message gets them too."""
         parser = tool_parser(self.args.tool_parser, self.tokenizer)
-        found = parser.extract_tool_calls(text, request=None)
+        found = parser.extract_tool_calls(text, parser_request(json.dumps(self.schemas)))
         start = getattr(parser, "tool_call_start_token", None)
         if not found.tools_called:
             if start and start in text:

@@ -321,7 +321,8 @@ def packed_attention(
         raise ValueError("packed attention has neither logit soft caps nor attention sinks: this model needs them")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("packed attention is causal; this layer is not")
-    if query.is_cuda:
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast RoPE leaves them float32, value is not
+    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):  # flash attention knows no float32
         from torch.nn.attention.varlen import varlen_attn
 
         # varlen_attn takes (S, H, D); repeating the key-value heads works in every torch version that has it.

@@ -420,6 +420,7 @@ def rollout(
 
     Every rank passes the same rows and gets the same result: whole groups in (prompt, sample) order. A trajectory
     whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
+    Raises RuntimeError if nothing is left.
     """
     engine, args = place.engine, place.args
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -460,6 +461,8 @@ def rollout(
                     )
                 output.extra |= {"prompt": i, "sample": j, "segment": k}
                 output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
+                said = {"role": "assistant", "content": output.text}
+                output.messages = output.messages or [*row["prompt"], said]
             outputs[-1].metrics["generate_s"] = session.generate_s
         except BaseException as error:
             reraise_cancellation(error)
@@ -480,7 +483,15 @@ def rollout(
         mine.counts[kind] += 1
         mine.errors.append({"prompt": i, "sample": j, "kind": kind, "error": traceback.format_exc()})
 
+    ended = threading.Event()  # a cancelled future is done at once, its coroutines only when their tools are released
+
     async def phase() -> None:
+        try:
+            await trajectories()
+        finally:
+            ended.set()
+
+    async def trajectories() -> None:
         room = asyncio.Semaphore(slots)
         await room.acquire()
         async with asyncio.TaskGroup() as tasks:
@@ -510,10 +521,16 @@ def rollout(
                     break
     if mine.interrupted:
         engine.drain()
+        ended.wait(timeout=10)
+        mine = Phase(interrupted=True)
     else:
         future.result()  # a failure of the phase itself ends the run
     mine.tokens = engine.tokens - tokens_before
-    return _gather(mine, started)
+    every = _gather(mine, started)
+    if not every.interrupted and not any(1 in o.response_mask for o in every.outputs):
+        first = every.errors[0]["error"].strip().splitlines()[-1] if every.errors else "no loop sampled a token"
+        raise RuntimeError(f"{name} brought nothing to learn from ({dict(every.counts)}); the first error: {first}")
+    return every
 
 
 async def score(task, outputs: list[AgentLoopOutput], row: dict) -> None:

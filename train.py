@@ -66,7 +66,9 @@ class Args:
     num_steps: int = flag(40, "training steps: rollout + update")
     prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks")
     group_size: int = flag(8, "trajectories per prompt")
-    prompts_per_mini_batch: int | None = flag(None, "prompts per optimiser step; default: prompts_per_step (on-policy)")
+    prompts_per_mini_batch: int | None = flag(
+        None, "share of a rollout in one optimiser step; default: all of it (on-policy)"
+    )
     epochs: int = flag(1, "passes over each rollout")
     clip_low: float = flag(0.2, "PPO: lower clip of the ratio, 1 - clip_low")
     clip_high: float = flag(0.2, "PPO: upper clip of the ratio, 1 + clip_high")
@@ -166,6 +168,8 @@ def check_args(args: Args) -> None:
     for name, allowed in choices.items():
         value = getattr(args, name)
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
+    for name in ("lr", "critic_lr"):
+        need((getattr(args, name) or 0) >= 0, f"--{name} {getattr(args, name)} must not be negative")
     for name in not_negative.split():
         need(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must not be negative")
     for name in positive.split():
@@ -230,8 +234,8 @@ def task_model(task: ModuleType, args: Args, is_main: bool) -> str:
     return str(folder)
 
 
-def find_model(args: Args):
-    """The config of args.model. Raises BadInput if it is not a model, or its window is too short."""
+def check_model(args: Args) -> None:
+    """Sets max_model_len. Raises BadInput if args.model is not a model, or its window is too short."""
     from transformers import AutoConfig
 
     if Path(args.model).is_dir() and not (Path(args.model) / "config.json").is_file():
@@ -255,7 +259,6 @@ def find_model(args: Args):
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
         if getattr(text, name, neutral) not in (neutral, None):
             raise BadInput(f"--model {args.model} sets {name}, which the trainer's logprobs don't implement")
-    return config
 
 
 def stop_token_ids(args: Args, tokenizer) -> list[int]:
@@ -284,6 +287,7 @@ def load_backbone(auto_class, args: Args):
             module.p = 0.0
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+        model.train()  # transformers checkpoints in training mode only; without dropout the mode changes nothing else
     return model
 
 
@@ -421,7 +425,7 @@ def policy_objective(batch: dict, args: Args, seen: torch.Tensor) -> Callable:
 
     def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
         logprobs, entropy = output  # (b, T)
-        seen[rows] = torch.where(mask.bool(), logprobs.detach(), 0).float().cpu()
+        seen[rows] += torch.where(mask.bool(), logprobs.detach(), 0).float().cpu()  # +=: a filler repeats a row
         old = batch["logprobs_old"][rows].to(mask.device) if "logprobs_old" in batch else logprobs.detach()
         advantages = batch["advantages"][rows].to(mask.device)
         loss, stats = losses.policy_loss("ppo", logprobs, old, advantages, mask, args.clip_low, args.clip_high)
@@ -461,12 +465,14 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 def sync(engine: Engine, policy: Policy, version: int) -> float:
     """Wakes the engine with the policy's weights; the only way to an engine that generates. Returns seconds."""
     started = time.perf_counter()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
     # The transformers model's own parameter names are those vLLM knows; tied weights come once.
     engine.load_weights(((name, p.detach()) for name, p in policy.model.named_parameters()), version)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the update left in torch's cache, vLLM's KV cache needs
+        torch.cuda.empty_cache()
     engine.wake_kv()
     return time.perf_counter() - started
 
@@ -480,7 +486,6 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
     if phase.interrupted:
         return {}
     place.engine.sleep()
-    require_trajectories(phase, step)
     log.rollouts(f"eval_{step:06d}", phase, rows)
     rewards = data.rollout_rewards(phase.outputs)[0]
     return {
@@ -490,14 +495,6 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
         "eval/failed": sum(phase.counts.values()),
         "timing/eval_s": phase.seconds,
     }
-
-
-def require_trajectories(phase: Phase, step: int) -> None:
-    if not phase.outputs:
-        first = phase.errors[0]["error"].strip().splitlines()[-1] if phase.errors else "every agent loop returned []"
-        raise RuntimeError(
-            f"step {step} brought no trajectory to learn from ({dict(phase.counts)}); the first error: {first}"
-        )
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -542,10 +539,6 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def mean_of_dicts(dicts: list[dict[str, float]]) -> dict[str, float]:
-    return {name: mean(d[name] for d in dicts) for name in dicts[0]}
-
-
 class Log:
     """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb; on the main rank only."""
 
@@ -566,6 +559,7 @@ class Log:
     def __init__(self, args: Args, is_main: bool, tokenizer, n_steps_done: int = 0):
         self.args, self.is_main, self.tokenizer = args, is_main, tokenizer
         self.folder, self.lines, self.wandb = Path(args.output_dir), 0, None
+        self.evals: list[float] = []  # of this process
         if not is_main:
             return
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -584,6 +578,7 @@ class Log:
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if not self.is_main:
             return
+        self.evals += [metrics["eval/reward"]] if "eval/reward" in metrics else []
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(metrics) + "\n")  # flushed by closing: a kill loses nothing
         if self.wandb:
@@ -607,7 +602,7 @@ class Log:
         lines = []
         for o in phase.outputs:
             line = {"index": rows[o.extra["prompt"]]["index"], "total_reward": data.total_reward(o)}
-            lines.append(line | {k: v for k, v in dataclasses.asdict(o).items() if k != "images"})
+            lines.append(line | {k: v for k, v in vars(o).items() if k != "images"})
         text = "".join(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines + phase.errors)
         write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
@@ -683,7 +678,7 @@ def step_metrics(phase: Phase, batch: dict, args: Args) -> dict:
     for name in sorted({name for o in outputs if isinstance(o.reward, dict) for name in o.reward} - {"score"}):
         values = [o.reward[name] for o in outputs if isinstance(o.reward, dict) and name in o.reward]
         if all(isinstance(v, (int, float)) for v in values):
-            metrics[f"reward/{name}"] = mean(values)
+            metrics[f"reward_part/{name}"] = mean(values)
     for name in sorted({name for o in outputs for name in o.metrics} - {"generate_s", "tool_s"}):
         metrics[f"rollout/{name}"] = mean(o.metrics.get(name, 0) for o in outputs)  # a trajectory, on average
     for name in ("generate_s", "tool_s"):
@@ -710,7 +705,8 @@ class Stop:
         self.store, self.flag, self.first, self.asked = store, False, 0.0, 0.0
         signal.signal(signal.SIGINT, self.signalled)
         signal.signal(signal.SIGTERM, self.signalled)
-        threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
+        if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):  # not a shell: that may close
+            threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
 
     def signalled(self, number=None, frame=None) -> None:
         now = time.monotonic()
@@ -728,8 +724,8 @@ class Stop:
     def watch_parent(self, parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        self.flag = True  # the launcher is gone, nobody waits for this process: save, and be gone soon
-        time.sleep(60)
+        self.flag = True  # the launcher is gone (accelerate's leaves at the first Ctrl-C): save, and be gone
+        time.sleep(600)
         os._exit(1)
 
     def requested(self) -> bool:
@@ -826,7 +822,7 @@ def setup(args: Args) -> Run:
     args.critic_lr = (1e-3 if own_model else 1e-5) if args.critic_lr is None else args.critic_lr
     args.output_dir = args.output_dir or f"runs/{Path(args.task).stem}"
     if not own_model:
-        find_model(args)
+        check_model(args)
     from transformers import AutoTokenizer, get_scheduler, set_seed
     from transformers.utils.logging import disable_progress_bar
 
@@ -837,7 +833,7 @@ def setup(args: Args) -> Run:
     if own_model:
         with accelerator.main_process_first():
             args.model = task_model(task, args, is_main)
-        find_model(args)
+        check_model(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     n_read, n_read_val = len(rows), len(val_rows)
     rows = data.filter_overlong(rows, tokenizer, task, args)
@@ -862,10 +858,12 @@ def setup(args: Args) -> Run:
     schedules: list = []
     policy, optimizer = prepare(Policy(args), args.lr)
     critic, critic_optimizer = prepare(Critic(args), args.critic_lr) if args.algo == "ppo" else (None, None)
-    reference = Policy(args).to(device).requires_grad_(False) if args.kl_coef else None
+    reference = (
+        accelerator.prepare_model(Policy(args).requires_grad_(False), evaluation_mode=True) if args.kl_coef else None
+    )
+    set_seed(args.seed)  # building the engine drew from the generators
     if checkpoint:
         accelerator.load_state(str(checkpoint))
-    set_seed(args.seed)  # building the engine drew from the generators
     place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
     n_parameters = sum(p.numel() for p in policy.parameters())
     log.say(
@@ -901,9 +899,11 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
         save_checkpoint(folder / "checkpoints", steps_done, run.accelerator, args.keep_checkpoints)
     if steps_done == args.num_steps and run.log.is_main:
         save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
-        run.log.say(f"the trained policy is in {folder / 'final'}")
+        rewards = [f"{reward:.3f}" for reward in (run.log.evals[0], run.log.evals[-1])]
+        run.log.say(f"eval reward {' -> '.join(rewards)}; the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:
-        run.log.say(f"stopped after step {steps_done}; the same command with --resume goes on from there")
+        more = "; the same command with --resume goes on from there" if checkpoints(folder / "checkpoints") else ""
+        run.log.say(f"stopped after step {steps_done}{more}")
     run.log.close()
     run.place.background.close()
     dist.barrier()
@@ -933,7 +933,6 @@ def main(args: Args) -> None:
         if phase.interrupted:
             break
         engine.sleep()
-        require_trajectories(phase, step)
 
         # ---- 2. score: rewards; logprobs_old, logprobs_ref and values only where they are used
         train_started = time.perf_counter()
@@ -975,7 +974,8 @@ def main(args: Args) -> None:
         steps_done = step + 1
 
         # ---- 5. log, evaluate, save
-        metrics = {"step": steps_done} | step_metrics(phase, batch, args) | mean_of_dicts(updates) | {"actor/lr": lr}
+        metrics = {"step": steps_done} | step_metrics(phase, batch, args) | {"actor/lr": lr}
+        metrics |= {name: mean(update[name] for update in updates) for name in updates[0]}
         if run.critic:
             metrics["critic/explained_var"] = losses.explained_variance(batch["values"], batch["returns"], mask).item()
         metrics |= {"timing/sync_s": sync_s, "timing/train_s": time.perf_counter() - train_started}

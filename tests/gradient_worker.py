@@ -36,9 +36,10 @@ def batch_of(n: int) -> dict:
     return data.collate(outputs)
 
 
-def gradients(accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str) -> dict:
+def gradients(accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str, **more) -> dict:
     """One step from the model's weights; what the parameters' gradients were, and the metrics."""
-    args = train.Args(model=model_path, tokens_per_micro_batch=tokens_per_micro_batch, loss_agg=loss_agg, kl_coef=0.1)
+    args = train.Args(model=model_path, tokens_per_micro_batch=tokens_per_micro_batch, loss_agg=loss_agg, **more)
+    args.kl_coef = 0.1
     args.max_grad_norm = 1e9
     data.register_packed_attention()
     batch = batch_of(19)

@@ -37,22 +37,21 @@ LOGGED = """reward/mean actor/pg_loss actor/clipfrac actor/ppo_kl actor/entropy 
 
 
 @contextlib.contextmanager
-def started(*flags: str, ranks: int = 1, cache: Path, **env: str):
+def started(*flags: str, by: str = "python", cache: Path, **env: str):
     """A training process in a session of its own; whatever is left of it is killed at the end."""
-    launcher = (
-        [sys.executable]
-        if ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    )
-    env = {
-        **os.environ,
+    port = str(29600 + os.getpid() % 300)
+    launchers = {
+        "python": [],
+        "accelerate": ["-m", "accelerate.commands.launch"],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
+    }
+    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of this process's engine
+    env = {k: v for k, v in os.environ.items() if k not in own} | {
         "XDG_CACHE_HOME": str(cache),
         "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": str(29600 + os.getpid() % 300),
         **env,
     }
-    if ranks > 1:
-        launcher += ["--master_port", env["MASTER_PORT"]]
+    launcher = [sys.executable, *launchers[by]]
     process = subprocess.Popen([*launcher, "train.py", *map(str, flags)], cwd=REPO, env=env, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
     try:
@@ -62,8 +61,8 @@ def started(*flags: str, ranks: int = 1, cache: Path, **env: str):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(*flags: str, ranks: int = 1, cache: Path, code: int = 0, **env: str) -> str:
-    with started(*flags, ranks=ranks, cache=cache, **env) as process:
+def run(*flags: str, by: str = "python", cache: Path, code: int = 0, **env: str) -> str:
+    with started(*flags, by=by, cache=cache, **env) as process:
         output, _ = process.communicate(timeout=400)
     assert process.returncode == code, output
     return output
@@ -93,20 +92,23 @@ def cache(tmp_path_factory) -> Path:
 # ---------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(ranks, cache, tmp_path):
-    flags = [*TINY, "--deterministic", "--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2",
-             "--lr_schedule", "linear", "--warmup_steps", "2"]  # fmt: skip
+@pytest.mark.parametrize("by, more", [
+    ("accelerate", ["--prompts_per_mini_batch", "2"]),
+    ("torchrun", ["--tokens_per_micro_batch", "64"]),  # one update a rollout; ranks differ in micro-batches: fillers
+])  # fmt: skip
+def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, cache, tmp_path):
+    flags = [*TINY, "--deterministic", "--algo", "ppo", "--kl_coef", "0.01", "--lr_schedule", "linear",
+             "--warmup_steps", "2", "--gradient_checkpointing", *more]  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    printed = run(*flags, "--output_dir", whole, ranks=ranks, cache=cache)
-    with started(*flags, "--output_dir", killed, ranks=ranks, cache=cache) as process:
+    printed = run(*flags, "--output_dir", whole, by=by, cache=cache)
+    with started(*flags, "--output_dir", killed, by=by, cache=cache) as process:
         wait_for(lambda: lines(killed / "metrics.jsonl") >= 4)  # steps 0 to 3: one behind the checkpoint of step 2
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     before = metrics_of(killed)
     assert sorted(p.name for p in (killed / "checkpoints").glob("step*"))[0] == "step_000002"
     assert before[:4] == metrics_of(whole)[:4]  # the same command twice, to the last digit
-    again = run(*flags, "--output_dir", killed, "--resume", ranks=ranks, cache=cache)
+    again = run(*flags, "--output_dir", killed, "--resume", by=by, cache=cache)
     assert "resuming after step" in again
     assert metrics_of(killed) == metrics_of(whole)
     assert [row["step"] for row in metrics_of(whole)] == [0, 1, 2, 3, 4, 5, 6]
@@ -179,7 +181,7 @@ def children(pid: int) -> list[int]:
 def test_first_interrupt_ends_all_ranks_with_the_last_step_saved(cache, tmp_path):
     out = tmp_path / "run"
     flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0", "--output_dir", out]
-    with started(*flags, ranks=2, cache=cache) as process:
+    with started(*flags, by="torchrun", cache=cache) as process:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 3)
         family = children(process.pid)
         assert len(family) >= 2
@@ -204,6 +206,18 @@ def test_second_interrupt_ends_at_once(cache, tmp_path):
         assert process.wait(timeout=3) == 130
 
 
+def test_interrupt_under_accelerate_launch_saves_although_the_launcher_leaves(cache, tmp_path):
+    out = tmp_path / "run"
+    flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0", "--output_dir", out]
+    with started(*flags, by="accelerate", cache=cache) as process:
+        wait_for(lambda: lines(out / "metrics.jsonl") >= 3)
+        family = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the launcher and to the training process
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 60)
+    done = metrics_of(out)[-1]["step"]
+    assert [p.name for p in (out / "checkpoints").glob("step*")] == [f"step_{done:06d}"]
+
+
 # ---------------------------------------------------------------- gradients
 
 
@@ -224,6 +238,27 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, tmp_path
             error = (other["gradients"][name] - gradient).norm() / gradient.norm()
             assert error < 1e-5, (ranks, tokens, name, error)
         assert other["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
+
+
+def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model, process_group, monkeypatch):
+    from accelerate import Accelerator
+    from transformers import GradientCheckpointingLayer
+
+    calls = []
+    original = GradientCheckpointingLayer.__call__
+
+    def spy(self, *args, **kwargs):
+        calls.append(self.gradient_checkpointing and self.training)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", spy)
+    plain = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean")
+    assert calls and not any(calls)
+    calls.clear()
+    saved = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", gradient_checkpointing=True)
+    assert calls and all(calls)
+    for name, gradient in plain["gradients"].items():
+        assert (saved["gradients"][name] - gradient).norm() / gradient.norm() < 1e-5, name
 
 
 def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
