@@ -13,10 +13,9 @@ A question is `What is 37*48?`. The policy may call `calculator` and must end wi
 
 A task file is a plain module with `load` and `reward`. The rest is optional: `TOOLS`, `SYSTEM_PROMPT` and
 `build_model`, which train.py calls (and caches) when no --model is given. The built model has learned the tool but
-not to rely on it: seeds 0-4 answer 0.59-0.61 of the held-out questions when taken greedily, 0.46-0.56 when sampled
-(they call the tool in half of the trajectories, and 0.90-0.99 of the calls end in the right answer; a guess is right
-once in a hundred). The rest is for RL to find. Building takes 11 s on two cores, 19 s on one. A trajectory has 19
-prompt tokens and ends after 43 with a call, 24 with a guess.
+not to rely on it: seeds 0-2 answer 0.58-0.60 of the held-out questions when taken greedily, and sampling calls the tool
+in 4 trajectories of 10, of which 0.98 end in the right answer; a guess never does. The rest is for RL to find. Building
+takes 27 s on two threads, 43 s on one. A trajectory has 21 prompt tokens, and 25 more with a call, 5 with a guess.
 """
 
 import ast
