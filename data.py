@@ -41,8 +41,10 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
         raise BadInput(f"--task {path} does not import: {type(error).__name__}: {error}") from error
     for function in needs:
         if not callable(getattr(module, function, None)):
+            more = "; give --model instead" if function == "build_model" else ""
             raise BadInput(
-                f"--task {path} has no function {function}: a task file defines load(split) and reward(output, row)"
+                f"--task {path} has no function {function}: a task file defines load(split) and reward(output, row), "
+                f"and build_model(path) if it brings its own model{more}"
             )
     return module
 

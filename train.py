@@ -559,7 +559,7 @@ class Log:
     def __init__(self, args: Args, is_main: bool, tokenizer, n_steps_done: int = 0):
         self.args, self.is_main, self.tokenizer = args, is_main, tokenizer
         self.folder, self.lines, self.wandb = Path(args.output_dir), 0, None
-        self.evals: list[float] = []  # of this process
+        self.evals: list[float] = []
         if not is_main:
             return
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -567,6 +567,7 @@ class Log:
         if self.metrics_file.is_file():  # resuming: cut back to the checkpoint, what came after is done again
             kept = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= n_steps_done]
             write_whole(self.metrics_file, "".join(line + "\n" for line in kept))
+            self.evals = [row["eval/reward"] for row in map(json.loads, kept) if "eval/reward" in row]
         about = {"args": dataclasses.asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv}
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
@@ -804,7 +805,7 @@ class Run:
     val_rows: list[dict]
     policy: nn.Module
     optimizer: torch.optim.Optimizer
-    reference: Policy | None  # the starting model, frozen
+    reference: nn.Module | None  # the starting model, frozen
     critic: nn.Module | None
     critic_optimizer: torch.optim.Optimizer | None
     schedules: list
@@ -875,21 +876,8 @@ def setup(args: Args) -> Run:
         + (f"resuming after step {start} of {args.num_steps}" if start else f"{args.num_steps} steps")
         + f"; writing {args.output_dir}"
     )
-    return Run(
-        accelerator,
-        place,
-        log,
-        stop,
-        rows,
-        val_rows,
-        policy,
-        optimizer,
-        reference,
-        critic,
-        critic_optimizer,
-        schedules,
-        start,
-    )
+    trained = (policy, optimizer, reference, critic, critic_optimizer, schedules)
+    return Run(accelerator, place, log, stop, rows, val_rows, *trained, start)
 
 
 def finish(run: Run, args: Args, steps_done: int) -> None:
@@ -899,8 +887,8 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
         save_checkpoint(folder / "checkpoints", steps_done, run.accelerator, args.keep_checkpoints)
     if steps_done == args.num_steps and run.log.is_main:
         save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
-        rewards = [f"{reward:.3f}" for reward in (run.log.evals[0], run.log.evals[-1])]
-        run.log.say(f"eval reward {' -> '.join(rewards)}; the trained policy is in {folder / 'final'}")
+        evals = " -> ".join(f"{reward:.3f}" for reward in run.log.evals[:: max(1, len(run.log.evals) - 1)])
+        run.log.say(f"eval reward {evals}; the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:
         more = "; the same command with --resume goes on from there" if checkpoints(folder / "checkpoints") else ""
         run.log.say(f"stopped after step {steps_done}{more}")
