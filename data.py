@@ -1,7 +1,7 @@
 """Rows -> prompts; trajectories -> batches -> packed micro-batches.
 
     rows        load_task, load_rows, filter_overlong, prompt_order
-    batches     collate: trajectories -> padded (B, T) tensors, the form people read
+    batches     collate: trajectories -> padded (B, T) tensors, the form people read; describe: -> numbers for the log
     packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
 
 A batch holds every trajectory of a step on every rank (one host, token ids only), so that advantages and mini-batches
@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import numpy as np
@@ -225,6 +226,51 @@ def collate(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
             if at is not None:
                 batch["token_rewards"][b, at] += reward
     return batch
+
+
+def describe(outputs: Sequence[AgentLoopOutput]) -> dict:
+    """Means and extremes over trajectories: rewards, lengths, turns, how they ended, seconds, their loops' own metrics.
+
+    Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers in
+    AgentLoopOutput.metrics as rollout/* (per trajectory; 0 where one has none), everything timed under timing/.
+    """
+    rewards = rollout_rewards(outputs)[0]
+    prompts, responses = [len(o.prompt_ids) for o in outputs], [len(o.response_ids) for o in outputs]
+    turns = [o.num_turns for o in outputs]
+    result = {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "reward/min": rewards.min().item(),
+        "reward/max": rewards.max().item(),
+        "prompt_length/mean": fmean(prompts),
+        "response_length/mean": fmean(responses),
+        "response_length/max": max(responses),
+        "response_length/clipped_ratio": fmean(o.stop_reason == "length" for o in outputs),
+        "num_turns/mean": fmean(turns),
+        "num_turns/max": max(turns),
+    }
+    for reason in sorted({o.stop_reason for o in outputs}):
+        result[f"stop_reason/{reason}"] = fmean(o.stop_reason == reason for o in outputs)
+    parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
+    for name in sorted({name for part in parts for name in part} - {"score"}):
+        result[f"reward_part/{name}"] = fmean(part[name] for part in parts if name in part)
+    loops = [{"generate_s": 0.0, "tool_s": 0.0} | _numbers(o.metrics) for o in outputs]
+    for name in sorted({name for loop in loops for name in loop}):
+        values = [loop.get(name, 0.0) for loop in loops]
+        if name in ("generate_s", "tool_s"):
+            names = (f"timing/{name}_min", f"timing/{name}_mean", f"timing/{name}_max")
+            result |= dict(zip(names, (min(values), fmean(values), max(values)), strict=True))
+        else:
+            result[f"rollout/{name}"] = fmean(values)
+    slowest = max(range(len(outputs)), key=lambda i: loops[i]["generate_s"] + loops[i]["tool_s"])
+    where = {name: outputs[slowest].extra[name] for name in ("prompt", "sample")}
+    seconds = {name: loops[slowest][name] for name in ("generate_s", "tool_s")}
+    size = {"num_turns": turns[slowest], "response_length": responses[slowest]}
+    return result | {"timing/slowest": where | seconds | size}
+
+
+def _numbers(values: dict) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
 # ---------------------------------------------------------------- packing

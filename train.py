@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import torch
@@ -487,11 +488,11 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
         return {}
     place.engine.sleep()
     log.rollouts(f"eval_{step:06d}", phase, rows)
-    rewards = data.rollout_rewards(phase.outputs)[0]
+    means = data.describe(phase.outputs)
     return {
-        "eval/reward": rewards.mean().item(),
-        "eval/response_length": mean([len(o.response_ids) for o in phase.outputs]),
-        "eval/num_turns": mean([o.num_turns for o in phase.outputs]),
+        "eval/reward": means["reward/mean"],
+        "eval/response_length": means["response_length/mean"],
+        "eval/num_turns": means["num_turns/mean"],
         "eval/failed": sum(phase.counts.values()),
         "timing/eval_s": phase.seconds,
     }
@@ -532,11 +533,6 @@ def save_policy(folder: Path, policy: Policy, tokenizer) -> None:
 
 
 # ---------------------------------------------------------------- the log
-
-
-def mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / max(1, len(values))
 
 
 class Log:
@@ -655,45 +651,20 @@ def git_hash() -> str:
 
 def step_metrics(phase: Phase, batch: dict, args: Args) -> dict:
     """What a rollout phase says about itself and about the engine."""
-    outputs, mask = phase.outputs, batch["response_mask"].bool()
-    rewards, groups, _ = data.rollout_rewards(outputs)
+    mask = batch["response_mask"].bool()
+    rewards, groups, _ = data.rollout_rewards(phase.outputs)
     sizes = torch.bincount(groups, minlength=args.prompts_per_step)
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[mask]  # engine against trainer
-    metrics = {
-        "reward/mean": rewards.mean().item(), "reward/min": rewards.min().item(), "reward/max": rewards.max().item(),
-        "reward/std": rewards.std(correction=0).item(),
-        "rollout/logp_diff_mean": difference.mean().item(), "rollout/logp_diff_max": difference.max().item(),
-        "rollout/trajectories": len(outputs), "rollout/singleton_groups": int((sizes == 1).sum()),
+    return data.describe(phase.outputs) | {
+        "rollout/logp_diff_mean": difference.mean().item(),
+        "rollout/logp_diff_max": difference.max().item(),
+        "rollout/trajectories": len(phase.outputs),
+        "rollout/singleton_groups": int((sizes == 1).sum()),
         "rollout/zero_std_groups": sum(int(rewards[groups == g].std(correction=0) == 0) for g in groups.unique()),
-        "rollout/failed_agent_loop": phase.counts["failed_agent_loop"],
-        "rollout/failed_reward": phase.counts["failed_reward"], "rollout/skipped": phase.counts["skipped"],
-        "prompt_length/mean": mean(len(o.prompt_ids) for o in outputs),
-        "response_length/mean": mean(len(o.response_ids) for o in outputs),
-        "response_length/max": max(len(o.response_ids) for o in outputs),
-        "response_length/clipped_ratio": mean(o.stop_reason == "length" for o in outputs),
-        "num_turns/mean": mean(o.num_turns for o in outputs), "num_turns/max": max(o.num_turns for o in outputs),
-        "timing/rollout_s": phase.seconds, "throughput/tokens_per_s": phase.tokens / phase.seconds,
-    }  # fmt: skip
-    for reason in sorted({o.stop_reason for o in outputs}):
-        metrics[f"stop_reason/{reason}"] = mean(o.stop_reason == reason for o in outputs)
-    for name in sorted({name for o in outputs if isinstance(o.reward, dict) for name in o.reward} - {"score"}):
-        values = [o.reward[name] for o in outputs if isinstance(o.reward, dict) and name in o.reward]
-        if all(isinstance(v, (int, float)) for v in values):
-            metrics[f"reward_part/{name}"] = mean(values)
-    for name in sorted({name for o in outputs for name in o.metrics} - {"generate_s", "tool_s"}):
-        metrics[f"rollout/{name}"] = mean(o.metrics.get(name, 0) for o in outputs)  # a trajectory, on average
-    for name in ("generate_s", "tool_s"):
-        times = [o.metrics.get(name, 0.0) for o in outputs]
-        metrics |= {
-            f"timing/{name}_min": min(times),
-            f"timing/{name}_mean": mean(times),
-            f"timing/{name}_max": max(times),
-        }
-    slowest = max(outputs, key=lambda o: o.metrics.get("generate_s", 0) + o.metrics.get("tool_s", 0))
-    metrics["timing/slowest"] = {k: slowest.extra[k] for k in ("prompt", "sample")} | {
-        k: slowest.metrics.get(k, 0.0) for k in ("generate_s", "tool_s")
-    } | {"num_turns": slowest.num_turns, "response_length": len(slowest.response_ids)}  # fmt: skip
-    return metrics
+        **{f"rollout/{name}": phase.counts[name] for name in ("failed_agent_loop", "failed_reward", "skipped")},
+        "timing/rollout_s": phase.seconds,
+        "throughput/tokens_per_s": phase.tokens / phase.seconds,
+    }
 
 
 # ---------------------------------------------------------------- start and end of a process
@@ -963,7 +934,7 @@ def main(args: Args) -> None:
 
         # ---- 5. log, evaluate, save
         metrics = {"step": steps_done} | step_metrics(phase, batch, args) | {"actor/lr": lr}
-        metrics |= {name: mean(update[name] for update in updates) for name in updates[0]}
+        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if run.critic:
             metrics["critic/explained_var"] = losses.explained_variance(batch["values"], batch["returns"], mask).item()
         metrics |= {"timing/sync_s": sync_s, "timing/train_s": time.perf_counter() - train_started}

@@ -631,3 +631,27 @@ def test_a_model_called_without_cu_seqlens_raises():
     packed, _ = packed_and_eager("qwen2-tied")
     with pytest.raises(ValueError, match="call the model on what data.pack returns"):
         packed(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=False)
+
+
+def test_describe_by_hand():
+    def out(prompt, sample, n, reward, **more):
+        response = dict(response_ids=[5] * n, response_mask=[1] * n, response_logprobs=[-1.0] * n)
+        response["response_versions"] = [0] * n
+        extra = {"prompt": prompt, "sample": sample, "segment": 0}
+        return AgentLoopOutput(prompt_ids=[1, 2], reward=reward, extra=extra, num_turns=2, **response, **more)
+
+    outputs = [
+        out(0, 0, 2, {"score": 1.0, "style": 3, "note": "fine"}, metrics={"tool_calls": 2, "tool_s": 1.5, "who": "x"}),
+        out(0, 1, 4, 0.5, stop_reason="length", metrics={"generate_s": 4.0}, turn_rewards=[(0, 0.25)]),
+    ]
+    got = data.describe(outputs)
+    assert got == {
+        "reward/mean": 0.875, "reward/std": 0.125, "reward/min": 0.75, "reward/max": 1.0,
+        "prompt_length/mean": 2, "response_length/mean": 3, "response_length/max": 4,
+        "response_length/clipped_ratio": 0.5, "num_turns/mean": 2, "num_turns/max": 2,
+        "stop_reason/length": 0.5, "stop_reason/stop": 0.5, "reward_part/style": 3, "rollout/tool_calls": 1,
+        "timing/generate_s_min": 0, "timing/generate_s_mean": 2, "timing/generate_s_max": 4,
+        "timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5,
+        "timing/slowest": {"prompt": 0, "sample": 1, "generate_s": 4.0, "tool_s": 0.0, "num_turns": 2,
+                           "response_length": 4},
+    }  # fmt: skip
