@@ -116,8 +116,13 @@ def render_text(tokenizer, messages: list[dict], tools: list[dict] | None, add_g
 
 def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Token ids of a chat up to where the assistant speaks next."""
+    return list(_prompt_ids(tokenizer, render_text(tokenizer, messages, tools, True)))
+
+
+@functools.lru_cache(maxsize=1024)  # the members of a group share their prompt
+def _prompt_ids(tokenizer, text: str) -> tuple[int, ...]:
     # The template writes every special token itself (BOS too); letting the tokenizer add them again would double them.
-    return tokenizer(render_text(tokenizer, messages, tools, True), add_special_tokens=False)["input_ids"]
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def turn_suffix(
