@@ -208,9 +208,7 @@ class FunctionTool(Tool):
             bound = inspect.signature(self.function).bind(**arguments, **execute_kwargs)
         except TypeError as error:
             raise ValueError(f"wrong arguments: {error}") from None
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(*bound.args, **bound.kwargs)
-        return await in_thread(self.function, *bound.args, **bound.kwargs)
+        return await call(self.function, *bound.args, **bound.kwargs)
 
 
 _function_tool = functools.cache(FunctionTool)
@@ -223,6 +221,11 @@ def as_tool(tool: Tool | Callable) -> Tool:
     if inspect.isroutine(tool):
         return _function_tool(tool)
     raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
+
+
+def row_kwargs(row: dict, name: str) -> dict:
+    """A row's "tools_kwargs" or "interaction_kwargs": a column of its own or, as in verl, a key of extra_info."""
+    return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
 
 
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
@@ -295,6 +298,13 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
 
     threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
     return await future
+
+
+async def call(function: Callable, *args, **kwargs) -> Any:
+    """Awaits an async function; runs a plain one in a thread, so that a slow one delays nobody else."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    return await in_thread(function, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- agent loops
@@ -501,10 +511,9 @@ class ToolAgentLoop(AgentLoopBase):
     """
 
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput:
-        extra_info = row.get("extra_info") or {}
         self.sampling_params = sampling_params
-        self.tools_kwargs = row.get("tools_kwargs") or extra_info.get("tools_kwargs") or {}
-        self.interaction_kwargs = row.get("interaction_kwargs") or extra_info.get("interaction_kwargs") or {}
+        self.tools_kwargs = row_kwargs(row, "tools_kwargs")
+        self.interaction_kwargs = row_kwargs(row, "interaction_kwargs")
         self.tools = task_tools(self.task, self.tools_kwargs)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.interaction = task_interaction(self.task, self.interaction_kwargs)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from agent_loop import AgentLoopOutput, BadInput, agent_loop_class, render, task_interaction, task_tools
+from agent_loop import AgentLoopOutput, BadInput, agent_loop_class, render, row_kwargs, task_interaction, task_tools
 
 # ---------------------------------------------------------------- rows
 
@@ -122,10 +122,9 @@ def filter_overlong(rows: list[dict], tokenizer, task, args) -> list[dict]:
     """
     kept, longest = [], 0
     for row in rows:
-        extra = row.get("extra_info") or {}
         agent_loop_class(row, task, args)
-        task_interaction(task, row.get("interaction_kwargs") or extra.get("interaction_kwargs"))
-        tools = task_tools(task, row.get("tools_kwargs") or extra.get("tools_kwargs"))
+        task_interaction(task, row_kwargs(row, "interaction_kwargs"))
+        tools = task_tools(task, row_kwargs(row, "tools_kwargs"))
         schemas = [tool.schema for tool in tools.values()]
         length = len(render(tokenizer, row["prompt"], schemas))
         longest = max(longest, length)

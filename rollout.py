@@ -12,7 +12,6 @@ The engine is a state machine, so that nothing can be generated from stale weigh
 
 import asyncio
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, finite, in_thread, reraise_cancellation
+from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite, reraise_cancellation
 from data import total_reward
 
 
@@ -126,7 +125,6 @@ class Engine:
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
-        self.on_cuda = device.type == "cuda"
         self.version = -1
         self.lock = threading.Condition()  # guards the five below, which both threads touch
         self.inbox: list[_Request] = []
@@ -505,6 +503,7 @@ def rollout(
 
     future = place.background.submit(phase())
     future.add_done_callback(lambda _: engine.poke())
+    interrupted = False
     with _progress(rank, total, f"{'eval' if validate else 'rollout'} {step}") as bar:
         shown = started
         while not future.done():
@@ -516,17 +515,17 @@ def rollout(
                 rate = (engine.tokens - tokens_before) * world / (shown - started)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s, reward {sum(rewards) / max(1, len(rewards)):.3f}")
                 if place.should_stop():
-                    mine.interrupted = True
+                    interrupted = True
                     future.cancel()
                     break
-    if mine.interrupted:
+    if interrupted:
         engine.drain()
         ended.wait(timeout=10)
-        mine = Phase(interrupted=True)
     else:
         future.result()  # a failure of the phase itself ends the run
     mine.tokens = engine.tokens - tokens_before
-    every = _gather(mine, started)
+    # A straggler may still write to `mine`, which must not change while it is sent: an interrupted phase sends nothing.
+    every = _gather(Phase(interrupted=True) if interrupted else mine, started)
     if not every.interrupted and not any(1 in o.response_mask for o in every.outputs):
         first = every.errors[0]["error"].strip().splitlines()[-1] if every.errors else "no loop sampled a token"
         raise RuntimeError(f"{name} brought nothing to learn from ({dict(every.counts)}); the first error: {first}")
@@ -548,11 +547,6 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict) -> None:
     for output in outputs:
         if output.reward is None or output is outputs[-1]:
             output.reward = reward
-
-
-async def call(function: Callable, *args):
-    """Awaits an async function; runs a plain one in a thread, so that a slow one delays nobody else."""
-    return await (function(*args) if inspect.iscoroutinefunction(function) else in_thread(function, *args))
 
 
 def _gather(mine: Phase, started: float) -> Phase:
