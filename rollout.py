@@ -1047,7 +1047,8 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
         every.idle_s.append(idle)
     every.outputs.sort(key=lambda o: (o.extra["prompt"], o.extra["sample"], o.extra["segment"]))
     every.errors.sort(key=lambda e: (e["prompt"], e["sample"]))
-    every.grading = [group.grading for group in groups or ()]
+    tasks = {key: task for group in groups or () for key, task in group.grading.tasks.items()}
+    every.grading = [Grading(tasks)]  # one on every rank, however many groups it has: `grade` gathers them all together
     return every
 
 

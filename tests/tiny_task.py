@@ -1,6 +1,8 @@
 """A task for the tests: a random model, two short turns, a dense reward. Needs no warm-up, so a run starts at once."""
 
+import asyncio
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -42,7 +44,29 @@ class TwoTurns(AgentLoopBase):
                 if "TINY_TASK_BLOCKS" in os.environ:
                     Path(os.environ["TINY_TASK_BLOCKS"]).touch()
                     time.sleep(60)
+                await self.between()
                 trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
                 trajectory.user_turns += 1
         trajectory.stop_reason = "stop"
         return trajectory.output()
+
+    async def between(self) -> None: ...
+
+
+@register("slow_turns")
+class SlowTurns(TwoTurns):
+    """A pause of up to TINY_TASK_PAUSE seconds between the turns; TINY_TASK_DIARY says who came and who left."""
+
+    async def run(self, sampling_params, **row):
+        self.write("+")
+        try:
+            return await super().run(sampling_params, **row)
+        finally:
+            self.write("-")
+
+    async def between(self) -> None:
+        await asyncio.sleep(random.random() * float(os.environ["TINY_TASK_PAUSE"]))
+
+    def write(self, what: str) -> None:
+        with open(os.environ["TINY_TASK_DIARY"], "a") as diary:
+            diary.write(what)
