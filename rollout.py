@@ -680,7 +680,7 @@ class Pool:
                 output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
                 said = {"role": "assistant", "content": output.text}
                 output.messages = output.messages or [*row["prompt"], said]
-            if outputs:
+            if outputs and not group.dropped:  # an agent may ignore its cancellation
                 outputs[-1].metrics["generate_s"] = session.generate_s
                 self.begin_grading(group, j, outputs)
         except BaseException as error:
@@ -688,7 +688,7 @@ class Pool:
             group.brought.counts["failed_agent_loop"] += 1
             group.brought.errors.append(self.failure("failed_agent_loop", group.number, j))
         group.left -= 1
-        if not group.left:
+        if not (group.left or group.dropped):  # a dropped one is gone, and must not count as done as well
             place.store.add(f"{self.name}/done", 1)
 
     def begin_grading(self, group: Group, j: int, outputs: list[AgentLoopOutput]) -> None:
