@@ -853,6 +853,7 @@ class AsyncPool(Pool):
         self.rows, self.start, self.prompts_drawn, self.unfinished = rows, step, prompts_drawn, list(unfinished)
         # The same on all ranks: done groups that are gone; groups that were too old; numbers not trained on so far.
         self.n_gone, self.n_stale, self.pending = 0, 0, set(range(len(self.unfinished)))
+        self.chosen: set[int] = set()  # of them, those of the last rollout
         self.seen = len(self.unfinished)  # numbers below it are known to have been started with, or are unfinished ones
         numbers = _ticket_numbers(place.store, f"train-{step:08d}-async/next", 0)
         n_groups = math.ceil(args.oversample * args.prompts_per_step)
@@ -869,9 +870,11 @@ class AsyncPool(Pool):
         (i,) = prompt_order(len(self.rows), self.position(number), 1, self.place.args.seed)
         return self.rows[i]
 
-    def to_resume(self) -> dict:
-        """The arguments prompts_drawn and unfinished of a pool that goes on from here."""
-        unfinished = sorted(map(self.position, self.pending))
+    def to_resume(self, steps_done: int) -> dict:
+        """The arguments prompts_drawn and unfinished of a pool that goes on from here; the batch of a step that was
+        interrupted after its rollout is drawn again."""
+        lost = self.chosen if steps_done <= self.step else set()
+        unfinished = sorted(map(self.position, self.pending | lost))
         return {"prompts_drawn": self.position(self.seen), "unfinished": unfinished}
 
     def rollout(self, step: int) -> Phase:
@@ -881,7 +884,7 @@ class AsyncPool(Pool):
         way: see `grade`. counts["stale_groups"] were dropped. Raises RuntimeError if the batch has no sampled token.
         """
         args, meter = self.place.args, Meter(self.place.engine)
-        self.step, batch = step, args.prompts_per_step
+        self.step, self.chosen, batch = step, set(), args.prompts_per_step
         suspended = self.place.engine.suspended()
         limit = step - args.max_staleness
         stale = [n for n, group in list(self.groups.items()) if self.oldest(group, suspended) < limit]
@@ -897,7 +900,7 @@ class AsyncPool(Pool):
         done, started = zip(*_all_gather((mine if finished else None, self.next)), strict=True)
         if None in done:
             return Phase(interrupted=True)
-        chosen = {number for _, number in sorted(itertools.chain(*done))[:batch]}
+        self.chosen = chosen = {number for _, number in sorted(itertools.chain(*done))[:batch]}
         self.pending = (self.pending | set(range(self.seen, max(started)))) - chosen
         self.seen = max(self.seen, *started)
         self.n_gone += batch

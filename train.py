@@ -698,7 +698,7 @@ def save_checkpoint(folder: Path, step: int, run: "Run", keep: int) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = {"step": step, "prompts_drawn": run.prompts_drawn, "kl_coef": run.kl.coef}
-        state |= run.place.pool.to_resume() if run.place.pool else {}
+        state |= run.place.pool.to_resume(step) if run.place.pool else {}
         (temporary / "step.json").write_text(json.dumps(state))
         os.rename(temporary, target)
         for old in checkpoints(folder)[:-keep]:
