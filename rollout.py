@@ -764,7 +764,7 @@ class Pool:
         self.future.cancel()
         self.place.engine.drain()
         self.ended.wait(timeout=10)
-        for group in self.groups.values():
+        for group in list(self.groups.values()):
             cancel(self.place, group.grading)
 
 
@@ -918,7 +918,16 @@ class AsyncPool(Pool):
         self.submit(self.set_limit(0))
         if give_up:
             self.submit(self.take(list(self.groups), drop=True))
-        return self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))
+        return all(_all_gather(self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))))
+
+    def end(self) -> None:
+        """Gives up what is still under way, on all ranks: the end of a run, which must not leave tools unreleased."""
+        engine = self.place.engine
+        if engine.leader:
+            self.close()
+            engine.dismiss()
+        else:
+            engine.follow()
 
     def oldest(self, group: Group, suspended: dict[str, int] | None = None) -> int:
         """The version that sampled a group's first token; the engine's if there is none yet."""

@@ -1109,6 +1109,8 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
         more = "; the same command with --resume goes on from there" if checkpoints(folder / "checkpoints") else ""
         run.log.say(f"stopped after step {steps_done}{more}")
     run.log.close()
+    if run.place.pool:
+        run.place.pool.end()
     run.place.background.close()
     dist.barrier()
     run.place.engine.close()
