@@ -8,6 +8,7 @@ A batch holds every trajectory of a step on every rank (one host, token ids only
 are cut globally, and each rank then works on its own share of rows.
 """
 
+import functools
 import importlib.util
 import itertools
 import sys
@@ -154,10 +155,13 @@ def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
     order = []
     for position in range(start, start + count):
         epoch, i = divmod(position, n_rows)
-        if not order or i == 0:
-            permutation = np.random.default_rng((seed, epoch)).permutation(n_rows)
-        order.append(int(permutation[i]))
+        order.append(int(_permutation(n_rows, epoch, seed)[i]))
     return order
+
+
+@functools.lru_cache(maxsize=4)  # asynchronous rollout asks for one position at a time, and a million rows take 30 ms
+def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
 # ---------------------------------------------------------------- batches
