@@ -908,12 +908,12 @@ class AsyncPool(Pool):
         self.submit(self.take(chosen))
         every.counts["stale_groups"] = len(gone)
         if not any(1 in o.response_mask for o in every.outputs):
-            raise RuntimeError(f"{self.name} brought nothing to learn from: {_first_error(every)}")
+            raise RuntimeError(f"train-{step:08d} brought nothing to learn from: {_first_error(every)}")
         return every
 
     def settle(self, give_up: bool = False) -> bool:
         """For an evaluation: starts nothing new until the next `rollout`, and lets what is under way come to its end
-        (give_up: cancels it). False if the run was told to stop meanwhile.
+        (give_up: cancels it). False, on every rank, if one of them was told to stop meanwhile.
         """
         self.submit(self.set_limit(0))
         if give_up:
