@@ -232,7 +232,12 @@ class Engine:
 
     def suspended(self) -> dict[str, int]:
         """Trajectories for which a suspended request has sampled tokens, and the version of the first of them."""
-        return {request.request_id: request.spans[0][1] for request in self.running.values() if request.spans}
+        first: dict[str, int] = {}
+        for request in self.running.values():  # an agent may make several calls at once
+            if request.spans:
+                version = request.spans[0][1]
+                first[request.request_id] = min(version, first.get(request.request_id, version))
+        return first
 
     def close(self) -> None:
         """Ends vLLM, and with it the process group of this process: the last thing a run does."""
@@ -515,7 +520,7 @@ class Session:
 
     def __init__(self, engine: Engine, name: str):
         self.engine, self.name, self.generate_s = engine, name, 0.0
-        self.oldest: int | None = None  # version of the first token sampled
+        self.oldest: int | None = None  # least version of a token sampled
 
     async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None) -> TokenOutput:
         started = time.perf_counter()
@@ -525,8 +530,8 @@ class Session:
             )
         finally:
             self.generate_s += time.perf_counter() - started
-        if self.oldest is None and out.versions:
-            self.oldest = out.versions[0]
+        if out.versions:  # of calls made at once the first to return need not be the oldest
+            self.oldest = out.versions[0] if self.oldest is None else min(self.oldest, out.versions[0])
         return out
 
 
