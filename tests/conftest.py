@@ -36,6 +36,12 @@ def make_model(path: Path, tied: bool) -> str:
 
 
 @pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """XDG_CACHE_HOME of training processes: the tests' task builds its model once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
 def process_group():
     """A group of one; never destroyed: vLLM's shutdown takes it down."""
     if not dist.is_initialized():

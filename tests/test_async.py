@@ -1,0 +1,626 @@
+"""Asynchronous rollout (--max_staleness): requests suspended over updates, groups that live on, versions, staleness.
+
+What an agent loop does when is decided by gates that the test opens, never by time.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPO
+from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
+from test_train import children, lines, metrics_of, run, started, wait_for
+
+import data
+import rollout as rollout_file
+import train
+from agent_loop import AgentLoopBase, AgentLoopOutput, BadInput, register
+from rollout import AsyncPool, Phase, Session, Workplace, grade, rollout
+from train import Args, check_args
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model) -> list:
+    """The weights of versions 0, 1, ...: far enough apart that a token's logprob tells them from each other."""
+    return [hf_model(tiny_model, 1 + version / 2) for version in range(6)]
+
+
+def check_versions(models: list, output) -> None:
+    """Every sampled token's logprob is that of the weights its version names, and of no others."""
+    ids, mask = output.response_ids, output.response_mask
+    logprobs, versions = torch.tensor(output.response_logprobs), torch.tensor(output.response_versions)
+    assert [v >= 0 for v in output.response_versions] == [m == 1 for m in mask]
+    for version, model in enumerate(models):
+        expected = hf_logprobs(model, output.prompt_ids, ids)
+        of_it, of_others = versions == version, (versions >= 0) & (versions != version)
+        torch.testing.assert_close(logprobs[of_it], expected[of_it], atol=1e-4, rtol=0)
+        assert not of_others.any() or (logprobs - expected)[of_others].abs().max() > 0.01
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, background, models):
+    def ask(name: str, prompt: list[int], n: int):
+        sampling = {"temperature": 1.0, "max_tokens": n, "ignore_eos": True, "stop_token_ids": []}
+        return background.submit(engine.generate(request_id=name, prompt_ids=prompt, sampling_params=sampling))
+
+    calls = {"long": ask("long", PROMPTS[3], 30), "short": ask("short", PROMPTS[1], 5)}
+    wait_for(lambda: len(engine.inbox) == 2)
+    assert engine.suspended() == {}
+    for version, n_steps in enumerate((7, 9)):
+        wake(engine, models[version], version)
+        for _ in range(n_steps):
+            engine.step()  # a token of each request
+        if version == 0:
+            assert calls["short"].result(timeout=10).versions == [0] * 5
+            with pytest.raises(RuntimeError, match="unfinished"):
+                engine.sleep()
+        engine.sleep(keep=True)
+        assert engine.suspended() == {"long": 0, **({"late": 1} if version else {})}
+        if version == 0:
+            calls["late"] = ask("late", PROMPTS[5], 12)
+            wait_for(lambda: engine.inbox)
+            with pytest.raises(RuntimeError, match="asleep"):
+                engine.step()
+    wake(engine, models[2], 2)
+    while engine.pending:
+        engine.step()
+    assert calls["long"].result(timeout=10).versions == [0] * 7 + [1] * 9 + [2] * 14
+    assert calls["late"].result(timeout=10).versions == [1] * 9 + [2] * 3
+    for call in calls.values():
+        out = call.result()
+        given = types.SimpleNamespace(
+            prompt_ids=out.prompt_ids, response_ids=out.token_ids, response_mask=[1] * len(out.token_ids),
+            response_logprobs=out.logprobs, response_versions=out.versions,
+        )  # fmt: skip
+        check_versions(models[:3], given)
+    engine.sleep()  # nothing is left
+    assert not (engine.running or engine.waiting or engine.inbox or engine.core.has_unfinished_requests())
+
+
+def test_of_calls_made_at_once_the_oldest_token_counts(engine, background, models):
+    session = Session(engine, "a")
+
+    def ask(n: int):
+        sampling = {"max_tokens": n, "ignore_eos": True, "stop_token_ids": []}
+        return background.submit(session.generate(request_id="", prompt_ids=PROMPTS[0], sampling_params=sampling))
+
+    calls = []
+    for version in (0, 1, 2):
+        calls.append(ask(40 if version == 0 else 4))
+        wait_for(lambda: engine.inbox)
+        wake(engine, models[version], version)
+        for _ in range(2):
+            engine.step()
+        engine.sleep(keep=True)
+        assert engine.suspended() == {"a": 0}
+    assert calls[1].result(timeout=10).versions == [1, 1, 2, 2] and session.oldest == 1
+    wake(engine, models[3], 3)
+    while engine.pending:
+        engine.step()
+    calls[0].result(timeout=10)
+    assert session.oldest == 0
+    engine.sleep()
+
+
+def test_a_suspended_call_that_is_given_up_leaves_the_engine(engine, background, models):
+    call = background.submit(
+        engine.generate(request_id="a", prompt_ids=PROMPTS[0], sampling_params={"max_tokens": 60, "ignore_eos": True})
+    )
+    wake(engine, models[0], 0)
+    while not engine.running:
+        engine.step()
+    engine.sleep(keep=True)
+    call.cancel()  # its tool, say, was running beside it and the trajectory's time is over
+    wait_for(lambda: engine.cancelled)
+    wake(engine, models[1], 1)
+    engine.step()
+    assert not (engine.running or engine.pending or engine.core.has_unfinished_requests())
+    engine.sleep()
+
+
+# ---------------------------------------------------------------- groups that live on
+
+START, MIDDLE, END = "start", "middle", "end"  # before the first turn, between the two (a slow tool), after the second
+
+
+class Task:
+    """Gates that hold the trajectories of a group, and a book of what became of them."""
+
+    def __init__(self, *held: tuple[int, str], long=(), fails=(), skips=(), no_reward=(), stubborn=()):
+        self.gates: dict[tuple[int, str], asyncio.Event] = {}
+        self.long, self.fails, self.skips, self.no_reward, self.stubborn = long, fails, skips, no_reward, stubborn
+        self.at: collections.Counter = collections.Counter()  # trajectories that wait at each gate
+        self.created: list[str] = []
+        self.released: list[str] = []
+        self.hold(*held)
+
+    def hold(self, *gates: tuple[int, str]) -> None:
+        self.gates |= {gate: asyncio.Event() for gate in gates}
+
+    async def reward(self, output, row) -> float:
+        if output.extra["prompt"] in self.no_reward:
+            raise RuntimeError("no reward")
+        return float(row["index"])
+
+
+@register("test_gated")
+class Gated(AgentLoopBase):
+    """Two turns of six tokens, or a first one of 30, three given tokens between them."""
+
+    async def run(self, sampling_params, **row):
+        task, name = self.task, self.engine.name
+        number = int(name.split("-")[2])
+        task.created.append(name)
+        try:
+            await self.through(number, START)
+            if number in task.fails:
+                raise KeyError("the agent loop broke")
+            if number in task.skips:
+                return []
+            trajectory = self.start(row)
+            sampling_params |= {
+                "ignore_eos": True,
+                "stop_token_ids": [],
+                "max_tokens": 30 if number in task.long else 6,
+            }
+            await self.assistant_turn(trajectory, sampling_params)
+            await self.through(number, MIDDLE)
+            trajectory.add_given([5, 6, 7])
+            await self.assistant_turn(trajectory, sampling_params | {"max_tokens": 6})
+            await self.through(number, END)
+            trajectory.stop_reason = "stop"
+            trajectory.extra["mine"] = name
+            return trajectory.output()
+        finally:
+            await asyncio.sleep(0)  # releasing a tool takes a while
+            task.released.append(name)
+
+    async def through(self, number: int, where: str) -> None:
+        task, engine, name = self.task, self.engine.engine, self.engine.name
+        if gate := task.gates.get((number, where)):
+            engine.leave(name)  # the engine, which is --deterministic here, does not wait for it
+            task.at[number, where] += 1
+            try:
+                await gate.wait()
+            except asyncio.CancelledError:
+                if number not in task.stubborn:
+                    raise
+            finally:
+                task.at[number, where] -= 1
+            engine.enter(name)
+
+
+class Run:
+    """A pool with its engine and agent loops. The engine waits for all that are not at a gate: no step is left to
+    chance."""
+
+    def __init__(self, engine, background, tokenizer, args, models, task: Task, start=0, resume=None, **flags):
+        flags = {"num_steps": 20, "prompts_per_step": 2, "group_size": 2, "max_staleness": 1, "oversample": 2.0} | flags
+        self.args = dataclasses.replace(args, agent="test_gated", **flags)
+        self.task, self.models, self.engine, self.background = task, models, engine, background
+        engine.args.deterministic = True
+        self.place = Workplace(engine, background, task, tokenizer, None, self.args, dist.HashStore())
+        prompt = [{"role": "user", "content": "What is 12+34?"}]
+        self.rows = [{"prompt": prompt, "index": i} for i in range(7)]
+        self.pool = AsyncPool(self.place, self.rows, {"temperature": 1.0}, start, **(resume or {}))
+
+    def step(self, version: int) -> Phase:
+        """What train.py does in a step, as far as rollout goes."""
+        wake(self.engine, self.models[version], version)
+        phase = self.pool.rollout(version)
+        if not phase.interrupted:
+            self.engine.sleep(keep=True)
+            grade(self.place, phase)
+        return phase
+
+    def open(self, *gates: tuple[int, str]) -> None:
+        for gate in gates:
+            wait_for(lambda gate=gate: self.task.at[gate] == 2, 20)
+            self.background.loop.call_soon_threadsafe(self.task.gates[gate].set)
+        wait_for(lambda: not any(self.task.at[gate] for gate in gates), 20)
+
+    def held(self, *gates: tuple[int, str]) -> None:
+        """Waits until both trajectories of these groups, and no others, are at these gates."""
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: +self.task.at == dict.fromkeys(gates, 2), 20)
+        assert +self.task.at == dict.fromkeys(gates, 2)
+
+    def done(self, n: int) -> None:
+        """Waits until the agent loops have brought so many groups to their end."""
+        wait_for(lambda: self.pool.n_done() == n, 20)
+
+    def nothing_is_left(self) -> None:
+        engine = self.engine
+        assert not (engine.running or engine.waiting or engine.inbox or engine.pending or engine.live)
+        assert not engine.core.has_unfinished_requests()
+        assert sorted(self.task.created) == sorted(self.task.released)
+
+
+@pytest.fixture
+def make_run(engine, background, tokenizer, args, models):
+    """Makes Runs, and gives up at the end what they have under way."""
+    runs = []
+
+    def make(task: Task, **flags) -> Run:
+        runs.append(Run(engine, background, tokenizer, args, models, task, **flags))
+        return runs[-1]
+
+    yield make
+    for each in runs:
+        each.pool.end()
+
+
+def prompts(phase: Phase) -> list[int]:
+    """The groups of a phase, after checking that each is whole and in order."""
+    keys = [(o.extra["prompt"], o.extra["sample"], o.extra["segment"]) for o in phase.outputs]
+    assert keys == [(n, j, 0) for n in sorted({n for n, _, _ in keys}) for j in range(2)]
+    return [n for n, j, _ in keys if j == 0]
+
+
+def test_full_batches_surplus_and_groups_that_are_too_old(make_run, models):
+    task = Task((0, MIDDLE), (1, END), (5, END), (7, END), (8, END), (13, START), (14, START))
+    run = make_run(task)
+    # Capacity (1 + 0 + 1) * 2: prompts 0 to 3. The batch is full when 2 and 3 are there.
+    first = run.step(0)
+    assert prompts(first) == [2, 3] and sorted(run.pool.groups) == [0, 1] and run.pool.next == 4
+    run.held((0, MIDDLE), (1, END))
+    assert not run.engine.running
+    assert [o.extra["mine"] for o in first.outputs] == [
+        f"train-00000000-00000{n}-000{j}" for n in (2, 3) for j in (0, 1)
+    ]
+    order = data.prompt_order(7, 0, 4, run.args.seed)
+    assert [o.reward for o in first.outputs] == [order[2], order[2], order[3], order[3]]
+    # While the policy trains, 1 goes on and comes to its end: it is the oldest of the next batch.
+    run.open((1, END))
+    run.done(3)
+    assert run.engine.state == "asleep"
+    second = run.step(1)
+    assert prompts(second) == [1, 4] and sorted(run.pool.groups) == [0, 5] and run.pool.next == 6
+    assert all(o.response_versions == [0] * 6 + [-1] * 3 + [0] * 6 for o in second.outputs[:2])
+    assert all(o.response_versions == [1] * 6 + [-1] * 3 + [1] * 6 for o in second.outputs[2:])
+    # At version 2, the tokens of 0 are two versions old: it is dropped in the middle of its tool, and replaced by 8.
+    run.open((5, END))
+    run.done(5)
+    third = run.step(2)
+    assert +third.counts == {"stale_groups": 1} and prompts(third) == [5, 6]
+    assert sorted(run.pool.groups) == [7, 8] and run.pool.next == 9
+    assert {name for name in task.released if "-000000-" in name} == {f"train-00000000-000000-000{j}" for j in (0, 1)}
+    assert prompts(run.step(3)) == [9, 10]
+    run.held((7, END), (8, END))
+    # 8 is done, but too late: it goes as 7 does, and is not one of the batch any more.
+    run.open((8, END))
+    run.done(9)  # 1 to 6, 8, 9, 10
+    fifth = run.step(4)
+    assert +fifth.counts == {"stale_groups": 2} and prompts(fifth) == [11, 12]
+    assert sorted(run.pool.groups) == [13, 14] and run.pool.next == 15  # (4 + 1 + 1) batches + 3 dropped
+    assert run.pool.to_resume(5) == {"prompts_drawn": 15, "unfinished": [13, 14]}  # what was dropped is not drawn again
+    for output in [*first.outputs, *second.outputs, *third.outputs, *fifth.outputs]:
+        check_versions(models, output)
+    run.open((13, START), (14, START))
+    wake(run.engine, models[5], 5)
+    assert run.pool.settle() and sorted(run.pool.groups) == [13, 14] and run.pool.next == 15
+    run.nothing_is_left()
+
+
+def test_every_prompt_is_trained_on_once_and_none_is_drawn_for_nothing(make_run):
+    run, trained = make_run(Task(), num_steps=5, oversample=10), []
+    for step in range(5):
+        phase = run.step(step)
+        assert not +phase.counts and len(prompts(phase)) == 2
+        trained += prompts(phase)
+        wait_for(lambda step=step: run.pool.next == 2 * min(step + 2, 5), 20)
+    assert sorted(trained) == list(range(10))
+    wake(run.engine, run.models[5], 5)
+    assert run.pool.settle(give_up=True) and not run.pool.groups
+    run.nothing_is_left()
+    assert len(run.task.created) == 20 and not run.pool.pending and not run.engine.turns
+
+
+def test_the_oldest_surplus_comes_first(make_run):
+    task = Task((0, START), (0, END), (1, END))
+    run = make_run(task, prompts_per_step=1, max_staleness=2, oversample=3.0)
+    assert prompts(run.step(0)) == [2]
+    run.open((0, START))
+    assert prompts(run.step(1)) == [3]
+    run.open((0, END), (1, END))
+    run.done(4)
+    assert prompts(run.step(2)) == [1] and prompts(run.step(3)) == [0]  # 0 has its first token from version 1
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_call_lives_through_updates_until_it_is_too_old(make_run, models, in_time):
+    task = Task((2, START), (3, START), (4, START), long=[0])
+    run = make_run(task, prompts_per_step=1, max_staleness=2 if in_time else 1, oversample=4.0)
+    names = [f"train-00000000-000000-000{j}" for j in (0, 1)]
+    assert prompts(run.step(0)) == [1] and run.engine.suspended() == dict.fromkeys(names, 0)
+    if not in_time:
+        task.gates.pop((2, START))  # not even started with: the capacity is 2
+    else:
+        run.open((2, START))
+    assert prompts(run.step(1)) == [2] and run.engine.suspended() == dict.fromkeys(names, 0)
+    if in_time:
+        phase = run.step(2)
+        assert prompts(phase) == [0] and not +phase.counts
+        for output in phase.outputs:
+            first = output.response_versions[:30]
+            assert first == sorted(first) and {*first} == {0, 1, 2}
+            assert output.response_versions[30:] == [-1] * 3 + [2] * 6
+            check_versions(models, output)
+        batch = data.collate(phase.outputs)
+        assert batch["versions"].tolist() == [output.response_versions for output in phase.outputs]
+        assert batch["logprobs_rollout"][0].tolist() == pytest.approx(phase.outputs[0].response_logprobs)
+    else:
+        task.gates.pop((3, START))
+        phase = run.step(2)
+        assert +phase.counts == {"stale_groups": 1} and prompts(phase) == [3] and run.engine.suspended() == {}
+        assert set(names) <= set(task.released)
+    run.pool.end()
+    run.nothing_is_left()
+
+
+def test_failures_fill_the_batch_and_are_counted(make_run, capfd):
+    later = [(number, START) for number in range(5, 10)]
+    run = make_run(Task(*later, fails=[1], skips=[2], no_reward=[4]), prompts_per_step=5, oversample=1.0, num_steps=2)
+    phase = run.step(0)
+    assert +phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 2}
+    assert prompts(phase) == [0, 3]
+    assert [(e["prompt"], e["sample"], e["kind"]) for e in phase.errors] == [
+        (n, j, kind) for n, kind in ((1, "failed_agent_loop"), (4, "failed_reward")) for j in (0, 1)
+    ]
+    run.task.fails = range(100)
+    run.open(*later)
+    assert not run.pool.pending & set(range(5))  # they are not drawn again
+    with pytest.raises(
+        RuntimeError, match="train-00000001 brought nothing to learn from: .*KeyError: 'the agent loop broke'"
+    ):
+        run.step(1)
+
+
+def test_an_agent_that_ignores_its_cancellation_does_not_count_twice(make_run):
+    """Its group was dropped: what it still brings is nobody's, and the batch must not be short of it."""
+    run = make_run(Task((0, END), (4, START), stubborn=[0]), prompts_per_step=1)
+    for step, number in enumerate((1, 2, 3, 5)):
+        phase = run.step(step)
+        assert prompts(phase) == [number] and phase.counts["stale_groups"] == (step == 2)
+    assert not [name for name in run.task.created if "-000000-" in name and name not in run.task.released]
+    assert run.pool.n_done() - run.pool.n_gone == len([g for g in run.pool.groups.values() if not g.left])
+
+
+def test_settling_for_an_evaluation(make_run, monkeypatch):
+    task = Task((1, MIDDLE), (3, START), (4, START))
+    run = make_run(task)
+    assert prompts(run.step(0)) == [0, 2]
+    run.open((1, MIDDLE), (3, START))
+    wake(run.engine, run.models[1], 1)
+    assert run.pool.settle() and run.pool.next == 4  # what is under way ends, and nothing is started with
+    run.nothing_is_left()
+    evaluation = rollout(run.place, run.rows[:3], 1, 2, {"temperature": 0.0}, kind="eval")
+    assert prompts(evaluation) == [0, 1, 2] and not any(evaluation.counts.values())
+    run.engine.sleep()
+    phase = run.step(1)
+    assert prompts(phase) == [1, 3]
+    assert [o.response_versions for o in phase.outputs] == [[v] * 6 + [-1] * 3 + [1] * 6 for v in (0, 0, 1, 1)]
+    wait_for(lambda: len(task.created) == 4 * 2 + 6 + 2 * 2, 20)  # 4 and 5 have come
+    wake(run.engine, run.models[2], 2)
+    assert run.pool.settle(give_up=True) and not run.pool.groups
+    run.nothing_is_left()
+    run.engine.sleep()
+    wake(run.engine, run.models[2], 2)
+    monkeypatch.setattr(rollout_file, "_all_gather", lambda x: [x, False])  # another rank was told to stop
+    assert run.pool.settle() is False
+
+
+def test_a_run_that_is_to_stop_gives_up_what_is_under_way(make_run):
+    task = Task((0, MIDDLE), (1, MIDDLE), (2, START), (3, END))
+    run = make_run(task, num_steps=3)
+    run.place.should_stop = lambda: run.task.at.total() == 8
+    assert run.step(0).interrupted
+    run.nothing_is_left()
+    assert len(task.released) == 8 and run.pool.to_resume(0) == {"prompts_drawn": 0, "unfinished": []}
+    run.pool.end()  # as train.py does whatever came before
+
+
+def test_a_run_that_stops_between_two_rollouts_releases_its_tools(make_run):
+    task = Task((0, MIDDLE), (1, START), long=[2])
+    run = make_run(task, prompts_per_step=1, max_staleness=3, oversample=4.0)
+    assert prompts(run.step(0)) == [3] and set(run.engine.suspended().values()) == {0} and not task.released[2:]
+    run.pool.end()
+    run.nothing_is_left()
+    assert len(task.released) == 8
+
+
+def test_a_resumed_run_draws_first_what_was_not_trained_on(make_run):
+    run = make_run(Task((0, MIDDLE), (1, END)))
+    assert prompts(run.step(0)) == [2, 3]
+    assert run.pool.to_resume(1) == {"prompts_drawn": 4, "unfinished": [0, 1]}
+    assert run.pool.to_resume(0) == {"prompts_drawn": 4, "unfinished": [0, 1, 2, 3]}  # stopped before the update
+    run.pool.end()
+    run.engine.sleep(keep=True) if run.engine.state == "awake" else None
+    again = make_run(Task((2, START), (3, START)), start=1, resume=run.pool.to_resume(1))
+    assert again.pool.to_resume(1) == run.pool.to_resume(1)
+    phase, order = again.step(1), data.prompt_order(7, 0, 6, run.args.seed)
+    assert prompts(phase) == [0, 1] and again.pool.next == 4  # AReaL's capacity, a batch of which is accepted already
+    assert [o.reward for o in phase.outputs] == [order[0], order[0], order[1], order[1]]
+    assert again.pool.to_resume(2) == {"prompts_drawn": 6, "unfinished": [4, 5]}
+    assert [again.pool.row(n)["index"] for n in (2, 3)] == order[4:]
+
+
+# ---------------------------------------------------------------- what train.py makes of it
+
+
+def trajectory(prompt: int, sample: int, versions: list[int], logprob: float) -> AgentLoopOutput:
+    n = len(versions)
+    return AgentLoopOutput(
+        prompt_ids=[1], response_ids=[2] * n, response_mask=[int(v >= 0) for v in versions], response_versions=versions,
+        response_logprobs=[logprob if v >= 0 else 0.0 for v in versions], reward=1.0,
+        extra={"prompt": prompt, "sample": sample, "segment": 0},
+    )  # fmt: skip
+
+
+def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
+    outputs = [
+        trajectory(4, 0, [3, 3, -1, 5], -2.0),
+        trajectory(4, 1, [5, 5], -1.0),
+        trajectory(7, 0, [4, -1, -1, 4], -1.0),
+    ]
+    batch, rollouts = data.collate(outputs), data.by_rollout(outputs)
+    off = torch.tensor([[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]])
+    batch["logprobs_old"] = batch["logprobs_rollout"] + off  # 9 where nothing was sampled: must count nowhere
+    phase = Phase(outputs, collections.Counter(stale_groups=2), seconds=1.0, idle_s=[0.5])
+    args = Args(max_staleness=2)
+    metrics = train.step_metrics(phase, Phase(), outputs, rollouts.groups, batch, 5, args)
+    assert metrics["rollout/logp_diff_max"] == 0.25 and metrics["rollout/logp_diff_mean"] == pytest.approx(0.375 / 3)
+    assert metrics["rollout/staleness_mean"] == pytest.approx((2 + 0 + 1) / 3)
+    assert metrics["rollout/staleness_max"] == 2 and metrics["rollout/stale_groups"] == 2
+    ratios = torch.tensor([0.5, 0.5, 0.25, 0.0, 0.125, -1.0, 1.0]).exp()
+    assert metrics["rollout/ratio"] == pytest.approx(ratios.mean().item())
+    assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
+    metrics = train.step_metrics(phase, Phase(), outputs, rollouts.groups, batch, 5, Args())
+    assert "rollout/staleness_max" not in metrics and "rollout/ratio" not in metrics
+
+
+def test_decoupled_loss_is_the_default_under_staleness():
+    def correction(**flags):
+        args = Args(**flags)
+        check_args(args)
+        return args.rollout_correction, args.correction_low, args.correction_high
+
+    assert correction() == ("none", 0.0, 1.0)
+    assert correction(max_staleness=2, oversample=1.5) == ("icepop", 0.0, 5.0)
+    assert correction(max_staleness=1, correction_high=2.0) == ("icepop", 0.0, 2.0)
+    assert correction(max_staleness=1, rollout_correction="none") == ("none", 0.0, 1.0)
+    assert correction(max_staleness=1, rollout_correction="tis") == ("tis", 0.0, 2.0)
+    assert correction(rollout_correction="icepop") == ("icepop", 0.5, 5.0)
+    # The loss is the proximal policy's, weighed by pi_proximal / pi_behaviour: 0 where that is above the cap.
+    old, behaviour = torch.tensor([[-1.0, -1.0, -1.0, 9.0]]), torch.tensor([[-1.0, -2.0, -3.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    weights, _ = train.correction(old, behaviour, mask, Args(max_staleness=1))
+    assert weights[0, :3].tolist() == pytest.approx([1.0, torch.e, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"oversample": 1.5}, "--oversample 1.5 without --max_staleness would train on whatever finishes first"),
+        ({"oversample": 0.5, "max_staleness": 1}, "--oversample 0.5 must be at least 1"),
+        ({"max_staleness": -1}, "--max_staleness -1 must not be negative"),
+        ({"max_staleness": 1, "deterministic": True}, "--deterministic needs --max_staleness 0"),
+        ({"max_staleness": 1, "algo": "remax"}, "--adv_estimator remax samples its baselines anew"),
+        ({"max_staleness": 1, "algo": "dapo"}, "--max_gen_batches above 1 (dynamic sampling) needs --max_staleness 0"),
+        (
+            {"max_staleness": 1, "rollout_correction": "none", "correction_high": 3.0},
+            "--correction_high has an effect only with a --rollout_correction",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_with_staleness(flags, message):
+    with pytest.raises(BadInput) as error:
+        check_args(Args(**flags))
+    assert message in str(error.value)
+
+
+# ---------------------------------------------------------------- whole runs
+
+TINY = ["--task", "tests/tiny_task.py", "--agent", "slow_turns", "--num_steps", "6", "--prompts_per_step", "4",
+        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32", "--tokens_per_micro_batch",
+        "256", "--eval_every", "0", "--max_staleness", "2", "--oversample", "2"]  # fmt: skip
+
+
+def rollouts_of(folder, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
+    """And nobody who came in is still there at the end."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    out, diary = tmp_path / "run", tmp_path / "diary"
+    run(*TINY, "--save_every", "1", "--keep_checkpoints", "99", "--lr", "0.003", "--output_dir", out, cache=cache,
+        TINY_TASK_PAUSE="0.5", TINY_TASK_DIARY=str(diary))  # fmt: skip
+    weights = {0: None}
+    for step in range(1, 6):
+        saved = load_file(out / f"checkpoints/step_{step:06d}/model.safetensors")
+        weights[step] = {name.removeprefix("model."): x for name, x in saved.items()}
+    source = json.loads((out / "args.json").read_text())["args"]["model"]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    seen, mixed, told_apart = collections.Counter(), 0, 0
+    for version in range(6):
+        if version:
+            missing, unexpected = model.load_state_dict(weights[version], strict=False)
+            assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied
+        for step in range(1, 7):
+            for r in rollouts_of(out, step):
+                versions = torch.tensor(r["response_versions"])
+                assert (versions < step).all() and versions[versions >= 0].min() >= step - 1 - 2
+                expected = hf_logprobs(model, r["prompt_ids"], r["response_ids"])
+                difference = (torch.tensor(r["response_logprobs"]) - expected).abs()
+                assert not (versions == version).any() or difference[versions == version].max() < 1e-4
+                other = (versions >= 0) & (versions != version)
+                told_apart += int((difference[other] > 1e-3).sum())
+                seen[version] += int((versions == version).sum())
+                mixed += version == 0 and len(set(r["response_versions"]) - {-1}) > 1
+    assert mixed and told_apart > 1000 and sum(n > 20 for n in seen.values()) >= 3, (mixed, told_apart, seen)
+    rows = metrics_of(out)[1:]
+    assert max(row["rollout/staleness_max"] for row in rows) in (1, 2)
+    for row, step in zip(rows, range(1, 7), strict=True):
+        stale = [step - 1 - min(v for v in r["response_versions"] if v >= 0) for r in rollouts_of(out, step)]
+        assert row["rollout/staleness_max"] == max(stale) and len(stale) == 16
+        assert row["rollout/staleness_mean"] == pytest.approx(sum(stale) / 16)
+        assert row["rollout/logp_diff_max"] < 1e-3 and row["rollout/stale_groups"] >= 0
+    came = diary.read_text()
+    assert came.count("+") == came.count("-") >= 6 * 16
+
+
+def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
+    out, diary = tmp_path / "run", tmp_path / "diary"
+    env = {"TINY_TASK_PAUSE": "0.3", "TINY_TASK_DIARY": str(diary)}
+    flags = [*TINY, "--num_steps", "1000", "--save_every", "3", "--eval_every", "4", "--keep_checkpoints", "99",
+             "--max_staleness", "1", "--oversample", "1.5", "--output_dir", out]  # fmt: skip
+    with started(*flags, by="torchrun", cache=cache, **env) as process:
+        wait_for(lambda: lines(out / "metrics.jsonl") >= 9)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    state = json.loads((out / "checkpoints/step_000006/step.json").read_text())
+    trained = {r["extra"]["prompt"] for step in range(1, 7) for r in rollouts_of(out, step)}
+    stale = sum(row["rollout/stale_groups"] for row in metrics_of(out)[1:7])
+    # Nothing failed, so positions in the shuffle are prompt numbers, and every one drawn is accounted for.
+    assert len(trained) == 24 and not trained & set(state["unfinished"])
+    assert trained | set(state["unfinished"]) <= set(range(state["prompts_drawn"]))
+    assert len(trained) + len(state["unfinished"]) + stale == state["prompts_drawn"] <= 4 * (6 + 1) + stale
+    for later in (out / "checkpoints").glob("*"):  # killed a little earlier, say
+        if later.name != "step_000003" and later.name != "step_000006":
+            shutil.rmtree(later)
+    diary.write_text("")
+    with started(*flags, "--resume", by="torchrun", cache=cache, **env) as process:
+        wait_for(lambda: lines(out / "metrics.jsonl") >= 12)
+        family = children(process.pid)
+        os.kill(process.pid, signal.SIGINT)  # while groups are under way: there always are
+        output, _ = process.communicate(timeout=60)
+    assert "resuming after step 6" in output
+    assert "stopping" in output
+    wait_for(lambda: not any((REPO / f"/proc/{pid}").exists() for pid in family), 10)
+    rows = metrics_of(out)
+    done = rows[-1]["step"]
+    assert [row["step"] for row in rows] == list(range(done + 1))
+    assert (out / f"checkpoints/step_{done:06d}/step.json").exists()
+    came = diary.read_text()
+    assert came.count("+") == came.count("-") >= 4 * 16  # every agent loop was cancelled and cleaned up after itself
+    index = {r["index"] for r in rollouts_of(out, 7)}
+    order = data.prompt_order(24, 0, state["prompts_drawn"] + 100, 0)
+    drawn = [*state["unfinished"], *range(state["prompts_drawn"], state["prompts_drawn"] + 8)]
+    assert index <= {order[position] for position in drawn[:8]}  # the capacity: two batches
+    for r in rollouts_of(out, 7):
+        number = r["extra"]["prompt"]
+        assert r["index"] == order[drawn[number]]
