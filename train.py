@@ -164,7 +164,10 @@ class Args:
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
     tool_timeout: float = flag(30.0, "seconds for one tool call")
     reward_timeout: float = flag(300.0, "seconds for the reward of one trajectory, which is dropped then; 0: no limit")
-    trajectory_timeout: float = flag(0.0, "seconds for a whole trajectory, which ends as it is then; 0: no limit")
+    trajectory_timeout: float = flag(
+        0.0,
+        "seconds for a whole trajectory, which ends as it is then; with --max_staleness updates count; 0: no limit",
+    )
     max_parallel_calls: int = flag(8, "tool calls of one turn that are executed; the model is told about the others")
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut")
     tool_response_truncate_side: str = flag("middle", "what a cut response keeps: left | right | middle (both ends)")
