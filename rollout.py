@@ -334,8 +334,9 @@ class Engine:
         room, so that what is cached for a trajectory is not thrown out while its tools run. First come, first served.
         """
         cache = self.core.vllm_config.cache_config
-        manager = self.core.engine_core.engine_core.scheduler.kv_cache_manager
-        room = (KV_FULL - manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
+        scheduler = self.core.engine_core.engine_core.scheduler
+        room = (KV_FULL - scheduler.kv_cache_manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
+        room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back for theirs
         fitting = [request for request in self.waiting if request.turn]
         new = [request for request in self.waiting if not request.turn]
         room -= sum(len(request.prompt_ids) for request in fitting)

@@ -12,11 +12,11 @@ import os
 import shutil
 import signal
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPO
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 from test_train import children, lines, metrics_of, run, started, wait_for
 
@@ -110,6 +110,34 @@ def test_of_calls_made_at_once_the_oldest_token_counts(engine, background, model
         engine.step()
     calls[0].result(timeout=10)
     assert session.oldest == 0
+    engine.sleep()
+
+
+def test_new_trajectories_leave_room_for_the_suspended(engine, background, models, monkeypatch):
+    """Their cache was dropped with the old weights: right after the update it looks empty."""
+
+    def ask(name: str, prompt: list[int]):
+        sampling = {"max_tokens": 12, "ignore_eos": True, "stop_token_ids": []}
+        return background.submit(engine.generate(request_id=name, prompt_ids=prompt, sampling_params=sampling))
+
+    suspended = ask("suspended", PROMPTS[5])
+    wait_for(lambda: engine.inbox)
+    wake(engine, models[0], 0)
+    for _ in range(5):
+        engine.step()
+    engine.sleep(keep=True)
+    new = ask("new", PROMPTS[4])
+    wait_for(lambda: engine.inbox)
+    wake(engine, models[1], 1)
+    cache, usable = engine.core.vllm_config.cache_config, rollout_file.KV_FULL
+    both = len(PROMPTS[5]) + 5 + len(PROMPTS[4])
+    monkeypatch.setattr(rollout_file, "KV_FULL", (both - 1) / (cache.num_gpu_blocks * cache.block_size))
+    engine.step()
+    assert list(engine.running) == ["suspended#0"] and [request.id for request in engine.waiting] == ["new#0"]
+    monkeypatch.setattr(rollout_file, "KV_FULL", usable)
+    while engine.pending:
+        engine.step()
+    assert suspended.result(timeout=10).versions == [0] * 5 + [1] * 7 and new.result(timeout=10).versions == [1] * 12
     engine.sleep()
 
 
@@ -590,7 +618,8 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
              "--max_staleness", "1", "--oversample", "1.5", "--output_dir", out]  # fmt: skip
     with started(*flags, by="torchrun", cache=cache, **env) as process:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 9)
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in (process.pid, *children(process.pid)):  # torchrun's have sessions of their own
+            os.kill(pid, signal.SIGKILL)
         process.wait()
     state = json.loads((out / "checkpoints/step_000006/step.json").read_text())
     trained = {r["extra"]["prompt"] for step in range(1, 7) for r in rollouts_of(out, step)}
@@ -599,7 +628,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     assert len(trained) == 24 and not trained & set(state["unfinished"])
     assert trained | set(state["unfinished"]) <= set(range(state["prompts_drawn"]))
     assert len(trained) + len(state["unfinished"]) + stale == state["prompts_drawn"] <= 4 * (6 + 1) + stale
-    for later in (out / "checkpoints").glob("*"):  # killed a little earlier, say
+    for later in (out / "checkpoints").glob("*"):  # as if killed a little earlier
         if later.name != "step_000003" and later.name != "step_000006":
             shutil.rmtree(later)
     diary.write_text("")
@@ -608,9 +637,9 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         family = children(process.pid)
         os.kill(process.pid, signal.SIGINT)  # while groups are under way: there always are
         output, _ = process.communicate(timeout=60)
-    assert "resuming after step 6" in output
+    assert "resuming after step 6" in output, output
     assert "stopping" in output
-    wait_for(lambda: not any((REPO / f"/proc/{pid}").exists() for pid in family), 10)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 10)
     rows = metrics_of(out)
     done = rows[-1]["step"]
     assert [row["step"] for row in rows] == list(range(done + 1))
