@@ -633,7 +633,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
             shutil.rmtree(later)
     diary.write_text("")
     with started(*flags, "--resume", by="torchrun", cache=cache, **env) as process:
-        wait_for(lambda: lines(out / "metrics.jsonl") >= 12)
+        wait_for((out / "checkpoints/step_000009/step.json").exists)
         family = children(process.pid)
         os.kill(process.pid, signal.SIGINT)  # while groups are under way: there always are
         output, _ = process.communicate(timeout=60)
@@ -645,7 +645,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     assert [row["step"] for row in rows] == list(range(done + 1))
     assert (out / f"checkpoints/step_{done:06d}/step.json").exists()
     came = diary.read_text()
-    assert came.count("+") == came.count("-") >= 4 * 16  # every agent loop was cancelled and cleaned up after itself
+    assert came.count("+") == came.count("-") >= 3 * 16  # every agent loop was cancelled and cleaned up after itself
     index = {r["index"] for r in rollouts_of(out, 7)}
     order = data.prompt_order(24, 0, state["prompts_drawn"] + 100, 0)
     drawn = [*state["unfinished"], *range(state["prompts_drawn"], state["prompts_drawn"] + 8)]
