@@ -33,6 +33,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -147,8 +149,13 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
+            if args.tp > 1:
+                _name_shared_memory()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device))
+        dist.barrier()
+        for file in Path("/dev/shm").glob(f"*{os.environ.get('VLLM_DIST_IDENT', '//')}-*cpushm*"):
+            file.unlink(missing_ok=True)  # every rank has it mapped; unlinked, it is gone with them, however they end
         # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -365,6 +372,14 @@ class Engine:
         if self.team:
             dist.broadcast_object_list([None], group=self.team, group_src=0)
 
+    def check_team(self) -> None:
+        """--check_sync: raises RuntimeError unless all ranks of this --tp team sampled the same tokens so far."""
+        if self.team and self.args.check_sync:
+            digests: list = [None] * self.args.tp
+            dist.all_gather_object(digests, self.digest.hexdigest(), group=self.team)
+            if len(set(digests)) > 1:
+                raise RuntimeError(f"the ranks of a --tp team sampled different tokens in version {self.version}")
+
     def _run(self, aborted: list[str], added: list[_Request], step: bool) -> list[tuple]:
         """Returns (request, TokenOutput or error) pairs of what came to its end."""
         if aborted:
@@ -470,6 +485,17 @@ class Engine:
         self._advance(list(self.running), [], False)
         for request in requests:
             request.loop.call_soon_threadsafe(request.future.cancel)
+
+
+def _name_shared_memory() -> None:
+    """CPU: vLLM names the memory that ranks of a team share after its init method, which for all jobs is "env://"."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
+    dist.broadcast_object_list(name)
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (
+        name[0], int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    )  # fmt: skip
 
 
 def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
@@ -1037,6 +1063,7 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
     mine = Phase(interrupted=groups is None)
     for group in groups or ():
         mine.add(group.brought)
+    meter.engine.check_team()
     seconds, statistics = meter.read()
     parts = _all_gather((mine, seconds, statistics))
     every = Phase(seconds=meter.read()[0])
@@ -1047,7 +1074,8 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
         every.idle_s.append(idle)
     every.outputs.sort(key=lambda o: (o.extra["prompt"], o.extra["sample"], o.extra["segment"]))
     every.errors.sort(key=lambda e: (e["prompt"], e["sample"]))
-    every.grading = [group.grading for group in groups or ()]
+    own = Grading({key: task for group in groups or () for key, task in group.grading.tasks.items()})
+    every.grading = [own]  # one on every rank, for `grade` gathers each
     return every
 
 

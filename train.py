@@ -418,6 +418,9 @@ def check_model(args: Args) -> None:
             f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.max_model_len}, but the "
             f"model's window is {window} tokens"
         )
+    heads = getattr(text, "num_attention_heads", args.tp)
+    if heads % args.tp:
+        raise BadInput(f"--tp {args.tp} must divide the model's {heads} attention heads")
     # What scales or caps the logits outside the head would make the trainer's logprobs silently wrong.
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
         if getattr(text, name, neutral) not in (neutral, None):
@@ -895,8 +898,12 @@ class Stop:
 
     def __init__(self, store: dist.Store):
         self.store, self.flag, self.first, self.asked = store, False, 0.0, 0.0
+        self.over = False  # the run is: ranks may go
         signal.signal(signal.SIGINT, self.signalled)
         signal.signal(signal.SIGTERM, self.signalled)
+        pids: list = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        threading.Thread(target=self.watch_ranks, args=(pids,), daemon=True).start()
         if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):  # not a shell: that may close
             threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -920,6 +927,16 @@ class Stop:
         time.sleep(600)
         os._exit(1)
 
+    def watch_ranks(self, pids: list[int]) -> None:
+        """Ends this process when that of another rank is gone: it would wait for its part in vain."""
+        while not self.over:
+            time.sleep(0.5)
+            for rank, pid in enumerate(pids):
+                if not alive(pid) and not self.over and threading.main_thread().is_alive():
+                    print(f"rank {rank} (process {pid}) is gone: rank {dist.get_rank()} ends too", file=sys.stderr)
+                    sys.stderr.flush()
+                    os._exit(1)
+
     def requested(self) -> bool:
         """Whether this rank or any other was told to stop; asks the others at most twice a second."""
         if self.flag:
@@ -933,6 +950,15 @@ class Stop:
         """The same answer on all ranks; they all call it."""
         self.flag = bool(all_sum(torch.tensor(float(self.requested()))) > 0)
         return self.flag
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host runs; a dead one that its parent has not asked about yet does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def start_processes(args: Args):
@@ -1110,6 +1136,7 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
         run.log.say(f"stopped after step {steps_done}{more}")
     run.log.close()
     run.place.background.close()
+    run.stop.over = True
     dist.barrier()
     run.place.engine.close()
 
