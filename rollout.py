@@ -48,6 +48,16 @@ def seed_of(*parts) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
+def memory() -> dict[str, float]:
+    """GB in use: "host", of this process; on CUDA "device", of the whole GPU, whoever holds it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    figures = {"host": pages * os.sysconf("SC_PAGE_SIZE") / 1e9}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        figures["device"] = (total - free) / 1e9
+    return figures
+
+
 class Background:
     """One daemon thread running one event loop from the start of the run to its end."""
 
@@ -164,11 +174,12 @@ class Engine:
             self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size))
         self.version = -1
         self.leader, self.team = _team(args.tp)
-        self.lock = threading.Condition()  # guards the five below, which both threads touch
+        self.lock = threading.Condition()  # guards the six below, which both threads touch
         self.inbox: list[_Request] = []
         self.cancelled: list[_Request] = []
         self.pending: Counter[str] = Counter()  # trajectory -> its calls that wait for tokens
         self.live: set[str] = set()  # trajectories whose agent loop runs (--deterministic waits for them)
+        self.cached: Counter[str] = Counter()  # live trajectory -> tokens of its own in the KV cache
         self.poked = False
         self.turns: Counter[str] = Counter()  # trajectory -> calls so far; background thread only
         # Main thread only, from here on.
@@ -176,6 +187,7 @@ class Engine:
         self.running: dict[str, _Request] = {}  # in vLLM
         self.statistics: Counter[str] = Counter()  # since the engine was built: see Phase
         self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare the ranks of a team
+        self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state: see `memory`
         self.state = "awake"
         self.sleep()
 
@@ -185,11 +197,16 @@ class Engine:
         if self.state != state:
             raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}: see the order in rollout.py")
 
+    def _become(self, state: str) -> None:
+        self.state = state
+        self.memory[state] = memory()
+
     def wake_weights(self) -> None:
         """Maps the weights' memory again; what they hold is undefined until `load_weights`."""
         self._require("asleep")
+        self.memory["before_wake"] = memory()
         self.core.wake_up(tags=["weights"])
-        self.state = "weights"
+        self._become("weights")
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -205,13 +222,14 @@ class Engine:
             )
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
-        self.state, self.version = "synced", version
+        self.version = version
+        self._become("synced")
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
-        self.state = "awake"
+        self._become("awake")
 
     def sleep(self, level: int | None = None, keep: bool = False) -> None:
         """Frees the KV cache, and the weights' memory (level 1 keeps a copy in host memory, level 2 drops them).
@@ -223,12 +241,14 @@ class Engine:
         with self.lock:
             if self.pending and not keep:
                 raise RuntimeError(f"{sum(self.pending.values())} requests are unfinished: end the rollout phase first")
+            self.cached.clear()
+        self.memory["before_sleep"] = memory()
         if keep:
             self._mark_versions()
         else:
             self.turns.clear()
         self.core.sleep(level=level or self.args.sleep_level, mode="keep" if keep else "abort")
-        self.state = "asleep"
+        self._become("asleep")
 
     def _mark_versions(self) -> None:
         """Notes how far each request has come under the weights that are about to go."""
@@ -287,6 +307,7 @@ class Engine:
     def leave(self, request_id: str) -> None:
         with self.lock:
             self.live.discard(request_id)
+            self.cached.pop(request_id, None)
             self.turns.pop(request_id, None)
             self.lock.notify()
 
@@ -338,6 +359,8 @@ class Engine:
         cache = self.core.vllm_config.cache_config
         manager = self.core.engine_core.engine_core.scheduler.kv_cache_manager
         room = (KV_FULL - manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
+        with self.lock:
+            room -= sum(n for name, n in self.cached.items() if not self.pending[name])  # those whose tools run
         fitting = [request for request in self.waiting if request.turn]
         new = [request for request in self.waiting if not request.turn]
         room -= sum(len(request.prompt_ids) for request in fitting)
@@ -421,9 +444,11 @@ class Engine:
         versions: list[int] = []
         for n, version in [*request.spans, (len(ids), self.version)]:  # n tokens were there when `version` went
             versions += [version] * (n - len(versions))
-        self.statistics += Counter(
-            tokens=len(ids), prompt_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens or 0
-        )
+        n_prompt, n_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        self.statistics += Counter(tokens=len(ids), prompt_tokens=n_prompt, cached_tokens=n_cached)
+        with self.lock:
+            if request.request_id in self.live:
+                self.cached[request.request_id] += n_prompt - n_cached + len(ids)
         if self.args.check_sync:
             self.digest.update(repr((request.id, ids)).encode())
         return TokenOutput(
@@ -481,6 +506,7 @@ class Engine:
             requests += [*self.waiting, *self.running.values()]
             self.pending.clear()
             self.live.clear()
+            self.cached.clear()
         self.waiting.clear()
         self._advance(list(self.running), [], False)
         for request in requests:
@@ -539,12 +565,16 @@ class Session:
     (verl's loops draw a random uuid), so that seeds depend on (seed, step, prompt, sample, turn) alone. Times them too.
     """
 
-    def __init__(self, engine: Engine, name: str):
-        self.engine, self.name, self.generate_s = engine, name, 0.0
+    def __init__(self, engine: Engine, name: str, stop_token_ids: Sequence[int] = ()):
+        """stop_token_ids end a turn too, but not as the template's end-of-turn tokens do: no agent loop sees them."""
+        self.engine, self.name, self.generate_s, self.stop_token_ids = engine, name, 0.0, stop_token_ids
         self.oldest: int | None = None  # version of the first token sampled
 
     async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None) -> TokenOutput:
         started = time.perf_counter()
+        if self.stop_token_ids:
+            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
+            sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
             out = await self.engine.generate(
                 request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=image_data
@@ -571,6 +601,7 @@ class Phase:
     statistics: Counter = field(default_factory=Counter)
     idle_s: list[float] = field(default_factory=list)  # of each rank: seconds in which its engine had nothing to do
     seconds: float = 0.0
+    sync_s: float = 0.0
     interrupted: bool = False
     grading: list["Grading"] = field(default_factory=list)  # rewards still being computed: see `grade`
 
@@ -585,6 +616,7 @@ class Phase:
         self.statistics += other.statistics
         self.idle_s = [sum(pair) for pair in itertools.zip_longest(self.idle_s, other.idle_s, fillvalue=0.0)]
         self.seconds += other.seconds
+        self.sync_s += other.sync_s
         self.interrupted |= other.interrupted
         self.grading += other.grading
 
@@ -673,7 +705,7 @@ class Pool:
                             break
                         name = f"{self.kind}-{self.step:08d}-{number:06d}-{j:04d}"
                         self.place.engine.enter(name)
-                        group.sessions.append(Session(self.place.engine, name))
+                        group.sessions.append(Session(self.place.engine, name, self.sampling.get("stop_token_ids", ())))
                         group.tasks.append(tasks.create_task(self.trajectory(group, j)))
                         group.tasks[j].add_done_callback(lambda _, name=name: self.leave(name, room))
         finally:
@@ -690,7 +722,8 @@ class Pool:
         try:
             cls = agent_loop_class(row, place.task, args)
             loop = cls(session, place.tokenizer, place.processor, place.task, args)
-            sampling = {"stop_token_ids": place.engine.stop_token_ids, **self.sampling}
+            stops = [] if self.sampling.get("ignore_eos") else place.engine.stop_token_ids
+            sampling = {**self.sampling, "stop_token_ids": stops}
             # The built-in loops mind --trajectory_timeout, and keep what they have; this is for those that don't.
             patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
             more = {"step": step, "rollout_n": j, "validate": self.kind == "eval"}

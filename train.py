@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ class Args:
     task: str = flag("examples/calculator.py", "Python file with load(split) and reward(output, row)")
     model: str | None = flag(None, "hub name or local folder; default: what the task's build_model makes")
     train_files: list[str] | None = flag(None, "parquet or jsonl files instead of the task's load('train')")
+    replay: str | None = flag(None, "output_dir of another run: train on the rollouts it wrote, without any engine")
+    rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train")
     val_files: list[str] | None = flag(None, "parquet or jsonl files instead of the task's load('val')")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
     seed: int = flag(0, "all randomness comes from it and the step")
@@ -168,6 +171,9 @@ class Args:
     max_parallel_calls: int = flag(8, "tool calls of one turn that are executed; the model is told about the others")
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut")
     tool_response_truncate_side: str = flag("middle", "what a cut response keeps: left | right | middle (both ends)")
+    sampling_args: str | None = flag(
+        None, 'further sampling parameters of vLLM in training, as JSON: {"stop": ["</answer>"]}'
+    )
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(
         0, "a rollout ends when its batch is full, the rest goes on after the update, so many versions behind at most"
@@ -188,6 +194,7 @@ class Args:
     eval_every: int = flag(10, "steps between evaluations; there is always one before and one after; 0: only those")
     eval_temperature: float = flag(0.0, "0: greedy")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation")
+    eval_sampling_args: str | None = flag(None, "further sampling parameters of vLLM in evaluation, as JSON")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
     keep_checkpoints: int = flag(2, "older ones are deleted")
     resume: bool = flag(False, "go on from the latest checkpoint in output_dir")
@@ -224,6 +231,10 @@ class Args:
         values = PRESETS["grpo"] | PRESETS[self.algo]
         said = [f"{name}{'' if getattr(self, name) == x else '*'} {getattr(self, name)}" for name, x in values.items()]
         return ", ".join(said) + (" (* changed)" if any("*" in text for text in said) else "")
+
+    def sampling(self) -> dict:
+        """Sampling parameters in training."""
+        return {"temperature": self.temperature} | json.loads(self.sampling_args or "{}")
 
     @property
     def updates_per_rollout(self) -> int:
@@ -357,10 +368,42 @@ def check_args(args: Args) -> None:
         args.tokens_per_micro_batch >= longest,
         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest trajectory: {longest} tokens",
     )
+    for name in ("engine_args", "sampling_args", "eval_sampling_args"):
+        try:
+            need(isinstance(json.loads(getattr(args, name) or "{}"), dict), f"--{name} must be a JSON object")
+        except ValueError as error:
+            raise BadInput(f"--{name} is not JSON: {error}") from None
+    for name in ("sampling_args", "eval_sampling_args"):
+        check_sampling(name, json.loads(getattr(args, name) or "{}"))
+    need(not (args.replay and args.rollout_only), "--replay and --rollout_only: give one of them")
+    need(not args.replay or args.tp == 1, "--tp is about the engine, and --replay has none")
+
+
+OWN_SAMPLING = """temperature n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind""".split()
+NEUTRAL_SAMPLING = ("stop", "stop_token_ids", "max_tokens", "ignore_eos", "include_stop_str_in_output")
+
+
+def check_sampling(flag: str, parameters: dict) -> None:
+    """Raises BadInput on what vLLM does not know, or what has a flag of its own or is not the user's to choose.
+
+    Warns of what changes the distribution in training: the trainer computes log softmax(logits / temperature).
+    """
+    if not parameters:
+        return
+    if own := sorted(set(parameters) & set(OWN_SAMPLING)):
+        raise BadInput(f"--{flag}: {', '.join(own)} can't be set here; temperature and seed are flags of their own")
+    from vllm import SamplingParams
+
     try:
-        need(isinstance(json.loads(args.engine_args or "{}"), dict), "--engine_args must be a JSON object")
-    except ValueError as error:
-        raise BadInput(f"--engine_args is not JSON: {error}") from None
+        SamplingParams(**parameters)
+    except Exception as error:  # vLLM's own have no base that says so
+        raise BadInput(f"--{flag}: {str(error).splitlines()[0]}") from None
+    if flag == "sampling_args" and (others := sorted(set(parameters) - set(NEUTRAL_SAMPLING))):
+        warnings.warn(
+            f"--sampling_args {', '.join(others)}: the engine samples from another distribution than the one whose "
+            "logprobs the trainer computes; see rollout/logp_diff_mean, and consider --rollout_correction",
+            stacklevel=2,
+        )
 
 
 # ---------------------------------------------------------------- models
@@ -672,6 +715,7 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
     if place.pool and not place.pool.settle(give_up=step == args.num_steps):
         return {}
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    sampling |= json.loads(args.eval_sampling_args or "{}")
     phase = rollout(place, rows, step, 1, sampling, kind="eval")
     if phase.interrupted:
         return {}
@@ -818,6 +862,27 @@ class Log:
             self.wandb.finish()
 
 
+def replay_file(args: Args, step: int, kind: str = "step") -> Path:
+    return Path(args.replay) / "rollouts" / f"{kind}_{step + 1:06d}.jsonl"
+
+
+def read_rollouts(file: Path) -> Phase:
+    """What Log.rollouts wrote; an empty phase if there is no such file. Raises BadInput on a damaged one."""
+    phase = Phase()
+    names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
+    for i, text in enumerate(file.read_text().splitlines() if file.is_file() else ()):
+        try:
+            line = json.loads(text)
+            if "kind" in line:
+                phase.errors.append(line)
+                phase.counts[line["kind"]] += 1
+            else:
+                phase.outputs.append(AgentLoopOutput(**{name: x for name, x in line.items() if name in names}))
+        except (ValueError, TypeError) as error:
+            raise BadInput(f"{file}, line {i + 1}, is not a trajectory: {error}") from None
+    return phase
+
+
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
@@ -847,28 +912,41 @@ def git_hash() -> str:
         return ""
 
 
+def phase_metrics(phase: Phase, engine: Engine | None) -> dict:
+    """What a rollout says about its trajectories, its failures and the engine."""
+    statistics = phase.statistics
+    metrics = data.describe(phase.outputs) | {
+        "rollout/trajectories": len(phase.outputs),
+        **{f"rollout/{name}": phase.counts[name] for name in ("failed_agent_loop", "failed_reward", "skipped")},
+    }
+    if engine:
+        metrics |= {
+            "timing/sync_s": phase.sync_s,
+            "timing/rollout_s": phase.seconds,
+            "timing/idle_s": phase.idle_s,
+            "throughput/tokens_per_s": phase.tokens / phase.seconds,
+            "throughput/idle_share": fmean(phase.idle_s) / phase.seconds,  # of the engines' time in the rollout
+            "throughput/prefix_cache_hit_rate": statistics["cached_tokens"] / max(1, statistics["prompt_tokens"]),
+        }
+        for state, figures in engine.memory.items():
+            metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
+    return metrics
+
+
 def step_metrics(
     phase: Phase, greedy: Phase, outputs: list, groups: torch.Tensor, batch: dict, version: int, args: Args
 ) -> dict:
-    """What a step's rollout says about itself and about the engine: trajectories of the whole phase, groups and
-    logprobs of the outputs that were learned from; groups (N,) as in data.Rollouts."""
-    mask, statistics = batch["response_mask"].bool(), phase.statistics
+    """What the outputs that were learned from say about the engine and about groups (N,), as in data.Rollouts."""
+    mask = batch["response_mask"].bool()
     sizes = groups.unique(return_counts=True)[1]
     current = mask & (batch["versions"] == version)  # of other weights' tokens the trainer's logprobs differ rightly
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[current]  # engine against trainer
-    metrics = data.describe(phase.outputs) | {
+    metrics = {
         "rollout/logp_diff_mean": difference.mean().item() if len(difference) else 0.0,
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/trajectories": len(phase.outputs),
         "rollout/filtered_groups": len({o.extra["prompt"] for o in phase.outputs}) - len(sizes),
         "rollout/singleton_groups": int((sizes == 1).sum()),
         "rollout/zero_std_groups": len(sizes) - len(data.groups_with_signal(outputs, "total")),
-        **{f"rollout/{name}": phase.counts[name] for name in ("failed_agent_loop", "failed_reward", "skipped")},
-        "timing/rollout_s": phase.seconds,
-        "timing/idle_s": phase.idle_s,
-        "throughput/tokens_per_s": phase.tokens / phase.seconds,
-        "throughput/idle_share": fmean(phase.idle_s) / phase.seconds,  # of the engines' time in the rollout
-        "throughput/prefix_cache_hit_rate": statistics["cached_tokens"] / max(1, statistics["prompt_tokens"]),
     }
     if args.max_staleness:
         oldest = batch["versions"].masked_fill(~mask, version).amin(-1)  # (B,)
@@ -1031,6 +1109,18 @@ class Run:
     prompts_drawn: int = 0  # position in the endless shuffle of the rows; dynamic sampling draws more than one batch
 
 
+def replay_steps(args: Args) -> int:
+    """How many steps --replay has files for, --num_steps at most. Raises BadInput if there is none."""
+    if Path(args.output_dir).resolve() == Path(args.replay).resolve():
+        raise BadInput(f"--replay {args.replay} is --output_dir too: give this run another one")
+    steps = 0
+    while steps < args.num_steps and replay_file(args, steps).is_file():
+        steps += 1
+    if not steps:
+        raise BadInput(f"--replay {args.replay}: no {replay_file(args, 0).relative_to(args.replay)} there")
+    return steps
+
+
 def setup(args: Args) -> Run:
     """Checks all input, then loads data, models and engine. Raises BadInput before the expensive parts where it can."""
     check_args(args)
@@ -1041,6 +1131,8 @@ def setup(args: Args) -> Run:
     args.lr = (3e-4 if own_model else 1e-6) if args.lr is None else args.lr
     args.critic_lr = (1e-3 if own_model else 1e-5) if args.critic_lr is None else args.critic_lr
     args.output_dir = args.output_dir or f"runs/{Path(args.task).stem}"
+    if args.replay:
+        args.num_steps = replay_steps(args)
     if not own_model:
         check_model(args)
     from transformers import AutoTokenizer, get_scheduler, set_seed
@@ -1069,7 +1161,8 @@ def setup(args: Args) -> Run:
     stop = Stop(store)
 
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no token to decode from there on
-    engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), vocab_size)
+    stops = stop_token_ids(args, tokenizer)
+    engine = None if args.replay else Engine(args.model, args, device, stops, vocab_size)
     data.register_packed_attention()
 
     def prepare(model: nn.Module, lr: float, num_steps: int):
@@ -1081,18 +1174,19 @@ def setup(args: Args) -> Run:
 
     schedules: list = []
     policy, optimizer = prepare(Policy(args, vocab_size), args.lr, args.num_steps - args.critic_warmup)
-    with_critic = args.adv_estimator == "gae"
+    with_critic = args.adv_estimator == "gae" and not args.rollout_only
     critic, critic_optimizer = prepare(Critic(args), args.critic_lr, args.num_steps) if with_critic else (None, None)
-    reference = Policy(args, vocab_size).requires_grad_(False) if args.kl_coef else None
+    with_reference = args.kl_coef and not args.rollout_only
+    reference = Policy(args, vocab_size).requires_grad_(False) if with_reference else None
     reference = reference and accelerator.prepare_model(reference, evaluation_mode=True)
     set_seed(args.seed)  # building the engine drew from the generators
     if checkpoint:
         accelerator.load_state(str(checkpoint))
     place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
     drawn = {"prompts_drawn": state.get("prompts_drawn", start * args.prompts_per_step)}
-    if args.max_staleness:
+    if args.max_staleness and engine:
         drawn["unfinished"] = state.get("unfinished", [])
-        place.pool = AsyncPool(place, rows, {"temperature": args.temperature}, start, **drawn)
+        place.pool = AsyncPool(place, rows, args.sampling(), start, **drawn)
     n_parameters = sum(p.numel() for p in policy.parameters())
     log.say(
         f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong ones dropped), "
@@ -1125,12 +1219,14 @@ def setup(args: Args) -> Run:
 def finish(run: Run, args: Args, steps_done: int) -> None:
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     folder = Path(args.output_dir)
-    if steps_done > run.start:
+    if steps_done > run.start and not args.rollout_only:
         save_checkpoint(folder / "checkpoints", steps_done, run, args.keep_checkpoints)
-    if steps_done == args.num_steps and run.log.is_main:
+    if args.rollout_only:
+        run.log.say(f"{steps_done - run.start} steps of rollouts are in {folder / 'rollouts'}")
+    elif steps_done == args.num_steps and run.log.is_main:
         save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
         evals = " -> ".join(f"{reward:.3f}" for reward in run.log.evals[:: max(1, len(run.log.evals) - 1)])
-        run.log.say(f"eval reward {evals}; the trained policy is in {folder / 'final'}")
+        run.log.say((f"eval reward {evals}; " if evals else "") + f"the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:
         more = "; the same command with --resume goes on from there" if checkpoints(folder / "checkpoints") else ""
         run.log.say(f"stopped after step {steps_done}{more}")
@@ -1138,7 +1234,8 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
     run.place.background.close()
     run.stop.over = True
     dist.barrier()
-    run.place.engine.close()
+    if run.place.engine:
+        run.place.engine.close()
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -1175,6 +1272,25 @@ def collect(run: Run, args: Args, step: int) -> tuple[Phase, list[dict] | dict, 
         if output.extra["prompt"] not in kept:
             output.extra["filtered"] = True
     return phase, rows, [output for output in phase.outputs if "filtered" not in output.extra]
+
+
+def generate(run: Run, policy: Policy, args: Args, step: int) -> tuple[Phase, Phase, list | dict, list]:
+    """One step's rollout by the present weights: all that was generated, ReMax's greedy baselines, and as `collect`."""
+    engine, greedy = run.place.engine, Phase()
+    sync_s = sync(engine, policy, version=step)
+    phase, rows, outputs = collect(run, args, step)
+    phase.sync_s = sync_s
+    if args.adv_estimator == "remax" and not phase.interrupted:
+        greedy = rollout(run.place, rows, step, 1, {"temperature": 0.0}, kind="greedy", wait=False)
+    if not (phase.interrupted or greedy.interrupted):
+        engine.sleep(keep=args.max_staleness > 0)
+    return phase, greedy, rows, outputs
+
+
+def replay(args: Args, step: int) -> tuple[Phase, Phase, list, list]:
+    """The same from the files that another run wrote."""
+    phase, greedy = (read_rollouts(replay_file(args, step, kind)) for kind in ("step", "greedy"))
+    return phase, greedy, [], [output for output in phase.outputs if "filtered" not in output.extra]
 
 
 def clip_outcomes(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
@@ -1267,11 +1383,11 @@ def mask_truncated(batch: dict, rollouts: data.Rollouts) -> None:
 
 def main(args: Args) -> None:
     run = setup(args)
-    engine, device = run.place.engine, run.accelerator.device
+    engine, device = run.place.engine, run.accelerator.device  # --replay: no engine
     policy = run.accelerator.unwrap_model(run.policy)
     critic = run.critic and run.accelerator.unwrap_model(run.critic)
     step, steps_done = run.start, run.start
-    if step == 0:
+    if step == 0 and engine and not args.rollout_only:
         run.log.metrics({"step": 0} | evaluate(run.place, policy, run.val_rows, 0, run.log))
 
     for step in range(run.start, args.num_steps):
@@ -1279,21 +1395,16 @@ def main(args: Args) -> None:
             break
         # ---- 1. rollout: the engine takes the policy's weights; agent loops run until every trajectory is done
         started = time.perf_counter()
-        sync_s = sync(engine, policy, version=step)
-        phase, rows, outputs = collect(run, args, step)
-        greedy = Phase()
-        if args.adv_estimator == "remax" and not phase.interrupted:
-            greedy = rollout(run.place, rows, step, 1, {"temperature": 0.0}, kind="greedy", wait=False)
+        phase, greedy, rows, outputs = replay(args, step) if args.replay else generate(run, policy, args, step)
         if phase.interrupted or greedy.interrupted:
             break
-        engine.sleep(keep=args.max_staleness > 0)
 
         # ---- 2. score: logprobs_old, logprobs_ref and values only where they are used; rewards that are still missing
         train_started = time.perf_counter()
         train_policy = step >= args.critic_warmup
         needs_old = args.updates_per_rollout > 1 or not train_policy or (run.reference and args.kl_in == "reward")
         models = {"logprobs_old": policy if needs_old else None, "logprobs_ref": run.reference, "values": critic}
-        models = {name: model for name, model in models.items() if model}
+        models = {name: model for name, model in models.items() if model and not args.rollout_only}
         batch = data.collate(outputs) if models else {}  # the same on every rank
         scores = {name: score_tokens(model, batch, args, device) for name, model in models.items()}  # (B, T) each
         grading_started = time.perf_counter()
@@ -1302,6 +1413,11 @@ def main(args: Args) -> None:
         if phase.interrupted or greedy.interrupted:
             break
         grading_s = time.perf_counter() - grading_started
+        if args.rollout_only:
+            steps_done = step + 1
+            run.log.rollouts(f"step_{steps_done:06d}", phase, rows)
+            run.log.metrics({"step": steps_done} | phase_metrics(phase, engine))
+            continue
         outputs, batch = graded(outputs, phase, scores)
         mask = batch["response_mask"]  # (B, T)
         rollouts = data.by_rollout(outputs)  # (N,)
@@ -1337,24 +1453,23 @@ def main(args: Args) -> None:
         steps_done = step + 1
 
         # ---- 5. log, evaluate, save
-        metrics = {"step": steps_done} | step_metrics(phase, greedy, outputs, rollouts.groups, batch, step, args)
+        metrics = {"step": steps_done} | phase_metrics(phase, engine)
+        metrics |= step_metrics(phase, greedy, outputs, rollouts.groups, batch, step, args)
         metrics |= shaped | {"actor/lr": lr}
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if critic:
             metrics["critic/explained_var"] = losses.explained_variance(batch["values"], batch["returns"], mask).item()
-        metrics |= {
-            "timing/sync_s": sync_s,
-            "timing/grading_s": grading_s,
-            "timing/train_s": time.perf_counter() - train_started,
-        }
+        metrics |= {"timing/grading_s": grading_s, "timing/train_s": time.perf_counter() - train_started}
         metrics["timing/step_s"] = time.perf_counter() - started
         if metrics["rollout/singleton_groups"] and args.adv_estimator in GROUP_ESTIMATORS:
             run.log.warn_once("a group is left with one trajectory to compare: rollout/singleton_groups counts them")
         if step == run.start and metrics["rollout/zero_std_groups"] == len(rollouts.groups.unique()):
             run.log.warn_once("every group has equal rewards: see rollouts/ and the README's 'When something is off'")
         for kind, part in (("step", phase), ("greedy", greedy)):
-            run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
-        if steps_done == args.num_steps or (args.eval_every and steps_done % args.eval_every == 0):
+            if not args.replay:  # they are there already
+                run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
+        due = steps_done == args.num_steps or (args.eval_every and steps_done % args.eval_every == 0)
+        if due and engine:
             metrics |= evaluate(run.place, policy, run.val_rows, steps_done, run.log)
         run.log.metrics(metrics)
         if args.show_every and step % args.show_every == 0:
