@@ -144,6 +144,7 @@ class Engine:
         if vocab_size:
             self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size))
         self.version = -1
+        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's, before fusing
         self.lock = threading.Condition()  # guards the five below, which both threads touch
         self.inbox: list[_Request] = []
         self.cancelled: list[_Request] = []
@@ -172,10 +173,11 @@ class Engine:
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
 
-        Raises RuntimeError naming the parameters that did not arrive; the engine then stays unusable.
+        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that failed, came twice
+        or did not arrive; the engine then stays unusable.
         """
         self._require("weights")
-        (missing,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        ((self.sent, missing),) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if missing:
             raise RuntimeError(
                 f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}"
@@ -183,6 +185,18 @@ class Engine:
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.state, self.version = "synced", version
+
+    def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by its Hugging Face name,
+        summed over the tensor parallel group: a parameter that every rank of it holds counts once a rank."""
+        from vllm.distributed import get_tp_group
+
+        (parts,) = self.llm.apply_model(_parts)
+        held = {name: parts[part] for name, part in self.sent.items() if part in parts}
+        sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
+        if get_tp_group().world_size > 1:
+            dist.all_reduce(sums, group=get_tp_group().cpu_group)
+        return {name: (x.dtype, *row) for (name, x), row in zip(held.items(), sums.tolist(), strict=True)}
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
@@ -376,9 +390,65 @@ class Engine:
             request.loop.call_soon_threadsafe(request.future.cancel)
 
 
-def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    loaded = model.load_weights(named_tensors)
-    return {name for name, _ in model.named_parameters()} - set(loaded)
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns, modulo 2^64: the same in whatever pieces they are summed."""
+    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
+
+
+def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, str], set[str]]:
+    """Loads; the engine's name of each tensor sent, and the parameters that got none."""
+    from vllm.distributed import get_tp_group
+
+    parts, sent = _parts(model), {}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "orig_to_new_stacked"):  # the names of fused parameters: here those before fusing are wanted
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+
+    def one_by_one():
+        for name, tensor in named_tensors:
+            if name in sent:
+                raise RuntimeError("it came twice")
+            sent[name] = (mapper._map_name(name) if mapper else None) or name
+            part = parts.get(sent[name])
+            # vLLM complains of a tensor that is too small, and takes the first rows of one that is too large.
+            if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
+                raise RuntimeError(f"its shape is {tuple(tensor.shape)}, the engine's {tuple(part.shape)}")
+            yield name, tensor
+
+    try:
+        loaded = model.load_weights(one_by_one())
+    except Exception as error:  # vLLM's own are bare assertions, among others
+        at = next(reversed(sent), "the first parameter")
+        raise RuntimeError(f"weight sync failed at {at}: {str(error) or repr(error)}") from error
+    missing, arrived = set(), set(sent.values())
+    for name, fused in _fused(model).items():
+        if name not in loaded:
+            missing.update(fused)
+        elif arrived & set(fused):  # vLLM calls qkv_proj loaded when q_proj was
+            missing.update(set(fused) - arrived)
+    return sent, missing
+
+
+def _fused(model: torch.nn.Module) -> dict[str, list[str]]:
+    """The parameters that each parameter of the engine consists of: q, k and v in one; most are themselves."""
+    packed, fused = getattr(model, "packed_modules_mapping", {}), {}
+    for name, _ in model.named_parameters():
+        parent, module, kind = ("", *name.rsplit(".", 2))[-3:]
+        inside = packed.get(module, [module])
+        fused[name] = [f"{parent}.{part}.{kind}" for part in inside] if len(inside) > 1 else [name]
+    return fused
+
+
+def _parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The engine's parameters by their names before fusing: rows of the fused one, this rank's share of them."""
+    parameters, parts = dict(model.named_parameters()), {}
+    for name, fused in _fused(model).items():
+        tensors = [parameters[name]]
+        if len(fused) > 1:
+            tensors = parameters[name].split(model.get_submodule(name.rpartition(".")[0]).output_partition_sizes)
+        parts |= dict(zip(fused, tensors, strict=True))
+    return parts
 
 
 def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:
