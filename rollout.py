@@ -191,7 +191,8 @@ class Engine:
         summed over the tensor parallel group: a parameter that every rank of it holds counts once a rank."""
         from vllm.distributed import get_tp_group
 
-        (parts,) = self.llm.apply_model(_parts)
+        (fused,) = self.llm.apply_model(_fused)
+        parts = {name: x for inside in fused.values() for name, x in inside.items()}
         held = {name: parts[part] for name, part in self.sent.items() if part in parts}
         sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
         if get_tp_group().world_size > 1:
@@ -400,16 +401,17 @@ def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tenso
     """Loads; the engine's name of each tensor sent, and the parameters that got none."""
     from vllm.distributed import get_tp_group
 
-    parts, sent = _parts(model), {}
+    fused, sent = _fused(model), {}
+    parts = {name: x for inside in fused.values() for name, x in inside.items()}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "orig_to_new_stacked"):  # the names of fused parameters: here those before fusing are wanted
+    if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
 
     def one_by_one():
         for name, tensor in named_tensors:
             if name in sent:
                 raise RuntimeError("it came twice")
-            sent[name] = (mapper._map_name(name) if mapper else None) or name
+            sent[name] = (mapper and mapper._map_name(name)) or name
             part = parts.get(sent[name])
             # vLLM complains of a tensor that is too small, and takes the first rows of one that is too large.
             if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
@@ -422,33 +424,29 @@ def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tenso
         at = next(reversed(sent), "the first parameter")
         raise RuntimeError(f"weight sync failed at {at}: {str(error) or repr(error)}") from error
     missing, arrived = set(), set(sent.values())
-    for name, fused in _fused(model).items():
+    for name, inside in fused.items():
         if name not in loaded:
-            missing.update(fused)
-        elif arrived & set(fused):  # vLLM calls qkv_proj loaded when q_proj was
-            missing.update(set(fused) - arrived)
+            missing |= inside.keys()
+        elif arrived & inside.keys():  # vLLM calls qkv_proj loaded when q_proj was
+            missing |= inside.keys() - arrived
     return sent, missing
 
 
-def _fused(model: torch.nn.Module) -> dict[str, list[str]]:
-    """The parameters that each parameter of the engine consists of: q, k and v in one; most are themselves."""
-    packed, fused = getattr(model, "packed_modules_mapping", {}), {}
-    for name, _ in model.named_parameters():
-        parent, module, kind = ("", *name.rsplit(".", 2))[-3:]
-        inside = packed.get(module, [module])
-        fused[name] = [f"{parent}.{part}.{kind}" for part in inside] if len(inside) > 1 else [name]
+def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Each parameter of the engine: the parameters that it consists of, by their names before fusing (q, k and v of
+    qkv), as rows of it, this rank's share; most consist of themselves."""
+    fused = {}
+    for name, parameter in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        names = getattr(model, "packed_modules_mapping", {}).get(module, ())
+        rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
+        if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
+            tensors = parameter.split(rows)
+            fused[name] = {f"{parent}.{part}.{kind}": x for part, x in zip(names, tensors, strict=True)}
+        else:
+            fused[name] = {name: parameter}
     return fused
-
-
-def _parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The engine's parameters by their names before fusing: rows of the fused one, this rank's share of them."""
-    parameters, parts = dict(model.named_parameters()), {}
-    for name, fused in _fused(model).items():
-        tensors = [parameters[name]]
-        if len(fused) > 1:
-            tensors = parameters[name].split(model.get_submodule(name.rpartition(".")[0]).output_partition_sizes)
-        parts |= dict(zip(fused, tensors, strict=True))
-    return parts
 
 
 def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:

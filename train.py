@@ -499,6 +499,7 @@ def check_sharding(args: Args) -> None:
         ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
         ("FSDP_RESHARD_AFTER_FORWARD", "true", "parameters are freed after each forward pass"),
         ("FSDP_OFFLOAD_PARAMS", "false", "parameters stay on the GPU"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every rank loads its own part of the model"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "false", "--gradient_checkpointing does that"),
     ):
         value = os.environ.get(name, allowed).lower()
@@ -830,10 +831,10 @@ def save_policy(folder: Path, policy: Policy, tokenizer, is_main: bool) -> None:
 
     All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into host memory.
     """
-    once = {name for name, _ in (*policy.model.named_parameters(), *policy.model.named_buffers())}  # not tied ones twice
+    names = {name for name, _ in (*policy.model.named_parameters(), *policy.model.named_buffers())}  # tied ones once
     state = {}
     for name, x in policy.model.state_dict().items():
-        if name in once:
+        if name in names:
             whole = x.full_tensor() if isinstance(x, DTensor) else x
             state |= {name: whole.cpu()} if is_main else {}
     if not is_main:
