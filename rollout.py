@@ -401,14 +401,16 @@ def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tenso
     """Loads; the engine's name of each tensor sent, and the parameters that got none."""
     from vllm.distributed import get_tp_group
 
-    fused, sent = _fused(model), {}
+    fused, sent, at = _fused(model), {}, "the first parameter"
     parts = {name: x for inside in fused.values() for name, x in inside.items()}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
 
     def one_by_one():
+        nonlocal at
         for name, tensor in named_tensors:
+            at = name
             if name in sent:
                 raise RuntimeError("it came twice")
             sent[name] = (mapper and mapper._map_name(name)) or name
@@ -421,7 +423,6 @@ def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tenso
     try:
         loaded = model.load_weights(one_by_one())
     except Exception as error:  # vLLM's own are bare assertions, among others
-        at = next(reversed(sent), "the first parameter")
         raise RuntimeError(f"weight sync failed at {at}: {str(error) or repr(error)}") from error
     missing, arrived = set(), set(sent.values())
     for name, inside in fused.items():
