@@ -499,7 +499,7 @@ def check_sharding(args: Args) -> None:
         ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
         ("FSDP_RESHARD_AFTER_FORWARD", "true", "parameters are freed after each forward pass"),
         ("FSDP_OFFLOAD_PARAMS", "false", "parameters stay on the GPU"),
-        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every rank loads its own part of the model"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every rank reads the model by itself"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "false", "--gradient_checkpointing does that"),
     ):
         value = os.environ.get(name, allowed).lower()

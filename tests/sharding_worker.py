@@ -159,8 +159,12 @@ def compare_tp(accelerator, model: str) -> dict:
     """An engine over both ranks: checksums over its parts against those of a sharded and of a whole policy."""
     args = train.Args(model=model, dtype="float32", max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
                       check_sync=True, shard=True, engine_args=SMALL + ', "tensor_parallel_size": 2}')  # fmt: skip
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    where = (f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", dist.get_rank(), dist.get_rank())
+    # The engine's shared memory is named after this; of two jobs on a machine the second would not start.
+    ExecutorWithExternalLauncher._distributed_args = lambda self: where
     engine = rollout.Engine(model, args, accelerator.device)
-    KEPT.append(engine)
     data.register_packed_attention()
     found = {}
     for args.shard in (True, False):
@@ -168,6 +172,7 @@ def compare_tp(accelerator, model: str) -> dict:
         train.sync(engine, policy, 1)
         engine.sleep()
         found[args.shard] = errors(engine, policy)
+    KEPT.append(engine)
     return found
 
 
@@ -181,4 +186,5 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.barrier()
-    os._exit(0)  # vLLM's teardown of several engines is not what is tested
+    for engine in KEPT[:1]:  # takes down the process group, and with it the others
+        engine.close()
