@@ -155,7 +155,7 @@ class Args:
         False, "recompute activations in the backward pass: less memory, a third slower"
     )
     shard: bool = flag(
-        False, "FSDP2: parameters, gradients and optimiser states over all ranks; accelerate's FSDP config sets it too"
+        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; accelerate's FSDP config sets it"
     )
     # trajectories
     agent: str | None = flag(
@@ -513,8 +513,9 @@ def shard(model: nn.Module, args: Args, device: torch.device) -> nn.Module:
     while it computes; embeddings, last norm and head, which `forward` uses directly, belong to the root.
 
     Parameters stay float32. With --dtype bfloat16 they are cast before they are gathered, which autocast would do after
-    it (twice the bytes, in memory too), and gradients are summed in float32 (accelerate's own policy sums bfloat16 and
-    returns logprobs in it). Raises BadInput if the model doesn't say what its layers are.
+    it (twice the bytes, in memory too), and gradients are summed in float32. accelerate.prepare makes the same calls,
+    on GPUs only, but sums gradients in bfloat16, returns logprobs in it, and takes no reference without an optimiser.
+    Raises BadInput if the model doesn't say what its layers are.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -538,6 +539,7 @@ def shard(model: nn.Module, args: Args, device: torch.device) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether the module is a unit of FSDP2; of a whole model it is the root."""
     return isinstance(model, FSDPModule)
 
 

@@ -127,9 +127,11 @@ def test_sharded_policy_syncs_with_one_unit_whole(cuda_engine, model_path):
 
 def test_training_by_accelerates_fsdp2_config(tmp_path):
     repo = Path(__file__).parent.parent.parent
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/eight_gpus_fsdp2.yaml",
-               "--num_processes", str(torch.cuda.device_count()), "train.py", "--algo", "ppo", "--kl_coef", "0.01",
-               "--num_steps", "2", "--check_sync", "--gpu_memory_utilization", "0.2", "--output_dir", tmp_path / "run"]  # fmt: skip
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/eight_gpus_fsdp2.yaml",
+        "--num_processes", str(torch.cuda.device_count()), "train.py", "--algo", "ppo", "--kl_coef", "0.01",
+        "--num_steps", "2", "--check_sync", "--gpu_memory_utilization", "0.2", "--output_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
