@@ -19,7 +19,7 @@ import rollout
 import train
 from agent_loop import AgentLoopOutput
 
-SMALL = '{"kv_cache_memory_bytes": 67108864'
+SMALL = '{"kv_cache_memory_bytes": 67108864}'
 PROMPTS = [[5 + (7 * i + 3 * j) % 240 for j in range(5 + 6 * i)] for i in range(4)]
 # name of the case: (tokens_per_micro_batch, further arguments); 60 and 130 need fillers, which ranks have to agree on
 CASES = {
@@ -136,7 +136,7 @@ def compare_sync(accelerator, *models: str) -> dict:
     found, background = {}, rollout.Background()
     for model, dtype in [(m, "float32") for m in models] + [(models[0], "bfloat16")]:
         args = train.Args(model=model, dtype=dtype, max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
-                          tokens_per_micro_batch=128, check_sync=True, shard=True, engine_args=SMALL + "}")  # fmt: skip
+                          tokens_per_micro_batch=128, check_sync=True, shard=True, engine_args=SMALL)  # fmt: skip
         engine = rollout.Engine(model, args, accelerator.device)
         data.register_packed_attention()
         KEPT.append(engine)
@@ -158,12 +158,7 @@ def compare_sync(accelerator, *models: str) -> dict:
 def compare_tp(accelerator, model: str) -> dict:
     """An engine over both ranks: checksums over its parts against those of a sharded and of a whole policy."""
     args = train.Args(model=model, dtype="float32", max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
-                      check_sync=True, shard=True, engine_args=SMALL + ', "tensor_parallel_size": 2}')  # fmt: skip
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    where = (f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", dist.get_rank(), dist.get_rank())
-    # The engine's shared memory is named after this; of two jobs on a machine the second would not start.
-    ExecutorWithExternalLauncher._distributed_args = lambda self: where
+                      check_sync=True, shard=True, tp=2, engine_args=SMALL)  # fmt: skip
     engine = rollout.Engine(model, args, accelerator.device)
     data.register_packed_attention()
     found = {}
