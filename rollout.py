@@ -173,6 +173,7 @@ class Engine:
         if vocab_size:
             self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size))
         self.version = -1
+        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's, before fusing
         self.leader, self.team = _team(args.tp)
         self.lock = threading.Condition()  # guards the six below, which both threads touch
         self.inbox: list[_Request] = []
@@ -212,10 +213,11 @@ class Engine:
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
 
-        Raises RuntimeError naming the parameters that did not arrive; the engine then stays unusable.
+        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that failed, came twice
+        or did not arrive; the engine then stays unusable.
         """
         self._require("weights")
-        (missing,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        ((self.sent, missing),) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if missing:
             raise RuntimeError(
                 f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}"
@@ -224,6 +226,17 @@ class Engine:
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.version = version
         self._become("synced")
+
+    def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by its Hugging Face name,
+        summed over the tensor parallel group: a parameter that every rank of it holds counts once a rank."""
+        (fused,) = self.llm.apply_model(_fused)
+        parts = {name: x for inside in fused.values() for name, x in inside.items()}
+        held = {name: parts[part] for name, part in self.sent.items() if part in parts}
+        sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
+        if self.team:
+            dist.all_reduce(sums, group=self.team)
+        return {name: (x.dtype, *row) for (name, x), row in zip(held.items(), sums.tolist(), strict=True)}
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
@@ -536,9 +549,63 @@ def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
     return rank % tp == 0, mine
 
 
-def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    loaded = model.load_weights(named_tensors)
-    return {name for name, _ in model.named_parameters()} - set(loaded)
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns, modulo 2^64: the same in whatever pieces they are summed."""
+    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
+
+
+def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, str], set[str]]:
+    """Loads; the engine's name of each tensor sent, and the parameters that got none."""
+    from vllm.distributed import get_tp_group
+
+    fused, sent, at = _fused(model), {}, "the first parameter"
+    parts = {name: x for inside in fused.values() for name, x in inside.items()}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+
+    def one_by_one():
+        nonlocal at
+        for name, tensor in named_tensors:
+            at = name
+            if name in sent:
+                raise RuntimeError("it came twice")
+            sent[name] = (mapper and mapper._map_name(name)) or name
+            part = parts.get(sent[name])
+            # vLLM complains of a tensor that is too small, and takes the first rows of one that is too large.
+            if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
+                raise RuntimeError(f"its shape is {tuple(tensor.shape)}, the engine's {tuple(part.shape)}")
+            yield name, tensor
+
+    try:
+        loaded = model.load_weights(one_by_one())
+    except Exception as error:  # vLLM's own are bare assertions, among others
+        raise RuntimeError(f"weight sync failed at {at}: {str(error) or repr(error)}") from error
+    missing, arrived = set(), set(sent.values())
+    for name, inside in fused.items():
+        if name not in loaded:
+            missing |= inside.keys()
+        elif arrived & inside.keys():  # vLLM calls qkv_proj loaded when q_proj was
+            missing |= inside.keys() - arrived
+    return sent, missing
+
+
+def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Each parameter of the engine: the parameters that it consists of, by their names before fusing (q, k and v of
+    qkv), as rows of it, this rank's share; most consist of themselves."""
+    fused = {}
+    for name, parameter in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        names = getattr(model, "packed_modules_mapping", {}).get(module, ())
+        rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
+        if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
+            tensors = parameter.split(rows)
+            fused[name] = {f"{parent}.{part}.{kind}": x for part, x in zip(names, tensors, strict=True)}
+        else:
+            fused[name] = {name: parameter}
+    return fused
 
 
 def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:

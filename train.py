@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -42,12 +42,15 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import data
 import losses
 from agent_loop import AgentLoopOutput, BadInput, tool_parser
-from rollout import AsyncPool, Background, Engine, Phase, Workplace, grade, rollout, seed_of
+from rollout import AsyncPool, Background, Engine, Phase, Workplace, checksum, grade, rollout, seed_of
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
@@ -154,6 +157,9 @@ class Args:
     gradient_checkpointing: bool = flag(
         False, "recompute activations in the backward pass: less memory, a third slower"
     )
+    shard: bool = flag(
+        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; accelerate's FSDP config sets it"
+    )
     # trajectories
     agent: str | None = flag(
         None, "agent loop; default: tool_agent if the task has TOOLS or INTERACTIONS, else single_turn"
@@ -186,7 +192,9 @@ class Args:
     gpu_memory_utilization: float = flag(0.5, "share of the GPU for the engine while it is awake")
     sleep_level: int = flag(2, "while training: 1 keeps the engine's weights in host memory, 2 drops them")
     engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
-    check_sync: bool = flag(False, "verify every weight sync; with --tp also that the ranks sampled the same tokens")
+    check_sync: bool = flag(
+        False, "compare checksums of all parameters after each weight sync; with --tp also what the ranks sampled"
+    )
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools"
     )
@@ -551,6 +559,61 @@ def _unpack(x: torch.Tensor, packed: dict) -> torch.Tensor:
     return x.new_zeros(packed["shape"]).index_put(packed["at"], x)  # (M,) -> (rows, T)
 
 
+# ---------------------------------------------------------------- sharding
+
+
+def check_sharding(args: Args) -> None:
+    """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on what of it is not implemented."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    for name, allowed, instead in (
+        ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "true", "parameters are freed after each forward pass"),
+        ("FSDP_OFFLOAD_PARAMS", "false", "parameters stay on the GPU"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every rank reads the model by itself"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "false", "--gradient_checkpointing does that"),
+    ):
+        value = os.environ.get(name, allowed).lower()
+        if value != allowed:
+            raise BadInput(f"accelerate's config has {name.lower()} {value}: must be {allowed}, {instead}")
+    args.shard = True
+
+
+def shard(model: nn.Module, args: Args, device: torch.device) -> nn.Module:
+    """Shards a Policy or Critic over all ranks, in place, by torch's FSDP2: each decoder layer is a unit, whole only
+    while it computes; embeddings, last norm and head, which `forward` uses directly, belong to the root.
+
+    Parameters stay float32. With --dtype bfloat16 they are cast before they are gathered, which autocast would do after
+    it (twice the bytes, in memory too), and gradients are summed in float32. accelerate.prepare makes the same calls,
+    on GPUs only, but sums gradients in bfloat16, returns logprobs in it, and takes no reference without an optimiser.
+    Raises BadInput if the model doesn't say what its layers are.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import PreTrainedModel
+
+    names = {
+        name
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for name in module._no_split_modules or ()
+    }
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise BadInput(f"--shard: the code of --model {args.model} doesn't name its layers in _no_split_modules")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    param_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for module in (*layers, model):  # reshard: the root too, nothing may stay whole while the engine works
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the module is a unit of FSDP2; of a whole model it is the root."""
+    return isinstance(model, FSDPModule)
+
+
 # ---------------------------------------------------------------- forward and backward over a batch
 
 
@@ -587,9 +650,10 @@ def score_tokens(model: nn.Module, batch: dict, args: Args, device: torch.device
     B, T = batch["response_mask"].shape
     result = torch.zeros(B, T)
     micros, n_real = shares(batch, list(range(B)), args)
-    for rows in micros[:n_real]:
+    for i, rows in enumerate(micros if is_sharded(model) else micros[:n_real]):  # sharded: every rank has to gather
         out = model(data.pack_rows(batch, rows, device))
-        result[rows] = (out[0] if isinstance(out, tuple) else out).float().cpu()
+        if i < n_real:
+            result[rows] = (out[0] if isinstance(out, tuple) else out).float().cpu()
     return all_sum(result)
 
 
@@ -617,15 +681,18 @@ def optimise(
     sums: dict[str, float] = {}
     for i, micro_rows in enumerate(micros):
         mask = batch["response_mask"][micro_rows].to(device) * (i < n_real)  # (b, T)
-        with accelerator.no_sync(model) if i < len(micros) - 1 else contextlib.nullcontext():
+        # A sharded model sums over ranks in each micro-batch: gradients kept back would be whole on every rank.
+        wait = i < len(micros) - 1 and not is_sharded(model)
+        with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             loss, stats = objective(model(data.pack_rows(batch, micro_rows, device)), micro_rows, mask)
             loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, args.max_response_tokens)
-            accelerator.backward(loss * world)  # DDP averages over ranks; the sum is wanted
+            accelerator.backward(loss * world)  # DDP and FSDP average over ranks; the sum is wanted
         sums["loss"] = sums.get("loss", 0.0) + loss.item()
         for name, value in stats.items():
             value = torch.where(mask.bool(), value, 0).sum().item() / max(1, n_tokens)
             sums[name] = sums.get(name, 0.0) + value
-    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
     if not math.isfinite(grad_norm):
         raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the weights are spoilt")
     if n_tokens:  # momentum and weight decay would move the weights without any
@@ -693,14 +760,61 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
+def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of every parameter, tied ones once. The transformers model's own names are those that
+    vLLM knows.
+
+    Of a sharded policy one unit at a time is whole, in the dtype it computes in; a tensor must not be kept beyond the
+    next one. All ranks go through it together.
+    """
+    if not is_sharded(policy):
+        yield from ((name, p.detach()) for name, p in policy.model.named_parameters())
+        return
+    units = [(path, module) for path, module in policy.named_modules() if is_sharded(module)]
+    for path, unit in units[1:] + units[:1]:  # the root last
+        unit.unshard()
+        try:
+            for name, p in unit.named_parameters(prefix=path):
+                if not isinstance(p, DTensor):  # those of units inside are still sharded
+                    yield name.removeprefix("model."), p.detach()
+        finally:
+            unit.reshard()
+
+
+def check_sync(engine: Engine, policy: Policy) -> None:
+    """--check_sync: checksums of the trainer's own parameters, taken from the shards without gathering them, against
+    those of what the engine holds now, fused as it may be.
+
+    Raises RuntimeError naming the first parameter that differs, was not sent or is not finite.
+    """
+    held, mine = engine.checksums(), {}
+    for name, p in policy.model.named_parameters():
+        if name not in held:
+            raise RuntimeError(f"--check_sync: {name} was not sent, or the engine holds nothing of that name")
+        x = p.detach()
+        if isinstance(x, DTensor):
+            x = x.to_local().to(getattr(torch, engine.args.dtype))  # as `shard` has it cast before it is gathered
+        mine[name] = torch.stack([checksum(x.to(held[name][0])), (~x.isfinite()).sum()])
+    sums = torch.stack(list(mine.values())).cpu()
+    if is_sharded(policy):
+        all_sum(sums)
+    for (name, p), (expected, bad) in zip(policy.model.named_parameters(), sums.tolist(), strict=True):
+        _, found, numel = held[name]
+        if bad:
+            raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
+        if (found - expected * (numel // p.numel())) % 2**64:  # ranks of a tensor parallel group may hold copies
+            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's after the weight sync")
+
+
 def sync(engine: Engine, policy: Policy, version: int) -> float:
     """Wakes the engine with the policy's weights; the only way to an engine that generates. Returns seconds."""
     started = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
-    # The transformers model's own parameter names are those vLLM knows; tied weights come once.
-    engine.load_weights(((name, p.detach()) for name, p in policy.model.named_parameters()), version)
+    engine.load_weights(named_weights(policy), version)
+    if engine.args.check_sync:
+        check_sync(engine, policy)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -741,7 +855,10 @@ def save_checkpoint(folder: Path, step: int, run: "Run", keep: int) -> None:
     if target.is_dir():
         return
     temporary = folder / f".{target.name}"
-    accelerator.save_state(str(temporary))
+    accelerator.save_state(str(temporary))  # of what is sharded it holds only schedules and generators
+    if is_sharded(run.policy):
+        state = sharded_state((run.policy, run.optimizer), (run.critic, run.critic_optimizer))
+        dcp.save(state, checkpoint_id=temporary / "shards")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = {"step": step, "prompts_drawn": run.prompts_drawn, "kl_coef": run.kl.coef}
@@ -758,11 +875,50 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
 
 
-def save_policy(folder: Path, policy: Policy, tokenizer) -> None:
-    """The policy in Hugging Face format, for from_pretrained and vLLM."""
+def sharded_state(*trained: tuple[nn.Module | None, torch.optim.Optimizer | None], saved: Iterable[str] = ()) -> dict:
+    """State dicts of sharded models and their optimisers. An optimiser that made no step yet (--critic_warmup) has no
+    state, unless it is about to be loaded: its name is in `saved`."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state = {}
+    for name, (model, optimizer) in zip(("policy", "critic"), trained, strict=True):
+        if model:
+            state[name] = get_model_state_dict(model)
+            if optimizer.state or f"{name}_optimizer" in saved:
+                state[f"{name}_optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def load_shards(folder: Path, *trained: tuple[nn.Module | None, torch.optim.Optimizer | None]) -> None:
+    """Loads what `save_checkpoint` saved of sharded models, on as many ranks as there are now."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    saved = {key.split(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
+    state = sharded_state(*trained, saved=saved)
+    dcp.load(state, checkpoint_id=folder)
+    for name, (model, optimizer) in zip(("policy", "critic"), trained, strict=True):
+        if model:
+            set_model_state_dict(model, state[name])
+            if f"{name}_optimizer" in saved:
+                set_optimizer_state_dict(model, optimizer, state[f"{name}_optimizer"])
+
+
+def save_policy(folder: Path, policy: Policy, tokenizer, is_main: bool) -> None:
+    """The policy in Hugging Face format, for from_pretrained and vLLM, written by the main rank.
+
+    All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into host memory.
+    """
+    names = {name for name, _ in (*policy.model.named_parameters(), *policy.model.named_buffers())}  # tied ones once
+    state = {}
+    for name, x in policy.model.state_dict().items():
+        if name in names:
+            whole = x.full_tensor() if isinstance(x, DTensor) else x
+            state |= {name: whole.cpu()} if is_main else {}
+    if not is_main:
+        return
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    policy.model.save_pretrained(temporary)
+    policy.model.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
@@ -1124,6 +1280,7 @@ def replay_steps(args: Args) -> int:
 def setup(args: Args) -> Run:
     """Checks all input, then loads data, models and engine. Raises BadInput before the expensive parts where it can."""
     check_args(args)
+    check_sharding(args)
     task = data.load_task(args.task, ("load", "reward") if args.model else ("load", "reward", "build_model"))
     rows = data.load_rows(task, "train", args.train_files)
     val_rows = data.load_rows(task, "val", args.val_files)
@@ -1155,6 +1312,8 @@ def setup(args: Args) -> Run:
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in every trajectory
     checkpoint = prepare_folder(args, is_main)
+    if checkpoint and (checkpoint / "shards").is_dir() != args.shard:
+        raise BadInput(f"--resume: {checkpoint} was written {'without' if args.shard else 'with'} --shard")
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     start = state.get("step", 0)
     log = Log(args, is_main, tokenizer, start)
@@ -1166,21 +1325,27 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
 
     def prepare(model: nn.Module, lr: float, num_steps: int):
+        if args.shard:
+            model = shard(model, args, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=args.weight_decay)
         kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
         schedules.append(get_scheduler(kind, optimizer, args.warmup_steps, num_steps))
         accelerator.register_for_checkpointing(schedules[-1])
-        return accelerator.prepare(model, optimizer)
+        return (model, optimizer) if args.shard else accelerator.prepare(model, optimizer)
 
     schedules: list = []
     policy, optimizer = prepare(Policy(args, vocab_size), args.lr, args.num_steps - args.critic_warmup)
     with_critic = args.adv_estimator == "gae" and not args.rollout_only
     critic, critic_optimizer = prepare(Critic(args), args.critic_lr, args.num_steps) if with_critic else (None, None)
-    with_reference = args.kl_coef and not args.rollout_only
-    reference = Policy(args, vocab_size).requires_grad_(False) if with_reference else None
-    reference = reference and accelerator.prepare_model(reference, evaluation_mode=True)
+    reference = Policy(args, vocab_size).requires_grad_(False) if args.kl_coef and not args.rollout_only else None
+    if reference:
+        reference = (
+            shard(reference, args, device) if args.shard else accelerator.prepare_model(reference, evaluation_mode=True)
+        )
     set_seed(args.seed)  # building the engine drew from the generators
     if checkpoint:
+        if args.shard:
+            load_shards(checkpoint / "shards", (policy, optimizer), (critic, critic_optimizer))
         accelerator.load_state(str(checkpoint))
     place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
     drawn = {"prompts_drawn": state.get("prompts_drawn", start * args.prompts_per_step)}
@@ -1223,8 +1388,9 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
         save_checkpoint(folder / "checkpoints", steps_done, run, args.keep_checkpoints)
     if args.rollout_only:
         run.log.say(f"{steps_done - run.start} steps of rollouts are in {folder / 'rollouts'}")
-    elif steps_done == args.num_steps and run.log.is_main:
-        save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
+    elif steps_done == args.num_steps:
+        policy = run.accelerator.unwrap_model(run.policy)
+        save_policy(folder / "final", policy, run.place.tokenizer, run.log.is_main)
         evals = " -> ".join(f"{reward:.3f}" for reward in run.log.evals[:: max(1, len(run.log.evals) - 1)])
         run.log.say((f"eval reward {evals}; " if evals else "") + f"the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:

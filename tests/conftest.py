@@ -50,7 +50,8 @@ def make_model(path: Path, tied: bool) -> str:
 def process_group():
     """A group of one; never destroyed: vLLM's shutdown takes it down."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.fixture(scope="session")
