@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -324,14 +325,19 @@ def test_sampling_parameters_that_the_trainer_does_not_know_are_warned_of():
     assert Args(sampling_args='{"stop": ["x"]}', temperature=0.5).sampling() == {"temperature": 0.5, "stop": ["x"]}
 
 
-def test_stop_strings_end_turns_in_a_run(cache, tmp_path):
+def test_stop_strings_end_turns_in_a_run(cache, tmp_path, tokenizer):
     flags = [*TINY, "--num_steps", "1", "--save_every", "0", "--output_dir", tmp_path / "run"]
     run(*flags, "--sampling_args", json.dumps({"stop": list("0123456789")}), cache=cache)
     (file,) = (tmp_path / "run" / "rollouts").glob("step_*")
-    outputs = [json.loads(line) for line in file.read_text().splitlines()]
-    turns = [message["content"] for o in outputs for message in o["messages"] if message["role"] == "assistant"]
-    assert any(any(c.isdigit() for c in turn) for turn in turns)
-    assert all(not any(c.isdigit() for c in turn[:-1]) for turn in turns)  # a digit ends its turn
+    turns = []
+    for o in map(json.loads, file.read_text().splitlines()):
+        for sampled, tokens in itertools.groupby(
+            zip(o["response_mask"], o["response_ids"], strict=True), lambda x: x[0]
+        ):
+            turns += [[tokenizer.decode([token]) for _, token in tokens]] if sampled else []
+    assert len(turns) == 32  # two a trajectory
+    digit = [[any(c.isdigit() for c in text) for text in turn] for turn in turns]
+    assert any(turn[-1] for turn in digit) and not any(any(turn[:-1]) for turn in digit)  # a digit ends its turn
 
 
 # ---------------------------------------------------------------- gradients
