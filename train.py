@@ -1424,7 +1424,7 @@ def collect(run: Run, args: Args, step: int) -> tuple[Phase, list[dict] | dict, 
         missing = args.prompts_per_step - len(signal)
         order = data.prompt_order(len(run.rows), run.prompts_drawn + len(rows), missing, args.seed)
         fresh = [run.rows[i] for i in order]
-        sampling = {"temperature": args.temperature}
+        sampling = args.sampling()
         phase.add(rollout(run.place, fresh, step, args.group_size, sampling, first=len(rows), wait=filtering))
         rows += fresh
         if phase.interrupted or not filtering:

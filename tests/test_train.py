@@ -331,9 +331,8 @@ def test_stop_strings_end_turns_in_a_run(cache, tmp_path, tokenizer):
     (file,) = (tmp_path / "run" / "rollouts").glob("step_*")
     turns = []
     for o in map(json.loads, file.read_text().splitlines()):
-        for sampled, tokens in itertools.groupby(
-            zip(o["response_mask"], o["response_ids"], strict=True), lambda x: x[0]
-        ):
+        tokens = zip(o["response_mask"], o["response_ids"], strict=True)
+        for sampled, tokens in itertools.groupby(tokens, lambda token: token[0]):
             turns += [[tokenizer.decode([token]) for _, token in tokens]] if sampled else []
     assert len(turns) == 32  # two a trajectory
     digit = [[any(c.isdigit() for c in text) for text in turn] for turn in turns]
