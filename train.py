@@ -1447,7 +1447,7 @@ def generate(run: Run, policy: Policy, args: Args, step: int) -> tuple[Phase, Ph
     phase, rows, outputs = collect(run, args, step)
     phase.sync_s = sync_s
     if args.adv_estimator == "remax" and not phase.interrupted:
-        greedy = rollout(run.place, rows, step, 1, {"temperature": 0.0}, kind="greedy", wait=False)
+        greedy = rollout(run.place, rows, step, 1, args.sampling() | {"temperature": 0.0}, kind="greedy", wait=False)
     if not (phase.interrupted or greedy.interrupted):
         engine.sleep(keep=args.max_staleness > 0)
     return phase, greedy, rows, outputs

@@ -332,8 +332,8 @@ def test_stop_strings_end_turns_in_a_run(cache, tmp_path, tokenizer):
     turns = []
     for o in map(json.loads, file.read_text().splitlines()):
         tokens = zip(o["response_mask"], o["response_ids"], strict=True)
-        for sampled, tokens in itertools.groupby(tokens, lambda token: token[0]):
-            turns += [[tokenizer.decode([token]) for _, token in tokens]] if sampled else []
+        for sampled, turn in itertools.groupby(tokens, lambda token: token[0]):
+            turns += [[tokenizer.decode([token]) for _, token in turn]] if sampled else []
     assert len(turns) == 32  # two a trajectory
     digit = [[any(c.isdigit() for c in text) for text in turn] for turn in turns]
     assert any(turn[-1] for turn in digit) and not any(any(turn[:-1]) for turn in digit)  # a digit ends its turn
