@@ -33,6 +33,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,16 @@ from data import prompt_order
 def seed_of(*parts) -> int:
     """A sampling seed in [0, 2^63) that depends on the parts alone, e.g. (seed, "step-prompt-sample", turn)."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def memory() -> dict[str, float]:
+    """GB in use: "host", of this process; on CUDA "device", of the whole GPU, whoever holds it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    figures = {"host": pages * os.sysconf("SC_PAGE_SIZE") / 1e9}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        figures["device"] = (total - free) / 1e9
+    return figures
 
 
 class Background:
@@ -147,8 +159,13 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
+            if args.tp > 1:
+                _name_shared_memory()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device))
+        dist.barrier()
+        for file in Path("/dev/shm").glob(f"*{os.environ.get('VLLM_DIST_IDENT', '//')}-*cpushm*"):
+            file.unlink(missing_ok=True)  # every rank has it mapped; unlinked, it is gone with them, however they end
         # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -156,12 +173,14 @@ class Engine:
         if vocab_size:
             self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size))
         self.version = -1
+        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's, before fusing
         self.leader, self.team = _team(args.tp)
-        self.lock = threading.Condition()  # guards the five below, which both threads touch
+        self.lock = threading.Condition()  # guards the six below, which both threads touch
         self.inbox: list[_Request] = []
         self.cancelled: list[_Request] = []
         self.pending: Counter[str] = Counter()  # trajectory -> its calls that wait for tokens
         self.live: set[str] = set()  # trajectories whose agent loop runs (--deterministic waits for them)
+        self.cached: Counter[str] = Counter()  # live trajectory -> tokens of its own in the KV cache
         self.poked = False
         self.turns: Counter[str] = Counter()  # trajectory -> calls so far; background thread only
         # Main thread only, from here on.
@@ -169,6 +188,7 @@ class Engine:
         self.running: dict[str, _Request] = {}  # in vLLM
         self.statistics: Counter[str] = Counter()  # since the engine was built: see Phase
         self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare the ranks of a team
+        self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state: see `memory`
         self.state = "awake"
         self.sleep()
 
@@ -178,33 +198,51 @@ class Engine:
         if self.state != state:
             raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}: see the order in rollout.py")
 
+    def _become(self, state: str) -> None:
+        self.state = state
+        self.memory[state] = memory()
+
     def wake_weights(self) -> None:
         """Maps the weights' memory again; what they hold is undefined until `load_weights`."""
         self._require("asleep")
+        self.memory["before_wake"] = memory()
         self.core.wake_up(tags=["weights"])
-        self.state = "weights"
+        self._become("weights")
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
 
-        Raises RuntimeError naming the parameters that did not arrive; the engine then stays unusable.
+        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that failed, came twice
+        or did not arrive; the engine then stays unusable.
         """
         self._require("weights")
-        (missing,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        ((self.sent, missing),) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if missing:
             raise RuntimeError(
                 f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}"
             )
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
-        self.state, self.version = "synced", version
+        self.version = version
+        self._become("synced")
+
+    def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by its Hugging Face name,
+        summed over the tensor parallel group: a parameter that every rank of it holds counts once a rank."""
+        (fused,) = self.llm.apply_model(_fused)
+        parts = {name: x for inside in fused.values() for name, x in inside.items()}
+        held = {name: parts[part] for name, part in self.sent.items() if part in parts}
+        sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
+        if self.team:
+            dist.all_reduce(sums, group=self.team)
+        return {name: (x.dtype, *row) for (name, x), row in zip(held.items(), sums.tolist(), strict=True)}
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
-        self.state = "awake"
+        self._become("awake")
 
     def sleep(self, level: int | None = None, keep: bool = False) -> None:
         """Frees the KV cache, and the weights' memory (level 1 keeps a copy in host memory, level 2 drops them).
@@ -216,12 +254,14 @@ class Engine:
         with self.lock:
             if self.pending and not keep:
                 raise RuntimeError(f"{sum(self.pending.values())} requests are unfinished: end the rollout phase first")
+            self.cached.clear()
+        self.memory["before_sleep"] = memory()
         if keep:
             self._mark_versions()
         else:
             self.turns.clear()
         self.core.sleep(level=level or self.args.sleep_level, mode="keep" if keep else "abort")
-        self.state = "asleep"
+        self._become("asleep")
 
     def _mark_versions(self) -> None:
         """Notes how far each request has come under the weights that are about to go."""
@@ -285,6 +325,7 @@ class Engine:
     def leave(self, request_id: str) -> None:
         with self.lock:
             self.live.discard(request_id)
+            self.cached.pop(request_id, None)
             self.turns.pop(request_id, None)
             self.lock.notify()
 
@@ -337,6 +378,8 @@ class Engine:
         scheduler = self.core.engine_core.engine_core.scheduler
         room = (KV_FULL - scheduler.kv_cache_manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
         room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back for theirs
+        with self.lock:
+            room -= sum(n for name, n in self.cached.items() if not self.pending[name])  # those whose tools run
         fitting = [request for request in self.waiting if request.turn]
         new = [request for request in self.waiting if not request.turn]
         room -= sum(len(request.prompt_ids) for request in fitting)
@@ -370,6 +413,14 @@ class Engine:
         """The leader's phase is over: its followers return from `follow`."""
         if self.team:
             dist.broadcast_object_list([None], group=self.team, group_src=0)
+
+    def check_team(self) -> None:
+        """--check_sync: raises RuntimeError unless all ranks of this --tp team sampled the same tokens so far."""
+        if self.team and self.args.check_sync:
+            digests: list = [None] * self.args.tp
+            dist.all_gather_object(digests, self.digest.hexdigest(), group=self.team)
+            if len(set(digests)) > 1:
+                raise RuntimeError(f"the ranks of a --tp team sampled different tokens in version {self.version}")
 
     def _run(self, aborted: list[str], added: list[_Request], step: bool) -> list[tuple]:
         """Returns (request, TokenOutput or error) pairs of what came to its end."""
@@ -412,9 +463,11 @@ class Engine:
         versions: list[int] = []
         for n, version in [*request.spans, (len(ids), self.version)]:  # n tokens were there when `version` went
             versions += [version] * (n - len(versions))
-        self.statistics += Counter(
-            tokens=len(ids), prompt_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens or 0
-        )
+        n_prompt, n_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        self.statistics += Counter(tokens=len(ids), prompt_tokens=n_prompt, cached_tokens=n_cached)
+        with self.lock:
+            if request.request_id in self.live:
+                self.cached[request.request_id] += n_prompt - n_cached + len(ids)
         if self.args.check_sync:
             self.digest.update(repr((request.id, ids)).encode())
         return TokenOutput(
@@ -472,10 +525,22 @@ class Engine:
             requests += [*self.waiting, *self.running.values()]
             self.pending.clear()
             self.live.clear()
+            self.cached.clear()
         self.waiting.clear()
         self._advance(list(self.running), [], False)
         for request in requests:
             request.loop.call_soon_threadsafe(request.future.cancel)
+
+
+def _name_shared_memory() -> None:
+    """CPU: vLLM names the memory that ranks of a team share after its init method, which for all jobs is "env://"."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
+    dist.broadcast_object_list(name)
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (
+        name[0], int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    )  # fmt: skip
 
 
 def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
@@ -490,9 +555,63 @@ def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
     return rank % tp == 0, mine
 
 
-def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    loaded = model.load_weights(named_tensors)
-    return {name for name, _ in model.named_parameters()} - set(loaded)
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bit patterns, modulo 2^64: the same in whatever pieces they are summed."""
+    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
+
+
+def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, str], set[str]]:
+    """Loads; the engine's name of each tensor sent, and the parameters that got none."""
+    from vllm.distributed import get_tp_group
+
+    fused, sent, at = _fused(model), {}, "the first parameter"
+    parts = {name: x for inside in fused.values() for name, x in inside.items()}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+
+    def one_by_one():
+        nonlocal at
+        for name, tensor in named_tensors:
+            at = name
+            if name in sent:
+                raise RuntimeError("it came twice")
+            sent[name] = (mapper and mapper._map_name(name)) or name
+            part = parts.get(sent[name])
+            # vLLM complains of a tensor that is too small, and takes the first rows of one that is too large.
+            if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
+                raise RuntimeError(f"its shape is {tuple(tensor.shape)}, the engine's {tuple(part.shape)}")
+            yield name, tensor
+
+    try:
+        loaded = model.load_weights(one_by_one())
+    except Exception as error:  # vLLM's own are bare assertions, among others
+        raise RuntimeError(f"weight sync failed at {at}: {str(error) or repr(error)}") from error
+    missing, arrived = set(), set(sent.values())
+    for name, inside in fused.items():
+        if name not in loaded:
+            missing |= inside.keys()
+        elif arrived & inside.keys():  # vLLM calls qkv_proj loaded when q_proj was
+            missing |= inside.keys() - arrived
+    return sent, missing
+
+
+def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Each parameter of the engine: the parameters that it consists of, by their names before fusing (q, k and v of
+    qkv), as rows of it, this rank's share; most consist of themselves."""
+    fused = {}
+    for name, parameter in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        names = getattr(model, "packed_modules_mapping", {}).get(module, ())
+        rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
+        if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
+            tensors = parameter.split(rows)
+            fused[name] = {f"{parent}.{part}.{kind}": x for part, x in zip(names, tensors, strict=True)}
+        else:
+            fused[name] = {name: parameter}
+    return fused
 
 
 def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:
@@ -519,12 +638,16 @@ class Session:
     (verl's loops draw a random uuid), so that seeds depend on (seed, step, prompt, sample, turn) alone. Times them too.
     """
 
-    def __init__(self, engine: Engine, name: str):
-        self.engine, self.name, self.generate_s = engine, name, 0.0
+    def __init__(self, engine: Engine, name: str, stop_token_ids: Sequence[int] = ()):
+        """stop_token_ids end a turn too, but not as the template's end-of-turn tokens do: no agent loop sees them."""
+        self.engine, self.name, self.generate_s, self.stop_token_ids = engine, name, 0.0, stop_token_ids
         self.oldest: int | None = None  # least version of a token sampled
 
     async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None) -> TokenOutput:
         started = time.perf_counter()
+        if self.stop_token_ids:
+            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
+            sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
             out = await self.engine.generate(
                 request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=image_data
@@ -551,6 +674,7 @@ class Phase:
     statistics: Counter = field(default_factory=Counter)
     idle_s: list[float] = field(default_factory=list)  # of each rank: seconds in which its engine had nothing to do
     seconds: float = 0.0
+    sync_s: float = 0.0
     interrupted: bool = False
     grading: list["Grading"] = field(default_factory=list)  # rewards still being computed: see `grade`
 
@@ -565,6 +689,7 @@ class Phase:
         self.statistics += other.statistics
         self.idle_s = [sum(pair) for pair in itertools.zip_longest(self.idle_s, other.idle_s, fillvalue=0.0)]
         self.seconds += other.seconds
+        self.sync_s += other.sync_s
         self.interrupted |= other.interrupted
         self.grading += other.grading
 
@@ -653,7 +778,7 @@ class Pool:
                             break
                         name = f"{self.kind}-{self.step:08d}-{number:06d}-{j:04d}"
                         self.place.engine.enter(name)
-                        group.sessions.append(Session(self.place.engine, name))
+                        group.sessions.append(Session(self.place.engine, name, self.sampling.get("stop_token_ids", ())))
                         group.tasks.append(tasks.create_task(self.trajectory(group, j)))
                         group.tasks[j].add_done_callback(lambda _, name=name: self.leave(name, room))
         finally:
@@ -670,7 +795,8 @@ class Pool:
         try:
             cls = agent_loop_class(row, place.task, args)
             loop = cls(session, place.tokenizer, place.processor, place.task, args)
-            sampling = {"stop_token_ids": place.engine.stop_token_ids, **self.sampling}
+            stops = [] if self.sampling.get("ignore_eos") else place.engine.stop_token_ids
+            sampling = {**self.sampling, "stop_token_ids": stops}
             # The built-in loops mind --trajectory_timeout, and keep what they have; this is for those that don't.
             patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
             more = {"step": step, "rollout_n": j, "validate": self.kind == "eval"}
@@ -1055,6 +1181,7 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
     mine = Phase(interrupted=groups is None)
     for group in groups or ():
         mine.add(group.brought)
+    meter.engine.check_team()
     seconds, statistics = meter.read()
     parts = _all_gather((mine, seconds, statistics))
     every = Phase(seconds=meter.read()[0])
@@ -1065,8 +1192,8 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
         every.idle_s.append(idle)
     every.outputs.sort(key=lambda o: (o.extra["prompt"], o.extra["sample"], o.extra["segment"]))
     every.errors.sort(key=lambda e: (e["prompt"], e["sample"]))
-    tasks = {key: task for group in groups or () for key, task in group.grading.tasks.items()}
-    every.grading = [Grading(tasks)]  # one on every rank, however many groups it has: `grade` gathers them all together
+    own = Grading({key: task for group in groups or () for key, task in group.grading.tasks.items()})
+    every.grading = [own]  # one on every rank, for `grade` gathers each
     return every
 
 

@@ -33,7 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -41,12 +42,15 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import data
 import losses
 from agent_loop import AgentLoopOutput, BadInput, tool_parser
-from rollout import AsyncPool, Background, Engine, Phase, Workplace, grade, rollout, seed_of
+from rollout import AsyncPool, Background, Engine, Phase, Workplace, checksum, grade, rollout, seed_of
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
@@ -87,6 +91,8 @@ class Args:
     task: str = flag("examples/calculator.py", "Python file with load(split) and reward(output, row)")
     model: str | None = flag(None, "hub name or local folder; default: what the task's build_model makes")
     train_files: list[str] | None = flag(None, "parquet or jsonl files instead of the task's load('train')")
+    replay: str | None = flag(None, "output_dir of another run: train on the rollouts it wrote, without any engine")
+    rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train")
     val_files: list[str] | None = flag(None, "parquet or jsonl files instead of the task's load('val')")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
     seed: int = flag(0, "all randomness comes from it and the step")
@@ -151,6 +157,9 @@ class Args:
     gradient_checkpointing: bool = flag(
         False, "recompute activations in the backward pass: less memory, a third slower"
     )
+    shard: bool = flag(
+        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; accelerate's FSDP config sets it"
+    )
     # trajectories
     agent: str | None = flag(
         None, "agent loop; default: tool_agent if the task has TOOLS or INTERACTIONS, else single_turn"
@@ -171,6 +180,9 @@ class Args:
     max_parallel_calls: int = flag(8, "tool calls of one turn that are executed; the model is told about the others")
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut")
     tool_response_truncate_side: str = flag("middle", "what a cut response keeps: left | right | middle (both ends)")
+    sampling_args: str | None = flag(
+        None, 'further sampling parameters of vLLM in training, as JSON: {"stop": ["</answer>"]}'
+    )
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(
         0, "a rollout ends when its batch is full, the rest goes on after the update, so many versions behind at most"
@@ -183,7 +195,9 @@ class Args:
     gpu_memory_utilization: float = flag(0.5, "share of the GPU for the engine while it is awake")
     sleep_level: int = flag(2, "while training: 1 keeps the engine's weights in host memory, 2 drops them")
     engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
-    check_sync: bool = flag(False, "verify every weight sync; with --tp also that the ranks sampled the same tokens")
+    check_sync: bool = flag(
+        False, "compare checksums of all parameters after each weight sync; with --tp also what the ranks sampled"
+    )
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools"
     )
@@ -191,6 +205,7 @@ class Args:
     eval_every: int = flag(10, "steps between evaluations; there is always one before and one after; 0: only those")
     eval_temperature: float = flag(0.0, "0: greedy")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation")
+    eval_sampling_args: str | None = flag(None, "further sampling parameters of vLLM in evaluation, as JSON")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
     keep_checkpoints: int = flag(2, "older ones are deleted")
     resume: bool = flag(False, "go on from the latest checkpoint in output_dir")
@@ -227,6 +242,10 @@ class Args:
         values = PRESETS["grpo"] | PRESETS[self.algo]
         said = [f"{name}{'' if getattr(self, name) == x else '*'} {getattr(self, name)}" for name, x in values.items()]
         return ", ".join(said) + (" (* changed)" if any("*" in text for text in said) else "")
+
+    def sampling(self) -> dict:
+        """Sampling parameters in training."""
+        return {"temperature": self.temperature} | json.loads(self.sampling_args or "{}")
 
     @property
     def updates_per_rollout(self) -> int:
@@ -360,10 +379,42 @@ def check_args(args: Args) -> None:
         args.tokens_per_micro_batch >= longest,
         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest trajectory: {longest} tokens",
     )
+    for name in ("engine_args", "sampling_args", "eval_sampling_args"):
+        try:
+            need(isinstance(json.loads(getattr(args, name) or "{}"), dict), f"--{name} must be a JSON object")
+        except ValueError as error:
+            raise BadInput(f"--{name} is not JSON: {error}") from None
+    for name in ("sampling_args", "eval_sampling_args"):
+        check_sampling(name, json.loads(getattr(args, name) or "{}"))
+    need(not (args.replay and args.rollout_only), "--replay and --rollout_only: give one of them")
+    need(not args.replay or args.tp == 1, "--tp is about the engine, and --replay has none")
+
+
+OWN_SAMPLING = """temperature n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind""".split()
+NEUTRAL_SAMPLING = ("stop", "stop_token_ids", "max_tokens", "ignore_eos", "include_stop_str_in_output")
+
+
+def check_sampling(flag: str, parameters: dict) -> None:
+    """Raises BadInput on what vLLM does not know, or what has a flag of its own or is not the user's to choose.
+
+    Warns of what changes the distribution in training: the trainer computes log softmax(logits / temperature).
+    """
+    if not parameters:
+        return
+    if own := sorted(set(parameters) & set(OWN_SAMPLING)):
+        raise BadInput(f"--{flag}: {', '.join(own)} can't be set here; temperature and seed are flags of their own")
+    from vllm import SamplingParams
+
     try:
-        need(isinstance(json.loads(args.engine_args or "{}"), dict), "--engine_args must be a JSON object")
-    except ValueError as error:
-        raise BadInput(f"--engine_args is not JSON: {error}") from None
+        SamplingParams(**parameters)
+    except Exception as error:  # vLLM's own have no base that says so
+        raise BadInput(f"--{flag}: {str(error).splitlines()[0]}") from None
+    if flag == "sampling_args" and (others := sorted(set(parameters) - set(NEUTRAL_SAMPLING))):
+        warnings.warn(
+            f"--sampling_args {', '.join(others)}: the engine samples from another distribution than the one whose "
+            "logprobs the trainer computes; see rollout/logp_diff_mean, and consider --rollout_correction",
+            stacklevel=2,
+        )
 
 
 # ---------------------------------------------------------------- models
@@ -421,6 +472,9 @@ def check_model(args: Args) -> None:
             f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.max_model_len}, but the "
             f"model's window is {window} tokens"
         )
+    heads = getattr(text, "num_attention_heads", args.tp)
+    if heads % args.tp:
+        raise BadInput(f"--tp {args.tp} must divide the model's {heads} attention heads")
     # What scales or caps the logits outside the head would make the trainer's logprobs silently wrong.
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
         if getattr(text, name, neutral) not in (neutral, None):
@@ -508,6 +562,61 @@ def _unpack(x: torch.Tensor, packed: dict) -> torch.Tensor:
     return x.new_zeros(packed["shape"]).index_put(packed["at"], x)  # (M,) -> (rows, T)
 
 
+# ---------------------------------------------------------------- sharding
+
+
+def check_sharding(args: Args) -> None:
+    """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on what of it is not implemented."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    for name, allowed, instead in (
+        ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "true", "parameters are freed after each forward pass"),
+        ("FSDP_OFFLOAD_PARAMS", "false", "parameters stay on the GPU"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every rank reads the model by itself"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "false", "--gradient_checkpointing does that"),
+    ):
+        value = os.environ.get(name, allowed).lower()
+        if value != allowed:
+            raise BadInput(f"accelerate's config has {name.lower()} {value}: must be {allowed}, {instead}")
+    args.shard = True
+
+
+def shard(model: nn.Module, args: Args, device: torch.device) -> nn.Module:
+    """Shards a Policy or Critic over all ranks, in place, by torch's FSDP2: each decoder layer is a unit, whole only
+    while it computes; embeddings, last norm and head, which `forward` uses directly, belong to the root.
+
+    Parameters stay float32. With --dtype bfloat16 they are cast before they are gathered, which autocast would do after
+    it (twice the bytes, in memory too), and gradients are summed in float32. accelerate.prepare makes the same calls,
+    on GPUs only, but sums gradients in bfloat16, returns logprobs in it, and takes no reference without an optimiser.
+    Raises BadInput if the model doesn't say what its layers are.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import PreTrainedModel
+
+    names = {
+        name
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for name in module._no_split_modules or ()
+    }
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise BadInput(f"--shard: the code of --model {args.model} doesn't name its layers in _no_split_modules")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    param_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for module in (*layers, model):  # reshard: the root too, nothing may stay whole while the engine works
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the module is a unit of FSDP2; of a whole model it is the root."""
+    return isinstance(model, FSDPModule)
+
+
 # ---------------------------------------------------------------- forward and backward over a batch
 
 
@@ -544,9 +653,10 @@ def score_tokens(model: nn.Module, batch: dict, args: Args, device: torch.device
     B, T = batch["response_mask"].shape
     result = torch.zeros(B, T)
     micros, n_real = shares(batch, list(range(B)), args)
-    for rows in micros[:n_real]:
+    for i, rows in enumerate(micros if is_sharded(model) else micros[:n_real]):  # sharded: every rank has to gather
         out = model(data.pack_rows(batch, rows, device))
-        result[rows] = (out[0] if isinstance(out, tuple) else out).float().cpu()
+        if i < n_real:
+            result[rows] = (out[0] if isinstance(out, tuple) else out).float().cpu()
     return all_sum(result)
 
 
@@ -574,15 +684,18 @@ def optimise(
     sums: dict[str, float] = {}
     for i, micro_rows in enumerate(micros):
         mask = batch["response_mask"][micro_rows].to(device) * (i < n_real)  # (b, T)
-        with accelerator.no_sync(model) if i < len(micros) - 1 else contextlib.nullcontext():
+        # A sharded model sums over ranks in each micro-batch: gradients kept back would be whole on every rank.
+        wait = i < len(micros) - 1 and not is_sharded(model)
+        with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             loss, stats = objective(model(data.pack_rows(batch, micro_rows, device)), micro_rows, mask)
             loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, args.max_response_tokens)
-            accelerator.backward(loss * world)  # DDP averages over ranks; the sum is wanted
+            accelerator.backward(loss * world)  # DDP and FSDP average over ranks; the sum is wanted
         sums["loss"] = sums.get("loss", 0.0) + loss.item()
         for name, value in stats.items():
             value = torch.where(mask.bool(), value, 0).sum().item() / max(1, n_tokens)
             sums[name] = sums.get(name, 0.0) + value
-    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
     if not math.isfinite(grad_norm):
         raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the weights are spoilt")
     if n_tokens:  # momentum and weight decay would move the weights without any
@@ -650,14 +763,61 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
+def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of every parameter, tied ones once. The transformers model's own names are those that
+    vLLM knows.
+
+    Of a sharded policy one unit at a time is whole, in the dtype it computes in; a tensor must not be kept beyond the
+    next one. All ranks go through it together.
+    """
+    if not is_sharded(policy):
+        yield from ((name, p.detach()) for name, p in policy.model.named_parameters())
+        return
+    units = [(path, module) for path, module in policy.named_modules() if is_sharded(module)]
+    for path, unit in units[1:] + units[:1]:  # the root last
+        unit.unshard()
+        try:
+            for name, p in unit.named_parameters(prefix=path):
+                if not isinstance(p, DTensor):  # those of units inside are still sharded
+                    yield name.removeprefix("model."), p.detach()
+        finally:
+            unit.reshard()
+
+
+def check_sync(engine: Engine, policy: Policy) -> None:
+    """--check_sync: checksums of the trainer's own parameters, taken from the shards without gathering them, against
+    those of what the engine holds now, fused as it may be.
+
+    Raises RuntimeError naming the first parameter that differs, was not sent or is not finite.
+    """
+    held, mine = engine.checksums(), {}
+    for name, p in policy.model.named_parameters():
+        if name not in held:
+            raise RuntimeError(f"--check_sync: {name} was not sent, or the engine holds nothing of that name")
+        x = p.detach()
+        if isinstance(x, DTensor):
+            x = x.to_local().to(getattr(torch, engine.args.dtype))  # as `shard` has it cast before it is gathered
+        mine[name] = torch.stack([checksum(x.to(held[name][0])), (~x.isfinite()).sum()])
+    sums = torch.stack(list(mine.values())).cpu()
+    if is_sharded(policy):
+        all_sum(sums)
+    for (name, p), (expected, bad) in zip(policy.model.named_parameters(), sums.tolist(), strict=True):
+        _, found, numel = held[name]
+        if bad:
+            raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
+        if (found - expected * (numel // p.numel())) % 2**64:  # ranks of a tensor parallel group may hold copies
+            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's after the weight sync")
+
+
 def sync(engine: Engine, policy: Policy, version: int) -> float:
     """Wakes the engine with the policy's weights; the only way to an engine that generates. Returns seconds."""
     started = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
-    # The transformers model's own parameter names are those vLLM knows; tied weights come once.
-    engine.load_weights(((name, p.detach()) for name, p in policy.model.named_parameters()), version)
+    engine.load_weights(named_weights(policy), version)
+    if engine.args.check_sync:
+        check_sync(engine, policy)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -672,6 +832,7 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
     if place.pool and not place.pool.settle(give_up=step == args.num_steps):
         return {}
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    sampling |= json.loads(args.eval_sampling_args or "{}")
     phase = rollout(place, rows, step, 1, sampling, kind="eval")
     if phase.interrupted:
         return {}
@@ -697,7 +858,10 @@ def save_checkpoint(folder: Path, step: int, run: "Run", keep: int) -> None:
     if target.is_dir():
         return
     temporary = folder / f".{target.name}"
-    accelerator.save_state(str(temporary))
+    accelerator.save_state(str(temporary))  # of what is sharded it holds only schedules and generators
+    if is_sharded(run.policy):
+        state = sharded_state((run.policy, run.optimizer), (run.critic, run.critic_optimizer))
+        dcp.save(state, checkpoint_id=temporary / "shards")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = {"step": step, "prompts_drawn": run.prompts_drawn, "kl_coef": run.kl.coef}
@@ -714,11 +878,50 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
 
 
-def save_policy(folder: Path, policy: Policy, tokenizer) -> None:
-    """The policy in Hugging Face format, for from_pretrained and vLLM."""
+def sharded_state(*trained: tuple[nn.Module | None, torch.optim.Optimizer | None], saved: Iterable[str] = ()) -> dict:
+    """State dicts of sharded models and their optimisers. An optimiser that made no step yet (--critic_warmup) has no
+    state, unless it is about to be loaded: its name is in `saved`."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state = {}
+    for name, (model, optimizer) in zip(("policy", "critic"), trained, strict=True):
+        if model:
+            state[name] = get_model_state_dict(model)
+            if optimizer.state or f"{name}_optimizer" in saved:
+                state[f"{name}_optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def load_shards(folder: Path, *trained: tuple[nn.Module | None, torch.optim.Optimizer | None]) -> None:
+    """Loads what `save_checkpoint` saved of sharded models, on as many ranks as there are now."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    saved = {key.split(".")[0] for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata}
+    state = sharded_state(*trained, saved=saved)
+    dcp.load(state, checkpoint_id=folder)
+    for name, (model, optimizer) in zip(("policy", "critic"), trained, strict=True):
+        if model:
+            set_model_state_dict(model, state[name])
+            if f"{name}_optimizer" in saved:
+                set_optimizer_state_dict(model, optimizer, state[f"{name}_optimizer"])
+
+
+def save_policy(folder: Path, policy: Policy, tokenizer, is_main: bool) -> None:
+    """The policy in Hugging Face format, for from_pretrained and vLLM, written by the main rank.
+
+    All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into host memory.
+    """
+    names = {name for name, _ in (*policy.model.named_parameters(), *policy.model.named_buffers())}  # tied ones once
+    state = {}
+    for name, x in policy.model.state_dict().items():
+        if name in names:
+            whole = x.full_tensor() if isinstance(x, DTensor) else x
+            state |= {name: whole.cpu()} if is_main else {}
+    if not is_main:
+        return
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    policy.model.save_pretrained(temporary)
+    policy.model.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
@@ -818,6 +1021,27 @@ class Log:
             self.wandb.finish()
 
 
+def replay_file(args: Args, step: int, kind: str = "step") -> Path:
+    return Path(args.replay) / "rollouts" / f"{kind}_{step + 1:06d}.jsonl"
+
+
+def read_rollouts(file: Path) -> Phase:
+    """What Log.rollouts wrote; an empty phase if there is no such file. Raises BadInput on a damaged one."""
+    phase = Phase()
+    names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
+    for i, text in enumerate(file.read_text().splitlines() if file.is_file() else ()):
+        try:
+            line = json.loads(text)
+            if "kind" in line:
+                phase.errors.append(line)
+                phase.counts[line["kind"]] += 1
+            else:
+                phase.outputs.append(AgentLoopOutput(**{name: x for name, x in line.items() if name in names}))
+        except (ValueError, TypeError) as error:
+            raise BadInput(f"{file}, line {i + 1}, is not a trajectory: {error}") from None
+    return phase
+
+
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
@@ -847,28 +1071,41 @@ def git_hash() -> str:
         return ""
 
 
+def phase_metrics(phase: Phase, engine: Engine | None) -> dict:
+    """What a rollout says about its trajectories, its failures and the engine."""
+    statistics = phase.statistics
+    metrics = data.describe(phase.outputs) | {
+        "rollout/trajectories": len(phase.outputs),
+        **{f"rollout/{name}": phase.counts[name] for name in ("failed_agent_loop", "failed_reward", "skipped")},
+    }
+    if engine:
+        metrics |= {
+            "timing/sync_s": phase.sync_s,
+            "timing/rollout_s": phase.seconds,
+            "timing/idle_s": phase.idle_s,
+            "throughput/tokens_per_s": phase.tokens / phase.seconds,
+            "throughput/idle_share": fmean(phase.idle_s) / phase.seconds,  # of the engines' time in the rollout
+            "throughput/prefix_cache_hit_rate": statistics["cached_tokens"] / max(1, statistics["prompt_tokens"]),
+        }
+        for state, figures in engine.memory.items():
+            metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
+    return metrics
+
+
 def step_metrics(
     phase: Phase, greedy: Phase, outputs: list, groups: torch.Tensor, batch: dict, version: int, args: Args
 ) -> dict:
-    """What a step's rollout says about itself and about the engine: trajectories of the whole phase, groups and
-    logprobs of the outputs that were learned from; groups (N,) as in data.Rollouts."""
-    mask, statistics = batch["response_mask"].bool(), phase.statistics
+    """What the outputs that were learned from say about the engine and about groups (N,), as in data.Rollouts."""
+    mask = batch["response_mask"].bool()
     sizes = groups.unique(return_counts=True)[1]
     current = mask & (batch["versions"] == version)  # of other weights' tokens the trainer's logprobs differ rightly
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[current]  # engine against trainer
-    metrics = data.describe(phase.outputs) | {
+    metrics = {
         "rollout/logp_diff_mean": difference.mean().item() if len(difference) else 0.0,
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/trajectories": len(phase.outputs),
         "rollout/filtered_groups": len({o.extra["prompt"] for o in phase.outputs}) - len(sizes),
         "rollout/singleton_groups": int((sizes == 1).sum()),
         "rollout/zero_std_groups": len(sizes) - len(data.groups_with_signal(outputs, "total")),
-        **{f"rollout/{name}": phase.counts[name] for name in ("failed_agent_loop", "failed_reward", "skipped")},
-        "timing/rollout_s": phase.seconds,
-        "timing/idle_s": phase.idle_s,
-        "throughput/tokens_per_s": phase.tokens / phase.seconds,
-        "throughput/idle_share": fmean(phase.idle_s) / phase.seconds,  # of the engines' time in the rollout
-        "throughput/prefix_cache_hit_rate": statistics["cached_tokens"] / max(1, statistics["prompt_tokens"]),
     }
     if args.max_staleness:
         oldest = batch["versions"].masked_fill(~mask, version).amin(-1)  # (B,)
@@ -898,8 +1135,12 @@ class Stop:
 
     def __init__(self, store: dist.Store):
         self.store, self.flag, self.first, self.asked = store, False, 0.0, 0.0
+        self.over = False  # the run is: ranks may go
         signal.signal(signal.SIGINT, self.signalled)
         signal.signal(signal.SIGTERM, self.signalled)
+        pids: list = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        threading.Thread(target=self.watch_ranks, args=(pids,), daemon=True).start()
         if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):  # not a shell: that may close
             threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -923,6 +1164,16 @@ class Stop:
         time.sleep(600)
         os._exit(1)
 
+    def watch_ranks(self, pids: list[int]) -> None:
+        """Ends this process when that of another rank is gone: it would wait for its part in vain."""
+        while not self.over:
+            time.sleep(0.5)
+            for rank, pid in enumerate(pids):
+                if not alive(pid) and not self.over and threading.main_thread().is_alive():
+                    print(f"rank {rank} (process {pid}) is gone: rank {dist.get_rank()} ends too", file=sys.stderr)
+                    sys.stderr.flush()
+                    os._exit(1)
+
     def requested(self) -> bool:
         """Whether this rank or any other was told to stop; asks the others at most twice a second."""
         if self.flag:
@@ -936,6 +1187,15 @@ class Stop:
         """The same answer on all ranks; they all call it."""
         self.flag = bool(all_sum(torch.tensor(float(self.requested()))) > 0)
         return self.flag
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host runs; a dead one that its parent has not asked about yet does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def start_processes(args: Args):
@@ -1008,9 +1268,22 @@ class Run:
     prompts_drawn: int = 0  # position in the endless shuffle of the rows; dynamic sampling draws more than one batch
 
 
+def replay_steps(args: Args) -> int:
+    """How many steps --replay has files for, --num_steps at most. Raises BadInput if there is none."""
+    if Path(args.output_dir).resolve() == Path(args.replay).resolve():
+        raise BadInput(f"--replay {args.replay} is --output_dir too: give this run another one")
+    steps = 0
+    while steps < args.num_steps and replay_file(args, steps).is_file():
+        steps += 1
+    if not steps:
+        raise BadInput(f"--replay {args.replay}: no {replay_file(args, 0).relative_to(args.replay)} there")
+    return steps
+
+
 def setup(args: Args) -> Run:
     """Checks all input, then loads data, models and engine. Raises BadInput before the expensive parts where it can."""
     check_args(args)
+    check_sharding(args)
     task = data.load_task(args.task, ("load", "reward") if args.model else ("load", "reward", "build_model"))
     rows = data.load_rows(task, "train", args.train_files)
     val_rows = data.load_rows(task, "val", args.val_files)
@@ -1018,6 +1291,8 @@ def setup(args: Args) -> Run:
     args.lr = (3e-4 if own_model else 1e-6) if args.lr is None else args.lr
     args.critic_lr = (1e-3 if own_model else 1e-5) if args.critic_lr is None else args.critic_lr
     args.output_dir = args.output_dir or f"runs/{Path(args.task).stem}"
+    if args.replay:
+        args.num_steps = replay_steps(args)
     if not own_model:
         check_model(args)
     from transformers import AutoTokenizer, get_scheduler, set_seed
@@ -1040,36 +1315,46 @@ def setup(args: Args) -> Run:
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in every trajectory
     checkpoint = prepare_folder(args, is_main)
+    if checkpoint and (checkpoint / "shards").is_dir() != args.shard:
+        raise BadInput(f"--resume: {checkpoint} was written {'without' if args.shard else 'with'} --shard")
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     start = state.get("step", 0)
     log = Log(args, is_main, tokenizer, start)
     stop = Stop(store)
 
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no token to decode from there on
-    engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), vocab_size)
+    stops = stop_token_ids(args, tokenizer)
+    engine = None if args.replay else Engine(args.model, args, device, stops, vocab_size)
     data.register_packed_attention()
 
     def prepare(model: nn.Module, lr: float, num_steps: int):
+        if args.shard:
+            model = shard(model, args, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=args.weight_decay)
         kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
         schedules.append(get_scheduler(kind, optimizer, args.warmup_steps, num_steps))
         accelerator.register_for_checkpointing(schedules[-1])
-        return accelerator.prepare(model, optimizer)
+        return (model, optimizer) if args.shard else accelerator.prepare(model, optimizer)
 
     schedules: list = []
     policy, optimizer = prepare(Policy(args, vocab_size), args.lr, args.num_steps - args.critic_warmup)
-    with_critic = args.adv_estimator == "gae"
+    with_critic = args.adv_estimator == "gae" and not args.rollout_only
     critic, critic_optimizer = prepare(Critic(args), args.critic_lr, args.num_steps) if with_critic else (None, None)
-    reference = Policy(args, vocab_size).requires_grad_(False) if args.kl_coef else None
-    reference = reference and accelerator.prepare_model(reference, evaluation_mode=True)
+    reference = Policy(args, vocab_size).requires_grad_(False) if args.kl_coef and not args.rollout_only else None
+    if reference:
+        reference = (
+            shard(reference, args, device) if args.shard else accelerator.prepare_model(reference, evaluation_mode=True)
+        )
     set_seed(args.seed)  # building the engine drew from the generators
     if checkpoint:
+        if args.shard:
+            load_shards(checkpoint / "shards", (policy, optimizer), (critic, critic_optimizer))
         accelerator.load_state(str(checkpoint))
     place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
     drawn = {"prompts_drawn": state.get("prompts_drawn", start * args.prompts_per_step)}
-    if args.max_staleness:
+    if args.max_staleness and engine:
         drawn["unfinished"] = state.get("unfinished", [])
-        place.pool = AsyncPool(place, rows, {"temperature": args.temperature}, start, **drawn)
+        place.pool = AsyncPool(place, rows, args.sampling(), start, **drawn)
     n_parameters = sum(p.numel() for p in policy.parameters())
     log.say(
         f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong ones dropped), "
@@ -1102,12 +1387,15 @@ def setup(args: Args) -> Run:
 def finish(run: Run, args: Args, steps_done: int) -> None:
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     folder = Path(args.output_dir)
-    if steps_done > run.start:
+    if steps_done > run.start and not args.rollout_only:
         save_checkpoint(folder / "checkpoints", steps_done, run, args.keep_checkpoints)
-    if steps_done == args.num_steps and run.log.is_main:
-        save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
+    if args.rollout_only:
+        run.log.say(f"{steps_done - run.start} steps of rollouts are in {folder / 'rollouts'}")
+    elif steps_done == args.num_steps:
+        policy = run.accelerator.unwrap_model(run.policy)
+        save_policy(folder / "final", policy, run.place.tokenizer, run.log.is_main)
         evals = " -> ".join(f"{reward:.3f}" for reward in run.log.evals[:: max(1, len(run.log.evals) - 1)])
-        run.log.say(f"eval reward {evals}; the trained policy is in {folder / 'final'}")
+        run.log.say((f"eval reward {evals}; " if evals else "") + f"the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:
         more = "; the same command with --resume goes on from there" if checkpoints(folder / "checkpoints") else ""
         run.log.say(f"stopped after step {steps_done}{more}")
@@ -1115,8 +1403,10 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
     if run.place.pool:
         run.place.pool.end()
     run.place.background.close()
+    run.stop.over = True
     dist.barrier()
-    run.place.engine.close()
+    if run.place.engine:
+        run.place.engine.close()
 
 
 # ---------------------------------------------------------------- the algorithm
@@ -1139,7 +1429,7 @@ def collect(run: Run, args: Args, step: int) -> tuple[Phase, list[dict] | dict, 
         missing = args.prompts_per_step - len(signal)
         order = data.prompt_order(len(run.rows), run.prompts_drawn + len(rows), missing, args.seed)
         fresh = [run.rows[i] for i in order]
-        sampling = {"temperature": args.temperature}
+        sampling = args.sampling()
         phase.add(rollout(run.place, fresh, step, args.group_size, sampling, first=len(rows), wait=filtering))
         rows += fresh
         if phase.interrupted or not filtering:
@@ -1153,6 +1443,25 @@ def collect(run: Run, args: Args, step: int) -> tuple[Phase, list[dict] | dict, 
         if output.extra["prompt"] not in kept:
             output.extra["filtered"] = True
     return phase, rows, [output for output in phase.outputs if "filtered" not in output.extra]
+
+
+def generate(run: Run, policy: Policy, args: Args, step: int) -> tuple[Phase, Phase, list | dict, list]:
+    """One step's rollout by the present weights: all that was generated, ReMax's greedy baselines, and as `collect`."""
+    engine, greedy = run.place.engine, Phase()
+    sync_s = sync(engine, policy, version=step)
+    phase, rows, outputs = collect(run, args, step)
+    phase.sync_s = sync_s
+    if args.adv_estimator == "remax" and not phase.interrupted:
+        greedy = rollout(run.place, rows, step, 1, args.sampling() | {"temperature": 0.0}, kind="greedy", wait=False)
+    if not (phase.interrupted or greedy.interrupted):
+        engine.sleep(keep=args.max_staleness > 0)
+    return phase, greedy, rows, outputs
+
+
+def replay(args: Args, step: int) -> tuple[Phase, Phase, list, list]:
+    """The same from the files that another run wrote."""
+    phase, greedy = (read_rollouts(replay_file(args, step, kind)) for kind in ("step", "greedy"))
+    return phase, greedy, [], [output for output in phase.outputs if "filtered" not in output.extra]
 
 
 def clip_outcomes(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
@@ -1245,11 +1554,11 @@ def mask_truncated(batch: dict, rollouts: data.Rollouts) -> None:
 
 def main(args: Args) -> None:
     run = setup(args)
-    engine, device = run.place.engine, run.accelerator.device
+    engine, device = run.place.engine, run.accelerator.device  # --replay: no engine
     policy = run.accelerator.unwrap_model(run.policy)
     critic = run.critic and run.accelerator.unwrap_model(run.critic)
     step, steps_done = run.start, run.start
-    if step == 0:
+    if step == 0 and engine and not args.rollout_only:
         run.log.metrics({"step": 0} | evaluate(run.place, policy, run.val_rows, 0, run.log))
 
     for step in range(run.start, args.num_steps):
@@ -1257,21 +1566,16 @@ def main(args: Args) -> None:
             break
         # ---- 1. rollout: the engine takes the policy's weights; agent loops run until every trajectory is done
         started = time.perf_counter()
-        sync_s = sync(engine, policy, version=step)
-        phase, rows, outputs = collect(run, args, step)
-        greedy = Phase()
-        if args.adv_estimator == "remax" and not phase.interrupted:
-            greedy = rollout(run.place, rows, step, 1, {"temperature": 0.0}, kind="greedy", wait=False)
+        phase, greedy, rows, outputs = replay(args, step) if args.replay else generate(run, policy, args, step)
         if phase.interrupted or greedy.interrupted:
             break
-        engine.sleep(keep=args.max_staleness > 0)
 
         # ---- 2. score: logprobs_old, logprobs_ref and values only where they are used; rewards that are still missing
         train_started = time.perf_counter()
         train_policy = step >= args.critic_warmup
         needs_old = args.updates_per_rollout > 1 or not train_policy or (run.reference and args.kl_in == "reward")
         models = {"logprobs_old": policy if needs_old else None, "logprobs_ref": run.reference, "values": critic}
-        models = {name: model for name, model in models.items() if model}
+        models = {name: model for name, model in models.items() if model and not args.rollout_only}
         batch = data.collate(outputs) if models else {}  # the same on every rank
         scores = {name: score_tokens(model, batch, args, device) for name, model in models.items()}  # (B, T) each
         grading_started = time.perf_counter()
@@ -1280,6 +1584,11 @@ def main(args: Args) -> None:
         if phase.interrupted or greedy.interrupted:
             break
         grading_s = time.perf_counter() - grading_started
+        if args.rollout_only:
+            steps_done = step + 1
+            run.log.rollouts(f"step_{steps_done:06d}", phase, rows)
+            run.log.metrics({"step": steps_done} | phase_metrics(phase, engine))
+            continue
         outputs, batch = graded(outputs, phase, scores)
         mask = batch["response_mask"]  # (B, T)
         rollouts = data.by_rollout(outputs)  # (N,)
@@ -1315,24 +1624,23 @@ def main(args: Args) -> None:
         steps_done = step + 1
 
         # ---- 5. log, evaluate, save
-        metrics = {"step": steps_done} | step_metrics(phase, greedy, outputs, rollouts.groups, batch, step, args)
+        metrics = {"step": steps_done} | phase_metrics(phase, engine)
+        metrics |= step_metrics(phase, greedy, outputs, rollouts.groups, batch, step, args)
         metrics |= shaped | {"actor/lr": lr}
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if critic:
             metrics["critic/explained_var"] = losses.explained_variance(batch["values"], batch["returns"], mask).item()
-        metrics |= {
-            "timing/sync_s": sync_s,
-            "timing/grading_s": grading_s,
-            "timing/train_s": time.perf_counter() - train_started,
-        }
+        metrics |= {"timing/grading_s": grading_s, "timing/train_s": time.perf_counter() - train_started}
         metrics["timing/step_s"] = time.perf_counter() - started
         if metrics["rollout/singleton_groups"] and args.adv_estimator in GROUP_ESTIMATORS:
             run.log.warn_once("a group is left with one trajectory to compare: rollout/singleton_groups counts them")
         if step == run.start and metrics["rollout/zero_std_groups"] == len(rollouts.groups.unique()):
             run.log.warn_once("every group has equal rewards: see rollouts/ and the README's 'When something is off'")
         for kind, part in (("step", phase), ("greedy", greedy)):
-            run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
-        if steps_done == args.num_steps or (args.eval_every and steps_done % args.eval_every == 0):
+            if not args.replay:  # they are there already
+                run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
+        due = steps_done == args.num_steps or (args.eval_every and steps_done % args.eval_every == 0)
+        if due and engine:
             metrics |= evaluate(run.place, policy, run.val_rows, steps_done, run.log)
         run.log.metrics(metrics)
         if args.show_every and step % args.show_every == 0:

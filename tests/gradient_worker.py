@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import data
 import train
@@ -36,6 +37,10 @@ def batch_of(n: int) -> dict:
     return data.collate(outputs)
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def gradients(
     accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str, on_policy=False, **more
 ) -> dict:
@@ -52,8 +57,11 @@ def gradients(
     batch["advantages"] = torch.randn(shape, generator=generator)
     batch["logprobs_ref"] = -5 + torch.randn(shape, generator=generator)
     policy = train.Policy(args)
+    if args.shard:
+        policy = train.shard(policy, args, accelerator.device)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    if not args.shard:
+        policy, optimizer = accelerator.prepare(policy, optimizer)
     if not on_policy:
         batch["logprobs_old"] = train.score_tokens(accelerator.unwrap_model(policy), batch, args, accelerator.device)
         batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some ratios beyond the clip
@@ -61,13 +69,13 @@ def gradients(
     zero_grad = optimizer.zero_grad
 
     def keep_gradients(**kwargs):
-        kept.update({n.removeprefix("module."): p.grad.clone() for n, p in policy.named_parameters()})
+        kept.update({n.removeprefix("module."): whole(p.grad).clone() for n, p in policy.named_parameters()})
         zero_grad(**kwargs)
 
     optimizer.zero_grad = keep_gradients
     objective = train.policy_objective(batch, args, torch.zeros(shape))
     metrics = train.optimise(policy, optimizer, objective, batch, list(range(19)), args, accelerator, args.loss_agg)
-    after = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
     assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ after the step"

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import lines, metrics_of, run, started, wait_for
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
-from test_train import children, lines, metrics_of, run, started, wait_for
+from test_train import children
 
 import data
 import rollout as rollout_file
@@ -560,7 +561,7 @@ def test_flags_that_do_not_go_with_staleness(flags, message):
 
 # ---------------------------------------------------------------- whole runs
 
-TINY = ["--task", "tests/tiny_task.py", "--agent", "slow_turns", "--num_steps", "6", "--prompts_per_step", "4",
+SLOW = ["--task", "tests/tiny_task.py", "--agent", "slow_turns", "--num_steps", "6", "--prompts_per_step", "4",
         "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32", "--tokens_per_micro_batch",
         "256", "--eval_every", "0", "--max_staleness", "2", "--oversample", "2"]  # fmt: skip
 
@@ -575,7 +576,7 @@ def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
     from transformers import AutoModelForCausalLM
 
     out, diary = tmp_path / "run", tmp_path / "diary"
-    run(*TINY, "--save_every", "1", "--keep_checkpoints", "99", "--lr", "0.003", "--output_dir", out, cache=cache,
+    run(*SLOW, "--save_every", "1", "--keep_checkpoints", "99", "--lr", "0.003", "--output_dir", out, cache=cache,
         TINY_TASK_PAUSE="0.5", TINY_TASK_DIARY=str(diary))  # fmt: skip
     weights = {0: None}
     for step in range(1, 6):
@@ -614,7 +615,7 @@ def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
 def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     out, diary = tmp_path / "run", tmp_path / "diary"
     env = {"TINY_TASK_PAUSE": "0.3", "TINY_TASK_DIARY": str(diary)}
-    flags = [*TINY, "--num_steps", "1000", "--save_every", "3", "--eval_every", "4", "--keep_checkpoints", "99",
+    flags = [*SLOW, "--num_steps", "1000", "--save_every", "3", "--eval_every", "4", "--keep_checkpoints", "99",
              "--max_staleness", "1", "--oversample", "1.5", "--output_dir", out]  # fmt: skip
     with started(*flags, by="torchrun", cache=cache, **env) as process:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 9)

@@ -480,3 +480,107 @@ def test_score_takes_numbers_and_dicts_and_refuses_the_rest():
     for bad in (None, "1.0 points", {"x": 1}, float("inf"), [1]):
         with pytest.raises(ValueError, match="finite number"):
             run(lambda o, r, bad=bad: bad, out())
+
+
+# ---------------------------------------------------------------- memory, room, stop tokens
+
+
+def test_two_hundred_cycles_leave_host_memory_where_it_was(engine, background, tiny_model):
+    model, host = hf_model(tiny_model), []
+    for version in range(200):
+        wake(engine, model, version)
+        outs = generate(engine, background, PROMPTS[:2], temperature=1.0, max_tokens=2)
+        assert outs[0].versions[0] == version
+        engine.sleep()
+        host.append(engine.memory["asleep"]["host"])
+    assert set(engine.memory) == {"before_wake", "weights", "synced", "awake", "before_sleep", "asleep"}
+    n_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert host[-1] - host[20] < 10e-3, "GB"  # 180 copies of the weights would be 20 times as much
+    assert 180 * n_bytes > 20 * 10e6
+
+
+def test_new_trajectories_wait_for_room_in_the_cache_and_turns_go_first(engine, background, tiny_model, monkeypatch):
+    wake(engine, hf_model(tiny_model), 0)
+    cache = engine.core.vllm_config.cache_config
+    room = 8 * cache.block_size  # tokens: as if the cache had 8 blocks
+    blocks = cache.num_gpu_blocks
+    manager = engine.core.engine_core.engine_core.scheduler.kv_cache_manager
+    seen = []
+
+    def usage(self):
+        return self.block_pool.get_usage() * blocks / 8
+
+    monkeypatch.setattr(type(manager), "usage", property(usage))
+    monkeypatch.setattr(cache, "num_gpu_blocks", 8)
+    admit = engine._admit
+    monkeypatch.setattr(
+        engine, "_admit", lambda r: (seen.append((r.request_id, r.turn, len(engine.running))), admit(r))
+    )
+
+    async def trajectory(i: int) -> list:
+        prompt, outs = [3 + i] * 60, []
+        for _ in range(2):
+            outs.append(await engine.generate(
+                request_id=f"r{i}", prompt_ids=prompt, sampling_params={"max_tokens": 20, "ignore_eos": True}
+            ))  # fmt: skip
+            prompt = prompt + outs[-1].token_ids
+        return outs
+
+    async def everything():
+        return await asyncio.gather(*map(trajectory, range(6)))
+
+    future = background.submit(everything())
+    future.add_done_callback(lambda _: engine.poke())
+    while not future.done():
+        engine.step()
+    assert [len(out.token_ids) for outs in future.result() for out in outs] == [20] * 12
+    assert room / 60 < 5 and max(running for _, _, running in seen) <= 3  # of six at once: more don't fit
+    first_turns = [name for name, turn, _ in seen if turn == 0]
+    assert first_turns == sorted(first_turns)  # first come, first served
+    order = [(name, turn) for name, turn, _ in seen]
+    assert order.index(("r0", 1)) < order.index(("r5", 0))  # what is under way goes on before something new starts
+    assert not engine.waiting and not engine.running
+
+
+def test_a_prompt_larger_than_the_room_is_taken_alone(engine, background, tiny_model, monkeypatch):
+    wake(engine, hf_model(tiny_model), 0)
+    monkeypatch.setattr(engine.core.vllm_config.cache_config, "num_gpu_blocks", 1)
+    outs = generate(engine, background, [[5] * 60, [6] * 60], max_tokens=3, ignore_eos=True)
+    assert [len(out.token_ids) for out in outs] == [3, 3]
+
+
+def test_the_longest_prompt_fits_beside_a_full_batch(args):
+    from rollout import vllm_arguments
+
+    long = dataclasses.replace(args, max_model_len=9000, max_num_seqs=256)
+    arguments = vllm_arguments("m", long, torch.device("cpu"))
+    assert arguments["max_num_batched_tokens"] >= 9000 + 256
+
+
+def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(engine, background, tokenizer, args, tiny_model):
+    """With a stop token of the run's own the template's end-of-turn token is still to come: it is not sampled."""
+    digits = [tokenizer.convert_tokens_to_ids(d) for d in "0123456789"]
+    other = next(i for i in range(tokenizer.vocab_size) if i not in {*digits, tokenizer.eos_token_id})
+    seen = []
+
+    @register("records_params")
+    class Records(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            seen.append(sampling_params)
+            trajectory = self.start(row)
+            await self.assistant_turn(trajectory, sampling_params)
+            self.append(trajectory, [{"role": "user", "content": "and?"}], None, self.stop_token_ids(sampling_params))
+            return trajectory.output()
+
+    stops = [i for i in range(tokenizer.vocab_size) if i not in (other, tokenizer.eos_token_id)]  # nearly any token
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "index": 0, "agent_name": "records_params"}]
+    task = types.SimpleNamespace(reward=lambda output, row: 1.0)
+    place = Workplace(engine, background, task, tokenizer, None, args, dist.HashStore())
+    wake(engine, hf_model(tiny_model), 0)
+    phase = rollout(place, rows, 0, 4, {"temperature": 1.0, "stop_token_ids": stops})
+    assert all(params["stop_token_ids"] == [tokenizer.eos_token_id] for params in seen) and len(seen) == 4
+    stopped = [o for o in phase.outputs if o.response_ids[o.response_mask.index(0) - 1] in stops]
+    assert stopped
+    for output in stopped:
+        given = output.response_mask.index(0)
+        assert output.response_ids[given] == tokenizer.eos_token_id  # of the template

@@ -1,8 +1,8 @@
 """Whole runs with real vLLM, one rank and two: numbers that repeat, kills that lose nothing, input that is wrong."""
 
 import asyncio
-import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, generate
+from conftest import REPO, TINY, generate, lines, metrics_of, run, started, torchrun, wait_for
 from gradient_worker import gradients
 
 import agent_loop
@@ -25,64 +26,10 @@ import train
 from agent_loop import BadInput
 from train import Args, check_args, parse_args
 
-TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--num_steps", "6", "--prompts_per_step", "4",
-        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32",
-        "--tokens_per_micro_batch", "256",
-        "--eval_every", "3", "--save_every", "2"]  # fmt: skip
-
-
 LOGGED = """reward/mean actor/pg_loss actor/clipfrac actor/ppo_kl actor/entropy actor/kl actor/grad_norm critic/vf_loss
     critic/explained_var prompt_length/mean response_length/mean response_length/clipped_ratio num_turns/mean
     timing/rollout_s timing/train_s timing/sync_s timing/generate_s_min timing/generate_s_mean timing/generate_s_max
     timing/tool_s_min timing/tool_s_mean timing/tool_s_max throughput/tokens_per_s"""
-
-
-@contextlib.contextmanager
-def started(*flags: str, by: str = "python", cache: Path, **env: str):
-    """A training process in a session of its own; whatever is left of it is killed at the end."""
-    port = str(29600 + os.getpid() % 300)
-    launchers = {
-        "python": [],
-        "accelerate": ["-m", "accelerate.commands.launch"],
-        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
-    }
-    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of this process's engine
-    env = {k: v for k, v in os.environ.items() if k not in own} | {
-        "XDG_CACHE_HOME": str(cache),
-        "OMP_NUM_THREADS": "1",
-        **env,
-    }
-    launcher = [sys.executable, *launchers[by]]
-    process = subprocess.Popen([*launcher, "train.py", *map(str, flags)], cwd=REPO, env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def run(*flags: str, by: str = "python", cache: Path, code: int = 0, **env: str) -> str:
-    with started(*flags, by=by, cache=cache, **env) as process:
-        output, _ = process.communicate(timeout=400)
-    assert process.returncode == code, output
-    return output
-
-
-def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing/", "throughput/"))} for row in rows]
-
-
-def wait_for(condition, seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 # ---------------------------------------------------------------- whole runs
@@ -289,6 +236,107 @@ def test_interrupt_under_accelerate_launch_saves_although_the_launcher_leaves(ca
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 60)
     done = metrics_of(out)[-1]["step"]
     assert [p.name for p in (out / "checkpoints").glob("step*")] == [f"step_{done:06d}"]
+
+
+def test_the_death_of_a_rank_ends_the_others_by_name(cache, tmp_path):
+    """Started by hand, so that no launcher could do it."""
+    port, blocks = torchrun(2)[-1], tmp_path / "blocks"
+    processes = []
+    for rank in range(2):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "TINY_TASK_BLOCKS": blocks}  # a loop that hangs: both ranks are in their rollout
+        env = {name: str(value) for name, value in env.items()}
+        processes.append(started(*TINY, "--output_dir", tmp_path / "run", cache=cache, **env))
+    with processes[0] as first, processes[1] as second:
+        wait_for(blocks.exists)
+        second.kill()
+        output, _ = first.communicate(timeout=20)
+        assert first.returncode == 1
+        assert f"rank 1 (process {second.pid}) is gone" in output
+
+
+# ---------------------------------------------------------------- rollouts without training, training without rollouts
+
+
+def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_path):
+    flags = [*TINY, "--num_steps", "3", "--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2"]
+    run(*flags, "--output_dir", tmp_path / "first", cache=cache)
+    # A module that can't be imported: nothing of vLLM is needed.
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
+    printed = run(*flags, "--output_dir", tmp_path / "second", "--replay", tmp_path / "first", cache=cache,
+                  PYTHONPATH=str(tmp_path))  # fmt: skip
+    assert "the trained policy is in" in printed
+    first, second = metrics_of(tmp_path / "first")[1:], metrics_of(tmp_path / "second")
+    assert len(first) == len(second) == 3
+    for a, b in zip(first, second, strict=True):
+        same = {name: x for name, x in a.items() if not name.startswith(("eval/", "memory/"))}
+        assert {name: b[name] for name in same} == same
+    assert not list((tmp_path / "second" / "rollouts").iterdir())
+    one, two = (safetensors(tmp_path / name / "final") for name in ("first", "second"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    printed = run(*flags, "--output_dir", tmp_path / "third", "--replay", tmp_path / "nothing", cache=cache, code=2)
+    assert "no rollouts/step_000001.jsonl there" in printed
+
+
+def safetensors(folder: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
+    flags = [*TINY, "--num_steps", "2", "--output_dir"]
+    printed = run(*flags, tmp_path / "rolled", "--rollout_only", cache=cache)
+    assert "2 steps of rollouts are in" in printed
+    rolled = metrics_of(tmp_path / "rolled")
+    assert [row["step"] for row in rolled] == [1, 2] and "actor/loss" not in rolled[0]
+    assert sorted(p.name for p in (tmp_path / "rolled").iterdir()) == ["args.json", "metrics.jsonl", "rollouts"]
+    run(*flags, tmp_path / "trained", "--num_steps", "7", "--replay", tmp_path / "rolled", cache=cache)
+    trained = metrics_of(tmp_path / "trained")
+    assert [row["reward/mean"] for row in trained] == [row["reward/mean"] for row in rolled]
+    assert trained[0]["rollout/logp_diff_max"] < 1e-4 and trained[0]["actor/grad_norm"] > 0
+
+
+def test_a_damaged_rollout_file_is_named(tmp_path):
+    file = tmp_path / "step_000001.jsonl"
+    file.write_text(json.dumps({"prompt_ids": [1], "response_ids": [2]}) + "\n")
+    with pytest.raises(BadInput, match=r"step_000001.jsonl, line 1, is not a trajectory"):
+        train.read_rollouts(file)
+
+
+@pytest.mark.parametrize("flag, value, message", [
+    ("sampling_args", '{"temperature": 0.5}', "temperature can't be set here"),
+    ("sampling_args", '{"n": 2, "seed": 1}', "n, seed can't be set here"),
+    ("sampling_args", '{"top_kk": 2}', "top_kk"),
+    ("eval_sampling_args", '{"top_p": 7}', "top_p"),
+    ("eval_sampling_args", "[1]", "--eval_sampling_args must be a JSON object"),
+    ("sampling_args", "{", "--sampling_args is not JSON"),
+])  # fmt: skip
+def test_sampling_parameters_are_checked_before_anything_starts(flag, value, message):
+    with pytest.raises(BadInput, match=message):
+        check_args(Args(**{flag: value}))
+
+
+def test_sampling_parameters_that_the_trainer_does_not_know_are_warned_of():
+    with pytest.warns(UserWarning, match="min_p, top_k: the engine samples from another distribution"):
+        check_args(Args(sampling_args='{"top_k": 20, "min_p": 0.1, "stop": ["</answer>"]}'))
+    with warnings.catch_warnings(action="error"):
+        check_args(Args(sampling_args='{"stop": ["</answer>"]}', eval_sampling_args='{"top_k": 20}'))
+    assert Args(sampling_args='{"stop": ["x"]}', temperature=0.5).sampling() == {"temperature": 0.5, "stop": ["x"]}
+
+
+def test_stop_strings_end_turns_in_a_run(cache, tmp_path, tokenizer):
+    flags = [*TINY, "--num_steps", "1", "--save_every", "0", "--output_dir", tmp_path / "run"]
+    run(*flags, "--sampling_args", json.dumps({"stop": list("0123456789")}), cache=cache)
+    (file,) = (tmp_path / "run" / "rollouts").glob("step_*")
+    turns = []
+    for o in map(json.loads, file.read_text().splitlines()):
+        tokens = zip(o["response_mask"], o["response_ids"], strict=True)
+        for sampled, turn in itertools.groupby(tokens, lambda token: token[0]):
+            turns += [[tokenizer.decode([token]) for _, token in turn]] if sampled else []
+    assert len(turns) == 32  # two a trajectory
+    digit = [[any(c.isdigit() for c in text) for text in turn] for turn in turns]
+    assert any(turn[-1] for turn in digit) and not any(any(turn[:-1]) for turn in digit)  # a digit ends its turn
 
 
 # ---------------------------------------------------------------- gradients

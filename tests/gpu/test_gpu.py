@@ -1,10 +1,17 @@
 """What only a GPU can show; skipped without CUDA. One command: python -m pytest tests/gpu -s
 
-Memory freed by sleep and given back by wake, exact weights after either level, engine against trainer in bfloat16, and
-packed attention on CUDA against a padded reference. Models are random, in the shape of Qwen2.5-0.5B.
+Memory freed by sleep and given back by wake, 200 times; exact weights after either level; requests that live on over a
+sync; engine against trainer in bfloat16,
+packed attention on CUDA against a padded reference, the sync of a sharded policy, and a run by accelerate's FSDP2
+config on as many GPUs as there are. Models are random, in the shape of Qwen2.5-0.5B.
 """
 
+import dataclasses
+import json
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +100,90 @@ def test_sleep_frees_memory_and_every_wake_has_the_new_weights(cuda_engine, back
             f"level {level}, cycle {cycle}: |engine - trainer| mean {difference.mean():.4f}, max {difference.max():.4f}"
         )
         assert difference.mean() < 0.05
+
+
+def test_two_hundred_cycles_leave_memory_where_it_was(cuda_engine, background, model_path):
+    from conftest import generate
+
+    import train
+
+    policy, asleep = policy_of(model_path, 0.0), []
+    for cycle in range(200):
+        train.sync(cuda_engine, policy, cycle)
+        generate(cuda_engine, background, [[5, 6, 7]], max_tokens=2)
+        cuda_engine.sleep()
+        asleep.append(cuda_engine.memory["asleep"])
+    for where in ("host", "device"):
+        growth = asleep[-1][where] - asleep[20][where]
+        print(f"{where} memory after 200 cycles {asleep[-1][where]:.3f} GB, {growth:+.3f} since cycle 20")
+        assert growth < 0.1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_suspended_request_goes_on_under_the_next_weights(cuda_engine, background, model_path, level):
+    import train
+
+    policies = [policy_of(model_path, 0.02 * version) for version in range(2)]
+    prompt = list(range(10, 60))
+    sampling = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, "stop_token_ids": []}
+    train.sync(cuda_engine, policies[0], 0)
+    future = background.submit(
+        cuda_engine.generate(request_id="suspended", prompt_ids=prompt, sampling_params=sampling)
+    )
+    for _ in range(16):
+        cuda_engine.step()
+    cuda_engine.sleep(level=level, keep=True)
+    train.sync(cuda_engine, policies[1], 1)
+    while not future.done():
+        cuda_engine.step()
+    out = future.result()
+    cuda_engine.sleep()
+    n = out.versions.count(0)
+    assert out.versions == [0] * n + [1] * (40 - n) and 0 < n < 40
+    for version, part in ((0, slice(0, n)), (1, slice(n, 40))):
+        expected = trainer_logprobs(policies[version].model, prompt, out.token_ids)[part]
+        difference = (torch.tensor(out.logprobs)[part] - expected).abs().mean()
+        print(f"level {level}: {len(expected)} tokens of version {version}, mean |engine - trainer| {difference:.4f}")
+        assert difference < 0.05
+
+
+def test_sharded_policy_syncs_with_one_unit_whole(cuda_engine, model_path):
+    import data
+    import train
+
+    data.register_packed_attention()
+    args = cuda_engine.args = dataclasses.replace(cuda_engine.args, shard=True, check_sync=True)
+    policy = train.shard(train.Policy(args), args, torch.device("cuda"))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.03)
+    units = [sum(p.numel() for p in m.parameters()) for m in policy.modules() if train.is_sharded(m)]
+    largest = max(units[0] - sum(units[1:]), *units[1:])  # elements; the root without the layers
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    names = [name for name, _ in train.named_weights(policy)]
+    extra = torch.cuda.max_memory_allocated() - before
+    print(f"largest unit {2 * largest / GIB:.2f} GiB in bfloat16, the sync's extra memory {extra / GIB:.2f} GiB")
+    assert len(names) == len(list(policy.model.named_parameters()))
+    assert extra < 3 * 2 * largest  # what is sent, what is received, and a little
+    train.sync(cuda_engine, policy, 0)  # compares checksums
+    cuda_engine.sleep()
+    assert torch.cuda.memory_allocated() - before < 2 * largest
+
+
+def test_training_by_accelerates_fsdp2_config(tmp_path):
+    repo = Path(__file__).parent.parent.parent
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/eight_gpus_fsdp2.yaml",
+        "--num_processes", str(torch.cuda.device_count()), "train.py", "--algo", "ppo", "--kl_coef", "0.01",
+        "--num_steps", "2", "--check_sync", "--gpu_memory_utilization", "0.2", "--output_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["actor/grad_norm"] > 0 and row["rollout/logp_diff_mean"] < 0.05 for row in rows[1:])
+    assert (tmp_path / "run/checkpoints/step_000002/shards").is_dir()
 
 
 def test_packed_attention_forward_and_backward_against_eager(process_group):

@@ -1,0 +1,284 @@
+"""FSDP2 and the weight sync: sharded on two ranks is the same training, and the engine holds exactly the policy."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO
+from gradient_worker import gradients, whole
+from sharding_worker import CASES, error_of, spoilt
+from test_rollout import hf_model
+from test_train import TINY, cache, metrics_of, run  # noqa: F401
+
+import data
+import train
+from agent_loop import BadInput
+from train import Args
+
+
+def two_ranks(what: str, out: Path, *models: str) -> dict:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+               str(30100 + os.getpid() % 300), "tests/sharding_worker.py", what, out, *models]  # fmt: skip
+    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of this process's engine
+    env = {k: v for k, v in os.environ.items() if k not in own} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return torch.load(out, weights_only=False)
+
+
+# ---------------------------------------------------------------- the same training
+
+
+def test_sharded_gradient_is_the_whole_ones(tiny_model, untied_model, tmp_path, process_group):
+    from accelerate import Accelerator
+
+    found = two_ranks("gradients", tmp_path / "out", tiny_model, untied_model)
+    for model in (tiny_model, untied_model):
+        for name, (_, more) in CASES.items():
+            one = gradients(Accelerator(cpu=True), model, 4096, "token-mean", **more)  # one rank, one micro-batch
+            assert sum(g.abs().sum() for g in one["gradients"].values()) > 0
+            for shard in (False, True):
+                two = found[model, shard, name]
+                assert two["gradients"].keys() == one["gradients"].keys()
+                for parameter, gradient in one["gradients"].items():
+                    error = (two["gradients"][parameter] - gradient).norm() / gradient.norm()
+                    assert error < 1e-5, (model, shard, name, parameter, error)
+                assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-7)
+    assert one["metrics"]["grad_norm"] > 1  # so that 0.5 clips
+    clipped = torch.cat([g.flatten() for g in found[tiny_model, True, "clipped"]["gradients"].values()])
+    assert clipped.norm() == pytest.approx(0.5, rel=1e-4)
+    # computed in bfloat16, summed and kept in float32
+    exact, rounded = (
+        torch.cat([g.flatten() for g in found[dtype]["gradients"].values()]) for dtype in ("float32", "bfloat16")
+    )
+    assert rounded.dtype == torch.float32 and 1e-3 < (rounded - exact).norm() / exact.norm() < 0.05
+
+
+def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(tiny_model, process_group, monkeypatch, tmp_path):
+    """On GPUs accelerate is in that mode, by configs/eight_gpus_fsdp2.yaml; on a CPU it never is by itself."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plain = gradients(Accelerator(cpu=True), tiny_model, 130, "token-mean")
+    accelerator = Accelerator(cpu=True)
+    shared = accelerator.state._shared_state
+    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert accelerator.is_fsdp2
+    sharded = gradients(accelerator, tiny_model, 130, "token-mean", shard=True)
+    for name, gradient in plain["gradients"].items():
+        assert (sharded["gradients"][name] - gradient).norm() / gradient.norm() < 1e-5, name
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.load_state(str(tmp_path / "state"))
+
+
+def test_sharded_run_is_the_unsharded_one_and_resumes_to_the_last_digit(cache, tmp_path):  # noqa: F811
+    flags = [*TINY, "--deterministic", "--algo", "ppo", "--kl_coef", "0.01", "--critic_warmup", "1", "--num_steps", "3",
+             "--tokens_per_micro_batch", "64", "--save_every", "1",
+             "--keep_checkpoints", "5", "--gradient_checkpointing"]  # fmt: skip
+    plain, sharded, resumed = tmp_path / "plain", tmp_path / "sharded", tmp_path / "resumed"
+    run(*flags, "--output_dir", plain, by="torchrun", cache=cache)
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # what accelerate launch sets by the config
+    run(*flags, "--check_sync", "--output_dir", sharded, by="torchrun", cache=cache, **fsdp)
+    rows, expected = metrics_of(sharded), metrics_of(plain)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                assert value == pytest.approx(other[name], rel=1e-4, abs=1e-4), (row["step"], name)
+    assert rows[3]["actor/kl"] > 0 and rows[3]["critic/grad_norm"] > 0 and rows[3]["actor/grad_norm"] > 0
+    assert "actor/grad_norm" not in rows[1]  # so the first checkpoint has no state of the policy's optimiser
+
+    from safetensors.torch import load_file
+
+    weights, others = (load_file(folder / "final/model.safetensors") for folder in (sharded, plain))
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=0)
+
+    shutil.copytree(sharded, resumed)
+    for step in (2, 3):
+        shutil.rmtree(resumed / f"checkpoints/step_00000{step}")
+    shutil.rmtree(resumed / "final")
+    again = run(*flags, "--shard", "--resume", "--output_dir", resumed, by="torchrun", cache=cache)
+    assert "resuming after step 1" in again
+    assert metrics_of(resumed) == rows
+    for name, tensor in load_file(resumed / "final/model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+# ---------------------------------------------------------------- the weight sync
+
+
+def test_sync_from_a_sharded_policy(tiny_model, untied_model, tmp_path):
+    found = two_ranks("sync", tmp_path / "out", tiny_model, untied_model)
+    assert len(found) == 3
+    for (model, dtype), result in found.items():
+        names = [name for name, _ in hf_model(model).named_parameters()]
+        for policy in (result, result["unsharded"]):
+            assert policy["wrong"] == [] and set(policy["names"]) == set(names)
+            assert policy["dtypes"] == {getattr(torch, dtype)}
+        # a layer at a time is whole, or what is in no layer; nothing in between
+        total, *layers = result["units"]
+        assert result["most"] == max(total - sum(layers), *layers) < total / 2
+        assert result["left"] == result["left after scoring"] == 0
+        difference = torch.tensor(result["difference"])
+        assert len(difference) > 50
+        if dtype == "float32":
+            assert difference.max() < 1e-4
+        else:
+            assert difference.mean() < 0.05
+        expect_named(result["errors"])
+
+
+def test_sync_into_a_tensor_parallel_engine(tiny_model, tmp_path):
+    found = two_ranks("tp", tmp_path / "out", tiny_model)
+    assert set(found) == {True, False}
+    for errors in found.values():
+        expect_named(errors)
+
+
+def expect_named(errors: dict[tuple[str, str], str]) -> None:
+    assert len(errors) == 6
+    for (how, name), error in errors.items():
+        said = "is not the trainer's" if how == "corrupt" else "got no tensor"
+        assert f"model.{name}" in error and said in error, (how, name, error)
+        others = {n for _, n in errors if n != name}
+        assert not any(other in error for other in others)
+
+
+@pytest.fixture
+def checking(engine):
+    engine.args.check_sync = True
+    yield engine
+    engine.args.check_sync = False
+
+
+@pytest.mark.parametrize("how", ["corrupt", "missing"])
+@pytest.mark.parametrize(
+    "part", ["layers.1.self_attn.k_proj.bias", "layers.2.mlp.gate_proj.weight", "norm.weight", "embed_tokens.weight"]
+)
+def test_a_wrong_sync_stops_with_the_parameters_name(checking, tiny_model, monkeypatch, how, part):
+    policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5))
+    train.sync(checking, policy, 0)  # as it should be: no error
+    checking.sleep()
+    monkeypatch.setattr(train, "named_weights", lambda policy: spoilt(policy, f"model.{part}", how))
+    error = error_of(lambda: train.sync(checking, policy, 1))
+    assert f"model.{part}" in error and ("not the trainer's" if how == "corrupt" else "got no tensor") in error
+
+
+def test_what_is_wrong_with_a_tensor_is_said_with_its_name(engine, tiny_model):
+    weights = {n: p.detach() for n, p in hf_model(tiny_model).named_parameters()}
+    name = "model.layers.0.self_attn.v_proj.weight"
+    twice = [*weights.items(), (name, weights[name])]
+    for sent, message in (
+        (weights | {name: weights[name].repeat(2, 1)}, "its shape is (128, 128), the engine's (64, 128)"),
+        (weights | {name: weights[name][:7]}, ""),
+        ({"model.layers.0.nothing.weight": weights[name]} | weights, "nothing"),
+        (twice, "it came twice"),
+    ):
+        engine.wake_weights()
+        pairs = sent.items() if isinstance(sent, dict) else sent
+        error = error_of(lambda pairs=pairs: engine.load_weights(pairs, 1))
+        where = "model.layers.0.nothing.weight" if message == "nothing" else name
+        assert error.startswith(f"weight sync failed at {where}: ") and message in error and not error.endswith(": ")
+        with pytest.raises(RuntimeError):
+            engine.wake_kv()
+        engine.state = "asleep"
+
+
+def test_check_sync_refuses_what_is_not_finite(checking, tiny_model):
+    model = hf_model(tiny_model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[2, 3] = math.nan
+    error = error_of(lambda: train.sync(checking, types.SimpleNamespace(model=model), 0))
+    assert error == "--check_sync: model.layers.1.mlp.down_proj.weight has 1 elements that are not finite"
+
+
+def test_a_sync_given_up_half_way_leaves_the_policy_sharded(args, process_group):
+    data.register_packed_attention()
+    sharded = train.shard(train.Policy(args), args, torch.device("cpu"))
+    weights = train.named_weights(sharded)
+    first = list(itertools.islice(weights, 3))
+    assert [name for name, _ in first] == [f"model.layers.0.self_attn.{p}" for p in ("q_proj.weight", "q_proj.bias",
+                                                                                     "k_proj.weight")]  # fmt: skip
+    weights.close()
+    expected = train.Policy(args).model.state_dict()
+    for name, p in sharded.model.named_parameters():
+        assert isinstance(p, train.DTensor)
+        assert torch.equal(whole(p.detach()), expected[name])
+
+
+# ---------------------------------------------------------------- how it is asked for
+
+
+def launched(monkeypatch, **changed: str) -> None:
+    """The environment of a process that accelerate launch starts by our config."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    command = ["--config_file", str(REPO / "configs/eight_gpus_fsdp2.yaml"), "train.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    assert arguments.num_processes == 8
+    for name, value in (prepare_multi_gpu_env(arguments) | changed).items():
+        if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
+            monkeypatch.setenv(name, value)
+
+
+def test_the_config_for_eight_gpus_shards(monkeypatch):
+    args = Args()
+    train.check_sharding(args)
+    assert args.shard is False
+    launched(monkeypatch)
+    train.check_sharding(args)
+    assert args.shard is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FSDP_VERSION", "1"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "false"),
+        ("FSDP_OFFLOAD_PARAMS", "true"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true"),
+    ],
+)
+def test_what_of_accelerates_config_is_not_implemented_is_refused(monkeypatch, name, value):
+    launched(monkeypatch, **{name: value})
+    with pytest.raises(BadInput, match=f"{name.lower()} {value}: must be"):
+        train.check_sharding(Args())
+
+
+def test_a_model_that_does_not_name_its_layers_is_refused(args, process_group):
+    data.register_packed_attention()
+    policy = train.Policy(args)
+    for module in policy.modules():
+        if hasattr(module, "_no_split_modules"):
+            module._no_split_modules = None
+    with pytest.raises(BadInput, match="--shard: .*_no_split_modules"):
+        train.shard(policy, args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_resuming_with_or_without_shard_is_refused(shard, tiny_model, tmp_path, monkeypatch, process_group):
+    monkeypatch.setattr(train, "Engine", lambda *a: pytest.fail("the engine was built"))
+    monkeypatch.chdir(REPO)
+    step = tmp_path / "checkpoints/step_000001"
+    step.mkdir(parents=True)
+    (step / "step.json").write_text(json.dumps({"step": 1}))
+    if not shard:
+        (step / "shards").mkdir()
+    args = Args(task="tests/tiny_task.py", model=tiny_model, output_dir=str(tmp_path), resume=True)
+    with pytest.raises(BadInput, match="was written " + ("without" if shard else "with") + " --shard"):
+        train.setup(dataclasses.replace(args, shard=shard))
