@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite, reraise_cancellation
-from data import total_reward
+from data import total_reward, without_torchvision
 
 
 def seed_of(*parts) -> int:
@@ -75,7 +75,7 @@ class _Request:
     loop: asyncio.AbstractEventLoop
 
 
-def vllm_arguments(model: str, args, device: torch.device) -> dict:
+def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
     """Arguments of vllm.LLM: what colocation and exact logprobs need, then --engine_args over it."""
     arguments = dict(
         model=model,
@@ -92,6 +92,8 @@ def vllm_arguments(model: str, args, device: torch.device) -> dict:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    if vision:
+        arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory_utilization)
     else:
@@ -109,7 +111,8 @@ class Engine:
     """vLLM in this process, driven by `step` from the main thread and awaited through `generate` from the background.
 
     state: "asleep" | "weights" | "synced" | "awake"; version: of the weights loaded last, -1 before the first sync.
-    Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded vocabulary's) are never sampled.
+    Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded vocabulary's) are never sampled, nor
+    is image_token_id, the placeholder of a model that sees images (None: a text model): no image would belong to it.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Engine:
         device: torch.device,
         stop_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
+        image_token_id: int | None = None,
     ):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -135,14 +139,17 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
+        vision = image_token_id is not None
+        if vision:
+            without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
-        self.llm = LLM(**vllm_arguments(model, args, device))
+        self.llm = LLM(**vllm_arguments(model, args, device, vision))
         # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
-        if vocab_size:
-            self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size))
+        if vocab_size or vision:
+            self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size, image_token_id))
         self.version = -1
         self.lock = threading.Condition()  # guards the five below, which both threads touch
         self.inbox: list[_Request] = []
@@ -182,6 +189,7 @@ class Engine:
             )
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
+        self.core.reset_encoder_cache()  # what the old weights made of images
         self.state, self.version = "synced", version
 
     def wake_kv(self) -> None:
@@ -381,8 +389,9 @@ def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tenso
     return {name for name, _ in model.named_parameters()} - set(loaded)
 
 
-def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:
+def _limit_vocabulary(model: torch.nn.Module, vocab_size: int | None, banned: int | None = None) -> None:
     """Gives ids from vocab_size on no probability: the head has rows for them, the tokenizer has no token (vllm#13175).
+    Nor has the id `banned` any.
 
     Here, on the logits themselves, so that whatever samples from them and whatever reports logprobs agree.
     """
@@ -391,7 +400,10 @@ def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:
     def limited(*args, **kwargs):
         logits = compute_logits(*args, **kwargs)
         if logits is not None:  # ranks that don't sample have none
-            logits[..., vocab_size:] = float("-inf")
+            if vocab_size is not None:
+                logits[..., vocab_size:] = float("-inf")
+            if banned is not None:
+                logits[..., banned] = float("-inf")
         return logits
 
     model.compute_logits = limited

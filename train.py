@@ -169,6 +169,7 @@ class Args:
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut")
     tool_response_truncate_side: str = flag("middle", "what a cut response keeps: left | right | middle (both ends)")
     # engine
+    max_images: int = flag(8, "images in one trajectory, for models that see: the prompt's and those of tools")
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once")
     max_concurrent: int = flag(1024, "trajectories under way on one rank; one that waits for a tool decodes nothing")
     gpu_memory_utilization: float = flag(0.5, "share of the GPU for the engine while it is awake")
@@ -265,7 +266,7 @@ def check_args(args: Args) -> None:
         overlong_buffer critic_warmup gamma lam trajectory_timeout reward_timeout"""
     positive = """prompts_per_step group_size epochs tokens_per_micro_batch max_prompt_tokens max_response_tokens
         temperature max_num_seqs tool_timeout max_tool_response_tokens max_grad_norm keep_checkpoints value_clip
-        max_gen_batches kl_horizon correction_high max_parallel_calls max_concurrent"""
+        max_gen_batches kl_horizon correction_high max_parallel_calls max_concurrent max_images"""
     for name, allowed in choices.items():
         value = getattr(args, name)
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
@@ -415,11 +416,33 @@ def stop_token_ids(args: Args, tokenizer) -> list[int]:
     return sorted(ids)
 
 
-def load_backbone(auto_class, args: Args):
+def load_processor(args: Args):
+    """The processor of a vision-language model; None of a text model.
+
+    Raises BadInput for a model with vision whose packed forward pass is not implemented: see data.Vision.
+    """
+    from transformers import AutoConfig, AutoModel, AutoProcessor
+
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    if getattr(config, "vision_config", None) is None:
+        return None
+    if not hasattr(AutoModel._model_mapping.get(type(config)), "get_rope_index"):
+        raise BadInput(f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are supported")
+    data.without_torchvision()
+    settings = json.loads(args.engine_args or "{}").get("mm_processor_kwargs") or {}  # the engine's: both must agree
+    processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **settings)
+    processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
+    return processor
+
+
+def load_backbone(auto_class, args: Args, vision: data.Vision | None = None):
     """A transformers model with packed attention, float32 parameters, no dropout: the network that is differentiated
-    has to be the one that sampled."""
+    has to be the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
     model = auto_class.from_pretrained(
-        args.model, attn_implementation="packed", dtype=torch.float32, trust_remote_code=args.trust_remote_code
+        args.model,
+        attn_implementation={"text_config": "packed", "vision_config": "sdpa"} if vision else "packed",
+        dtype=torch.float32,
+        trust_remote_code=args.trust_remote_code,
     )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -433,23 +456,30 @@ def load_backbone(auto_class, args: Args):
 class Policy(nn.Module):
     """Backbone, head and token_logprobs in one forward: going round DDP's wrapper would skip gradient averaging."""
 
-    def __init__(self, args: Args, vocab_size: int | None = None):
+    def __init__(self, args: Args, vocab_size: int | None = None, vision: data.Vision | None = None):
         super().__init__()
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model = load_backbone(AutoModelForCausalLM, args)
+        self.model = load_backbone(AutoModelForImageTextToText if vision else AutoModelForCausalLM, args, vision)
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         if self.head[0].bias is not None:
             raise BadInput(
                 f"--model {args.model} has a bias in its output head, which token_logprobs doesn't implement"
             )
-        self.temperature, self.vocab_size = args.temperature, vocab_size
+        self.temperature, self.vocab_size, self.vision = args.temperature, vocab_size, vision
+        self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
 
     def forward(self, packed: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the sampled tokens of `data.pack_rows`; both (rows, T), 0 elsewhere."""
-        hidden = _hidden(self.model.base_model, packed)[packed["source"]]  # (M, H)
+        hidden = _hidden(self.model.base_model, packed, self.vision)[packed["source"]]  # (M, H)
         logprobs, entropy = losses.token_logprobs(
-            hidden, self.head[0].weight, packed["targets"], self.temperature, entropy=True, vocab_size=self.vocab_size
+            hidden,
+            self.head[0].weight,
+            packed["targets"],
+            self.temperature,
+            entropy=True,
+            vocab_size=self.vocab_size,
+            banned=self.banned,
         )
         return _unpack(logprobs, packed), _unpack(entropy, packed)
 
@@ -457,24 +487,30 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """A backbone of its own with a zero-initialised linear head: V(state before each sampled token)."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, vision: data.Vision | None = None):
         super().__init__()
         from transformers import AutoModel
 
-        self.backbone = load_backbone(AutoModel, args)
+        self.vision = vision
+        self.backbone = load_backbone(AutoModel, args, vision)
         self.head = nn.Linear(self.backbone.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, packed: dict) -> torch.Tensor:
         """Values (rows, T), 0 where no token was sampled."""
-        hidden = _hidden(self.backbone, packed)[packed["source"]]  # (M, H)
+        hidden = _hidden(self.backbone, packed, self.vision)[packed["source"]]  # (M, H)
         return _unpack(self.head(hidden).squeeze(-1).float(), packed)
 
 
-def _hidden(backbone, packed: dict) -> torch.Tensor:
-    names = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")
-    return backbone(**{name: packed[name] for name in names}, use_cache=False).last_hidden_state[0]  # (S, H)
+def _hidden(backbone, packed: dict, vision: data.Vision | None = None) -> torch.Tensor:
+    inputs = {name: packed[name] for name in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}
+    if vision and packed["images"]:
+        inputs |= vision.inputs(backbone, packed)
+    hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
+    if vision and not packed["images"]:  # DDP waits for every parameter's gradient, and other ranks may see images
+        hidden = hidden + 0 * sum(p.sum() for p in backbone.visual.parameters())
+    return hidden
 
 
 def _unpack(x: torch.Tensor, packed: dict) -> torch.Tensor:
@@ -685,7 +721,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_policy(folder: Path, policy: Policy, tokenizer) -> None:
-    """The policy in Hugging Face format, for from_pretrained and vLLM."""
+    """The policy in Hugging Face format, for from_pretrained and vLLM; tokenizer: or the processor that holds it."""
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     policy.model.save_pretrained(temporary)
@@ -762,7 +798,8 @@ class Log:
         lines = []
         for o in phase.outputs:
             line = {"index": rows[o.extra["prompt"]]["index"], "total_reward": data.total_reward(o)}
-            lines.append(line | {k: v for k, v in vars(o).items() if k != "images"})
+            line |= {k: v for k, v in vars(o).items() if k != "images"}
+            lines.append(line | ({"images": len(o.images)} if o.images else {}))
         text = "".join(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines + phase.errors)
         write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
@@ -770,6 +807,7 @@ class Log:
         """One whole trajectory, special tokens included."""
         if self.is_main:
             text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
+            text = re.sub(r"(<\|image_pad\|>)+", lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
             print(
                 f"{'-' * 100}\n{text}\n{'-' * 40} reward {data.total_reward(output):g}, {output.stop_reason} {'-' * 40}"
             )
@@ -990,10 +1028,16 @@ def setup(args: Args) -> Run:
         with accelerator.main_process_first():
             args.model = task_model(task, args, is_main)
         check_model(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    processor = load_processor(args)
+    vision = data.Vision(processor) if processor else None
+    tokenizer = (
+        processor.tokenizer
+        if processor
+        else AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    )
     n_read, n_read_val = len(rows), len(val_rows)
-    rows = data.filter_overlong(rows, tokenizer, task, args)
-    val_rows = data.filter_overlong(val_rows, tokenizer, task, args)
+    rows = data.filter_overlong(rows, tokenizer, task, args, processor)
+    val_rows = data.filter_overlong(val_rows, tokenizer, task, args, processor)
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in every trajectory
     checkpoint = prepare_folder(args, is_main)
@@ -1003,7 +1047,8 @@ def setup(args: Args) -> Run:
     stop = Stop(store)
 
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no token to decode from there on
-    engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), vocab_size)
+    image_token_id = vision and vision.image_token_id
+    engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), vocab_size, image_token_id)
     data.register_packed_attention()
 
     def prepare(model: nn.Module, lr: float, num_steps: int):
@@ -1014,15 +1059,17 @@ def setup(args: Args) -> Run:
         return accelerator.prepare(model, optimizer)
 
     schedules: list = []
-    policy, optimizer = prepare(Policy(args, vocab_size), args.lr, args.num_steps - args.critic_warmup)
+    policy, optimizer = prepare(Policy(args, vocab_size, vision), args.lr, args.num_steps - args.critic_warmup)
     with_critic = args.adv_estimator == "gae"
-    critic, critic_optimizer = prepare(Critic(args), args.critic_lr, args.num_steps) if with_critic else (None, None)
-    reference = Policy(args, vocab_size).requires_grad_(False) if args.kl_coef else None
+    critic, critic_optimizer = (
+        prepare(Critic(args, vision), args.critic_lr, args.num_steps) if with_critic else (None, None)
+    )
+    reference = Policy(args, vocab_size, vision).requires_grad_(False) if args.kl_coef else None
     reference = reference and accelerator.prepare_model(reference, evaluation_mode=True)
     set_seed(args.seed)  # building the engine drew from the generators
     if checkpoint:
         accelerator.load_state(str(checkpoint))
-    place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
+    place = Workplace(engine, Background(), task, tokenizer, processor, args, store, stop.requested)
     n_parameters = sum(p.numel() for p in policy.parameters())
     log.say(
         f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong ones dropped), "
@@ -1058,7 +1105,8 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
     if steps_done > run.start:
         save_checkpoint(folder / "checkpoints", steps_done, run, args.keep_checkpoints)
     if steps_done == args.num_steps and run.log.is_main:
-        save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), run.place.tokenizer)
+        place = run.place
+        save_policy(folder / "final", run.accelerator.unwrap_model(run.policy), place.processor or place.tokenizer)
         evals = " -> ".join(f"{reward:.3f}" for reward in run.log.evals[:: max(1, len(run.log.evals) - 1)])
         run.log.say(f"eval reward {evals}; the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:
