@@ -426,7 +426,7 @@ def load_processor(args: Args):
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     if getattr(config, "vision_config", None) is None:
         return None
-    if not hasattr(AutoModel._model_mapping.get(type(config)), "get_rope_index"):
+    if not hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"):
         raise BadInput(f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are supported")
     data.without_torchvision()
     settings = json.loads(args.engine_args or "{}").get("mm_processor_kwargs") or {}  # the engine's: both must agree
