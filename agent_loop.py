@@ -808,9 +808,7 @@ class ToolAgentLoop(AgentLoopBase):
             seen = len(trajectory.images) + len(images)
             if response.images and seen + len(response.images) > self.args.max_images:
                 trajectory.count("tool_errors")
-                said = (
-                    f"{len(response.images)} more images don't fit: {seen} of at most {self.args.max_images} are there"
-                )
+                said = f"no room for {len(response.images)} more images: {seen} of {self.args.max_images} are there"
                 response = ToolResponse(text=f"Error: {said}")
             content = said = self.shorten(response.text)
             if response.images:
