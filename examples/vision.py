@@ -4,15 +4,17 @@
     accelerate launch train.py --task examples/vision.py --model Qwen/Qwen2.5-VL-3B-Instruct --max_response_tokens 512
 
 The prompt shows a card of four cells, all but grey; `zoom` returns one of them as an image in its full colour. The
-built model zooms on about half of the cards and guesses on the others, where 1 answer of 4 is right. Building takes
-half a minute. (Qwen2.5-VL's own template does not show tools: say in SYSTEM_PROMPT what a call looks like.)
+built model zooms on about half of the cards and guesses on the others, where 1 answer of 4 is right. Building it takes
+half a minute. Qwen2.5-VL's own template does not show tools: with it, say in SYSTEM_PROMPT what a call looks like.
 
 Images of a prompt are the row's column "images", each with a placeholder in a message; a tool's are in its response.
 """
 
+import itertools
 import random
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +32,7 @@ COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white
 SYSTEM_PROMPT = "Name the colour: <answer>red</answer>."
 
 
-def card(colours: list[str]) -> Image.Image:
+def card(colours: Sequence[str]) -> Image.Image:
     """Cells 1 to 4, side by side."""
     image = Image.new("RGB", (112, 56))
     for i, colour in enumerate(colours):
@@ -39,16 +41,18 @@ def card(colours: list[str]) -> Image.Image:
 
 
 def load(split: str) -> list[dict]:
-    """512 cards to train on, 64 others to evaluate. "images" may hold paths or bytes as well."""
-    rng, rows = random.Random(split), []
-    for i in range({"train": 512, "val": 64}[split]):
-        colours, cell = rng.choices(list(COLOURS), k=4), rng.randint(1, 4)
+    """The 1,024 cards and cells, 64 of them to evaluate. "images" may hold paths or bytes as well."""
+    cards = list(itertools.product(itertools.product(COLOURS, repeat=4), range(1, 5)))
+    random.Random(0).shuffle(cards)
+    rows = []
+    for i, (colours, cell) in enumerate({"train": cards[64:], "val": cards[:64]}[split]):
         question = [{"type": "image"}, {"type": "text", "text": f"Cell {cell}?"}]
         rows.append({
             "prompt": [{"role": "user", "content": question}],
             "images": [card(colours)],
             "reward_model": {"ground_truth": colours[cell - 1]},
-            "extra_info": {"index": i, "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}}},
+            "extra_info": {"index": i, "cell": cell},
+            "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}},
         })  # fmt: skip
     return rows
 
@@ -59,7 +63,7 @@ class Zoom(Tool):
     parameters = {"type": "object", "properties": {"cell": cell}, "required": ["cell"]}
     schema = {"type": "function", "function": {"name": name, "description": "Show a cell.", "parameters": parameters}}
 
-    async def execute(self, request_id: str, arguments: dict, colours: list[str]) -> ToolResponse:
+    async def execute(self, request_id: str, arguments: dict, colours: Sequence[str]) -> ToolResponse:
         if arguments.get("cell") not in (1, 2, 3, 4):
             raise ValueError("cell must be 1, 2, 3 or 4")
         return ToolResponse(images=[Image.new("RGB", (56, 56), COLOURS[colours[arguments["cell"] - 1]])])
@@ -115,8 +119,8 @@ def demonstration(row: dict) -> tuple[list[dict], list]:
     if random.random() < 0.5:
         guess = {"role": "assistant", "content": f"<answer>{random.choice(list(COLOURS))}</answer>"}
         return [*row["prompt"], guess], row["images"]
-    truth, cell = row["reward_model"]["ground_truth"], int(row["prompt"][-1]["content"][1]["text"][5])
-    call = {"type": "function", "function": {"name": "zoom", "arguments": {"cell": cell}}}
+    truth, arguments = row["reward_model"]["ground_truth"], {"cell": row["extra_info"]["cell"]}
+    call = {"type": "function", "function": {"name": "zoom", "arguments": arguments}}
     return [
         *row["prompt"],
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -125,12 +129,13 @@ def demonstration(row: dict) -> tuple[list[dict], list]:
     ], [*row["images"], Image.new("RGB", (56, 56), COLOURS[truth])]
 
 
-def build_model(path: str | Path, num_batches: int = 250) -> None:
-    """Write the default model to the folder `path`: warmed up on demonstrations, next token by next token."""
+def build_model(path: str | Path, num_batches: int = 300) -> None:
+    """Write the default model to the folder `path`: warmed up on demonstrations, on what follows their prompts."""
     model = init_vision_model(path)
     without_torchvision()
     processor = AutoProcessor.from_pretrained(path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    assistant = processor.tokenizer.convert_tokens_to_ids("assistant\n")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, 2 - 2 * i / num_batches, 1))
     rows = load_rows(sys.modules[__name__], "train")
     for _ in range(num_batches):
@@ -138,7 +143,9 @@ def build_model(path: str | Path, num_batches: int = 250) -> None:
         texts = processor.apply_chat_template(list(chats), tools=[TOOLS[0].schema], tokenize=False)
         flat = [image for some in images for image in some]
         batch = processor(text=texts, images=flat, padding=True, padding_side="right", return_tensors="pt")
-        model(**batch, labels=batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)).loss.backward()
+        prompt = (batch["input_ids"] == assistant).cumsum(1) == 0
+        labels = batch["input_ids"].masked_fill(prompt | (batch["attention_mask"] == 0), -100)
+        model(**batch, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -572,6 +572,60 @@ def test_models_that_see_otherwise_are_refused(tmp_path):
         train.load_processor(train.Args(model=str(tmp_path)))
 
 
+# ---------------------------------------------------------------- examples/vision.py
+
+
+def test_the_examples_rows_and_rewards(play, args, processor):
+    import vision
+
+    train_rows, val = (data.load_rows(vision, split) for split in ("train", "val"))
+    assert (len(train_rows), len(val)) == (960, 64) and train_rows == data.load_rows(vision, "train")
+    asked = [(row["images"][0].tobytes(), row["extra_info"]["cell"]) for row in train_rows + val]
+    assert len(set(asked)) == 1024
+    for rows in (train_rows, val):
+        assert data.filter_overlong(rows, processor.tokenizer, vision, args, processor) == rows
+    row = train_rows[0]
+    cell, truth = row["extra_info"]["cell"], row["reward_model"]["ground_truth"]
+    wrong = next(colour for colour in vision.COLOURS if colour != truth)
+    call = '<tool_call>\n{"name": "zoom", "arguments": {"cell": %s}}\n</tool_call>'
+    lines = [call % cell, call % 5, call % '"1"', f"<answer>{truth}</answer>"]
+    output, _ = play(row, *lines, tool=vision.TOOLS[0])
+    assert [m["content"] for m in output.messages if m["role"] == "tool"] == [
+        [{"type": "image"}], *["Error: cell must be 1, 2, 3 or 4"] * 2
+    ]  # fmt: skip
+    assert output.images[1].getpixel((0, 0)) == vision.COLOURS[truth] and len(output.images) == 2
+    assert vision.reward(output, row) == 1.0
+    for answer in (f"<answer>{wrong}</answer>", f"<answer>{wrong}</answer><answer>{truth}</answer>", truth):
+        assert vision.reward(play(row, answer, tool=vision.TOOLS[0])[0], row) == 0.0
+
+
+def test_the_examples_model_learns_to_answer_from_what_it_sees(engine, background, args, processor, policy, tmp_path):
+    """Ten batches of the warm-up: they bring the loss down, and write what the engine's loader takes."""
+    import vision
+
+    torch.manual_seed(0)
+    vision.random.seed(0)
+    vision.build_model(tmp_path, num_batches=10)
+    own = train.load_processor(train.Args(model=str(tmp_path)))
+    warm = train.Policy(train.Args(model=str(tmp_path)), len(own.tokenizer), data.Vision(own))
+    train.sync(engine, warm, 0)
+    rows = data.filter_overlong(data.load_rows(vision, "val"), own.tokenizer, vision, args, own)[:8]
+    outputs = play_all(engine, background, args, own, rows, ToolAgentLoop, vision)
+    engine.sleep()
+    assert differences(warm, outputs, args).max() < 1e-4
+    shown = []
+    for row in rows:
+        messages, images = vision.demonstration(row)
+        text = own.apply_chat_template(messages, tools=[vision.TOOLS[0].schema], tokenize=False)
+        said = text.split("assistant\n", 1)[1]
+        shown.append(output_of(own, text.removesuffix(said), row["images"], said.replace(SEEN, "")))
+    batch = data.collate(shown)
+    packed = data.pack_rows(batch, list(range(8)), torch.device("cpu"))
+    with torch.no_grad():
+        before, after = (model(packed)[0].mean() for model in (policy, warm))
+    assert after > before + 0.5
+
+
 # ---------------------------------------------------------------- whole runs
 
 FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "2", "--prompts_per_step", "4",
