@@ -12,7 +12,6 @@ mini-batches are cut globally, and each rank then works on its own share of rows
 import importlib.util
 import itertools
 import sys
-import types
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -547,10 +546,10 @@ class Vision:
 def without_torchvision() -> None:
     """Lets transformers and vLLM process images with Pillow where torchvision is not installed (on CPU).
 
-    Both want torchvision for Qwen-VL's processor, though only its video part can't do without. Call it before vllm
-    imports the model.
+    Both want torchvision for the processors of Qwen's models, though only the video part can't do without it. To be
+    called before a processor is loaded, and before vLLM imports the model.
     """
-    from transformers.processing_utils import ProcessorMixin, VideosKwargs
+    from transformers.processing_utils import ProcessorMixin
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available() or hasattr(ProcessorMixin, "video_processor"):
@@ -560,6 +559,6 @@ def without_torchvision() -> None:
 
     attributes = ProcessorMixin.get_attributes.__func__
     ProcessorMixin.get_attributes = classmethod(lambda cls: [a for a in attributes(cls) if a != "video_processor"])
-    ProcessorMixin.video_processor = types.SimpleNamespace(valid_kwargs=VideosKwargs)  # vLLM lists its arguments
+    ProcessorMixin.video_processor = property(lambda self: self.image_processor)  # vLLM asks for sizes and arguments
     sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil  # vLLM takes a function from it
     registry._run_in_subprocess = lambda function: function()  # a fresh process would know nothing of the above

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import shutil
 import types
 from dataclasses import dataclass, field
 
@@ -169,6 +170,57 @@ def test_the_placeholder_is_never_sampled_and_both_sides_know(engine, background
     for output in outputs:
         sampled = [i for i, m in zip(output.response_ids, output.response_mask) if m]
         assert processor.image_token_id not in sampled
+    assert differences(policy, outputs, args).max() < 1e-4
+
+
+KEPT = []  # an engine that is collected takes the process group with it
+
+
+def like_qwen2_vl(text: dict, tokens: dict):
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, initializer_range=0.1)
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
+
+
+def like_qwen3_vl(text: dict, tokens: dict):
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=14, out_hidden_size=64,
+                  deepstack_visual_indexes=[0, 1], num_position_embeddings=64, initializer_range=0.1)  # fmt: skip
+    text |= {"head_dim": 32, "rope_parameters": text["rope_parameters"] | {"mrope_interleaved": True}}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **tokens))
+
+
+@pytest.mark.parametrize("build", [like_qwen2_vl, like_qwen3_vl])
+def test_its_relatives_agree_with_the_engine_too(build, model, args, background, process_group, vision, tmp_path):
+    from dataclasses import replace
+
+    from transformers import AutoConfig
+
+    from rollout import Engine
+
+    config = AutoConfig.from_pretrained(model)
+    names = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+        max_position_embeddings initializer_range eos_token_id pad_token_id rope_parameters"""
+    text = {name: getattr(config.text_config, name) for name in names.split()} | {"bos_token_id": None}
+    tokens = {f"{name}_token_id": getattr(config, f"{name}_token_id") for name in ("image", "video", "vision_start")}
+    torch.manual_seed(0)
+    tokens |= {"vision_end_token_id": config.vision_end_token_id, "tie_word_embeddings": True}
+    build(text, tokens).save_pretrained(tmp_path)
+    for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(f"{model}/{name}", tmp_path)
+    args = replace(args, model=str(tmp_path))
+    processor = train.load_processor(args)
+    assert type(processor).__name__.lower().startswith(build.__name__.removeprefix("like_").replace("_", ""))
+    stops, vocab = [processor.tokenizer.eos_token_id], len(processor.tokenizer)
+    engine = Engine(args.model, args, torch.device("cpu"), stops, vocab, processor.image_token_id)
+    KEPT.append(engine)
+    policy = train.Policy(args, vocab, data.Vision(processor))
+    train.sync(engine, policy, 0)
+    outputs = play_all(engine, background, args, processor, rows_of(args, processor)[:6])
+    engine.sleep()
+    assert sum(len(output.images) for output in outputs) > 6
     assert differences(policy, outputs, args).max() < 1e-4
 
 
@@ -599,7 +651,7 @@ def test_the_examples_rows_and_rewards(play, args, processor):
         assert vision.reward(play(row, answer, tool=vision.TOOLS[0])[0], row) == 0.0
 
 
-def test_the_examples_model_learns_to_answer_from_what_it_sees(engine, background, args, processor, policy, tmp_path):
+def test_the_examples_warm_up(engine, background, args, processor, policy, tmp_path):
     """Ten batches of the warm-up: they bring the loss down, and write what the engine's loader takes."""
     import vision
 
