@@ -938,10 +938,10 @@ def _plain_message(message, images: dict[str, Any] | None = None) -> dict:
         kinds = {part.get("type") for part in content}
         if images is None and kinds - {"text"}:
             raise ValueError("only text content is supported in chat messages")
-        if kinds - {"text", "image_url"}:
+        if kinds - {"text", "image_url", "image"}:
             raise ValueError(f"supported in chat messages are text and image_url, not {sorted(map(str, kinds))}")
         if kinds - {"text"}:
-            content = [_image_part(part, images) if part["type"] == "image_url" else part for part in content]
+            content = [_image_part(part, images) if part["type"] != "text" else part for part in content]
         else:
             content = "".join(part["text"] for part in content)
     plain = {"role": message["role"], "content": content}
@@ -959,6 +959,10 @@ def _plain_message(message, images: dict[str, Any] | None = None) -> dict:
 
 
 def _image_part(part: dict, images: dict[str, Any]) -> dict:
+    if part["type"] == "image":  # of the row's own prompt: see `ChatClient.place`
+        if part.get("image") not in images:
+            raise ValueError("a part of type image is supported as the row's prompt has it; send others as image_url")
+        return part
     head, _, data = part["image_url"]["url"].partition(";base64,")
     if not head.startswith("data:image/"):
         raise ValueError("of image_urls only data:image/...;base64 is supported")
@@ -1054,6 +1058,20 @@ class ChatClient:
             trajectory.messages[-1] = calling_message(content, calls, turn)
         return self.completion(trajectory, before, logprobs)
 
+    def place(self, prompt: list[dict], images: Sequence) -> list[dict]:
+        """A row's prompt with its images named in their placeholders, so that its messages can be sent as they are."""
+        loaded = [load_image(image) for image in images]
+        keys = [hashlib.sha256(image.tobytes()).hexdigest() for image in loaded]
+        self.images |= zip(keys, loaded, strict=True)
+        names = iter(keys)
+        placed = []
+        for message in prompt:
+            if isinstance(content := message.get("content"), list):
+                content = [{**part, "image": next(names)} if part["type"] == "image" else part for part in content]
+                message = {**message, "content": content}
+            placed.append(message)
+        return placed
+
     async def close(self) -> None:
         """Ends the calls that outlived the agent (a thread's, a task's, those over HTTP), and refuses others."""
         self.over = True
@@ -1125,6 +1143,8 @@ class ChatAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict, **row) -> list[AgentLoopOutput]:
         client, reward, cut_off = ChatClient(self, sampling_params), None, None
+        if row.get("images"):
+            row["prompt"] = client.place(row["prompt"], row["images"])
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)

@@ -430,7 +430,11 @@ def load_processor(args: Args):
         raise BadInput(f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are supported")
     data.without_torchvision()
     settings = json.loads(args.engine_args or "{}").get("mm_processor_kwargs") or {}  # the engine's: both must agree
-    processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **settings)
+    try:
+        processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **settings)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"--model {args.model} has vision, but its processor can't be loaded: {reason}") from None
     processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
     return processor
 

@@ -521,6 +521,25 @@ def test_a_chat_agent_sends_images_as_data_urls(processor):
     assert [processor.tokenizer.decode(s) for s in sampled] == ["red<|im_end|>blue<|im_end|>", "green<|im_end|>"]
 
 
+def test_a_chat_agent_sends_the_rows_images_as_they_are(processor):
+    images = [picture(i, 84, 56) for i in range(2)]
+
+    class Agent(ChatAgentLoop):
+        async def chat(self, client, prompt, **row):
+            reply = await client.chat.completions.create(messages=json.loads(json.dumps(prompt)))
+            more = [reply.choices[0].message, {"role": "user", "content": "Sure?"}]
+            await client.chat.completions.create(messages=[*prompt, *more])
+            with pytest.raises(ValueError, match="as the row's prompt has it"):
+                await client.chat.completions.create(messages=user([{"type": "image"}]))
+            return 1.0
+
+    engine = Script(processor, ["red", "blue"])
+    how = train.Args(max_response_tokens=400, max_model_len=800, max_images=4)
+    (output,) = asyncio.run(Agent(engine, processor.tokenizer, processor, None, how).run({}, **row_with(*images)))
+    assert [i.tobytes() for i in output.images] == [i.tobytes() for i in images]
+    assert [len(i) for i in engine.images] == [2, 2] and output.prompt_ids.count(processor.image_token_id) == 12
+
+
 # ---------------------------------------------------------------- rows
 
 
@@ -690,7 +709,9 @@ FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "
     ("python", ["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2", "--epochs", "2"], {}),
     # micro-batches of one or two trajectories on two ranks, some without any image; fillers
     ("torchrun", ["--tokens_per_micro_batch", "160", "--gradient_checkpointing"], {}),
-    ("python", ["--tokens_per_micro_batch", "160"], {"VISION_TASK_IMAGES": "all"}),
+    # the processor's settings are the engine's
+    ("python", ["--tokens_per_micro_batch", "160", "--engine_args", '{"mm_processor_kwargs": {"max_pixels": 3136}}'],
+     {"VISION_TASK_IMAGES": "all"}),
 ])  # fmt: skip
 def test_train_with_images(by, more, env, cache, tmp_path):  # noqa: F811
     said = run(*FLAGS, *more, "--output_dir", tmp_path / "run", by=by, cache=cache, **env)
