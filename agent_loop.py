@@ -1061,7 +1061,7 @@ class ChatClient:
     def place(self, prompt: list[dict], images: Sequence) -> list[dict]:
         """A row's prompt with its images named in their placeholders, so that its messages can be sent as they are."""
         loaded = [load_image(image) for image in images]
-        keys = [hashlib.sha256(image.tobytes()).hexdigest() for image in loaded]
+        keys = [hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest() for image in loaded]
         self.images |= zip(keys, loaded, strict=True)
         names = iter(keys)
         placed = []
