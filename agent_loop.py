@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -195,6 +196,19 @@ def load_image(source):
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # a file that ends early, a decompression bomb
         raise ValueError(f"an image can't be decoded: {error}") from None
+
+
+def row_image(source):
+    """`load_image` of a row's image, one object for all members of a group: it is sent and preprocessed once.
+
+    A PIL image is what `data.load_rows` has made of it: loaded already.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    return _row_image(source) if isinstance(source, (bytes, str, Path)) else source
+
+
+_row_image = functools.lru_cache(maxsize=64)(load_image)
 
 
 def expand(ids: list[int], images: Sequence, processor) -> list[int]:
@@ -542,7 +556,7 @@ class AgentLoopBase:
         raise TypeError(f"{type(self).__name__} has no run method")
 
     def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
-        return self.begin(list(row["prompt"]), tools, [load_image(image) for image in row.get("images") or ()])
+        return self.begin(list(row["prompt"]), tools, [row_image(image) for image in row.get("images") or ()])
 
     def begin(self, messages: list[dict], tools: list[dict] | None = None, images: Sequence = ()) -> Trajectory:
         """A trajectory with these messages as its prompt; images: PIL images, one for each placeholder in them."""
@@ -1060,7 +1074,7 @@ class ChatClient:
 
     def place(self, prompt: list[dict], images: Sequence) -> list[dict]:
         """A row's prompt with its images named in their placeholders, so that its messages can be sent as they are."""
-        loaded = [load_image(image) for image in images]
+        loaded = [row_image(image) for image in images]
         keys = [hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest() for image in loaded]
         self.images |= zip(keys, loaded, strict=True)
         names = iter(keys)

@@ -29,6 +29,7 @@ from agent_loop import (
     BadInput,
     agent_loop_class,
     expand,
+    load_image,
     open_image,
     render,
     row_kwargs,
@@ -130,10 +131,18 @@ def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) 
 
 
 def place_images(row: dict, where: str) -> None:
-    """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them. Raises BadInput."""
+    """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL images become upright
+    and RGB. Raises BadInput."""
     images = [] if row.get("images") is None else row["images"]
     if not isinstance(images, (list, tuple)):
         raise BadInput(f"{where}: 'images' must be a list of images, got a {type(images).__name__}")
+    lazy = (bytes, str, Path, dict)  # opened where they are used
+    try:
+        images = [image if isinstance(image, lazy) else load_image(image) for image in images]
+    except ValueError as error:
+        raise BadInput(f"{where}: {error}") from None
+    if images:
+        row["images"] = images
     parts = []
     for message in row["prompt"]:
         content = message.get("content")

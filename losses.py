@@ -17,7 +17,6 @@ Everything keeps its input's dtype (float64 stays float64), and a batch without 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -400,7 +399,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     vocab = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
     columns = min(chunk, max(vocab // 64, 256))
     edges = [-1, *sorted(banned), vocab]  # blocks are cut at the ids that are left out
-    blocks = [(start, min(start + columns, stop)) for before, stop in pairwise(edges)
+    blocks = [(start, min(start + columns, stop)) for before, stop in zip(edges, edges[1:])
               for start in range(before + 1, stop, columns)]
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, temperature, blocks, entropy)
     return (logprobs, entropies) if entropy else logprobs

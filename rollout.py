@@ -223,8 +223,8 @@ class Engine:
         """Tokens in, tokens out; waits while the engine sleeps or trains.
 
         `request_id` names the trajectory; the sampling seed is a function of --seed, it and the number of this call.
-        sampling_params are vLLM's, as a dict. Raises ValueError if vLLM refuses the request (a prompt longer than the
-        window, an unknown sampling parameter).
+        sampling_params are vLLM's, as a dict. image_data: PIL images, each with one placeholder in prompt_ids. Raises
+        ValueError if vLLM refuses the request (a prompt longer than the window, an unknown sampling parameter).
         """
         loop = asyncio.get_running_loop()
         turn = self.turns[request_id]

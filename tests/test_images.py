@@ -570,12 +570,13 @@ def test_both_forms_of_a_placeholder():
 
 
 @pytest.mark.parametrize("prompt, images, message", [
-    (user("<image>"), [1, 2], "row 0 of .* has 1 placeholders .* 'images' 2"),
-    (user("none"), [1], "row 0 of .* has 0 placeholders"),
+    (user("<image>"), ["1", "2"], "row 0 of .* has 1 placeholders .* 'images' 2"),
+    (user("none"), ["1"], "row 0 of .* has 0 placeholders"),
+    (user("<image>"), [5], "row 0 of .* 5 can't be read as an image"),
     (user([{"type": "image"}]), [], "row 0 of .* has 1 placeholders .* 'images' 0"),
     (user("<image>"), "path.png", "row 0 of .* must be a list of images, got a str"),
     (user([{"type": "video"}]), [], "row 0 of .* 'text' or 'image', not 'video'"),
-    (user(["<image>"]), [1], "row 0 of .* 'text' or 'image', not '<image>'"),
+    (user(["<image>"]), ["1"], "row 0 of .* 'text' or 'image', not '<image>'"),
 ])  # fmt: skip
 def test_rows_whose_placeholders_do_not_fit_their_images(prompt, images, message):
     with pytest.raises(BadInput, match=message):
@@ -592,6 +593,19 @@ def test_images_as_datasets_give_them(args, processor, tmp_path):
         assert load_image(form).tobytes() == image.tobytes()
     clear = Image.new("RGBA", (56, 56), (255, 0, 0, 0))
     assert load_image(clear).mode == "RGB"
+
+
+def test_the_members_of_a_group_share_the_rows_images(args, processor, tmp_path):
+    """One object: it crosses to the other ranks once, and its pixels are computed once."""
+    picture(1, 84, 56).save(tmp_path / "a.png")
+    raw = (tmp_path / "a.png").read_bytes()
+    for form in (picture(1, 84, 56).convert("RGBA"), str(tmp_path / "a.png"), raw, {"bytes": raw, "path": None}):
+        row = load_one({"prompt": user("<image>"), "images": [form]})
+        loop = SingleTurnLoop(None, processor.tokenizer, processor, None, args)
+        first, second = (loop.start(row).images[0] for _ in range(2))
+        assert first is second and first.tobytes() == picture(1, 84, 56).tobytes()
+    canvas = picture(1, 56, 56)
+    assert load_image(canvas) is not canvas
 
 
 def test_rows_from_parquet(args, processor, tmp_path):
