@@ -8,6 +8,10 @@ there. Outside a rollout phase requests simply wait.
 The engine is a state machine, so that nothing can be generated from stale weights:
 
     asleep --wake_weights--> weights --load_weights(version)--> synced --wake_kv--> awake --sleep--> asleep
+
+With --max_staleness a phase ends while agent loops are still under way: they wait in `generate` over the update, their
+tools go on, and what vLLM was sampling for them goes on under the new weights (`sleep(keep=True)`). With --tp n, n
+ranks in a row share one engine: the first of them, the leader, runs the agent loops, and the others follow its steps.
 """
 
 import asyncio
@@ -15,8 +19,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -24,15 +30,17 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite, reraise_cancellation
-from data import total_reward, without_torchvision
+from data import prompt_order, without_torchvision
 
 
 def seed_of(*parts) -> int:
@@ -62,6 +70,8 @@ class Background:
 
 # ---------------------------------------------------------------- the engine
 
+KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts: those under way still grow
+
 
 @dataclass(eq=False)
 class _Request:
@@ -73,6 +83,7 @@ class _Request:
     images: list | None
     future: asyncio.Future
     loop: asyncio.AbstractEventLoop
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, version) at each suspension
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
@@ -86,6 +97,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         trust_remote_code=args.trust_remote_code,
         # One engine a rank, in the rank's own process, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
+        tensor_parallel_size=args.tp,
         # Sample from softmax(logits / temperature) and report its logprobs: what the trainer computes (trl#4159).
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults from the model's folder
@@ -101,7 +113,8 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
             enforce_eager=True,  # compiling takes longer than a small run
             block_size=32,
             kv_cache_memory_bytes=1 << 30,
-            max_num_batched_tokens=max(8192, args.max_model_len),
+            # A prompt is taken whole: beside a full batch of others that decode, the longest one must still fit.
+            max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
             enable_chunked_prefill=False,  # vLLM's CPU build crashes on request seeds with chunked prefill
         )
     return arguments | json.loads(args.engine_args or "{}")
@@ -113,6 +126,7 @@ class Engine:
     state: "asleep" | "weights" | "synced" | "awake"; version: of the weights loaded last, -1 before the first sync.
     Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded vocabulary's) are never sampled, nor
     is image_token_id, the placeholder of a model that sees images (None: a text model): no image would belong to it.
+    With --tp, every rank has an Engine; `generate` and `step` are the leader's, the others call `follow` meanwhile.
     """
 
     def __init__(
@@ -139,11 +153,16 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
+            if args.tp > 1:
+                _name_shared_memory()
         vision = image_token_id is not None
         if vision:
             without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device, vision))
+        dist.barrier()
+        for file in Path("/dev/shm").glob(f"*{os.environ.get('VLLM_DIST_IDENT', '//')}-*cpushm*"):
+            file.unlink(missing_ok=True)  # every rank has it mapped; unlinked, it is gone with them, however they end
         # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -151,15 +170,19 @@ class Engine:
         if vocab_size or vision:
             self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size, image_token_id))
         self.version = -1
+        self.leader, self.team = _team(args.tp)
         self.lock = threading.Condition()  # guards the five below, which both threads touch
         self.inbox: list[_Request] = []
         self.cancelled: list[_Request] = []
         self.pending: Counter[str] = Counter()  # trajectory -> its calls that wait for tokens
         self.live: set[str] = set()  # trajectories whose agent loop runs (--deterministic waits for them)
         self.poked = False
-        self.turns: Counter[str] = Counter()  # trajectory -> calls so far in this phase; background thread only
-        self.running: dict[str, _Request] = {}  # in vLLM; main thread only
-        self.tokens = 0  # sampled since the engine was built
+        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; background thread only
+        # Main thread only, from here on.
+        self.waiting: list[_Request] = []  # for room in the KV cache
+        self.running: dict[str, _Request] = {}  # in vLLM
+        self.statistics: Counter[str] = Counter()  # since the engine was built: see Phase
+        self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare the ranks of a team
         self.state = "awake"
         self.sleep()
 
@@ -198,18 +221,33 @@ class Engine:
         self.core.wake_up(tags=["kv_cache"])
         self.state = "awake"
 
-    def sleep(self, level: int | None = None) -> None:
+    def sleep(self, level: int | None = None, keep: bool = False) -> None:
         """Frees the KV cache, and the weights' memory (level 1 keeps a copy in host memory, level 2 drops them).
 
-        On CPU nothing is freed, but the transitions and the cache resets are the same.
+        keep: unfinished requests stay and go on after the next wake, under whatever weights there are then; without it
+        they raise RuntimeError. On CPU nothing is freed, but the transitions and the cache resets are the same.
         """
         self._require("awake")
         with self.lock:
-            if self.pending:
+            if self.pending and not keep:
                 raise RuntimeError(f"{sum(self.pending.values())} requests are unfinished: end the rollout phase first")
-        self.core.sleep(level=level or self.args.sleep_level, mode="abort")
-        self.turns.clear()
+        if keep:
+            self._mark_versions()
+        else:
+            self.turns.clear()
+        self.core.sleep(level=level or self.args.sleep_level, mode="keep" if keep else "abort")
         self.state = "asleep"
+
+    def _mark_versions(self) -> None:
+        """Notes how far each request has come under the weights that are about to go."""
+        for state in self.core.output_processor.request_states.values():
+            request = self.running.get(state.external_req_id)
+            if request and (n := state.detokenizer.num_output_tokens()):
+                request.spans.append((n, self.version))
+
+    def suspended(self) -> dict[str, int]:
+        """Trajectories for which a suspended request has sampled tokens, and the version of the first of them."""
+        return {request.request_id: request.spans[0][1] for request in self.running.values() if request.spans}
 
     def close(self) -> None:
         """Ends vLLM, and with it the process group of this process: the last thing a run does."""
@@ -257,6 +295,7 @@ class Engine:
     def leave(self, request_id: str) -> None:
         with self.lock:
             self.live.discard(request_id)
+            self.turns.pop(request_id, None)
             self.lock.notify()
 
     def poke(self) -> None:
@@ -272,38 +311,100 @@ class Engine:
             return True
         if self.args.deterministic and not all(self.pending[t] for t in self.live):
             return False  # a trajectory is still thinking: what it asks next must join this very step
-        return bool(self.inbox or self.running)
+        return bool(self.inbox or self.waiting or self.running)
 
     def step(self, timeout: float = 0.2) -> None:
         """Takes in new requests, runs one model step, hands out finished ones. Waits up to `timeout` s for work."""
         self._require("awake")
+        started, idle = time.perf_counter(), not self.running
         with self.lock:
             ready = self.lock.wait_for(self._ready, timeout)
-            waiting = 0
-            while not self.running and len(self.inbox) > waiting:  # idle so far: a whole wave is on its way, and a
-                waiting = len(self.inbox)  # start with its first few requests would cost model steps
+            n = 0
+            while not self.running and len(self.inbox) > n:  # idle so far: a whole wave is on its way, and a start
+                n = len(self.inbox)  # with its first few requests would cost model steps
                 self.lock.wait(0.002)
             poked, self.poked = self.poked, False
             cancelled, self.cancelled = self.cancelled, []
             arrived: list[_Request] = []
             if ready and not poked:
                 arrived, self.inbox = self.inbox, []
-        self._drop(cancelled, arrived)
-        if poked or not ready:
-            return
-        results: list[tuple[_Request, TokenOutput | Exception]] = []
+        if idle:
+            self.statistics["idle_s"] += time.perf_counter() - started
         if self.args.deterministic:
             arrived.sort(key=lambda request: (request.request_id, request.turn))
-        for request in arrived:
+        self.waiting += arrived
+        aborted = self._drop(cancelled)
+        if poked or not ready:
+            self._advance(aborted, [], False)
+        else:
+            self._advance(aborted, self._fitting(), True)
+
+    def _fitting(self) -> list[_Request]:
+        """Takes from the queue what starts now: turns of trajectories under way, then new ones while the KV cache has
+        room, so that what is cached for a trajectory is not thrown out while its tools run. First come, first served.
+        """
+        cache = self.core.vllm_config.cache_config
+        manager = self.core.engine_core.engine_core.scheduler.kv_cache_manager
+        room = (KV_FULL - manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
+        fitting = [request for request in self.waiting if request.turn]
+        new = [request for request in self.waiting if not request.turn]
+        room -= sum(len(request.prompt_ids) for request in fitting)
+        while new and (room > len(new[0].prompt_ids) or not (fitting or self.running)):
+            room -= len(new[0].prompt_ids)
+            fitting.append(new.pop(0))
+        self.waiting = new
+        return fitting
+
+    def _advance(self, aborted: list[str], added: list[_Request], step: bool) -> None:
+        """What all ranks of a team do in lock step: aborts, additions, then one model step if there is work."""
+        step = step and bool(added or self.running)
+        if not (aborted or added or step):
+            return  # followers are not told of it: they wait
+        if self.team:
+            requests = [(r.id, r.request_id, r.turn, r.prompt_ids, r.params, r.images) for r in added]
+            dist.broadcast_object_list([(aborted, requests, step)], group=self.team, group_src=0)
+        self._deliver(self._run(aborted, added, step))
+
+    def follow(self) -> None:
+        """Does what the leader of this rank's team does, until the leader calls `dismiss`."""
+        while True:
+            command: list = [None]
+            dist.broadcast_object_list(command, group=self.team, group_src=0)
+            if command[0] is None:
+                return
+            aborted, requests, step = command[0]
+            self._run(aborted, [_Request(*request, None, None) for request in requests], step)
+
+    def dismiss(self) -> None:
+        """The leader's phase is over: its followers return from `follow`."""
+        if self.team:
+            dist.broadcast_object_list([None], group=self.team, group_src=0)
+
+    def check_team(self) -> None:
+        """--check_sync: raises RuntimeError unless all ranks of this --tp team sampled the same tokens so far."""
+        if self.team and self.args.check_sync:
+            digests: list = [None] * self.args.tp
+            dist.all_gather_object(digests, self.digest.hexdigest(), group=self.team)
+            if len(set(digests)) > 1:
+                raise RuntimeError(f"the ranks of a --tp team sampled different tokens in version {self.version}")
+
+    def _run(self, aborted: list[str], added: list[_Request], step: bool) -> list[tuple]:
+        """Returns (request, TokenOutput or error) pairs of what came to its end."""
+        if aborted:
+            self.core.abort_request(aborted)
+        for id in aborted:
+            self.running.pop(id, None)
+        results: list[tuple[_Request, TokenOutput | Exception]] = []
+        for request in added:
             try:
                 self._admit(request)
             except Exception as error:  # vLLM refuses this request (its exceptions have no common base); others go on
                 results.append((request, ValueError(str(error))))
-        for output in self.core.step() if self.core.has_unfinished_requests() else ():
+        for output in self.core.step() if step and self.running else ():
             if output.finished:
                 request = self.running.pop(output.request_id)
-                results.append((request, self._result(output)))
-        self._deliver(results)
+                results.append((request, self._result(request, output)))
+        return results
 
     def _admit(self, request: _Request) -> None:
         from vllm import SamplingParams
@@ -322,14 +423,21 @@ class Engine:
         self.core.add_request(request.id, prompt, params)
         self.running[request.id] = request
 
-    def _result(self, output) -> TokenOutput:
+    def _result(self, request: _Request, output) -> TokenOutput:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
-        self.tokens += len(ids)
+        versions: list[int] = []
+        for n, version in [*request.spans, (len(ids), self.version)]:  # n tokens were there when `version` went
+            versions += [version] * (n - len(versions))
+        self.statistics += Counter(
+            tokens=len(ids), prompt_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens or 0
+        )
+        if self.args.check_sync:
+            self.digest.update(repr((request.id, ids)).encode())
         return TokenOutput(
             token_ids=ids,
             logprobs=list(completion.logprobs.logprobs),
-            versions=[self.version] * len(ids),  # weights can't change under a live request: see `sleep`
+            versions=versions,
             stop_reason=completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort",
             prompt_ids=list(output.prompt_token_ids),
         )
@@ -357,12 +465,14 @@ class Engine:
         if self.pending[request.request_id] <= 0:
             del self.pending[request.request_id]
 
-    def _drop(self, cancelled: list[_Request], arrived: list[_Request]) -> None:
+    def _drop(self, cancelled: list[_Request]) -> list[str]:
+        """Forgets requests that nobody awaits any more; returns the ids of those that vLLM has to abort."""
+        aborted = []
         for request in cancelled:
-            if request in arrived:
-                arrived.remove(request)
-            elif self.running.pop(request.id, None):
-                self.core.abort_request([request.id])
+            if request.id in self.running:
+                aborted.append(request.id)
+            elif request in self.waiting:
+                self.waiting.remove(request)
             else:
                 with self.lock:
                     if request not in self.inbox:
@@ -370,18 +480,42 @@ class Engine:
                     self.inbox.remove(request)
             with self.lock:
                 self._settle(request)
+        return aborted
 
     def drain(self) -> None:
         """Gives up every request, for the end of an interrupted phase."""
         with self.lock:
             requests, self.inbox, self.cancelled = self.inbox, [], []
-            requests += self.running.values()
+            requests += [*self.waiting, *self.running.values()]
             self.pending.clear()
             self.live.clear()
-        self.core.abort_request(list(self.running))
-        self.running.clear()
+        self.waiting.clear()
+        self._advance(list(self.running), [], False)
         for request in requests:
             request.loop.call_soon_threadsafe(request.future.cancel)
+
+
+def _name_shared_memory() -> None:
+    """CPU: vLLM names the memory that ranks of a team share after its init method, which for all jobs is "env://"."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
+    dist.broadcast_object_list(name)
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (
+        name[0], int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    )  # fmt: skip
+
+
+def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
+    """Whether this rank leads its --tp group of consecutive ranks, and the group (None of one alone)."""
+    if tp == 1:
+        return True, None
+    rank = dist.get_rank()
+    for first in range(0, dist.get_world_size(), tp):  # every rank takes part in making every group
+        group = dist.new_group(list(range(first, first + tp)), backend="gloo")
+        if first <= rank < first + tp:
+            mine = group
+    return rank % tp == 0, mine
 
 
 def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -419,15 +553,19 @@ class Session:
 
     def __init__(self, engine: Engine, name: str):
         self.engine, self.name, self.generate_s = engine, name, 0.0
+        self.oldest: int | None = None  # version of the first token sampled
 
     async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None) -> TokenOutput:
         started = time.perf_counter()
         try:
-            return await self.engine.generate(
+            out = await self.engine.generate(
                 request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=image_data
             )
         finally:
             self.generate_s += time.perf_counter() - started
+        if self.oldest is None and out.versions:
+            self.oldest = out.versions[0]
+        return out
 
 
 @dataclass
@@ -436,21 +574,28 @@ class Phase:
 
     outputs in (prompt, sample, segment) order; output.extra says which ("prompt", "sample", "segment").
     counts: "failed_agent_loop", "failed_reward", "skipped"; errors: one dict for each failure, with its traceback.
+    statistics, sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, "cached_tokens" of those.
     """
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     errors: list[dict] = field(default_factory=list)
-    tokens: int = 0  # sampled
+    statistics: Counter = field(default_factory=Counter)
+    idle_s: list[float] = field(default_factory=list)  # of each rank: seconds in which its engine had nothing to do
     seconds: float = 0.0
     interrupted: bool = False
     grading: list["Grading"] = field(default_factory=list)  # rewards still being computed: see `grade`
+
+    @property
+    def tokens(self) -> int:
+        return self.statistics["tokens"]
 
     def add(self, other: "Phase") -> None:
         self.outputs += other.outputs
         self.counts += other.counts
         self.errors += other.errors
-        self.tokens += other.tokens
+        self.statistics += other.statistics
+        self.idle_s = [sum(pair) for pair in itertools.zip_longest(self.idle_s, other.idle_s, fillvalue=0.0)]
         self.seconds += other.seconds
         self.interrupted |= other.interrupted
         self.grading += other.grading
@@ -478,6 +623,187 @@ class Workplace:
     args: object
     store: dist.Store  # shared by the ranks: the prompt counters
     should_stop: Callable[[], bool] = lambda: False
+    pool: "AsyncPool | None" = None  # with --max_staleness
+
+
+@dataclass(eq=False)
+class Group:
+    """The trajectories of one prompt, on the rank that drew it. What they bring is in the fields of Phase."""
+
+    number: int
+    left: int  # trajectories not yet at their end
+    dropped: bool = False
+    sessions: list[Session] = field(default_factory=list)
+    brought: Phase = field(default_factory=Phase)
+    grading: Grading = field(default_factory=Grading)
+    tasks: list[asyncio.Task] = field(default_factory=list)
+
+
+class Pool:
+    """The groups that this rank runs, on the background loop; it lives for one phase or, with --max_staleness, for the
+    run. Ranks draw numbers from one counter, each when it has room; below `limit` a number is a prompt to start with.
+
+    kind: "train" | "eval" | "greedy" (ReMax's baselines); with step it makes the trajectories' names, and so their
+    seeds. row_of(number) -> row.
+    """
+
+    def __init__(
+        self, place: Workplace, kind: str, group_size: int, sampling: dict, row_of: Callable[[int], dict], slots: int,
+        draw: Callable[[], int], step: int = 0, limit: int = 0, endless: bool = False,
+    ):  # fmt: skip
+        self.place, self.kind, self.group_size, self.sampling, self.row_of = place, kind, group_size, sampling, row_of
+        self.slots, self.draw, self.step, self.limit, self.endless = slots, draw, step, limit, endless
+        self.next = 0  # the number behind the highest one started with
+        self.name = f"{kind}-{step:08d}"
+        self.groups: dict[int, Group] = {}
+        self.leaving: list[asyncio.Task] = []  # cancelled trajectories of groups that were dropped
+        self.raised = asyncio.Event()  # the limit was
+        self.printed: set[str] = set()
+        self.ended = threading.Event()  # a cancelled future is done at once, its coroutines when tools are released
+        self.future = place.background.submit(self.work())
+        self.future.add_done_callback(lambda _: place.engine.poke())
+
+    async def work(self) -> None:
+        try:
+            room = asyncio.Semaphore(self.slots)
+            async with asyncio.TaskGroup() as tasks:
+                while self.place.engine.leader:  # draws the next prompt only when there is room for it
+                    await room.acquire()
+                    number = self.draw()
+                    while number >= self.limit:
+                        if not self.endless:
+                            return
+                        await self.raised.wait()
+                        self.raised.clear()
+                    group = self.groups[number] = Group(number, self.group_size)
+                    self.next = max(self.next, number + 1)
+                    for j in range(self.group_size):
+                        if j > 0:
+                            await room.acquire()
+                        if group.dropped:
+                            room.release()
+                            break
+                        name = f"{self.kind}-{self.step:08d}-{number:06d}-{j:04d}"
+                        self.place.engine.enter(name)
+                        group.sessions.append(Session(self.place.engine, name))
+                        group.tasks.append(tasks.create_task(self.trajectory(group, j)))
+                        group.tasks[j].add_done_callback(lambda _, name=name: self.leave(name, room))
+        finally:
+            self.ended.set()
+
+    def leave(self, name: str, room: asyncio.Semaphore) -> None:
+        self.place.engine.leave(name)
+        room.release()
+
+    async def trajectory(self, group: Group, j: int) -> None:
+        """Runs one to its end; whatever comes of it is in the group."""
+        place, args, step, session = self.place, self.place.args, self.step, group.sessions[j]
+        row = _own(self.row_of(group.number))  # what an agent does to its messages is not for the others
+        try:
+            cls = agent_loop_class(row, place.task, args)
+            loop = cls(session, place.tokenizer, place.processor, place.task, args)
+            sampling = {"stop_token_ids": place.engine.stop_token_ids, **self.sampling}
+            # The built-in loops mind --trajectory_timeout, and keep what they have; this is for those that don't.
+            patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
+            more = {"step": step, "rollout_n": j, "validate": self.kind == "eval"}
+            async with asyncio.timeout(patience or None):
+                outputs = await loop.run(sampling, **{**row, **more})
+            outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+            if not outputs:
+                group.brought.counts["skipped"] += 1
+            for k, output in enumerate(outputs):
+                if not isinstance(output, AgentLoopOutput):
+                    raise TypeError(f"{cls.__name__}.run returned a {type(output).__name__}, not an AgentLoopOutput")
+                output.extra = {**output.extra, "prompt": group.number, "sample": j, "segment": k}
+                output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
+                said = {"role": "assistant", "content": output.text}
+                output.messages = output.messages or [*row["prompt"], said]
+            if outputs:
+                outputs[-1].metrics["generate_s"] = session.generate_s
+                self.begin_grading(group, j, outputs)
+        except BaseException as error:
+            reraise_cancellation(error)
+            group.brought.counts["failed_agent_loop"] += 1
+            group.brought.errors.append(self.failure("failed_agent_loop", group.number, j))
+        group.left -= 1
+        if not group.left:
+            place.store.add(f"{self.name}/done", 1)
+
+    def begin_grading(self, group: Group, j: int, outputs: list[AgentLoopOutput]) -> None:
+        # Beside the other trajectories, on copies: what a reward function writes comes back with the reward (`grade`).
+        copies = [_copy(output) for output in outputs]
+        for output in outputs:
+            output.reward = None  # until it is known to be one
+        group.brought.outputs += outputs
+        row = _own(self.row_of(group.number))
+        group.grading.tasks[group.number, j] = asyncio.create_task(self.graded(copies, row, group.number, j))
+
+    async def graded(self, outputs: list[AgentLoopOutput], row: dict, number: int, j: int) -> list | dict:
+        args = self.place.args
+        try:
+            async with asyncio.timeout(args.reward_timeout or None):
+                await score(self.place.task, outputs, row, args.filter_metric)
+            return [{field: getattr(output, field) for field in GRADED} for output in outputs]
+        except BaseException as error:
+            reraise_cancellation(error)
+            return self.failure("failed_reward", number, j)
+
+    def failure(self, kind: str, number: int, j: int) -> dict:
+        if kind not in self.printed:  # the first of its kind is shown, all are counted and written with the rollouts
+            self.printed.add(kind)
+            where = f"step {self.step}, prompt {number}, sample {j}"
+            print(f"\n{kind} in {where}:\n{traceback.format_exc()}", file=sys.stderr)
+        return {"prompt": number, "sample": j, "kind": kind, "error": traceback.format_exc()}
+
+    # -- main thread
+
+    def n_done(self) -> int:
+        """Groups done so far, over all ranks."""
+        return self.place.store.add(f"{self.name}/done", 0)
+
+    def run_until(self, over: Callable[[], bool], title: str, total: int, last: bool = True) -> bool:
+        """Steps the engine until `over()`; False if the run was told to stop meanwhile, and everything is given up.
+
+        last: nothing is under way any more then. On a rank that doesn't lead its --tp group: follows its leader until
+        that one's phase is over. Raises what ended the pool itself.
+        """
+        engine, before = self.place.engine, self.place.engine.statistics["tokens"]
+        if not engine.leader:
+            engine.follow()
+            return True
+        started = shown = time.perf_counter()
+        first = self.n_done()
+        try:
+            with _progress(total, title) as bar:
+                while not (over() or self.future.done()):
+                    engine.step(0.02 if self.endless else 0.2)  # other ranks may end an endless pool's phase
+                    if time.perf_counter() - shown > 0.5:
+                        shown = time.perf_counter()
+                        bar.n = self.n_done() - first
+                        rate = (engine.statistics["tokens"] - before) / (shown - started)
+                        bar.set_postfix_str(f"{rate:,.0f} tokens/s in this engine")
+                        if self.place.should_stop():
+                            self.close()
+                            return False
+            if self.future.done():
+                self.future.result()
+            if last:
+                engine.drain()  # calls that were cancelled while the last model step ran
+            return True
+        finally:
+            engine.dismiss()
+
+    def under_way(self) -> bool:
+        """Whether a trajectory is not at its end, or one that was cancelled still releases its tools."""
+        return any(g.left for g in list(self.groups.values())) or not all(task.done() for task in self.leaving)
+
+    def close(self) -> None:
+        """Gives up what is under way: agent loops are cancelled and release their tools, graders are cancelled."""
+        self.future.cancel()
+        self.place.engine.drain()
+        self.ended.wait(timeout=10)
+        for group in self.groups.values():
+            cancel(self.place, group.grading)
 
 
 def rollout(
@@ -492,149 +818,167 @@ def rollout(
 ) -> Phase:
     """Runs group_size trajectories for each row, on all ranks together; the engine must be awake.
 
-    kind: "train" | "eval" | "greedy" (ReMax's baselines); with step it makes the trajectories' names, and so their
-    seeds. first: number of the first row among the step's prompts, when a step has several rollouts of a kind.
+    kind: "train" | "eval" | "greedy". first: number of the first row among the step's prompts, when a step has several
+    rollouts of a kind.
 
     Every rank passes the same rows and gets the same result: whole groups in (prompt, sample) order. A trajectory
     whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
     wait=False: returns when the trajectories are done, while slow graders may still run; `grade` waits for them.
     Raises RuntimeError if nothing is left of a step's first rollout.
     """
-    engine, args = place.engine, place.args
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine, name, numbers = Phase(), f"{kind}-{step:08d}", range(first, first + len(rows))
-    grading = Grading()
-    started, tokens_before = time.perf_counter(), engine.tokens
-    total = len(rows) * group_size
-
+    args, meter, end = place.args, Meter(place.engine), first + len(rows)
     if args.deterministic:  # which rank runs a prompt must not depend on timing
-        draws = iter(i for i in numbers if i % world == rank)
-        slots = total
+        rank, world = dist.get_rank() // args.tp, dist.get_world_size() // args.tp
+        numbers = iter([i for i in range(first, end) if i % world == rank])
     else:  # work is shared: who has room takes the next prompt
-        end = first + len(rows)
-        draws = iter(lambda: min(first + place.store.add(f"{name}-{first}/next", 1) - 1, end), end)
-        # No more than an equal share in flight, or the first rank to start would take everything.
-        slots = max(group_size, min(args.max_concurrent, -(-len(rows) // world) * group_size))
-
-    async def one(i: int, j: int, room: asyncio.Semaphore) -> None:
-        trajectory = f"{name}-{i:06d}-{j:04d}"
-        row = _own(rows[i - first])  # what an agent does to its messages is not for the others
-        try:
-            session = Session(engine, trajectory)
-            try:
-                loop = agent_loop_class(row, place.task, args)(
-                    session, place.tokenizer, place.processor, place.task, args
-                )
-                sampling = {"stop_token_ids": engine.stop_token_ids, **sampling_params}
-                # The built-in loops mind --trajectory_timeout, and keep what they have; this is for those that don't.
-                patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
-                more = {"step": step, "rollout_n": j, "validate": kind == "eval"}
-                async with asyncio.timeout(patience or None):
-                    outputs = await loop.run(sampling, **{**row, **more})
-            finally:
-                engine.leave(trajectory)
-                room.release()
-            outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
-            if not outputs:
-                mine.counts["skipped"] += 1
-                return
-            for k, output in enumerate(outputs):
-                if not isinstance(output, AgentLoopOutput):
-                    raise TypeError(
-                        f"{type(loop).__name__}.run returned a {type(output).__name__}, not an AgentLoopOutput"
-                    )
-                output.extra = {**output.extra, "prompt": i, "sample": j, "segment": k}
-                output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
-                said = {"role": "assistant", "content": output.text}
-                output.messages = output.messages or [*row["prompt"], said]
-            outputs[-1].metrics["generate_s"] = session.generate_s
-        except BaseException as error:
-            reraise_cancellation(error)
-            fail("failed_agent_loop", i, j)
-            return
-        # Beside the other trajectories, on copies: what a reward function writes comes back with the reward (`grade`).
-        copies = [_copy(output) for output in outputs]
-        for output in outputs:
-            output.reward = None  # until it is known to be one
-        mine.outputs += outputs
-        grading.tasks[i, j] = asyncio.create_task(graded(copies, _own(rows[i - first]), i, j))
-        place.store.add(f"{name}-{first}/done", 1)
-
-    async def graded(outputs: list[AgentLoopOutput], row: dict, i: int, j: int) -> list | dict:
-        try:
-            async with asyncio.timeout(args.reward_timeout or None):
-                await score(place.task, outputs, row, args.filter_metric)
-            return [{field: getattr(output, field) for field in GRADED} for output in outputs]
-        except BaseException as error:
-            reraise_cancellation(error)
-            return failure("failed_reward", i, j)
-
-    def fail(kind: str, i: int, j: int) -> None:
-        mine.counts[kind] += 1
-        mine.errors.append(failure(kind, i, j))
-
-    def failure(kind: str, i: int, j: int) -> dict:
-        if kind not in printed:  # the first of its kind is shown, all are counted and written with the rollouts
-            printed.add(kind)
-            print(f"\n{kind} in step {step}, prompt {i}, sample {j}:\n{traceback.format_exc()}", file=sys.stderr)
-        return {"prompt": i, "sample": j, "kind": kind, "error": traceback.format_exc()}
-
-    printed: set[str] = set()
-
-    ended = threading.Event()  # a cancelled future is done at once, its coroutines only when their tools are released
-
-    async def phase() -> None:
-        try:
-            await trajectories()
-        finally:
-            ended.set()
-
-    async def trajectories() -> None:
-        room = asyncio.Semaphore(slots)
-        await room.acquire()
-        async with asyncio.TaskGroup() as tasks:
-            for i in draws:
-                for j in range(group_size):
-                    if j > 0:
-                        await room.acquire()
-                    engine.enter(f"{name}-{i:06d}-{j:04d}")
-                    tasks.create_task(one(i, j, room))
-                await room.acquire()  # draw the next prompt only when there is room for it
-
-    future = place.background.submit(phase())
-    future.add_done_callback(lambda _: engine.poke())
-    interrupted = False
-    with _progress(rank, total, f"{kind} {step}") as bar:
-        shown = started
-        while not future.done():
-            engine.step()
-            if time.perf_counter() - shown > 0.5:
-                shown = time.perf_counter()
-                bar.n = place.store.add(f"{name}-{first}/done", 0)
-                rewards = [total_reward(o) for o in mine.outputs if o.reward is not None]
-                rate = (engine.tokens - tokens_before) * world / (shown - started)
-                bar.set_postfix_str(f"{rate:,.0f} tokens/s, reward {sum(rewards) / max(1, len(rewards)):.3f}")
-                if place.should_stop():
-                    interrupted = True
-                    future.cancel()
-                    break
-    engine.drain()  # nothing, or calls that were cancelled while the last model step ran
-    if interrupted:
-        ended.wait(timeout=10)
-        cancel(place, grading)
-    else:
-        future.result()  # a failure of the phase itself ends the run
-    mine.tokens = engine.tokens - tokens_before
-    # A straggler may still write to `mine`, which must not change while it is sent: an interrupted phase sends nothing.
-    every = _gather(Phase(interrupted=True) if interrupted else mine, started)
-    every.grading = [grading]
+        numbers = _ticket_numbers(place.store, f"{kind}-{step:08d}-{first}/next", first)
+    slots = len(rows) * group_size if args.deterministic else _slots(args, len(rows), group_size)
+    pool = Pool(
+        place, kind, group_size, sampling_params, lambda i: rows[i - first], slots, lambda: next(numbers, end), step,
+        limit=end,
+    )  # fmt: skip
+    finished = pool.run_until(lambda: False, f"{kind} {step}", len(rows))
+    # A straggler may still write to its group, which must not change while it is sent: an interrupted phase sends none.
+    every = _gather(list(pool.groups.values()) if finished else None, meter)
     must_bring = kind != "greedy" and first == 0
     if wait and not every.interrupted:
         grade(place, every, must_bring)
-        every.seconds = time.perf_counter() - started
+        every.seconds = meter.read()[0]
     if must_bring and not every.interrupted and not any(1 in o.response_mask for o in every.outputs):
+        name = f"{kind}-{step:08d}"
         raise RuntimeError(f"{name} brought nothing to learn from ({dict(every.counts)}); {_first_error(every)}")
     return every
+
+
+class Meter:
+    """Seconds and engine statistics of this rank since it was made."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.started, self.before = engine, time.perf_counter(), Counter(engine.statistics)
+
+    def read(self) -> tuple[float, Counter]:
+        return time.perf_counter() - self.started, self.engine.statistics - self.before
+
+
+def _ticket_numbers(store: dist.Store, key: str, first: int) -> Iterator[int]:
+    """first, first + 1, ... each to one rank only."""
+    while True:
+        yield first + store.add(key, 1) - 1
+
+
+def _slots(args, n_groups: int, group_size: int) -> int:
+    """Trajectories under way on one rank: an equal share, or the first rank to start would take everything."""
+    world = dist.get_world_size() // args.tp
+    return max(group_size, min(args.max_concurrent, -(-n_groups // world) * group_size))
+
+
+class AsyncPool(Pool):
+    """Groups that live on over updates, at most --max_staleness versions (AReaL, arXiv 2505.24298, sec. 5).
+
+    `rollout` returns when --prompts_per_step groups are done; the others wait in `generate` while the policy trains,
+    and go on under the next weights. A group's age is that of its oldest sampled token: too old ones are dropped whole
+    and replaced by fresh prompts. Surplus groups carry over to the next phase, the oldest first.
+    """
+
+    def __init__(
+        self, place: Workplace, rows: list[dict], sampling: dict, step: int, prompts_drawn: int = 0,
+        unfinished: Sequence[int] = (),
+    ):  # fmt: skip
+        """prompts_drawn, unfinished: positions in the endless shuffle of the rows (data.prompt_order): where to go on,
+        and those drawn by an earlier run that did not come to be trained on, which are drawn first.
+        """
+        args = place.args
+        self.rows, self.start, self.prompts_drawn, self.unfinished = rows, step, prompts_drawn, list(unfinished)
+        # The same on all ranks: done groups that are gone; groups that were too old; numbers not trained on so far.
+        self.n_gone, self.n_stale, self.pending = 0, 0, set(range(len(self.unfinished)))
+        self.seen = len(self.unfinished)  # numbers below it are known to have been started with, or are unfinished ones
+        numbers = _ticket_numbers(place.store, f"train-{step:08d}-async/next", 0)
+        n_groups = math.ceil(args.oversample * args.prompts_per_step)
+        super().__init__(
+            place, "train", args.group_size, sampling, self.row, _slots(args, n_groups, args.group_size),
+            lambda: next(numbers), step, endless=True,
+        )  # fmt: skip
+
+    def position(self, number: int) -> int:
+        n = len(self.unfinished)
+        return self.unfinished[number] if number < n else self.prompts_drawn + number - n
+
+    def row(self, number: int) -> dict:
+        (i,) = prompt_order(len(self.rows), self.position(number), 1, self.place.args.seed)
+        return self.rows[i]
+
+    def to_resume(self) -> dict:
+        """The arguments prompts_drawn and unfinished of a pool that goes on from here."""
+        unfinished = sorted(map(self.position, self.pending))
+        return {"prompts_drawn": self.position(self.seen), "unfinished": unfinished}
+
+    def rollout(self, step: int) -> Phase:
+        """A batch of whole groups in (prompt, sample) order, the same on every rank.
+
+        The engine must be awake; it is left with requests under way: sleep(keep=True). Rewards may still be on their
+        way: see `grade`. counts["stale_groups"] were dropped. Raises RuntimeError if the batch has no sampled token.
+        """
+        args, meter = self.place.args, Meter(self.place.engine)
+        self.step, batch = step, args.prompts_per_step
+        suspended = self.place.engine.suspended()
+        limit = step - args.max_staleness
+        stale = [n for n, group in list(self.groups.items()) if self.oldest(group, suspended) < limit]
+        gone = [pair for part in _all_gather(self.submit(self.take(stale, drop=True))) for pair in part]
+        self.pending -= {number for number, _ in gone}
+        self.n_gone += sum(done for _, done in gone)
+        self.n_stale += len(gone)
+        # AReaL's capacity: as many batches may have been started by now, besides what was dropped.
+        ahead = min(step + 1 + args.max_staleness, args.num_steps) - self.start
+        self.submit(self.set_limit(ahead * batch + self.n_stale))
+        finished = self.run_until(lambda: self.n_done() - self.n_gone >= batch, f"train {step}", batch, last=False)
+        mine = [(self.oldest(group), n) for n, group in list(self.groups.items()) if not group.left]
+        done, started = zip(*_all_gather((mine if finished else None, self.next)), strict=True)
+        if None in done:
+            return Phase(interrupted=True)
+        chosen = {number for _, number in sorted(itertools.chain(*done))[:batch]}
+        self.pending = (self.pending | set(range(self.seen, max(started)))) - chosen
+        self.seen = max(self.seen, *started)
+        self.n_gone += batch
+        every = _gather([self.groups[number] for number in sorted(chosen & set(self.groups))], meter)
+        self.submit(self.take(chosen))
+        every.counts["stale_groups"] = len(gone)
+        if not any(1 in o.response_mask for o in every.outputs):
+            raise RuntimeError(f"{self.name} brought nothing to learn from: {_first_error(every)}")
+        return every
+
+    def settle(self, give_up: bool = False) -> bool:
+        """For an evaluation: starts nothing new until the next `rollout`, and lets what is under way come to its end
+        (give_up: cancels it). False if the run was told to stop meanwhile.
+        """
+        self.submit(self.set_limit(0))
+        if give_up:
+            self.submit(self.take(list(self.groups), drop=True))
+        return self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))
+
+    def oldest(self, group: Group, suspended: dict[str, int] | None = None) -> int:
+        """The version that sampled a group's first token; the engine's if there is none yet."""
+        versions = [session.oldest for session in group.sessions]
+        versions += [(suspended or {}).get(session.name) for session in group.sessions]
+        return min((v for v in versions if v is not None), default=self.place.engine.version)
+
+    def submit(self, coroutine: Coroutine):
+        """The result of something that must not run beside the pool's own coroutines."""
+        return self.place.background.submit(coroutine).result()
+
+    async def set_limit(self, limit: int) -> None:
+        self.limit = limit
+        self.raised.set()
+
+    async def take(self, numbers: Iterable[int], drop: bool = False) -> list[tuple[int, bool]]:
+        """Takes groups out of the pool, those that this rank has; (number, whether it was done) of each."""
+        groups = [self.groups.pop(number) for number in numbers if number in self.groups]
+        for group in groups:
+            group.dropped = drop
+            for task in [*group.tasks, *group.grading.tasks.values()] if drop else ():
+                task.cancel()
+        self.leaving = [task for task in self.leaving if not task.done()]
+        self.leaving += [task for group in groups for task in group.tasks if not task.done()]
+        return [(group.number, not group.left) for group in groups]
 
 
 def _first_error(phase: Phase) -> str:
@@ -720,20 +1064,35 @@ def _checked(reward) -> float | dict:
     return finite(reward, "a reward")
 
 
-def _gather(mine: Phase, started: float) -> Phase:
-    """Every rank's trajectories to every rank, in (prompt, sample, segment) order."""
-    parts: list[Phase] = [mine] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    every = Phase(seconds=time.perf_counter() - started)
-    for part in parts:
+def _all_gather(x) -> list:
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, x)
+    return parts
+
+
+def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
+    """Every rank's groups to every rank, in (prompt, sample, segment) order; None: this rank was told to stop."""
+    mine = Phase(interrupted=groups is None)
+    for group in groups or ():
+        mine.add(group.brought)
+    meter.engine.check_team()
+    seconds, statistics = meter.read()
+    parts = _all_gather((mine, seconds, statistics))
+    every = Phase(seconds=meter.read()[0])
+    for part, seconds, statistics in parts:
+        idle = statistics.pop("idle_s", 0.0) + every.seconds - seconds  # a rank that is done waits for the others
+        part.statistics, part.idle_s = statistics, []
         every.add(part)
+        every.idle_s.append(idle)
     every.outputs.sort(key=lambda o: (o.extra["prompt"], o.extra["sample"], o.extra["segment"]))
     every.errors.sort(key=lambda e: (e["prompt"], e["sample"]))
+    own = Grading({key: task for group in groups or () for key, task in group.grading.tasks.items()})
+    every.grading = [own]  # one on every rank, for `grade` gathers each
     return every
 
 
-def _progress(rank: int, total: int, title: str):
+def _progress(total: int, title: str):
     from tqdm import tqdm
 
     # disable=None: no bar where the output is a file
-    return tqdm(total=total, desc=title, unit="traj", leave=False, disable=None if rank == 0 else True)
+    return tqdm(total=total, desc=title, unit="prompt", leave=False, disable=None if dist.get_rank() == 0 else True)

@@ -46,7 +46,7 @@ from torch import nn
 import data
 import losses
 from agent_loop import AgentLoopOutput, BadInput, tool_parser
-from rollout import Background, Engine, Phase, Workplace, grade, rollout, seed_of
+from rollout import AsyncPool, Background, Engine, Phase, Workplace, grade, rollout, seed_of
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
@@ -114,10 +114,10 @@ class Args:
     loss_agg: str | None = preset(f"how per-token losses become one number: {' | '.join(losses.AGGREGATIONS)}")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     mask_truncated: bool = flag(False, "no loss on trajectories cut off by a length or turn limit")
-    rollout_correction: str = flag(
-        "none",
+    rollout_correction: str | None = flag(
+        None,
         f"importance weights from the engine's logprobs to the trainer's: {' | '.join(losses.ROLLOUT_CORRECTIONS)}; "
-        "decoupled PPO is icepop with --correction_low 0",
+        "default: none, with --max_staleness decoupled PPO, which is icepop with --correction_low 0",
     )
     correction_low: float | None = flag(None, f"least importance ratio kept; low and high: {CORRECTION_BOUNDS}")
     correction_high: float | None = flag(None, "largest importance ratio: clamped (tis) or dropped (icepop, seq_mask)")
@@ -168,13 +168,20 @@ class Args:
     max_parallel_calls: int = flag(8, "tool calls of one turn that are executed; the model is told about the others")
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut")
     tool_response_truncate_side: str = flag("middle", "what a cut response keeps: left | right | middle (both ends)")
+    # asynchronous rollout (AReaL)
+    max_staleness: int = flag(
+        0, "a rollout ends when its batch is full, the rest goes on after the update, so many versions behind at most"
+    )
+    oversample: float = flag(1.0, "with --max_staleness: prompts under way at once, as a multiple of prompts_per_step")
     # engine
     max_images: int = flag(8, "images in one trajectory, for models that see: the prompt's and those of tools")
+    tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism); each still trains its own share")
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once")
     max_concurrent: int = flag(1024, "trajectories under way on one rank; one that waits for a tool decodes nothing")
     gpu_memory_utilization: float = flag(0.5, "share of the GPU for the engine while it is awake")
     sleep_level: int = flag(2, "while training: 1 keeps the engine's weights in host memory, 2 drops them")
     engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
+    check_sync: bool = flag(False, "verify every weight sync; with --tp also that the ranks sampled the same tokens")
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools"
     )
@@ -193,7 +200,9 @@ class Args:
         for name, value in values.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        low, high = CORRECTION_BOUNDS.get(self.rollout_correction, (0.0, 1.0))
+        if self.rollout_correction is None:
+            self.rollout_correction = "icepop" if self.max_staleness else "none"
+        low, high = self.correction_bounds()
         self.correction_low = low if self.correction_low is None else self.correction_low
         self.correction_high = high if self.correction_high is None else self.correction_high
 
@@ -205,6 +214,11 @@ class Args:
             of_loss = base | PRESETS.get(self.policy_loss, {})
             values |= {name: of_loss[name] for name in ("clip_low", "clip_high")}
         return values
+
+    def correction_bounds(self) -> tuple[float, float]:
+        """Defaults of --correction_low and --correction_high; under staleness a small ratio is nothing to drop."""
+        low, high = CORRECTION_BOUNDS.get(self.rollout_correction, (0.0, 1.0))
+        return (0.0 if self.max_staleness else low), high
 
     def describe_algo(self) -> str:
         """The preset's flags and their values, those that the user changed marked *."""
@@ -263,10 +277,10 @@ def check_args(args: Args) -> None:
     }
     not_negative = """num_steps warmup_steps eval_every save_every show_every max_assistant_turns max_user_turns kl_coef
         eval_temperature weight_decay clip_low clip_high clip_c entropy_coef correction_low kl_target reward_clip
-        overlong_buffer critic_warmup gamma lam trajectory_timeout reward_timeout"""
+        overlong_buffer critic_warmup gamma lam trajectory_timeout reward_timeout max_staleness"""
     positive = """prompts_per_step group_size epochs tokens_per_micro_batch max_prompt_tokens max_response_tokens
         temperature max_num_seqs tool_timeout max_tool_response_tokens max_grad_norm keep_checkpoints value_clip
-        max_gen_batches kl_horizon correction_high max_parallel_calls max_concurrent max_images"""
+        max_gen_batches kl_horizon correction_high max_parallel_calls max_concurrent max_images tp"""
     for name, allowed in choices.items():
         value = getattr(args, name)
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
@@ -301,9 +315,19 @@ def check_args(args: Args) -> None:
         not args.kl_target or args.kl_horizon >= step * args.group_size,
         f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a step's {step * args.group_size}",
     )
+    need(args.oversample >= 1, f"--oversample {args.oversample} must be at least 1")
+    need(
+        args.oversample == 1 or args.max_staleness > 0,
+        f"--oversample {args.oversample} without --max_staleness would train on whatever finishes first, which favours "
+        "short answers: give --max_staleness 1 or more",
+    )
+    if args.max_staleness:
+        need(not args.deterministic, "--deterministic needs --max_staleness 0: what is done when depends on timing")
+        need(estimator != "remax", "--adv_estimator remax samples its baselines anew: it needs --max_staleness 0")
+        need(args.max_gen_batches == 1, "--max_gen_batches above 1 (dynamic sampling) needs --max_staleness 0")
     # A flag without effect is a mistake that would only show in the results.
     defaults = {field.name: field.default for field in dataclasses.fields(Args)} | args.preset_values()
-    bounds = CORRECTION_BOUNDS[args.rollout_correction]
+    bounds = args.correction_bounds()
     defaults |= {"correction_low": bounds[0], "correction_high": bounds[1]}
     with_critic, clipped = estimator == "gae", args.policy_loss != "reinforce"
     for names, used, where in (
@@ -395,6 +419,9 @@ def check_model(args: Args) -> None:
             f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.max_model_len}, but the "
             f"model's window is {window} tokens"
         )
+    heads = getattr(text, "num_attention_heads", args.tp)
+    if heads % args.tp:
+        raise BadInput(f"--tp {args.tp} must divide the model's {heads} attention heads")
     # What scales or caps the logits outside the head would make the trainer's logprobs silently wrong.
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
         if getattr(text, name, neutral) not in (neutral, None):
@@ -682,6 +709,8 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
     """Mean reward on the validation rows, with evaluation's own sampling parameters."""
     args = place.args
     sync(place.engine, policy, step)
+    if place.pool and not place.pool.settle(give_up=step == args.num_steps):
+        return {}
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     phase = rollout(place, rows, step, 1, sampling, kind="eval")
     if phase.interrupted:
@@ -712,6 +741,7 @@ def save_checkpoint(folder: Path, step: int, run: "Run", keep: int) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = {"step": step, "prompts_drawn": run.prompts_drawn, "kl_coef": run.kl.coef}
+        state |= run.place.pool.to_resume() if run.place.pool else {}
         (temporary / "step.json").write_text(json.dumps(state))
         os.rename(temporary, target)
         for old in checkpoints(folder)[:-keep]:
@@ -795,7 +825,7 @@ class Log:
     def format(metrics: dict, name: str, pattern: str) -> str:
         return pattern.format(metrics[name]) if name in metrics else " " * len(pattern.format(0.0))
 
-    def rollouts(self, name: str, phase: Phase, rows: list[dict]) -> None:
+    def rollouts(self, name: str, phase: Phase, rows: list[dict] | dict[int, dict]) -> None:
         """Every trajectory of a phase, and every failure, as one JSON line each; nothing of an empty phase."""
         if not self.is_main or not (phase.outputs or phase.errors):
             return
@@ -859,12 +889,15 @@ def git_hash() -> str:
         return ""
 
 
-def step_metrics(phase: Phase, greedy: Phase, outputs: list, groups: torch.Tensor, batch: dict, args: Args) -> dict:
+def step_metrics(
+    phase: Phase, greedy: Phase, outputs: list, groups: torch.Tensor, batch: dict, version: int, args: Args
+) -> dict:
     """What a step's rollout says about itself and about the engine: trajectories of the whole phase, groups and
     logprobs of the outputs that were learned from; groups (N,) as in data.Rollouts."""
-    mask = batch["response_mask"].bool()
+    mask, statistics = batch["response_mask"].bool(), phase.statistics
     sizes = groups.unique(return_counts=True)[1]
-    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[mask]  # engine against trainer
+    current = mask & (batch["versions"] == version)  # of other weights' tokens the trainer's logprobs differ rightly
+    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[current]  # engine against trainer
     metrics = data.describe(phase.outputs) | {
         "rollout/logp_diff_mean": difference.mean().item() if len(difference) else 0.0,
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
@@ -874,8 +907,16 @@ def step_metrics(phase: Phase, greedy: Phase, outputs: list, groups: torch.Tenso
         "rollout/zero_std_groups": len(sizes) - len(data.groups_with_signal(outputs, "total")),
         **{f"rollout/{name}": phase.counts[name] for name in ("failed_agent_loop", "failed_reward", "skipped")},
         "timing/rollout_s": phase.seconds,
+        "timing/idle_s": phase.idle_s,
         "throughput/tokens_per_s": phase.tokens / phase.seconds,
+        "throughput/idle_share": fmean(phase.idle_s) / phase.seconds,  # of the engines' time in the rollout
+        "throughput/prefix_cache_hit_rate": statistics["cached_tokens"] / max(1, statistics["prompt_tokens"]),
     }
+    if args.max_staleness:
+        oldest = batch["versions"].masked_fill(~mask, version).amin(-1)  # (B,)
+        metrics["rollout/staleness_mean"] = (version - oldest).double().mean().item()
+        metrics["rollout/staleness_max"] = int((version - oldest).max())
+        metrics["rollout/stale_groups"] = phase.counts["stale_groups"]  # dropped
     if args.rollout_correction != "none":
         _, stats = correction(batch["logprobs_old"], batch["logprobs_rollout"], mask, args)
         means = {name: x[mask].double().mean().item() if mask.any() else 0.0 for name, x in stats.items()}
@@ -899,8 +940,12 @@ class Stop:
 
     def __init__(self, store: dist.Store):
         self.store, self.flag, self.first, self.asked = store, False, 0.0, 0.0
+        self.over = False  # the run is: ranks may go
         signal.signal(signal.SIGINT, self.signalled)
         signal.signal(signal.SIGTERM, self.signalled)
+        pids: list = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        threading.Thread(target=self.watch_ranks, args=(pids,), daemon=True).start()
         if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):  # not a shell: that may close
             threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -924,6 +969,16 @@ class Stop:
         time.sleep(600)
         os._exit(1)
 
+    def watch_ranks(self, pids: list[int]) -> None:
+        """Ends this process when that of another rank is gone: it would wait for its part in vain."""
+        while not self.over:
+            time.sleep(0.5)
+            for rank, pid in enumerate(pids):
+                if not alive(pid) and not self.over and threading.main_thread().is_alive():
+                    print(f"rank {rank} (process {pid}) is gone: rank {dist.get_rank()} ends too", file=sys.stderr)
+                    sys.stderr.flush()
+                    os._exit(1)
+
     def requested(self) -> bool:
         """Whether this rank or any other was told to stop; asks the others at most twice a second."""
         if self.flag:
@@ -937,6 +992,15 @@ class Stop:
         """The same answer on all ranks; they all call it."""
         self.flag = bool(all_sum(torch.tensor(float(self.requested()))) > 0)
         return self.flag
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host runs; a dead one that its parent has not asked about yet does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def start_processes(args: Args):
@@ -1027,6 +1091,8 @@ def setup(args: Args) -> Run:
     disable_progress_bar()  # of loading and saving weights
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once: as it should be
     accelerator, store = start_processes(args)
+    if dist.get_world_size() % args.tp:
+        raise BadInput(f"--tp {args.tp} must divide the number of processes, {dist.get_world_size()}")
     is_main, device = accelerator.is_main_process, accelerator.device
     if own_model:
         with accelerator.main_process_first():
@@ -1074,6 +1140,10 @@ def setup(args: Args) -> Run:
     if checkpoint:
         accelerator.load_state(str(checkpoint))
     place = Workplace(engine, Background(), task, tokenizer, processor, args, store, stop.requested)
+    drawn = {"prompts_drawn": state.get("prompts_drawn", start * args.prompts_per_step)}
+    if args.max_staleness:
+        drawn["unfinished"] = state.get("unfinished", [])
+        place.pool = AsyncPool(place, rows, {"temperature": args.temperature}, start, **drawn)
     n_parameters = sum(p.numel() for p in policy.parameters())
     log.say(
         f"{args.task}: {len(rows)} training rows ({n_read - len(rows)} overlong ones dropped), "
@@ -1099,7 +1169,7 @@ def setup(args: Args) -> Run:
         val_rows,
         *trained,
         start,
-        state.get("prompts_drawn", start * args.prompts_per_step),
+        drawn["prompts_drawn"],
     )
 
 
@@ -1118,6 +1188,7 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
         run.log.say(f"stopped after step {steps_done}{more}")
     run.log.close()
     run.place.background.close()
+    run.stop.over = True
     dist.barrier()
     run.place.engine.close()
 
@@ -1125,13 +1196,17 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
 # ---------------------------------------------------------------- the algorithm
 
 
-def collect(run: Run, args: Args, step: int) -> tuple[Phase, list[dict], list[AgentLoopOutput]]:
+def collect(run: Run, args: Args, step: int) -> tuple[Phase, list[dict] | dict, list[AgentLoopOutput]]:
     """One step's rollout: all that was generated, the rows by prompt number, and the outputs to learn from.
 
     Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): a group whose members are alike in --filter_metric is replaced
     by a fresh prompt's. After --max_gen_batches rollouts such groups fill what is still missing; what is left out is
     marked extra["filtered"]. With 1, the default, every group stays, and rewards may still be on their way (`grade`).
     """
+    if run.place.pool:
+        phase = run.place.pool.rollout(step)
+        numbers = {x["prompt"] for x in [*(o.extra for o in phase.outputs), *phase.errors]}
+        return phase, {number: run.place.pool.row(number) for number in numbers}, phase.outputs
     phase, rows, signal = Phase(), [], set()
     filtering = args.max_gen_batches > 1  # needs the rewards now; else graders go on beside the logprob passes
     for _ in range(args.max_gen_batches):
@@ -1263,7 +1338,7 @@ def main(args: Args) -> None:
             greedy = rollout(run.place, rows, step, 1, {"temperature": 0.0}, kind="greedy", wait=False)
         if phase.interrupted or greedy.interrupted:
             break
-        engine.sleep()
+        engine.sleep(keep=args.max_staleness > 0)
 
         # ---- 2. score: logprobs_old, logprobs_ref and values only where they are used; rewards that are still missing
         train_started = time.perf_counter()
@@ -1314,7 +1389,7 @@ def main(args: Args) -> None:
         steps_done = step + 1
 
         # ---- 5. log, evaluate, save
-        metrics = {"step": steps_done} | step_metrics(phase, greedy, outputs, rollouts.groups, batch, args)
+        metrics = {"step": steps_done} | step_metrics(phase, greedy, outputs, rollouts.groups, batch, step, args)
         metrics |= shaped | {"actor/lr": lr}
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         if critic:

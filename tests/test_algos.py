@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -229,11 +230,11 @@ def collected(outcome, monkeypatch, **flags):
         calls.append((first, [row["index"] for row in rows]))
         outputs = [output(first + i, j, "1", reward) for i in range(len(rows)) for j in range(group_size)
                    if (reward := outcome(first + i, j)) is not None]  # fmt: skip
-        return Phase(outputs=outputs, tokens=len(outputs), seconds=1.0)
+        return Phase(outputs=outputs, statistics=Counter(tokens=len(outputs)), seconds=1.0)
 
     monkeypatch.setattr(train, "rollout", made_up)
     args = Args(algo="dapo", prompts_per_step=4, group_size=2, **flags)
-    run = SimpleNamespace(rows=[{"index": i} for i in range(10)], place=None, prompts_drawn=6)
+    run = SimpleNamespace(rows=[{"index": i} for i in range(10)], place=SimpleNamespace(pool=None), prompts_drawn=6)
     phase, rows, outputs = train.collect(run, args, step=3)
     return phase, rows, outputs, calls, run, args
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import vision_task
+from conftest import run
 from PIL import Image
-from test_train import cache, run  # noqa: F401
 from vision_task import Looker, picture
 
 import agent_loop
@@ -727,7 +727,7 @@ FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "
     ("python", ["--tokens_per_micro_batch", "160", "--engine_args", '{"mm_processor_kwargs": {"max_pixels": 3136}}'],
      {"VISION_TASK_IMAGES": "all"}),
 ])  # fmt: skip
-def test_train_with_images(by, more, env, cache, tmp_path):  # noqa: F811
+def test_train_with_images(by, more, env, cache, tmp_path):
     said = run(*FLAGS, *more, "--output_dir", tmp_path / "run", by=by, cache=cache, **env)
     assert "tokens of an image]" in said and PLACE not in said
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -747,7 +747,7 @@ def test_train_with_images(by, more, env, cache, tmp_path):  # noqa: F811
     assert out["input_ids"][0].count(processor.image_token_id) == 4
 
 
-def test_images_for_a_text_model_end_with_one_line(tiny_model, cache, tmp_path):  # noqa: F811
+def test_images_for_a_text_model_end_with_one_line(tiny_model, cache, tmp_path):
     said = run(
         "--task", "tests/vision_task.py", "--model", tiny_model, "--output_dir", tmp_path / "x", cache=cache, code=2
     )

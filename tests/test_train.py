@@ -1,7 +1,6 @@
 """Whole runs with real vLLM, one rank and two: numbers that repeat, kills that lose nothing, input that is wrong."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, generate
+from conftest import REPO, TINY, generate, lines, metrics_of, run, started, wait_for
 from gradient_worker import gradients
 
 import agent_loop
@@ -25,69 +24,10 @@ import train
 from agent_loop import BadInput
 from train import Args, check_args, parse_args
 
-TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--num_steps", "6", "--prompts_per_step", "4",
-        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32",
-        "--tokens_per_micro_batch", "256",
-        "--eval_every", "3", "--save_every", "2"]  # fmt: skip
-
-
 LOGGED = """reward/mean actor/pg_loss actor/clipfrac actor/ppo_kl actor/entropy actor/kl actor/grad_norm critic/vf_loss
     critic/explained_var prompt_length/mean response_length/mean response_length/clipped_ratio num_turns/mean
     timing/rollout_s timing/train_s timing/sync_s timing/generate_s_min timing/generate_s_mean timing/generate_s_max
     timing/tool_s_min timing/tool_s_mean timing/tool_s_max throughput/tokens_per_s"""
-
-
-@contextlib.contextmanager
-def started(*flags: str, by: str = "python", cache: Path, **env: str):
-    """A training process in a session of its own; whatever is left of it is killed at the end."""
-    port = str(29600 + os.getpid() % 300)
-    launchers = {
-        "python": [],
-        "accelerate": ["-m", "accelerate.commands.launch"],
-        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
-    }
-    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of this process's engine
-    env = {k: v for k, v in os.environ.items() if k not in own} | {
-        "XDG_CACHE_HOME": str(cache),
-        "OMP_NUM_THREADS": "1",
-        **env,
-    }
-    launcher = [sys.executable, *launchers[by]]
-    process = subprocess.Popen([*launcher, "train.py", *map(str, flags)], cwd=REPO, env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def run(*flags: str, by: str = "python", cache: Path, code: int = 0, **env: str) -> str:
-    with started(*flags, by=by, cache=cache, **env) as process:
-        output, _ = process.communicate(timeout=400)
-    assert process.returncode == code, output
-    return output
-
-
-def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing/", "throughput/"))} for row in rows]
-
-
-def wait_for(condition, seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 # ---------------------------------------------------------------- whole runs

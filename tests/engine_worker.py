@@ -1,0 +1,85 @@
+"""Run by test_tp.py: an engine on every rank; the leaders generate for fixed prompts; rank 0 writes what came out.
+
+torchrun --nproc_per_node 2 tests/engine_worker.py MODEL TP OUT
+"""
+
+import asyncio
+import os
+import random
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from rollout import Background, Engine
+from train import Args
+
+PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(12)]
+
+
+def main(model: str, tp: int, out: str) -> None:
+    dist.init_process_group("gloo")
+    args = Args(model=model, dtype="float32", tp=tp, max_model_len=128, max_response_tokens=64, check_sync=True)
+    engine, background = Engine(model, args, torch.device("cpu")), Background()
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    async def calls(version: int) -> list:
+        """One prompt is refused, one call is given up half-way, the rest come back; a second turn goes on from them."""
+
+        async def one(i: int, prompt: list[int]):
+            sampling = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+            name = f"{version}-{i}"
+            first = await engine.generate(request_id=name, prompt_ids=prompt, sampling_params=sampling)
+            second = await engine.generate(
+                request_id=name, prompt_ids=prompt + first.token_ids + [7, 8], sampling_params=sampling
+            )
+            return first, second
+
+        lost = asyncio.create_task(one(98, [5] * 10))
+        tasks = [asyncio.create_task(one(i, prompt)) for i, prompt in enumerate([*PROMPTS, [3] * 200])]
+        await asyncio.wait(tasks[:1])
+        lost.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = []
+    for version in range(2):
+        with torch.no_grad():
+            for i, parameter in enumerate(weights.parameters()):
+                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i + version))
+        engine.wake_weights()
+        engine.load_weights(((name, p.detach()) for name, p in weights.named_parameters()), version)
+        engine.wake_kv()
+        if engine.leader:
+            future = background.submit(calls(version))
+            future.add_done_callback(lambda _: engine.poke())
+            while not future.done():
+                engine.step()
+            engine.drain()
+            engine.dismiss()
+            results += [[vars(part) for part in r] if isinstance(r, tuple) else repr(r) for r in future.result()]
+        else:
+            engine.follow()
+            assert engine.digest.digest() != type(engine.digest)().digest()  # it sampled as well
+        engine.check_team()
+        assert not engine.core.has_unfinished_requests() and not engine.running
+        engine.sleep()
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.barrier()
+    if tp > 1:  # a rank that sampled otherwise is found
+        engine.digest.update(bytes(dist.get_rank()))
+        try:
+            engine.check_team()
+            sys.exit("check_team found nothing")
+        except RuntimeError as error:
+            assert "sampled different tokens" in str(error)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
