@@ -11,17 +11,21 @@ Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/ag
 """
 
 import asyncio
+import base64
 import contextvars
 import copy
 import enum
 import functools
+import hashlib
 import inspect
+import io
 import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -39,7 +43,7 @@ class TokenOutput:
 
     token_ids, logprobs, versions have one entry a sampled token: its id, its log-probability under the sampling
     temperature, and the version of the weights that sampled it. The stop token, if one was sampled, is included.
-    prompt_ids is the prompt as the engine saw it.
+    prompt_ids is the prompt as the engine saw it: an image's placeholder repeated for every token the image takes.
     """
 
     token_ids: list[int]
@@ -50,7 +54,10 @@ class TokenOutput:
 
 
 class GeneratesTokens(Protocol):
-    """Any object with this method is an engine: the real one, or a scripted one in a test."""
+    """Any object with this method is an engine: the real one, or a scripted one in a test.
+
+    prompt_ids has ONE placeholder for each image of image_data, a list of PIL images.
+    """
 
     async def generate(
         self, *, request_id: str, prompt_ids: list[int], sampling_params: dict, image_data: list | None = None
@@ -67,6 +74,7 @@ class AgentLoopOutput:
     The four response_* lists have one entry a response token. response_mask is 1 where the policy sampled the token,
     0 for tool, user and template tokens; there the logprob is 0.0 and the version -1. turn_rewards holds
     (index into response_ids, reward) pairs. num_turns = assistant turns + user/tool turns + 1, as in verl.
+    images: PIL images in the order of their placeholders, which the ids have in full, one for each token of an image.
 
     Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, or the stop reason is unknown.
     """
@@ -158,12 +166,79 @@ def turn_suffix(
     return ids[1:] if ended and ids[0] == stop else ids
 
 
+# ---------------------------------------------------------------- images
+
+
+def open_image(source):
+    """A PIL image from a PIL image, a path, bytes, or the {"bytes", "path"} dict of Hugging Face's data files.
+
+    Of a file only the header is read: enough for its size. Raises ValueError if it is no image.
+    """
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    try:
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except Exception as error:  # PIL, the file system and a wrong type each have their own
+        said = f"{len(source)} bytes" if isinstance(source, bytes) else repr(source)[:80]
+        raise ValueError(f"{said} can't be read as an image: {error}") from None
+
+
+def load_image(source):
+    """`open_image`, upright and in RGB: pixels that the engine and the trainer see alike. Raises ValueError."""
+    from PIL import ImageOps
+
+    image = open_image(source)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # a file that ends early, a decompression bomb
+        raise ValueError(f"an image can't be decoded: {error}") from None
+
+
+def row_image(source):
+    """`load_image` of a row's image, one object for all members of a group: it is sent and preprocessed once.
+
+    A PIL image is what `data.load_rows` has made of it: loaded already.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    return _row_image(source) if isinstance(source, (bytes, str, Path)) else source
+
+
+_row_image = functools.lru_cache(maxsize=64)(load_image)
+
+
+def expand(ids: list[int], images: Sequence, processor) -> list[int]:
+    """Repeats the one placeholder of each image for every token that the image takes: what the model is fed.
+
+    Raises ValueError if there are not as many placeholders as images, or an image has a shape the model does not take.
+    """
+    if processor is None:  # a text model
+        if images:
+            raise ValueError("there are images, and this model reads text only")
+        return ids
+    placeholder = processor.image_token_id
+    if ids.count(placeholder) != len(images):
+        raise ValueError(f"there are {len(images)} images, but {ids.count(placeholder)} placeholders in the text")
+    if not images:
+        return ids
+    sizes = [(image.height, image.width) for image in images]
+    counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+    return [token for i in ids for token in ([i] * next(counts) if i == placeholder else [i])]
+
+
 # ---------------------------------------------------------------- tools and interactions
 
 
 @dataclass
 class ToolResponse:
-    """What a tool says back: text for the model, and optionally a reward and metrics for the trajectory."""
+    """What a tool says back: text and images for the model, and optionally a reward and metrics for the trajectory.
+
+    images: anything `open_image` takes.
+    """
 
     text: str = ""
     images: list = field(default_factory=list)
@@ -371,11 +446,15 @@ class Trajectory:
     """The growing token lists of one trajectory; the only place where they are appended to, in lock step.
 
     `fork` starts a new token sequence where the history was rewritten; `outputs` then has one entry for each.
+    request_ids are prompt and response as the engine is asked, with one placeholder an image; see `expand`.
     """
 
-    def __init__(self, messages: list[dict], prompt_ids: list[int]):
+    def __init__(
+        self, messages: list[dict], prompt_ids: list[int], request_ids: list[int] | None = None, images: Sequence = ()
+    ):
         self.request_id = uuid4().hex
         self.messages = list(messages)
+        self.images = list(images)
         self.finished: list[AgentLoopOutput] = []  # sequences before the last fork
         self.metrics: dict[str, Any] = {}
         self.assistant_turns = self.user_turns = 0
@@ -383,10 +462,11 @@ class Trajectory:
         self.ended = True  # whether the last assistant turn ended with a stop token
         self.tool_calls: list[dict] = []  # of the last assistant turn, still to be executed
         self.extra: dict[str, Any] = {}
-        self._begin(prompt_ids)
+        self._begin(prompt_ids, request_ids)
 
-    def _begin(self, prompt_ids: list[int]) -> None:
+    def _begin(self, prompt_ids: list[int], request_ids: list[int] | None) -> None:
         self.prompt_ids = prompt_ids
+        self.request_ids = list(prompt_ids if request_ids is None else request_ids)
         self.response_ids: list[int] = []
         self.response_mask: list[int] = []
         self.response_logprobs: list[float] = []
@@ -398,12 +478,12 @@ class Trajectory:
         """Response tokens so far, over all sequences."""
         return sum(len(output.response_ids) for output in self.finished) + len(self.response_ids)
 
-    def fork(self, prompt_ids: list[int]) -> None:
+    def fork(self, prompt_ids: list[int], request_ids: list[int] | None = None) -> None:
         """Ends the token sequence here and starts another one whose prompt is the rewritten history."""
         metrics, self.metrics = self.metrics, {}  # they are the trajectory's: on its last output only
         self.finished.append(self.output())
         self.metrics = metrics
-        self._begin(prompt_ids)
+        self._begin(prompt_ids, request_ids)
         self.count("forks")
 
     def add_sampled(self, out: TokenOutput) -> None:
@@ -412,13 +492,16 @@ class Trajectory:
                 f"the engine returned {len(out.token_ids)} tokens, but {len(out.logprobs)} logprobs and "
                 f"{len(out.versions)} versions"
             )
+        self.request_ids += out.token_ids
         self.response_ids += out.token_ids
         self.response_mask += [1] * len(out.token_ids)
         self.response_logprobs += out.logprobs
         self.response_versions += out.versions
         self.assistant_turns += 1
 
-    def add_given(self, ids: list[int]) -> None:
+    def add_given(self, ids: list[int], request_ids: list[int] | None = None) -> None:
+        """Tokens of a tool, a user or the template; request_ids: the same with one placeholder an image."""
+        self.request_ids += ids if request_ids is None else request_ids
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.response_logprobs += [0.0] * len(ids)
@@ -454,6 +537,7 @@ class Trajectory:
             num_turns=self.assistant_turns + self.user_turns + 1,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
+            images=list(self.images),
             extra=dict(self.extra),  # each output of a fork gets its own number
         )
 
@@ -472,8 +556,12 @@ class AgentLoopBase:
         raise TypeError(f"{type(self).__name__} has no run method")
 
     def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
-        messages = list(row["prompt"])
-        return Trajectory(messages, render(self.tokenizer, messages, tools))
+        return self.begin(list(row["prompt"]), tools, [row_image(image) for image in row.get("images") or ()])
+
+    def begin(self, messages: list[dict], tools: list[dict] | None = None, images: Sequence = ()) -> Trajectory:
+        """A trajectory with these messages as its prompt; images: PIL images, one for each placeholder in them."""
+        ids = render(self.tokenizer, messages, tools)
+        return Trajectory(messages, expand(ids, images, self.processor), ids, images)
 
     def room(self, trajectory: Trajectory) -> int:
         """Response tokens that still fit: the smaller of the response budget and the model's window."""
@@ -483,22 +571,33 @@ class AgentLoopBase:
             room = min(room, self.args.max_model_len - used)
         return room
 
-    def append(self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None, stops: set[int]) -> bool:
+    def append(
+        self,
+        trajectory: Trajectory,
+        messages: list[dict],
+        tools: list[dict] | None,
+        stops: set[int],
+        images: Sequence = (),
+    ) -> bool:
         """Appends tool or user messages as a template suffix, or forks where the template rewrites the history.
 
+        images: PIL images, one for each placeholder in the messages.
         False if no room would be left for a token of reply: then nothing is appended, and the stop reason is "length".
         """
         try:
-            ids = turn_suffix(self.tokenizer, trajectory.messages, messages, stops, trajectory.ended, tools)
+            request = turn_suffix(self.tokenizer, trajectory.messages, messages, stops, trajectory.ended, tools)
+            ids = expand(request, images, self.processor)
             fits, take = len(ids) < self.room(trajectory), trajectory.add_given
         except RewritesHistory:
-            ids = render(self.tokenizer, trajectory.messages + messages, tools)
+            request = render(self.tokenizer, trajectory.messages + messages, tools)
+            ids = expand(request, [*trajectory.images, *images], self.processor)
             window = self.args.max_model_len or len(ids) + 1
             fits, take = len(ids) < window and trajectory.n_response < self.args.max_response_tokens, trajectory.fork
         if not fits:
             trajectory.stop_reason = "length"
             return False
-        take(ids)
+        take(ids, request)
+        trajectory.images += images
         trajectory.messages += messages
         trajectory.user_turns += 1
         return True
@@ -509,11 +608,18 @@ class AgentLoopBase:
         if max_tokens < 1:
             trajectory.stop_reason = "length"
             return None
+        images = {"image_data": list(trajectory.images)} if trajectory.images else {}
         out = await self.engine.generate(
             request_id=trajectory.request_id,
-            prompt_ids=trajectory.prompt_ids + trajectory.response_ids,
+            prompt_ids=list(trajectory.request_ids),
             sampling_params={**sampling_params, "max_tokens": max_tokens},
+            **images,
         )
+        if images and out.prompt_ids != trajectory.prompt_ids + trajectory.response_ids:
+            raise ValueError(
+                f"the engine and the processor disagree about the tokens of the images: {len(out.prompt_ids)} prompt "
+                f"tokens against {len(trajectory.prompt_ids) + len(trajectory.response_ids)}"
+            )
         trajectory.add_sampled(out)
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = bool(out.token_ids) and out.token_ids[-1] in stops
@@ -525,6 +631,11 @@ class AgentLoopBase:
             trajectory.stop_reason = out.stop_reason
             return None
         return self.tokenizer.decode(content, skip_special_tokens=False)
+
+    def plain(self, text: str) -> str:
+        """`clean`, and nothing in it that the tokenizer would take for the placeholder of an image."""
+        text, placeholder = clean(text), getattr(self.processor, "image_token", None)
+        return text.replace(placeholder, " ") if placeholder else text
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
         eos = self.tokenizer.eos_token_id
@@ -702,15 +813,24 @@ class ToolAgentLoop(AgentLoopBase):
         responses = await asyncio.gather(*(self.call_tool(trajectory, call) for call in calls))
         trajectory.count("tool_s", time.perf_counter() - started)
         trajectory.count("tool_calls", len(calls))
-        messages = []
+        messages, images = [], []
         for i, (call, response) in enumerate(zip(calls, responses, strict=True)):
             trajectory.add_reward(response.reward)
             for name, value in response.metrics.items():
                 trajectory.count(f"tool/{name}", value)
             made = call_id(trajectory.assistant_turns, i)  # a malformed call has one too: templates may ask for it
-            said = self.shorten(response.text)
-            messages.append({"role": "tool", "name": call["name"], "content": said, "tool_call_id": made})
-        return self.answer(trajectory, messages)
+            seen = len(trajectory.images) + len(images)
+            if response.images and seen + len(response.images) > self.args.max_images:
+                trajectory.count("tool_errors")
+                said = f"no room for {len(response.images)} more images: {seen} of {self.args.max_images} are there"
+                response = ToolResponse(text=f"Error: {said}")
+            content = said = self.shorten(response.text)
+            if response.images:
+                content = [{"type": "text", "text": said}] if said else []
+                content += [{"type": "image"} for _ in response.images]
+                images += response.images
+            messages.append({"role": "tool", "name": call["name"], "content": content, "tool_call_id": made})
+        return self.answer(trajectory, messages, images)
 
     async def call_tool(self, trajectory: Trajectory, call: dict) -> ToolResponse:
         """Executes one call under its deadline; whatever goes wrong is told to the model and counted."""
@@ -742,12 +862,16 @@ class ToolAgentLoop(AgentLoopBase):
         response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
         if not isinstance(response, ToolResponse):
             response = ToolResponse(text=str(response))
-        if response.images:
+        if response.images and self.processor is None:
             raise ValueError("the tool returned an image, and this agent reads text only")
+        images = [load_image(image) for image in response.images]
+        if images:  # a shape that the model does not take is found here, where it is the tool's error
+            expand([self.processor.image_token_id] * len(images), images, self.processor)
         reward = response.reward if reward is None else reward
         metrics = {**response.metrics, **(metrics or {})}
         return ToolResponse(
             text=response.text,
+            images=images,
             reward=None if reward is None else finite(reward, f"the reward of {tool.name}"),
             metrics={name: finite(value, f"{tool.name}'s metric {name}") for name, value in metrics.items()},
         )
@@ -761,7 +885,7 @@ class ToolAgentLoop(AgentLoopBase):
         """A tool response of at most max_tool_response_tokens: a longer one keeps its left, its right or (middle) both
         ends, as in verl's tool_response_truncate_side."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
-        text = clean(text)
+        text = self.plain(text)
         if len(text.encode()) <= limit:  # a token is at least a byte
             return text
         far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
@@ -786,11 +910,11 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.stop_reason = "max_turns"
             return AgentState.TERMINATED
         self.user_answers += 1
-        return self.answer(trajectory, [{"role": "user", "content": clean(text)}])
+        return self.answer(trajectory, [{"role": "user", "content": self.plain(text)}])
 
-    def answer(self, trajectory: Trajectory, messages: list[dict]) -> AgentState:
+    def answer(self, trajectory: Trajectory, messages: list[dict], images: Sequence = ()) -> AgentState:
         stops = self.stop_token_ids(self.sampling_params)
-        fits = self.append(trajectory, messages, self.schemas, stops)
+        fits = self.append(trajectory, messages, self.schemas, stops, images)
         return AgentState.GENERATING if fits else AgentState.TERMINATED
 
     async def close(self, trajectory: Trajectory) -> None:
@@ -817,14 +941,23 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def _plain_message(message) -> dict:
-    """A chat message of any client as templates want it: text content, tool calls with dict arguments."""
+def _plain_message(message, images: dict[str, Any] | None = None) -> dict:
+    """A chat message of any client as templates want it: text or parts as content, tool calls with dict arguments.
+
+    images: receives the images of data: URLs under a digest, which takes the image's place; None for a text model.
+    """
     message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     content = message.get("content") or ""
     if not isinstance(content, str):
-        if any(part.get("type") != "text" for part in content):
+        kinds = {part.get("type") for part in content}
+        if images is None and kinds - {"text"}:
             raise ValueError("only text content is supported in chat messages")
-        content = "".join(part["text"] for part in content)
+        if kinds - {"text", "image_url", "image"}:
+            raise ValueError(f"supported in chat messages are text and image_url, not {sorted(map(str, kinds))}")
+        if kinds - {"text"}:
+            content = [_image_part(part, images) if part["type"] != "text" else part for part in content]
+        else:
+            content = "".join(part["text"] for part in content)
     plain = {"role": message["role"], "content": content}
     plain |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
     calls = []
@@ -837,6 +970,20 @@ def _plain_message(message) -> dict:
         function = {"name": call["function"]["name"], "arguments": arguments}
         calls.append({"id": call["id"], "type": "function", "function": function})
     return plain | ({"tool_calls": calls} if calls else {})
+
+
+def _image_part(part: dict, images: dict[str, Any]) -> dict:
+    if part["type"] == "image":  # of the row's own prompt: see `ChatClient.place`
+        if part.get("image") not in images:
+            raise ValueError("a part of type image is supported as the row's prompt has it; send others as image_url")
+        return part
+    head, _, data = part["image_url"]["url"].partition(";base64,")
+    if not head.startswith("data:image/"):
+        raise ValueError("of image_urls only data:image/...;base64 is supported")
+    key = hashlib.sha256(data.encode()).hexdigest()
+    if key not in images:
+        images[key] = load_image(base64.b64decode(data))
+    return {"type": "image", "image": key}
 
 
 def _said(message: dict) -> tuple:
@@ -858,6 +1005,7 @@ class ChatClient:
         self.loop, self.sampling_params = loop, sampling_params
         self.trajectories: list[tuple[Trajectory, list[dict]]] = []  # with their tools; the last one spoke last
         self.sampling: set[asyncio.Future] = set()  # calls under way
+        self.images: dict[str, Any] | None = {} if loop.processor else None  # see _plain_message
         self.turns = 0
         self.over = False  # the agent is done
         self.reward: float | None = None  # what the task is asked for otherwise
@@ -870,14 +1018,18 @@ class ChatClient:
     ):  # fmt: skip
         """One reply, as an openai ChatCompletion with vLLM's prompt_token_ids and choices[0].token_ids.
 
-        Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice, content other than text.
+        Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice, content other than text (and,
+        if the model has vision, images as data: URLs).
         """
         if (n or 1) != 1 or stream or tool_choice not in (None, "auto", "none") or response_format:
             raise ValueError("supported are n=1, stream=False, tool_choice 'auto' or 'none', and no response_format")
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        messages, tools = list(map(_plain_message, messages)), list(tools or ()) if tool_choice != "none" else []
+        messages = [_plain_message(message, self.images) for message in messages]
+        tools = list(tools or ()) if tool_choice != "none" else []
+        if self.images and (n := len(self.images_of(messages))) > self.loop.args.max_images:
+            raise ValueError(f"{n} images: supported are {self.loop.args.max_images}, see --max_images")
         limit = self.loop.args.max_assistant_turns
         if self.over or limit and self.turns >= limit:
             self.give_up("max_turns")
@@ -920,6 +1072,20 @@ class ChatClient:
             trajectory.messages[-1] = calling_message(content, calls, turn)
         return self.completion(trajectory, before, logprobs)
 
+    def place(self, prompt: list[dict], images: Sequence) -> list[dict]:
+        """A row's prompt with its images named in their placeholders, so that its messages can be sent as they are."""
+        loaded = [row_image(image) for image in images]
+        keys = [hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest() for image in loaded]
+        self.images |= zip(keys, loaded, strict=True)
+        names = iter(keys)
+        placed = []
+        for message in prompt:
+            if isinstance(content := message.get("content"), list):
+                content = [{**part, "image": next(names)} if part["type"] == "image" else part for part in content]
+                message = {**message, "content": content}
+            placed.append(message)
+        return placed
+
     async def close(self) -> None:
         """Ends the calls that outlived the agent (a thread's, a task's, those over HTTP), and refuses others."""
         self.over = True
@@ -939,13 +1105,17 @@ class ChatClient:
             n = len(trajectory.messages)
             if known == tools and n < len(said) and said[:n] == [_said(message) for message in trajectory.messages]:
                 stops = self.loop.stop_token_ids(self.sampling_params)
-                fits = self.loop.append(trajectory, messages[n:], tools, stops)
+                fits = self.loop.append(trajectory, messages[n:], tools, stops, self.images_of(messages[n:]))
                 del self.trajectories[i]
                 if not fits:
                     self.trajectories.append((trajectory, tools))  # it spoke last, so to say
                     self.give_up("length")
                 return trajectory
-        return Trajectory(messages, render(self.loop.tokenizer, messages, tools))
+        return self.loop.begin(messages, tools, self.images_of(messages))
+
+    def images_of(self, messages: list[dict]) -> list:
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        return [self.images[part["image"]] for part in parts if part["type"] == "image"]
 
     def completion(self, trajectory: Trajectory, before: int, logprobs: bool):
         from openai.types.chat import ChatCompletion
@@ -987,6 +1157,8 @@ class ChatAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict, **row) -> list[AgentLoopOutput]:
         client, reward, cut_off = ChatClient(self, sampling_params), None, None
+        if row.get("images"):
+            row["prompt"] = client.place(row["prompt"], row["images"])
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)

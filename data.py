@@ -3,9 +3,10 @@
     rows        load_task, load_rows, filter_overlong, prompt_order
     batches     collate: trajectories -> padded (B, T) tensors, the form people read; describe: -> numbers for the log
     packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
+    images      Vision: pixels and positions of a vision-language model's packed inputs
 
-A batch holds every trajectory of a step on every rank (one host, token ids only), so that advantages and mini-batches
-are cut globally, and each rank then works on its own share of rows.
+A batch holds every trajectory of a step on every rank (one host, token ids and images), so that advantages and
+mini-batches are cut globally, and each rank then works on its own share of rows.
 """
 
 import functools
@@ -13,6 +14,7 @@ import importlib.util
 import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from agent_loop import AgentLoopOutput, BadInput, agent_loop_class, render, row_kwargs, task_interaction, task_tools
+from agent_loop import (
+    AgentLoopOutput,
+    BadInput,
+    agent_loop_class,
+    expand,
+    load_image,
+    open_image,
+    render,
+    row_kwargs,
+    task_interaction,
+    task_tools,
+)
 
 # ---------------------------------------------------------------- rows
 
@@ -79,8 +92,10 @@ def read_files(files: Sequence[str]) -> list[dict]:
 def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) -> list[dict]:
     """The rows of a split ("train" | "val") with verl's columns, checked; `files` replace the task's `load`.
 
-    A task's SYSTEM_PROMPT is put before every prompt that has no system message.
-    Raises BadInput if there are no rows or a row's prompt isn't a list of chat messages.
+    A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a row with a column
+    `images` has a placeholder for each: a part {"type": "image"} of a message's content, or "<image>" in its text.
+    Raises BadInput if there are no rows, a row's prompt isn't a list of chat messages, or its placeholders are more or
+    fewer than its images.
     """
     source = ", ".join(files) if files else f"load({split!r})"
     rows = read_files(files) if files else task.load(split)
@@ -109,10 +124,43 @@ def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) 
         ):
             raise BadInput(f"row {i} of {source}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}")
         row["prompt"] = [{k: v for k, v in m.items() if v is not None} for m in prompt]  # parquet fills in None
+        place_images(row, f"row {i} of {source}")
         if system and prompt[0]["role"] != "system":
             row["prompt"].insert(0, {"role": "system", "content": system})
         checked.append(row)
     return checked
+
+
+def place_images(row: dict, where: str) -> None:
+    """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL images become upright
+    and RGB. Raises BadInput."""
+    images = [] if row.get("images") is None else row["images"]
+    if not isinstance(images, (list, tuple)):
+        raise BadInput(f"{where}: 'images' must be a list of images, got a {type(images).__name__}")
+    lazy = (bytes, str, Path, dict)  # opened where they are used
+    try:
+        images = [image if isinstance(image, lazy) else load_image(image) for image in images]
+    except ValueError as error:
+        raise BadInput(f"{where}: {error}") from None
+    if images:
+        row["images"] = images
+    parts = []
+    for message in row["prompt"]:
+        content = message.get("content")
+        if images and isinstance(content, str) and "<image>" in content:  # verl's form
+            texts = [[{"type": "text", "text": text}] if text else [] for text in content.split("<image>")]
+            content = texts[0] + [part for text in texts[1:] for part in ({"type": "image"}, *text)]
+        if isinstance(content, (list, tuple)):
+            message["content"] = [_without_none(part) for part in content]
+            parts += message["content"]
+    kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
+    if wrong := [kind for kind in kinds if kind not in ("text", "image")]:
+        raise BadInput(f"{where}: a part of a message has type 'text' or 'image', not {str(wrong[0])[:80]!r}")
+    if kinds.count("image") != len(images):
+        raise BadInput(
+            f"{where}: the prompt has {kinds.count('image')} placeholders of images ({{'type': 'image'}} or <image>), "
+            f"its column 'images' {len(images)}"
+        )
 
 
 def _without_none(x):
@@ -120,22 +168,29 @@ def _without_none(x):
     return {k: _without_none(v) for k, v in x.items() if v is not None} if isinstance(x, dict) else x
 
 
-def filter_overlong(rows: list[dict], tokenizer, task, args) -> list[dict]:
-    """The rows whose rendered prompt has at most args.max_prompt_tokens.
+def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> list[dict]:
+    """The rows whose rendered prompt has at most args.max_prompt_tokens, those of its images included.
 
-    Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row is left. Warns of
+    Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row is left, or if a
+    row has images that can't be read, are more than args.max_images or meet a text model (no processor). Warns of
     rows that say need_tools_kwargs (verl's key in extra_info) and have none: they get all tools, with empty kwargs.
     """
     kept, longest = [], 0
     needy = [row for row in rows if (row.get("extra_info") or {}).get("need_tools_kwargs")]
     if empty := sum(not row_kwargs(row, "tools_kwargs") for row in needy):
         warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty", stacklevel=2)
-    for row in rows:
+    for i, row in enumerate(rows):
         agent_loop_class(row, task, args)
         task_interaction(task, row_kwargs(row, "interaction_kwargs"))
         tools = task_tools(task, row_kwargs(row, "tools_kwargs"))
         schemas = [tool.schema for tool in tools.values()]
-        length = len(render(tokenizer, row["prompt"], schemas))
+        ids, images = render(tokenizer, row["prompt"], schemas), row.get("images") or []
+        if images and len(images) > args.max_images:
+            raise BadInput(f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
+        try:
+            length = len(expand(ids, [open_image(image) for image in images], processor))
+        except ValueError as error:
+            raise BadInput(f"row {i}: {error}") from None
         longest = max(longest, length)
         if length <= args.max_prompt_tokens:
             kept.append(row)
@@ -243,6 +298,7 @@ def collate(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
     logprobs_rollout (B, T) float32; token_rewards (B, T): turn rewards where they fall, the terminal reward on the last
     sampled token; rewards (B,) their sums. A trajectory without a sampled token keeps its reward out of token_rewards.
     outcomes (B,): terminal rewards alone; truncated (B,) bool: cut off by a length or turn limit.
+    images: B lists of PIL images, if there are any.
     """
     B = len(outputs)
     T = max((len(o.response_ids) for o in outputs), default=0)
@@ -261,6 +317,8 @@ def collate(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
         "response_lengths": torch.tensor([len(o.response_ids) for o in outputs], dtype=torch.long),
     }
     batch["lengths"] = batch["prompt_lengths"] + batch["response_lengths"]
+    if any(o.images for o in outputs):
+        batch["images"] = [o.images for o in outputs]  # all other entries are tensors
     for b, o in enumerate(outputs):
         n = len(o.response_ids)
         ids = o.prompt_ids + o.response_ids
@@ -386,7 +444,9 @@ def pack_rows(batch: dict[str, torch.Tensor], rows: Sequence[int], device) -> di
 
     input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the packed sequence
     whose hidden state predicts a sampled token; targets (M,): that token; at: its (row, column) in (len(rows), T).
+    images: the rows' lists of PIL images, empty without any: `Vision` is for them.
     """
+    images = [batch["images"][row] for row in rows] if "images" in batch else []
     rows = torch.as_tensor(rows, dtype=torch.long)
     packed = pack(batch["input_ids"][rows], batch["lengths"][rows])
     row, column = batch["response_mask"][rows].nonzero(as_tuple=True)  # (M,) each
@@ -400,6 +460,7 @@ def pack_rows(batch: dict[str, torch.Tensor], rows: Sequence[int], device) -> di
         "targets": packed[0][0, position].to(device),
         "at": (row.to(device), column.to(device)),
         "shape": (len(rows), batch["response_mask"].shape[1]),
+        "images": images if any(images) else [],
     }
 
 
@@ -453,3 +514,64 @@ def register_packed_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
+
+
+# ---------------------------------------------------------------- images
+
+
+class Vision:
+    """What a vision-language model gets beside tokens: pixels by its processor, positions by its get_rope_index.
+
+    For Qwen2-VL, Qwen2.5-VL, Qwen3-VL and models built like them. An image's pixels are computed when it is first
+    packed on this rank, and kept as long as the image itself: a step of several passes does it once.
+    """
+
+    def __init__(self, processor):
+        self.processor, self.image_token_id = processor, processor.image_token_id
+        self.pixels: dict[int, dict] = {}  # by the id of a living image
+
+    def of(self, image) -> dict[str, torch.Tensor]:
+        """pixel_values (patches, values of a patch) and image_grid_thw (1, 3) of a PIL image."""
+        if id(image) not in self.pixels:
+            self.pixels[id(image)] = dict(self.processor.image_processor(images=[image], return_tensors="pt"))
+            weakref.finalize(image, self.pixels.pop, id(image))
+        return self.pixels[id(image)]
+
+    def inputs(self, model, packed: dict) -> dict:
+        """Of a packed forward pass with images: position_ids (3, 1, S) and what the vision tower makes of the images.
+
+        The tower runs here and not in model.forward, which would pass it the cu_seqlens of the tokens as its own.
+        """
+        grids = [[self.of(image)["image_grid_thw"] for image in row] for row in packed["images"]]
+        lengths = packed["cu_seqlens"].diff().tolist()
+        positions = []
+        for ids, row in zip(packed["input_ids"].cpu().split(lengths, dim=1), grids, strict=True):  # (1, L)
+            kinds = (ids == self.image_token_id).int()  # mm_token_type_ids: 0 text, 1 image
+            grid = torch.cat(row) if row else None  # (images, 3)
+            positions.append(model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0])  # (3, 1, L)
+        device = packed["input_ids"].device
+        pixels = torch.cat([self.of(image)["pixel_values"] for row in packed["images"] for image in row]).to(device)
+        grid = torch.cat([grid for row in grids for grid in row]).to(device)
+        encoded = model.get_image_features(pixels, grid, return_dict=True)
+        return {"position_ids": torch.cat(positions, dim=2).to(device), "mm_encoder_outputs": {"image": encoded}}
+
+
+def without_torchvision() -> None:
+    """Lets transformers and vLLM process images with Pillow where torchvision is not installed (on CPU).
+
+    Both want torchvision for the processors of Qwen's models, though only the video part can't do without it. To be
+    called before a processor is loaded, and before vLLM imports the model.
+    """
+    from transformers.processing_utils import ProcessorMixin
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available() or hasattr(ProcessorMixin, "video_processor"):
+        return
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+    from vllm.model_executor.models import registry
+
+    attributes = ProcessorMixin.get_attributes.__func__
+    ProcessorMixin.get_attributes = classmethod(lambda cls: [a for a in attributes(cls) if a != "video_processor"])
+    ProcessorMixin.video_processor = property(lambda self: self.image_processor)  # vLLM asks for sizes and arguments
+    sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil  # vLLM takes a function from it
+    registry._run_in_subprocess = lambda function: function()  # a fresh process would know nothing of the above

@@ -15,7 +15,7 @@ Words used throughout:
 Everything keeps its input's dtype (float64 stays float64), and a batch without any mask-1 token gives 0, not NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -374,7 +374,8 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean", n_tokens: float
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024,
-                   entropy: bool = False, vocab_size: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
+                   entropy: bool = False, vocab_size: int | None = None,
+                   banned: Sequence[int] = ()) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at targets, (T, H), (V, H), (T,) -> (T,), or with entropy=True both
     (logprobs, entropy), both differentiable. With z = the logits over the temperature and y = the target:
 
@@ -387,7 +388,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
 
     Half-precision operands give float32 logits and results; float64 stays float64. As in a linear layer, hidden follows
     autocast; weight is cast to hidden's dtype. Either may be frozen; weight may be a tied embedding. Ids >= vocab_size
-    get no probability, as in the engine under a padded vocabulary; a target out of range has logprob -inf.
+    and those in `banned` get no probability, as in the engine (a padded vocabulary, the placeholder of images); a
+    target among them has logprob -inf.
     Raises ValueError unless temperature and chunk are positive.
     """
     if temperature <= 0 or chunk <= 0:
@@ -396,7 +398,9 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     vocab = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
     columns = min(chunk, max(vocab // 64, 256))
-    blocks = [(start, min(start + columns, vocab)) for start in range(0, vocab, columns)]
+    edges = [-1, *sorted(banned), vocab]  # blocks are cut at the ids that are left out
+    blocks = [(start, min(start + columns, stop)) for before, stop in zip(edges, edges[1:])
+              for start in range(before + 1, stop, columns)]
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, temperature, blocks, entropy)
     return (logprobs, entropies) if entropy else logprobs
 

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite, reraise_cancellation
-from data import prompt_order
+from data import prompt_order, without_torchvision
 
 
 def seed_of(*parts) -> int:
@@ -96,7 +96,7 @@ class _Request:
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, version) at each suspension
 
 
-def vllm_arguments(model: str, args, device: torch.device) -> dict:
+def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
     """Arguments of vllm.LLM: what colocation and exact logprobs need, then --engine_args over it."""
     arguments = dict(
         model=model,
@@ -114,6 +114,8 @@ def vllm_arguments(model: str, args, device: torch.device) -> dict:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    if vision:
+        arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
         arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory_utilization)
     else:
@@ -132,7 +134,8 @@ class Engine:
     """vLLM in this process, driven by `step` from the main thread and awaited through `generate` from the background.
 
     state: "asleep" | "weights" | "synced" | "awake"; version: of the weights loaded last, -1 before the first sync.
-    Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded vocabulary's) are never sampled.
+    Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded vocabulary's) are never sampled, nor
+    is image_token_id, the placeholder of a model that sees images (None: a text model): no image would belong to it.
     With --tp, every rank has an Engine; `generate` and `step` are the leader's, the others call `follow` meanwhile.
     """
 
@@ -143,6 +146,7 @@ class Engine:
         device: torch.device,
         stop_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
+        image_token_id: int | None = None,
     ):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -161,8 +165,11 @@ class Engine:
             )
             if args.tp > 1:
                 _name_shared_memory()
+        vision = image_token_id is not None
+        if vision:
+            without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
-        self.llm = LLM(**vllm_arguments(model, args, device))
+        self.llm = LLM(**vllm_arguments(model, args, device, vision))
         dist.barrier()
         for file in Path("/dev/shm").glob(f"*{os.environ.get('VLLM_DIST_IDENT', '//')}-*cpushm*"):
             file.unlink(missing_ok=True)  # every rank has it mapped; unlinked, it is gone with them, however they end
@@ -170,8 +177,8 @@ class Engine:
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
-        if vocab_size:
-            self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size))
+        if vocab_size or vision:
+            self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size, image_token_id))
         self.version = -1
         self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's, before fusing
         self.leader, self.team = _team(args.tp)
@@ -224,6 +231,7 @@ class Engine:
             )
         if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
+        self.core.reset_encoder_cache()  # what the old weights made of images
         self.version = version
         self._become("synced")
 
@@ -291,8 +299,8 @@ class Engine:
         """Tokens in, tokens out; waits while the engine sleeps or trains.
 
         `request_id` names the trajectory; the sampling seed is a function of --seed, it and the number of this call.
-        sampling_params are vLLM's, as a dict. Raises ValueError if vLLM refuses the request (a prompt longer than the
-        window, an unknown sampling parameter).
+        sampling_params are vLLM's, as a dict. image_data: PIL images, each with one placeholder in prompt_ids. Raises
+        ValueError if vLLM refuses the request (a prompt longer than the window, an unknown sampling parameter).
         """
         loop = asyncio.get_running_loop()
         turn = self.turns[request_id]
@@ -614,8 +622,9 @@ def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return fused
 
 
-def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:
+def _limit_vocabulary(model: torch.nn.Module, vocab_size: int | None, banned: int | None = None) -> None:
     """Gives ids from vocab_size on no probability: the head has rows for them, the tokenizer has no token (vllm#13175).
+    Nor has the id `banned` any.
 
     Here, on the logits themselves, so that whatever samples from them and whatever reports logprobs agree.
     """
@@ -624,7 +633,10 @@ def _limit_vocabulary(model: torch.nn.Module, vocab_size: int) -> None:
     def limited(*args, **kwargs):
         logits = compute_logits(*args, **kwargs)
         if logits is not None:  # ranks that don't sample have none
-            logits[..., vocab_size:] = float("-inf")
+            if vocab_size is not None:
+                logits[..., vocab_size:] = float("-inf")
+            if banned is not None:
+                logits[..., banned] = float("-inf")
         return logits
 
     model.compute_logits = limited

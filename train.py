@@ -189,6 +189,7 @@ class Args:
     )
     oversample: float = flag(1.0, "with --max_staleness: prompts under way at once, as a multiple of prompts_per_step")
     # engine
+    max_images: int = flag(8, "images in one trajectory, for models that see: the prompt's and those of tools")
     tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism); each still trains its own share")
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once")
     max_concurrent: int = flag(1024, "trajectories under way on one rank; one that waits for a tool decodes nothing")
@@ -301,7 +302,7 @@ def check_args(args: Args) -> None:
         overlong_buffer critic_warmup gamma lam trajectory_timeout reward_timeout max_staleness"""
     positive = """prompts_per_step group_size epochs tokens_per_micro_batch max_prompt_tokens max_response_tokens
         temperature max_num_seqs tool_timeout max_tool_response_tokens max_grad_norm keep_checkpoints value_clip
-        max_gen_batches kl_horizon correction_high max_parallel_calls max_concurrent tp"""
+        max_gen_batches kl_horizon correction_high max_parallel_calls max_concurrent max_images tp"""
     for name, allowed in choices.items():
         value = getattr(args, name)
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
@@ -496,11 +497,37 @@ def stop_token_ids(args: Args, tokenizer) -> list[int]:
     return sorted(ids)
 
 
-def load_backbone(auto_class, args: Args):
+def load_processor(args: Args):
+    """The processor of a vision-language model; None of a text model.
+
+    Raises BadInput for a model with vision whose packed forward pass is not implemented: see data.Vision.
+    """
+    from transformers import AutoConfig, AutoModel, AutoProcessor
+
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    if getattr(config, "vision_config", None) is None:
+        return None
+    if not hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"):
+        raise BadInput(f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are supported")
+    data.without_torchvision()
+    settings = json.loads(args.engine_args or "{}").get("mm_processor_kwargs") or {}  # the engine's: both must agree
+    try:
+        processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **settings)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"--model {args.model} has vision, but its processor can't be loaded: {reason}") from None
+    processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
+    return processor
+
+
+def load_backbone(auto_class, args: Args, vision: data.Vision | None = None):
     """A transformers model with packed attention, float32 parameters, no dropout: the network that is differentiated
-    has to be the one that sampled."""
+    has to be the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
     model = auto_class.from_pretrained(
-        args.model, attn_implementation="packed", dtype=torch.float32, trust_remote_code=args.trust_remote_code
+        args.model,
+        attn_implementation={"text_config": "packed", "vision_config": "sdpa"} if vision else "packed",
+        dtype=torch.float32,
+        trust_remote_code=args.trust_remote_code,
     )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -514,23 +541,30 @@ def load_backbone(auto_class, args: Args):
 class Policy(nn.Module):
     """Backbone, head and token_logprobs in one forward: going round DDP's wrapper would skip gradient averaging."""
 
-    def __init__(self, args: Args, vocab_size: int | None = None):
+    def __init__(self, args: Args, vocab_size: int | None = None, vision: data.Vision | None = None):
         super().__init__()
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model = load_backbone(AutoModelForCausalLM, args)
+        self.model = load_backbone(AutoModelForImageTextToText if vision else AutoModelForCausalLM, args, vision)
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         if self.head[0].bias is not None:
             raise BadInput(
                 f"--model {args.model} has a bias in its output head, which token_logprobs doesn't implement"
             )
-        self.temperature, self.vocab_size = args.temperature, vocab_size
+        self.temperature, self.vocab_size, self.vision = args.temperature, vocab_size, vision
+        self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
 
     def forward(self, packed: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the sampled tokens of `data.pack_rows`; both (rows, T), 0 elsewhere."""
-        hidden = _hidden(self.model.base_model, packed)[packed["source"]]  # (M, H)
+        hidden = _hidden(self.model.base_model, packed, self.vision)[packed["source"]]  # (M, H)
         logprobs, entropy = losses.token_logprobs(
-            hidden, self.head[0].weight, packed["targets"], self.temperature, entropy=True, vocab_size=self.vocab_size
+            hidden,
+            self.head[0].weight,
+            packed["targets"],
+            self.temperature,
+            entropy=True,
+            vocab_size=self.vocab_size,
+            banned=self.banned,
         )
         return _unpack(logprobs, packed), _unpack(entropy, packed)
 
@@ -538,24 +572,30 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """A backbone of its own with a zero-initialised linear head: V(state before each sampled token)."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, vision: data.Vision | None = None):
         super().__init__()
         from transformers import AutoModel
 
-        self.backbone = load_backbone(AutoModel, args)
+        self.vision = vision
+        self.backbone = load_backbone(AutoModel, args, vision)
         self.head = nn.Linear(self.backbone.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, packed: dict) -> torch.Tensor:
         """Values (rows, T), 0 where no token was sampled."""
-        hidden = _hidden(self.backbone, packed)[packed["source"]]  # (M, H)
+        hidden = _hidden(self.backbone, packed, self.vision)[packed["source"]]  # (M, H)
         return _unpack(self.head(hidden).squeeze(-1).float(), packed)
 
 
-def _hidden(backbone, packed: dict) -> torch.Tensor:
-    names = ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")
-    return backbone(**{name: packed[name] for name in names}, use_cache=False).last_hidden_state[0]  # (S, H)
+def _hidden(backbone, packed: dict, vision: data.Vision | None = None) -> torch.Tensor:
+    inputs = {name: packed[name] for name in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}
+    if vision and packed["images"]:
+        inputs |= vision.inputs(backbone, packed)
+    hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
+    if vision and not packed["images"]:  # DDP waits for every parameter's gradient, and other ranks may see images
+        hidden = hidden + 0 * sum(p.sum() for p in backbone.visual.parameters())
+    return hidden
 
 
 def _unpack(x: torch.Tensor, packed: dict) -> torch.Tensor:
@@ -907,7 +947,8 @@ def load_shards(folder: Path, *trained: tuple[nn.Module | None, torch.optim.Opti
 
 
 def save_policy(folder: Path, policy: Policy, tokenizer, is_main: bool) -> None:
-    """The policy in Hugging Face format, for from_pretrained and vLLM, written by the main rank.
+    """The policy in Hugging Face format, for from_pretrained and vLLM, written by the main rank; tokenizer: or the
+    processor that holds it.
 
     All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into host memory.
     """
@@ -995,7 +1036,8 @@ class Log:
         lines = []
         for o in phase.outputs:
             line = {"index": rows[o.extra["prompt"]]["index"], "total_reward": data.total_reward(o)}
-            lines.append(line | {k: v for k, v in vars(o).items() if k != "images"})
+            line |= {k: v for k, v in vars(o).items() if k != "images"}
+            lines.append(line | ({"images": len(o.images)} if o.images else {}))
         text = "".join(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines + phase.errors)
         write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
@@ -1003,6 +1045,7 @@ class Log:
         """One whole trajectory, special tokens included."""
         if self.is_main:
             text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
+            text = re.sub(r"(<\|image_pad\|>)+", lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
             print(
                 f"{'-' * 100}\n{text}\n{'-' * 40} reward {data.total_reward(output):g}, {output.stop_reason} {'-' * 40}"
             )
@@ -1032,13 +1075,15 @@ def read_rollouts(file: Path) -> Phase:
     for i, text in enumerate(file.read_text().splitlines() if file.is_file() else ()):
         try:
             line = json.loads(text)
+            if line.get("images"):
+                raise ValueError("it has images, whose pixels are not in the file: such rollouts can't be replayed")
             if "kind" in line:
                 phase.errors.append(line)
                 phase.counts[line["kind"]] += 1
             else:
                 phase.outputs.append(AgentLoopOutput(**{name: x for name, x in line.items() if name in names}))
         except (ValueError, TypeError) as error:
-            raise BadInput(f"{file}, line {i + 1}, is not a trajectory: {error}") from None
+            raise BadInput(f"{file}, line {i + 1}, is no trajectory to replay: {error}") from None
     return phase
 
 
@@ -1308,10 +1353,16 @@ def setup(args: Args) -> Run:
         with accelerator.main_process_first():
             args.model = task_model(task, args, is_main)
         check_model(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    processor = load_processor(args)
+    vision = data.Vision(processor) if processor else None
+    tokenizer = (
+        processor.tokenizer
+        if processor
+        else AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    )
     n_read, n_read_val = len(rows), len(val_rows)
-    rows = data.filter_overlong(rows, tokenizer, task, args)
-    val_rows = data.filter_overlong(val_rows, tokenizer, task, args)
+    rows = data.filter_overlong(rows, tokenizer, task, args, processor)
+    val_rows = data.filter_overlong(val_rows, tokenizer, task, args, processor)
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in every trajectory
     checkpoint = prepare_folder(args, is_main)
@@ -1324,7 +1375,8 @@ def setup(args: Args) -> Run:
 
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no token to decode from there on
     stops = stop_token_ids(args, tokenizer)
-    engine = None if args.replay else Engine(args.model, args, device, stops, vocab_size)
+    image_token_id = vision and vision.image_token_id
+    engine = None if args.replay else Engine(args.model, args, device, stops, vocab_size, image_token_id)
     data.register_packed_attention()
 
     def prepare(model: nn.Module, lr: float, num_steps: int):
@@ -1337,11 +1389,12 @@ def setup(args: Args) -> Run:
         return (model, optimizer) if args.shard else accelerator.prepare(model, optimizer)
 
     schedules: list = []
-    policy, optimizer = prepare(Policy(args, vocab_size), args.lr, args.num_steps - args.critic_warmup)
-    with_critic = args.adv_estimator == "gae" and not args.rollout_only
-    critic, critic_optimizer = prepare(Critic(args), args.critic_lr, args.num_steps) if with_critic else (None, None)
-    reference = Policy(args, vocab_size).requires_grad_(False) if args.kl_coef and not args.rollout_only else None
-    if reference:
+    policy, optimizer = prepare(Policy(args, vocab_size, vision), args.lr, args.num_steps - args.critic_warmup)
+    critic = critic_optimizer = reference = None
+    if args.adv_estimator == "gae" and not args.rollout_only:
+        critic, critic_optimizer = prepare(Critic(args, vision), args.critic_lr, args.num_steps)
+    if args.kl_coef and not args.rollout_only:
+        reference = Policy(args, vocab_size, vision).requires_grad_(False)
         reference = (
             shard(reference, args, device) if args.shard else accelerator.prepare_model(reference, evaluation_mode=True)
         )
@@ -1350,7 +1403,7 @@ def setup(args: Args) -> Run:
         if args.shard:
             load_shards(checkpoint / "shards", (policy, optimizer), (critic, critic_optimizer))
         accelerator.load_state(str(checkpoint))
-    place = Workplace(engine, Background(), task, tokenizer, None, args, store, stop.requested)
+    place = Workplace(engine, Background(), task, tokenizer, processor, args, store, stop.requested)
     drawn = {"prompts_drawn": state.get("prompts_drawn", start * args.prompts_per_step)}
     if args.max_staleness and engine:
         drawn["unfinished"] = state.get("unfinished", [])
@@ -1392,8 +1445,8 @@ def finish(run: Run, args: Args, steps_done: int) -> None:
     if args.rollout_only:
         run.log.say(f"{steps_done - run.start} steps of rollouts are in {folder / 'rollouts'}")
     elif steps_done == args.num_steps:
-        policy = run.accelerator.unwrap_model(run.policy)
-        save_policy(folder / "final", policy, run.place.tokenizer, run.log.is_main)
+        policy, place = run.accelerator.unwrap_model(run.policy), run.place
+        save_policy(folder / "final", policy, place.processor or place.tokenizer, run.log.is_main)
         evals = " -> ".join(f"{reward:.3f}" for reward in run.log.evals[:: max(1, len(run.log.evals) - 1)])
         run.log.say((f"eval reward {evals}; " if evals else "") + f"the trained policy is in {folder / 'final'}")
     elif steps_done < args.num_steps:

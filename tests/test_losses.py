@@ -793,6 +793,23 @@ def test_token_logprobs_padded_vocabulary():
     close(token_logprobs(hidden, weight, targets, chunk=6, vocab_size=20), want[0])
 
 
+@pytest.mark.parametrize("banned", [[0], [5], [22], [6, 5, 20]])  # first, last, neighbours
+def test_token_logprobs_banned_ids(banned):
+    hidden, weight, targets = head(V=23)
+    targets = torch.where(torch.isin(targets, torch.tensor(banned)), 7, targets)
+    with torch.no_grad():
+        weight[banned] = 50.0  # what is banned must not matter
+    left = [i for i in range(23) if i not in banned]
+    places = torch.tensor([left.index(i) for i in targets.tolist()])
+    want = plain_logprobs(hidden, weight[left], places)
+    got = token_logprobs(hidden, weight, targets, chunk=6, entropy=True, banned=banned)
+    close(got, want)
+    grads = both_grads(got, (hidden, weight))
+    close(grads, both_grads(plain_logprobs(hidden, weight[left], places), (hidden, weight)))
+    assert (grads[1][banned] == 0).all()
+    assert (token_logprobs(hidden, weight, torch.full_like(targets, banned[0]), banned=banned) == -math.inf).all()
+
+
 def test_token_logprobs_extreme_logits():
     hidden, weight = t([[1.0], [1.0]]), t([[1e4], [-1e4], [0.0]])
     got, entropy = token_logprobs(hidden, weight, torch.tensor([0, 1]), chunk=1, entropy=True)

@@ -300,7 +300,7 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
 def test_a_damaged_rollout_file_is_named(tmp_path):
     file = tmp_path / "step_000001.jsonl"
     file.write_text(json.dumps({"prompt_ids": [1], "response_ids": [2]}) + "\n")
-    with pytest.raises(BadInput, match=r"step_000001.jsonl, line 1, is not a trajectory"):
+    with pytest.raises(BadInput, match=r"step_000001.jsonl, line 1, is no trajectory to replay"):
         train.read_rollouts(file)
 
 

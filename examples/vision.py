@@ -1,0 +1,153 @@
+"""Seeing: a tool that returns an image, and a tiny vision-language model that learns to look.
+
+    accelerate launch train.py --task examples/vision.py
+    accelerate launch train.py --task examples/vision.py --model Qwen/Qwen2.5-VL-3B-Instruct --max_response_tokens 512
+
+The prompt shows a card of four cells, all but grey; `zoom` returns one of them as an image in its full colour. The
+built model zooms on about half of the cards and guesses on the others, where 1 answer of 4 is right. Building it takes
+half a minute. Qwen2.5-VL's own template does not show tools: with it, say in SYSTEM_PROMPT what a call looks like.
+
+Images of a prompt are the row's column "images", each with a placeholder in a message; a tool's are in its response.
+"""
+
+import itertools
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import AutoProcessor, GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from agent_loop import Tool, ToolResponse
+from data import load_rows, without_torchvision
+
+sys.path.insert(0, str(Path(__file__).parent))  # examples/ is no package
+from calculator import CHAT_TEMPLATE, init_model
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+SYSTEM_PROMPT = "Name the colour: <answer>red</answer>."
+
+
+def card(colours: Sequence[str]) -> Image.Image:
+    """Cells 1 to 4, side by side."""
+    image = Image.new("RGB", (112, 56))
+    for i, colour in enumerate(colours):
+        image.paste(tuple(120 + value // 32 for value in COLOURS[colour]), (28 * i, 0, 28 * i + 28, 56))
+    return image
+
+
+def load(split: str) -> list[dict]:
+    """The 1,024 cards and cells, 64 of them to evaluate. "images" may hold paths or bytes as well."""
+    cards = list(itertools.product(itertools.product(COLOURS, repeat=4), range(1, 5)))
+    random.Random(0).shuffle(cards)
+    rows = []
+    for i, (colours, cell) in enumerate({"train": cards[64:], "val": cards[:64]}[split]):
+        question = [{"type": "image"}, {"type": "text", "text": f"Cell {cell}?"}]
+        rows.append({
+            "prompt": [{"role": "user", "content": question}],
+            "images": [card(colours)],
+            "reward_model": {"ground_truth": colours[cell - 1]},
+            "extra_info": {"index": i, "cell": cell},
+            "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}},
+        })  # fmt: skip
+    return rows
+
+
+class Zoom(Tool):
+    name = "zoom"
+    cell = {"type": "integer", "minimum": 1, "maximum": 4}
+    parameters = {"type": "object", "properties": {"cell": cell}, "required": ["cell"]}
+    schema = {"type": "function", "function": {"name": name, "description": "Show a cell.", "parameters": parameters}}
+
+    async def execute(self, request_id: str, arguments: dict, colours: Sequence[str]) -> ToolResponse:
+        if arguments.get("cell") not in (1, 2, 3, 4):
+            raise ValueError("cell must be 1, 2, 3 or 4")
+        return ToolResponse(images=[Image.new("RGB", (56, 56), COLOURS[colours[arguments["cell"] - 1]])])
+
+
+TOOLS = [Zoom()]
+
+
+def reward(output, row) -> float:
+    answers = re.findall("<answer>(.*?)</answer>", output.messages[-1]["content"])
+    return float(answers == [row["reward_model"]["ground_truth"]])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model: a Qwen2.5-VL of 0.2M parameters, with the calculator's tokenizer and a template that shows images.
+
+SHOW = """
+{%- macro show(content) %}
+    {%- for part in ([{'type': 'text', 'text': content}] if content is string else content) %}
+        {{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
+    {%- endfor %}
+{%- endmacro %}"""
+TEMPLATE = SHOW + CHAT_TEMPLATE.replace("~ message.content ~", "~ show(message.content) ~").rstrip()
+
+
+def init_vision_model(path: str | Path):
+    """Write a randomly initialised model, its tokenizer and image processor to the folder `path`; return the model."""
+    _, tokenizer = init_model(path)
+    tokens = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.chat_template = TEMPLATE
+    start, end, image, video = tokenizer.convert_tokens_to_ids(tokens)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 100.0}}  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+              "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
+        text_config=text | ends | {"initializer_range": 0.1}, vision_config=vision | {"initializer_range": 0.1},
+        image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
+        tie_word_embeddings=True,
+    ))  # fmt: skip
+    model.generation_config = GenerationConfig(**ends)
+    pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28})
+    for part in (model, tokenizer, pixels):
+        part.save_pretrained(path)
+    return model
+
+
+def demonstration(row: dict) -> tuple[list[dict], list]:
+    """A conversation and its images by a teacher who looks half of the time, and guesses else."""
+    if random.random() < 0.5:
+        guess = {"role": "assistant", "content": f"<answer>{random.choice(list(COLOURS))}</answer>"}
+        return [*row["prompt"], guess], row["images"]
+    truth, arguments = row["reward_model"]["ground_truth"], {"cell": row["extra_info"]["cell"]}
+    call = {"type": "function", "function": {"name": "zoom", "arguments": arguments}}
+    return [
+        *row["prompt"],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "image"}]},
+        {"role": "assistant", "content": f"<answer>{truth}</answer>"},
+    ], [*row["images"], Image.new("RGB", (56, 56), COLOURS[truth])]
+
+
+def build_model(path: str | Path, num_batches: int = 300) -> None:
+    """Write the default model to the folder `path`: warmed up on demonstrations, on what follows their prompts."""
+    model = init_vision_model(path)
+    without_torchvision()
+    processor = AutoProcessor.from_pretrained(path)
+    assistant = processor.tokenizer.convert_tokens_to_ids("assistant\n")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, 2 - 2 * i / num_batches, 1))
+    rows = load_rows(sys.modules[__name__], "train")
+    for _ in range(num_batches):
+        chats, images = zip(*map(demonstration, random.choices(rows, k=16)), strict=True)
+        texts = processor.apply_chat_template(list(chats), tools=[TOOLS[0].schema], tokenize=False)
+        flat = [image for some in images for image in some]
+        batch = processor(text=texts, images=flat, padding=True, padding_side="right", return_tensors="pt")
+        prompt = (batch["input_ids"] == assistant).cumsum(1) == 0
+        labels = batch["input_ids"].masked_fill(prompt | (batch["attention_mask"] == 0), -100)
+        model(**batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.save_pretrained(path)
