@@ -24,6 +24,8 @@ from types import ModuleType
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from torch.utils._pytree import tree_leaves
 
 from agent_loop import (
     AgentLoopOutput,
@@ -529,6 +531,7 @@ class Vision:
     def __init__(self, processor):
         self.processor, self.image_token_id = processor, processor.image_token_id
         self.pixels: dict[int, dict] = {}  # by the id of a living image
+        self.blank = Image.new("RGB", (56, 56))
 
     def of(self, image) -> dict[str, torch.Tensor]:
         """pixel_values (patches, values of a patch) and image_grid_thw (1, 3) of a PIL image."""
@@ -550,10 +553,19 @@ class Vision:
             grid = torch.cat(row) if row else None  # (images, 3)
             positions.append(model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0])  # (3, 1, L)
         device = packed["input_ids"].device
-        pixels = torch.cat([self.of(image)["pixel_values"] for row in packed["images"] for image in row]).to(device)
-        grid = torch.cat([grid for row in grids for grid in row]).to(device)
-        encoded = model.get_image_features(pixels, grid, return_dict=True)
+        encoded = self.encode(model, [image for row in packed["images"] for image in row], device)
         return {"position_ids": torch.cat(positions, dim=2).to(device), "mm_encoder_outputs": {"image": encoded}}
+
+    def encode(self, model, images: list, device):
+        """The vision tower's output for some images."""
+        pixels = torch.cat([self.of(image)["pixel_values"] for image in images]).to(device)
+        grid = torch.cat([self.of(image)["image_grid_thw"] for image in images]).to(device)
+        return model.get_image_features(pixels, grid, return_dict=True)
+
+    def zero(self, model, device) -> torch.Tensor:
+        """0, by way of the vision tower, for a forward pass without images: other ranks may see some, and DDP waits for
+        every parameter's gradient, FSDP for every rank's part of it."""
+        return 0 * sum(x.float().sum() for x in tree_leaves(self.encode(model, [self.blank], device)))
 
 
 def without_torchvision() -> None:

@@ -593,8 +593,8 @@ def _hidden(backbone, packed: dict, vision: data.Vision | None = None) -> torch.
     if vision and packed["images"]:
         inputs |= vision.inputs(backbone, packed)
     hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
-    if vision and not packed["images"]:  # DDP waits for every parameter's gradient, and other ranks may see images
-        hidden = hidden + 0 * sum(p.sum() for p in backbone.visual.parameters())
+    if vision and not packed["images"]:
+        hidden = hidden + vision.zero(backbone, hidden.device)
     return hidden
 
 

@@ -723,6 +723,8 @@ FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "
     ("python", ["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2", "--epochs", "2"], {}),
     # micro-batches of one or two trajectories on two ranks, some without any image; fillers
     ("torchrun", ["--tokens_per_micro_batch", "160", "--gradient_checkpointing"], {}),
+    # the same, sharded: ranks without an image gather the tower's layers as well
+    ("torchrun", ["--tokens_per_micro_batch", "160", "--shard", "--check_sync"], {}),
     # the processor's settings are the engine's
     ("python", ["--tokens_per_micro_batch", "160", "--engine_args", '{"mm_processor_kwargs": {"max_pixels": 3136}}'],
      {"VISION_TASK_IMAGES": "all"}),
