@@ -163,6 +163,11 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
+            # Compiled for every process anew, 4 s, and all it gives is the rank of each sampled token, which nobody reads.
+            import vllm.v1.sample.sampler as sampler
+
+            count = sampler.batched_count_greater_than
+            sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
             if args.tp > 1:
                 _name_shared_memory()
         vision = image_token_id is not None

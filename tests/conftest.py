@@ -152,7 +152,10 @@ def run(*flags: str, by: str = "python", cache: Path, code: int = 0, **env: str)
 
 def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing/", "throughput/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if timings or not k.startswith(("timing/", "throughput/", "memory/"))}
+        for row in rows
+    ]
 
 
 def wait_for(condition, seconds: float = 200) -> None:
