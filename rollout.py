@@ -163,7 +163,7 @@ class Engine:
             layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
                 layer, "cpu_linear", torch.nn.functional.linear
             )
-            # Compiled for every process anew, 4 s, and all it gives is the rank of each sampled token, which nobody reads.
+            # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
             import vllm.v1.sample.sampler as sampler
 
             count = sampler.batched_count_greater_than
