@@ -153,8 +153,10 @@ def place_images(row: dict, where: str) -> None:
             texts = [[{"type": "text", "text": text}] if text else [] for text in content.split("<image>")]
             content = texts[0] + [part for text in texts[1:] for part in ({"type": "image"}, *text)]
         if isinstance(content, (list, tuple)):
-            message["content"] = [_without_none(part) for part in content]
-            parts += message["content"]
+            message["content"] = content = [_without_none(part) for part in content]
+            parts += content
+            if all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+                message["content"] = "".join(part["text"] for part in content)  # templates of text models take no parts
     kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
     if wrong := [kind for kind in kinds if kind not in ("text", "image")]:
         raise BadInput(f"{where}: a part of a message has type 'text' or 'image', not {str(wrong[0])[:80]!r}")

@@ -18,6 +18,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import itertools
 import json
@@ -34,12 +35,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite, reraise_cancellation
+from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite
 from data import prompt_order, without_torchvision
 
 
@@ -80,6 +82,7 @@ class Background:
 
 # ---------------------------------------------------------------- the engine
 
+PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts: those under way still grow
 
 
@@ -94,6 +97,11 @@ class _Request:
     future: asyncio.Future
     loop: asyncio.AbstractEventLoop
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, version) at each suspension
+
+    @property
+    def n_counted(self) -> int:
+        """Tokens that the statistics have already."""
+        return self.spans[-1][0] if self.spans else 0
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
@@ -175,9 +183,10 @@ class Engine:
             without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device, vision))
-        dist.barrier()
-        for file in Path("/dev/shm").glob(f"*{os.environ.get('VLLM_DIST_IDENT', '//')}-*cpushm*"):
-            file.unlink(missing_ok=True)  # every rank has it mapped; unlinked, it is gone with them, however they end
+        if device.type == "cpu" and args.tp > 1:
+            dist.barrier()
+            for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
+                file.unlink(missing_ok=True)  # every rank has it mapped; so it is gone with them, however they end
         # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
         # because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -187,6 +196,7 @@ class Engine:
         self.version = -1
         self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's, before fusing
         self.leader, self.team = _team(args.tp)
+        self.told = 0.0  # when the leader last told its followers what to do
         self.lock = threading.Condition()  # guards the six below, which both threads touch
         self.inbox: list[_Request] = []
         self.cancelled: list[_Request] = []
@@ -194,7 +204,7 @@ class Engine:
         self.live: set[str] = set()  # trajectories whose agent loop runs (--deterministic waits for them)
         self.cached: Counter[str] = Counter()  # live trajectory -> tokens of its own in the KV cache
         self.poked = False
-        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; background thread only
+        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; background thread only, but for `sleep`
         # Main thread only, from here on.
         self.waiting: list[_Request] = []  # for room in the KV cache
         self.running: dict[str, _Request] = {}  # in vLLM
@@ -255,6 +265,7 @@ class Engine:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
+        self.poked = False  # by the end of an earlier phase
         self._become("awake")
 
     def sleep(self, level: int | None = None, keep: bool = False) -> None:
@@ -281,6 +292,7 @@ class Engine:
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
             if request and (n := state.detokenizer.num_output_tokens()):
+                self.statistics["tokens"] += n - request.n_counted
                 request.spans.append((n, self.version))
 
     def suspended(self) -> dict[str, int]:
@@ -360,7 +372,7 @@ class Engine:
     def step(self, timeout: float = 0.2) -> None:
         """Takes in new requests, runs one model step, hands out finished ones. Waits up to `timeout` s for work."""
         self._require("awake")
-        started, idle = time.perf_counter(), not self.running
+        started = time.perf_counter()
         with self.lock:
             ready = self.lock.wait_for(self._ready, timeout)
             n = 0
@@ -372,8 +384,7 @@ class Engine:
             arrived: list[_Request] = []
             if ready and not poked:
                 arrived, self.inbox = self.inbox, []
-        if idle:
-            self.statistics["idle_s"] += time.perf_counter() - started
+        self.statistics["idle_s"] += time.perf_counter() - started
         if self.args.deterministic:
             arrived.sort(key=lambda request: (request.request_id, request.turn))
         self.waiting += arrived
@@ -391,8 +402,9 @@ class Engine:
         scheduler = self.core.engine_core.engine_core.scheduler
         room = (KV_FULL - scheduler.kv_cache_manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
         room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back for theirs
+        asking = {request.request_id for request in (*self.waiting, *self.running.values())}
         with self.lock:
-            room -= sum(n for name, n in self.cached.items() if not self.pending[name])  # those whose tools run
+            room -= sum(n for name, n in self.cached.items() if name not in asking)  # those whose tools run
         fitting = [request for request in self.waiting if request.turn]
         new = [request for request in self.waiting if not request.turn]
         room -= sum(len(request.prompt_ids) for request in fitting)
@@ -404,21 +416,23 @@ class Engine:
 
     def _advance(self, aborted: list[str], added: list[_Request], step: bool) -> None:
         """What all ranks of a team do in lock step: aborts, additions, then one model step if there is work."""
-        step = step and bool(added or self.running)
-        if not (aborted or added or step):
-            return  # followers are not told of it: they wait
-        if self.team:
+        step, now = step and bool(added or self.running), time.monotonic()
+        if not (aborted or added or step) and not (self.team and now - self.told > 0.5):
+            return
+        if self.team:  # in idle times too, twice a second: a follower that only waits hears no signal
+            self.told = now
             requests = [(r.id, r.request_id, r.turn, r.prompt_ids, r.params, r.images) for r in added]
             dist.broadcast_object_list([(aborted, requests, step)], group=self.team, group_src=0)
         self._deliver(self._run(aborted, added, step))
 
-    def follow(self) -> None:
-        """Does what the leader of this rank's team does, until the leader calls `dismiss`."""
+    def follow(self, between: Callable[[], Any] = lambda: None) -> None:
+        """Does what the leader of this rank's team does, until it calls `dismiss`; calls `between` before each step."""
         while True:
             command: list = [None]
             dist.broadcast_object_list(command, group=self.team, group_src=0)
             if command[0] is None:
                 return
+            between()
             aborted, requests, step = command[0]
             self._run(aborted, [_Request(*request, None, None) for request in requests], step)
 
@@ -430,9 +444,7 @@ class Engine:
     def check_team(self) -> None:
         """--check_sync: raises RuntimeError unless all ranks of this --tp team sampled the same tokens so far."""
         if self.team and self.args.check_sync:
-            digests: list = [None] * self.args.tp
-            dist.all_gather_object(digests, self.digest.hexdigest(), group=self.team)
-            if len(set(digests)) > 1:
+            if len(set(_all_gather(self.digest.hexdigest(), self.team))) > 1:
                 raise RuntimeError(f"the ranks of a --tp team sampled different tokens in version {self.version}")
 
     def _run(self, aborted: list[str], added: list[_Request], step: bool) -> list[tuple]:
@@ -477,7 +489,8 @@ class Engine:
         for n, version in [*request.spans, (len(ids), self.version)]:  # n tokens were there when `version` went
             versions += [version] * (n - len(versions))
         n_prompt, n_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
-        self.statistics += Counter(tokens=len(ids), prompt_tokens=n_prompt, cached_tokens=n_cached)
+        new = len(ids) - request.n_counted
+        self.statistics += Counter(tokens=new, prompt_tokens=n_prompt, cached_tokens=n_cached)
         with self.lock:
             if request.request_id in self.live:
                 self.cached[request.request_id] += n_prompt - n_cached + len(ids)
@@ -562,7 +575,7 @@ def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
         return True, None
     rank = dist.get_rank()
     for first in range(0, dist.get_world_size(), tp):  # every rank takes part in making every group
-        group = dist.new_group(list(range(first, first + tp)), backend="gloo")
+        group = dist.new_group(list(range(first, first + tp)), timeout=PATIENCE, backend="gloo")
         if first <= rank < first + tp:
             mine = group
     return rank % tp == 0, mine
@@ -681,7 +694,8 @@ class Phase:
     """What a rollout phase brought, over all ranks; `add` joins two.
 
     outputs in (prompt, sample, segment) order; output.extra says which ("prompt", "sample", "segment").
-    counts: "failed_agent_loop", "failed_reward", "skipped"; errors: one dict for each failure, with its traceback.
+    counts: "failed_agent_loop", "failed_reward", "skipped", "stale_groups"; errors: a dict for each failure, with its
+    traceback.
     statistics, sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, "cached_tokens" of those.
     """
 
@@ -769,6 +783,7 @@ class Pool:
         self.leaving: list[asyncio.Task] = []  # cancelled trajectories of groups that were dropped
         self.raised = asyncio.Event()  # the limit was
         self.printed: set[str] = set()
+        self.closing = False
         self.ended = threading.Event()  # a cancelled future is done at once, its coroutines when tools are released
         self.future = place.background.submit(self.work())
         self.future.add_done_callback(lambda _: place.engine.poke())
@@ -832,9 +847,10 @@ class Pool:
             if outputs and not group.dropped:  # an agent may ignore its cancellation
                 outputs[-1].metrics["generate_s"] = session.generate_s
                 self.begin_grading(group, j, outputs)
-        except BaseException as error:
-            reraise_cancellation(error)
-            group.brought.counts["failed_agent_loop"] += 1
+        except BaseException:
+            if group.dropped or self.closing:
+                raise
+            group.brought.counts["failed_agent_loop"] += 1  # also where an agent's own scope cancelled its task
             group.brought.errors.append(self.failure("failed_agent_loop", group.number, j))
         group.left -= 1
         if not (group.left or group.dropped):  # a dropped one is gone, and must not count as done as well
@@ -846,18 +862,18 @@ class Pool:
         for output in outputs:
             output.reward = None  # until it is known to be one
         group.brought.outputs += outputs
-        row = _own(self.row_of(group.number))
-        group.grading.tasks[group.number, j] = asyncio.create_task(self.graded(copies, row, group.number, j))
+        group.grading.tasks[group.number, j] = asyncio.create_task(self.graded(group, j, copies))
 
-    async def graded(self, outputs: list[AgentLoopOutput], row: dict, number: int, j: int) -> list | dict:
-        args = self.place.args
+    async def graded(self, group: Group, j: int, outputs: list[AgentLoopOutput]) -> list | dict:
+        args, row = self.place.args, _own(self.row_of(group.number))
         try:
             async with asyncio.timeout(args.reward_timeout or None):
                 await score(self.place.task, outputs, row, args.filter_metric)
             return [{field: getattr(output, field) for field in GRADED} for output in outputs]
-        except BaseException as error:
-            reraise_cancellation(error)
-            return self.failure("failed_reward", number, j)
+        except BaseException:
+            if group.dropped or self.closing:
+                raise
+            return self.failure("failed_reward", group.number, j)
 
     def failure(self, kind: str, number: int, j: int) -> dict:
         if kind not in self.printed:  # the first of its kind is shown, all are counted and written with the rollouts
@@ -880,7 +896,7 @@ class Pool:
         """
         engine, before = self.place.engine, self.place.engine.statistics["tokens"]
         if not engine.leader:
-            engine.follow()
+            engine.follow(self.place.should_stop)
             return True
         started = shown = time.perf_counter()
         first = self.n_done()
@@ -910,6 +926,7 @@ class Pool:
 
     def close(self) -> None:
         """Gives up what is under way: agent loops are cancelled and release their tools, graders are cancelled."""
+        self.closing = True
         self.future.cancel()
         self.place.engine.drain()
         self.ended.wait(timeout=10)
@@ -962,10 +979,11 @@ def rollout(
 
 
 class Meter:
-    """Seconds and engine statistics of this rank since it was made."""
+    """Seconds and engine statistics of this rank since it was made, and of what came `earlier`: another's `read`."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.started, self.before = engine, time.perf_counter(), Counter(engine.statistics)
+    def __init__(self, engine: Engine, earlier: tuple[float, Counter] = (0.0, Counter())):
+        self.engine, self.started, self.before = engine, time.perf_counter() - earlier[0], Counter(engine.statistics)
+        self.before.subtract(earlier[1])
 
     def read(self) -> tuple[float, Counter]:
         return time.perf_counter() - self.started, self.engine.statistics - self.before
@@ -1003,6 +1021,7 @@ class AsyncPool(Pool):
         # The same on all ranks: done groups that are gone; groups that were too old; numbers not trained on so far.
         self.n_gone, self.n_stale, self.pending = 0, 0, set(range(len(self.unfinished)))
         self.chosen: set[int] = set()  # of them, those of the last rollout
+        self.settled = (0.0, Counter())  # seconds and statistics of `settle`, which the next rollout reports
         self.seen = len(self.unfinished)  # numbers below it are known to have been started with, or are unfinished ones
         numbers = _ticket_numbers(place.store, f"train-{step:08d}-async/next", 0)
         n_groups = math.ceil(args.oversample * args.prompts_per_step)
@@ -1032,14 +1051,15 @@ class AsyncPool(Pool):
         The engine must be awake; it is left with requests under way: sleep(keep=True). Rewards may still be on their
         way: see `grade`. counts["stale_groups"] were dropped. Raises RuntimeError if the batch has no sampled token.
         """
-        args, meter = self.place.args, Meter(self.place.engine)
+        args, meter = self.place.args, Meter(self.place.engine, self.settled)
+        self.settled = (0.0, Counter())
         self.step, self.chosen, batch = step, set(), args.prompts_per_step
         suspended = self.place.engine.suspended()
         limit = step - args.max_staleness
         stale = [n for n, group in list(self.groups.items()) if self.oldest(group, suspended) < limit]
-        gone = [pair for part in _all_gather(self.submit(self.take(stale, drop=True))) for pair in part]
-        self.pending -= {number for number, _ in gone}
-        self.n_gone += sum(done for _, done in gone)
+        gone = [group for part in _all_gather(self.submit(self.take(stale, drop=True))) for group in part]
+        self.pending -= {number for number, *_ in gone}
+        self.n_gone += sum(done for _, done, _ in gone)
         self.n_stale += len(gone)
         # AReaL's capacity: as many batches may have been started by now, besides what was dropped.
         ahead = min(step + 1 + args.max_staleness, args.num_steps) - self.start
@@ -1055,6 +1075,8 @@ class AsyncPool(Pool):
         self.n_gone += batch
         every = _gather([self.groups[number] for number in sorted(chosen & set(self.groups))], meter)
         self.submit(self.take(chosen))
+        for _, _, failed in gone:
+            every.add(failed)
         every.counts["stale_groups"] = len(gone)
         if not any(1 in o.response_mask for o in every.outputs):
             raise RuntimeError(f"train-{step:08d} brought nothing to learn from: {_first_error(every)}")
@@ -1064,10 +1086,13 @@ class AsyncPool(Pool):
         """For an evaluation: starts nothing new until the next `rollout`, and lets what is under way come to its end
         (give_up: cancels it). False, on every rank, if one of them was told to stop meanwhile.
         """
+        meter = Meter(self.place.engine)
         self.submit(self.set_limit(0))
         if give_up:
             self.submit(self.take(list(self.groups), drop=True))
-        return all(_all_gather(self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))))
+        went_on = self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))
+        self.settled = meter.read()
+        return all(_all_gather(went_on))
 
     def end(self) -> None:
         """Gives up what is still under way, on all ranks: the end of a run, which must not leave tools unreleased."""
@@ -1092,8 +1117,8 @@ class AsyncPool(Pool):
         self.limit = limit
         self.raised.set()
 
-    async def take(self, numbers: Iterable[int], drop: bool = False) -> list[tuple[int, bool]]:
-        """Takes groups out of the pool, those that this rank has; (number, whether it was done) of each."""
+    async def take(self, numbers: Iterable[int], drop: bool = False) -> list[tuple[int, bool, Phase]]:
+        """Takes those groups out of the pool that this rank has; (number, whether it was done, failures) of each."""
         groups = [self.groups.pop(number) for number in numbers if number in self.groups]
         for group in groups:
             group.dropped = drop
@@ -1101,7 +1126,8 @@ class AsyncPool(Pool):
                 task.cancel()
         self.leaving = [task for task in self.leaving if not task.done()]
         self.leaving += [task for group in groups for task in group.tasks if not task.done()]
-        return [(group.number, not group.left) for group in groups]
+        failed = [Phase(counts=group.brought.counts, errors=group.brought.errors) for group in groups]
+        return [(group.number, not group.left, phase) for group, phase in zip(groups, failed, strict=True)]
 
 
 def _first_error(phase: Phase) -> str:
@@ -1122,8 +1148,7 @@ def grade(place: Workplace, phase: Phase, must_bring: bool = False) -> None:
         done = future.done()
         if not done:
             cancel(place, grading)
-        parts: list = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, future.result() if done else None)
+        parts = _all_gather(future.result() if done else None)
         if None in parts:
             phase.interrupted = True
             return
@@ -1187,9 +1212,9 @@ def _checked(reward) -> float | dict:
     return finite(reward, "a reward")
 
 
-def _all_gather(x) -> list:
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, x)
+def _all_gather(x, group: dist.ProcessGroup | None = None) -> list:
+    parts: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, x, group=group)
     return parts
 
 
@@ -1199,14 +1224,14 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
     for group in groups or ():
         mine.add(group.brought)
     meter.engine.check_team()
-    seconds, statistics = meter.read()
-    parts = _all_gather((mine, seconds, statistics))
+    parts = _all_gather((mine, meter.engine.leader, *meter.read()))
     every = Phase(seconds=meter.read()[0])
-    for part, seconds, statistics in parts:
-        idle = statistics.pop("idle_s", 0.0) + every.seconds - seconds  # a rank that is done waits for the others
-        part.statistics, part.idle_s = statistics, []
+    for part, leads, seconds, statistics in parts:
+        idle = statistics.pop("idle_s", 0.0) + max(0.0, every.seconds - seconds)  # who is done waits for the others
         every.add(part)
-        every.idle_s.append(idle)
+        if leads:  # a team counts once
+            every.statistics += statistics
+            every.idle_s.append(idle)
     every.outputs.sort(key=lambda o: (o.extra["prompt"], o.extra["sample"], o.extra["segment"]))
     every.errors.sort(key=lambda e: (e["prompt"], e["sample"]))
     own = Grading({key: task for group in groups or () for key, task in group.grading.tasks.items()})

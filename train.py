@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 import data
 import losses
 from agent_loop import AgentLoopOutput, BadInput, tool_parser
-from rollout import AsyncPool, Background, Engine, Phase, Workplace, checksum, grade, rollout, seed_of
+from rollout import PATIENCE, AsyncPool, Background, Engine, Phase, Workplace, checksum, grade, rollout, seed_of
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
@@ -246,7 +246,7 @@ class Args:
 
     def sampling(self) -> dict:
         """Sampling parameters in training."""
-        return {"temperature": self.temperature} | json.loads(self.sampling_args or "{}")
+        return {"temperature": self.temperature} | sampling_args(self.sampling_args)
 
     @property
     def updates_per_rollout(self) -> int:
@@ -361,6 +361,7 @@ def check_args(args: Args) -> None:
         ("kl_target", args.kl_coef > 0 and args.kl_in == "reward", "--kl_in reward and a --kl_coef"),
         ("kl_horizon", args.kl_target > 0, "a --kl_target"),
         ("filter_metric", args.max_gen_batches > 1, "--max_gen_batches above 1"),
+        ("engine_args sampling_args oversample tp check_sync", not args.replay, "an engine, and --replay has none"),
         (
             "correction_low",
             args.rollout_correction in ("icepop", "seq_mask"),
@@ -385,10 +386,41 @@ def check_args(args: Args) -> None:
             need(isinstance(json.loads(getattr(args, name) or "{}"), dict), f"--{name} must be a JSON object")
         except ValueError as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
+    check_engine_args(json.loads(args.engine_args or "{}"))
     for name in ("sampling_args", "eval_sampling_args"):
         check_sampling(name, json.loads(getattr(args, name) or "{}"))
     need(not (args.replay and args.rollout_only), "--replay and --rollout_only: give one of them")
-    need(not args.replay or args.tp == 1, "--tp is about the engine, and --replay has none")
+    need(
+        not (args.rollout_only and args.max_staleness),
+        "--rollout_only leaves the weights as they are: nothing gets stale, give --max_staleness 0",
+    )
+
+
+def check_engine_args(arguments: dict) -> None:
+    """Raises BadInput on what vLLM does not know, what has a flag of its own, and what colocation depends on."""
+    if not arguments:
+        return
+    from vllm import EngineArgs
+
+    own = {"model": "model", "tokenizer": "model", "dtype": "dtype", "seed": "seed", "tensor_parallel_size": "tp",
+           "max_model_len": "max_model_len", "max_num_seqs": "max_num_seqs", "trust_remote_code": "trust_remote_code",
+           "gpu_memory_utilization": "gpu_memory_utilization"}  # fmt: skip
+    fixed = ("distributed_executor_backend", "logprobs_mode", "enable_sleep_mode", "pipeline_parallel_size",
+             "data_parallel_size", "limit_mm_per_prompt")  # fmt: skip
+    for name in arguments:
+        if name in own:
+            raise BadInput(f"--engine_args: {name} is --{own[name]}")
+        if name in fixed:
+            raise BadInput(f"--engine_args: {name} is not the user's to choose here")
+        if name not in {field.name for field in dataclasses.fields(EngineArgs)}:
+            raise BadInput(f"--engine_args: vLLM has no argument {name}")
+
+
+def sampling_args(text: str | None) -> dict:
+    parameters = json.loads(text or "{}")
+    if isinstance(parameters.get("stop"), str):  # vLLM takes both; agents may count on a list
+        parameters["stop"] = [parameters["stop"]]
+    return parameters
 
 
 OWN_SAMPLING = """temperature n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind""".split()
@@ -474,8 +506,9 @@ def check_model(args: Args) -> None:
             f"model's window is {window} tokens"
         )
     heads = getattr(text, "num_attention_heads", args.tp)
-    if heads % args.tp:
-        raise BadInput(f"--tp {args.tp} must divide the model's {heads} attention heads")
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % args.tp or (kv_heads % args.tp and args.tp % kv_heads):
+        raise BadInput(f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} key-value heads")
     # What scales or caps the logits outside the head would make the trainer's logprobs silently wrong.
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
         if getattr(text, name, neutral) not in (neutral, None):
@@ -872,7 +905,7 @@ def evaluate(place: Workplace, policy: Policy, rows: list[dict], step: int, log:
     if place.pool and not place.pool.settle(give_up=step == args.num_steps):
         return {}
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
-    sampling |= json.loads(args.eval_sampling_args or "{}")
+    sampling |= sampling_args(args.eval_sampling_args)
     phase = rollout(place, rows, step, 1, sampling, kind="eval")
     if phase.interrupted:
         return {}
@@ -1068,22 +1101,27 @@ def replay_file(args: Args, step: int, kind: str = "step") -> Path:
     return Path(args.replay) / "rollouts" / f"{kind}_{step + 1:06d}.jsonl"
 
 
-def read_rollouts(file: Path) -> Phase:
+def read_rollouts(file: Path, vocab_size: int) -> Phase:
     """What Log.rollouts wrote; an empty phase if there is no such file. Raises BadInput on a damaged one."""
-    phase = Phase()
+    phase, i = Phase(), 0
     names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
-    for i, text in enumerate(file.read_text().splitlines() if file.is_file() else ()):
-        try:
-            line = json.loads(text)
+    try:
+        for text in file.open(encoding="utf-8") if file.is_file() else ():
+            i, line = i + 1, json.loads(text)
             if line.get("images"):
-                raise ValueError("it has images, whose pixels are not in the file: such rollouts can't be replayed")
+                raise ValueError("it has images, whose pixels are not in the file")
             if "kind" in line:
                 phase.errors.append(line)
                 phase.counts[line["kind"]] += 1
-            else:
-                phase.outputs.append(AgentLoopOutput(**{name: x for name, x in line.items() if name in names}))
-        except (ValueError, TypeError) as error:
-            raise BadInput(f"{file}, line {i + 1}, is no trajectory to replay: {error}") from None
+                continue
+            output = AgentLoopOutput(**{name: x for name, x in line.items() if name in names})
+            if output.reward is None or not {"prompt", "sample", "segment"} <= set(output.extra):
+                raise ValueError("it lacks its reward or its number")
+            if max(output.prompt_ids + output.response_ids) >= vocab_size:
+                raise ValueError("its tokens are another model's")
+            phase.outputs.append(output)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
     return phase
 
 
@@ -1153,7 +1191,7 @@ def step_metrics(
         "rollout/zero_std_groups": len(sizes) - len(data.groups_with_signal(outputs, "total")),
     }
     if args.max_staleness:
-        oldest = batch["versions"].masked_fill(~mask, version).amin(-1)  # (B,)
+        oldest = batch["versions"].masked_fill(batch["versions"] < 0, version).amin(-1)  # (B,), --mask_truncated or not
         metrics["rollout/staleness_mean"] = (version - oldest).double().mean().item()
         metrics["rollout/staleness_max"] = int((version - oldest).max())
         metrics["rollout/stale_groups"] = phase.counts["stale_groups"]  # dropped
@@ -1245,23 +1283,20 @@ def alive(pid: int) -> bool:
 
 def start_processes(args: Args):
     """Accelerator, and the process group and store that all ranks share; a single process gets a group of one."""
-    import datetime
-
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     cpu_only = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
-    patience = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
     if "RANK" in os.environ and not dist.is_initialized():
         if not cpu_only:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=patience)
+        dist.init_process_group(backend, timeout=PATIENCE)
     if args.dtype == "auto":
         args.dtype = "float32" if cpu_only else "bfloat16"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision="bf16" if args.dtype == "bfloat16" else "no")
     if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
     set_seed(args.seed)
     port = [0]
     if dist.get_rank() == 0:
@@ -1310,6 +1345,7 @@ class Run:
     schedules: list
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     start: int = 0  # steps done before, when resuming
+    vocab_size: int = 0
     prompts_drawn: int = 0  # position in the endless shuffle of the rows; dynamic sampling draws more than one batch
 
 
@@ -1320,8 +1356,12 @@ def replay_steps(args: Args) -> int:
     steps = 0
     while steps < args.num_steps and replay_file(args, steps).is_file():
         steps += 1
-    if not steps:
-        raise BadInput(f"--replay {args.replay}: no {replay_file(args, 0).relative_to(args.replay)} there")
+    needed = [replay_file(args, 0)]
+    if args.adv_estimator == "remax":
+        needed += [replay_file(args, step, "greedy") for step in range(steps)]
+    for file in needed:
+        if not file.is_file():
+            raise BadInput(f"--replay {args.replay}: no {file.relative_to(args.replay)} there")
     return steps
 
 
@@ -1369,6 +1409,10 @@ def setup(args: Args) -> Run:
     if checkpoint and (checkpoint / "shards").is_dir() != args.shard:
         raise BadInput(f"--resume: {checkpoint} was written {'without' if args.shard else 'with'} --shard")
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
+    if not args.max_staleness and state.get("unfinished"):
+        raise BadInput(
+            f"--resume: {len(state['unfinished'])} prompts were drawn and not trained on: give --max_staleness again"
+        )
     start = state.get("step", 0)
     log = Log(args, is_main, tokenizer, start)
     stop = Stop(store)
@@ -1433,6 +1477,7 @@ def setup(args: Args) -> Run:
         val_rows,
         *trained,
         start,
+        vocab_size,
         drawn["prompts_drawn"],
     )
 
@@ -1511,9 +1556,9 @@ def generate(run: Run, policy: Policy, args: Args, step: int) -> tuple[Phase, Ph
     return phase, greedy, rows, outputs
 
 
-def replay(args: Args, step: int) -> tuple[Phase, Phase, list, list]:
+def replay(run: Run, args: Args, step: int) -> tuple[Phase, Phase, list, list]:
     """The same from the files that another run wrote."""
-    phase, greedy = (read_rollouts(replay_file(args, step, kind)) for kind in ("step", "greedy"))
+    phase, greedy = (read_rollouts(replay_file(args, step, kind), run.vocab_size) for kind in ("step", "greedy"))
     return phase, greedy, [], [output for output in phase.outputs if "filtered" not in output.extra]
 
 
@@ -1617,9 +1662,9 @@ def main(args: Args) -> None:
     for step in range(run.start, args.num_steps):
         if run.stop.agreed():
             break
-        # ---- 1. rollout: the engine takes the policy's weights; agent loops run until every trajectory is done
+        # ---- 1. rollout: the engine takes the policy's weights; agent loops run until the batch is full
         started = time.perf_counter()
-        phase, greedy, rows, outputs = replay(args, step) if args.replay else generate(run, policy, args, step)
+        phase, greedy, rows, outputs = replay(run, args, step) if args.replay else generate(run, policy, args, step)
         if phase.interrupted or greedy.interrupted:
             break
 
@@ -1638,8 +1683,9 @@ def main(args: Args) -> None:
             break
         grading_s = time.perf_counter() - grading_started
         if args.rollout_only:
-            steps_done = step + 1
-            run.log.rollouts(f"step_{steps_done:06d}", phase, rows)
+            steps_done, run.prompts_drawn = step + 1, run.prompts_drawn + len(rows)
+            for kind, part in (("step", phase), ("greedy", greedy)):
+                run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
             run.log.metrics({"step": steps_done} | phase_metrics(phase, engine))
             continue
         outputs, batch = graded(outputs, phase, scores)

@@ -513,17 +513,22 @@ def test_new_trajectories_wait_for_room_in_the_cache_and_turns_go_first(engine, 
     monkeypatch.setattr(type(manager), "usage", property(usage))
     monkeypatch.setattr(cache, "num_gpu_blocks", 8)
     admit = engine._admit
-    monkeypatch.setattr(
-        engine, "_admit", lambda r: (seen.append((r.request_id, r.turn, len(engine.running))), admit(r))
-    )
+
+    def recorded(request):
+        seen.append((request.request_id, request.turn, len(engine.running)))
+        admit(request)
+
+    monkeypatch.setattr(engine, "_admit", recorded)
 
     async def trajectory(i: int) -> list:
+        engine.enter(f"r{i}")
         prompt, outs = [3 + i] * 60, []
         for _ in range(2):
             outs.append(await engine.generate(
                 request_id=f"r{i}", prompt_ids=prompt, sampling_params={"max_tokens": 20, "ignore_eos": True}
             ))  # fmt: skip
             prompt = prompt + outs[-1].token_ids
+        engine.leave(f"r{i}")
         return outs
 
     async def everything():
@@ -534,7 +539,8 @@ def test_new_trajectories_wait_for_room_in_the_cache_and_turns_go_first(engine, 
     while not future.done():
         engine.step()
     assert [len(out.token_ids) for outs in future.result() for out in outs] == [20] * 12
-    assert room / 60 < 5 and max(running for _, _, running in seen) <= 3  # of six at once: more don't fit
+    assert room / 60 < 5  # of six prompts no more fit beside each other, with room to grow three
+    assert max(running for _, _, running in seen) <= 3, seen  # one more where the engine would stand idle
     first_turns = [name for name, turn, _ in seen if turn == 0]
     assert first_turns == sorted(first_turns)  # first come, first served
     order = [(name, turn) for name, turn, _ in seen]
@@ -584,3 +590,27 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(engine, backg
     for output in stopped:
         given = output.response_mask.index(0)
         assert output.response_ids[given] == tokenizer.eos_token_id  # of the template
+
+
+def test_an_agent_that_cancels_itself_is_a_failure(engine, background, tokenizer, args, tiny_model):
+    @register("cancels_itself")
+    class CancelsItself(AgentLoopBase):  # as a stray cancel scope does
+        async def run(self, sampling_params, **row):
+            if row["rollout_n"] == 1:
+                asyncio.current_task().cancel()
+            trajectory = self.start(row)
+            await self.assistant_turn(trajectory, sampling_params)
+            return trajectory.output()
+
+    async def reward(output, row):
+        if output.extra["sample"] == 2:
+            asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+        return 1.0
+
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "index": 0, "agent_name": "cancels_itself"}]
+    place = Workplace(engine, background, types.SimpleNamespace(reward=reward), tokenizer, None, args, dist.HashStore())
+    wake(engine, hf_model(tiny_model), 0)
+    phase = rollout(place, rows, 0, 4, {"temperature": 1.0})
+    assert [output.extra["sample"] for output in phase.outputs] == [0, 3]
+    assert phase.counts["failed_agent_loop"] == 1 and phase.counts["failed_reward"] == 1

@@ -23,7 +23,7 @@ from gradient_worker import gradients
 import agent_loop
 import data
 import train
-from agent_loop import BadInput
+from agent_loop import AgentLoopOutput, BadInput
 from train import Args, check_args, parse_args
 
 LOGGED = """reward/mean actor/pg_loss actor/clipfrac actor/ppo_kl actor/entropy actor/kl actor/grad_norm critic/vf_loss
@@ -289,6 +289,8 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     printed = run(*flags, tmp_path / "rolled", "--rollout_only", cache=cache)
     assert "2 steps of rollouts are in" in printed
     rolled = metrics_of(tmp_path / "rolled")
+    first, second = (rows_of(tmp_path / "rolled", step) for step in (1, 2))
+    assert len(first) == len(second) == 4 and not first & second  # fresh prompts at each step
     assert [row["step"] for row in rolled] == [1, 2] and "actor/loss" not in rolled[0]
     assert sorted(p.name for p in (tmp_path / "rolled").iterdir()) == ["args.json", "metrics.jsonl", "rollouts"]
     run(*flags, tmp_path / "trained", "--num_steps", "7", "--replay", tmp_path / "rolled", cache=cache)
@@ -297,11 +299,57 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     assert trained[0]["rollout/logp_diff_max"] < 1e-4 and trained[0]["actor/grad_norm"] > 0
 
 
+def rows_of(folder: Path, step: int) -> set[int]:
+    lines = (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return {json.loads(line)["index"] for line in lines}
+
+
+def test_remax_replays_with_its_baselines_or_not_at_all(cache, tmp_path):
+    flags = [*TINY, "--num_steps", "1", "--algo", "remax", "--output_dir"]
+    run(*flags, tmp_path / "rolled", "--rollout_only", cache=cache)
+    run(*flags, tmp_path / "trained", "--replay", tmp_path / "rolled", cache=cache)
+    (row,) = metrics_of(tmp_path / "trained")
+    assert row["actor/grad_norm"] > 0 and row["rollout/missing_baselines"] == 0
+    (tmp_path / "rolled" / "rollouts" / "greedy_000001.jsonl").unlink()
+    printed = run(*flags, tmp_path / "x", "--replay", tmp_path / "rolled", cache=cache, code=2)
+    assert "no rollouts/greedy_000001.jsonl there" in printed
+
+
+@pytest.mark.parametrize("flags, message", [
+    ({"engine_args": '{"foo": 1}'}, "vLLM has no argument foo"),
+    ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size is --tp"),
+    ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode is not the user's to choose"),
+    ({"replay": "x", "check_sync": True}, "--check_sync has an effect only with an engine"),
+    ({"replay": "x", "rollout_only": True}, "give one of them"),
+    ({"rollout_only": True, "max_staleness": 1}, "nothing gets stale"),
+])  # fmt: skip
+def test_flags_of_an_engine_are_checked(flags, message):
+    with pytest.raises(BadInput, match=message):
+        check_args(Args(**flags))
+    check_args(Args(engine_args='{"enforce_eager": true, "block_size": 64}'))
+
+
 def test_a_damaged_rollout_file_is_named(tmp_path):
     file = tmp_path / "step_000001.jsonl"
-    file.write_text(json.dumps({"prompt_ids": [1], "response_ids": [2]}) + "\n")
-    with pytest.raises(BadInput, match=r"step_000001.jsonl, line 1, is no trajectory to replay"):
-        train.read_rollouts(file)
+    good = vars(AgentLoopOutput(
+        prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-1.0], response_versions=[0],
+        reward=1.0, text="two\u2028lines", extra={"prompt": 0, "sample": 0, "segment": 0},
+    ))  # fmt: skip
+    file.write_text(json.dumps(good, ensure_ascii=False) + "\n", encoding="utf-8")
+    (output,) = train.read_rollouts(file, 3).outputs
+    assert output.text == "two\u2028lines" and output.response_ids == [2]
+    bad = ["5", "[1]", "{", '{"prompt_ids": [1], "response_ids": [2]}', json.dumps(good | {"reward": None}),
+           json.dumps(good | {"extra": {}}), json.dumps(good | {"images": 1})]  # fmt: skip
+    for line in bad:
+        file.write_text(json.dumps(good) + "\n" + line + "\n")
+        with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory to replay"):
+            train.read_rollouts(file, 3)
+    with pytest.raises(BadInput, match="its tokens are another model's"):
+        file.write_text(json.dumps(good) + "\n")
+        train.read_rollouts(file, 2)
+    file.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(BadInput, match="no trajectory to replay"):
+        train.read_rollouts(file, 3)
 
 
 @pytest.mark.parametrize("flag, value, message", [
@@ -322,7 +370,9 @@ def test_sampling_parameters_that_the_trainer_does_not_know_are_warned_of():
         check_args(Args(sampling_args='{"top_k": 20, "min_p": 0.1, "stop": ["</answer>"]}'))
     with warnings.catch_warnings(action="error"):
         check_args(Args(sampling_args='{"stop": ["</answer>"]}', eval_sampling_args='{"top_k": 20}'))
-    assert Args(sampling_args='{"stop": ["x"]}', temperature=0.5).sampling() == {"temperature": 0.5, "stop": ["x"]}
+    for stop in ('["x"]', '"x"'):  # agents see a list
+        sampling = Args(sampling_args=f'{{"stop": {stop}}}', temperature=0.5).sampling()
+        assert sampling == {"temperature": 0.5, "stop": ["x"]}
 
 
 def test_stop_strings_end_turns_in_a_run(cache, tmp_path, tokenizer):
