@@ -1,7 +1,8 @@
 """Seconds per GRPO step of flatrl and of TRL's GRPOTrainer: same model, prompts, lengths, updates, precision, threads.
 
     pip install trl==1.16.0 datasets
-    python bench/trl.py [--model FOLDER] [--prompts 16] [--group_size 8] [--tokens 64] [--rounds 5] [--trl generate vllm]
+    python bench/trl.py [--model FOLDER] [--prompts 16] [--group_size 8] [--tokens 64] [--rounds 5]
+    python bench/trl.py --trl generate vllm     # beside TRL with vLLM in its process, too
 
 Whole steps, single turn: flatrl is `train.main` with this file as its --task, TRL is `GRPOTrainer.train`, which
 generates with transformers' `generate` or (--trl vllm) with vLLM in its own process. Each runs in a process of its
@@ -25,7 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 FOLDER = Path(__file__).resolve().parent
 # Without this folder: `import trl` must not find this file.
-sys.path[:] = [str(FOLDER.parent), str(FOLDER.parent / "examples"), *(p for p in sys.path if Path(p).resolve() != FOLDER)]
+others = [path for path in sys.path if Path(path).resolve() != FOLDER]
+sys.path[:] = [str(FOLDER.parent), str(FOLDER.parent / "examples"), *others]
 
 import calculator
 import torch
@@ -191,7 +193,8 @@ def measure(sides: list[str], options: argparse.Namespace, folder: str) -> None:
                 seconds = time.perf_counter() - started
                 table[name].append({"step": seconds, **parts, "rest": seconds - sum(parts.values())})
             round = f"round {i - options.warm_up + 1}" if i >= options.warm_up else "warm-up"
-            print(f"{round}: " + ", ".join(f"{name} {rows[-1]['step']:.2f} s" for name, rows in table.items()), flush=True)
+            seconds = ", ".join(f"{name} {rows[-1]['step']:.2f} s" for name, rows in table.items())
+            print(f"{round}: {seconds}", flush=True)
     finally:
         for process in processes:
             process.kill()
