@@ -10,6 +10,7 @@ own, made once, and they take turns, A B A B: one step, then it waits until the 
 from outside, from the word to go to its end, so that nothing of it is missed; what it was spent on, each says itself.
 Every response has --tokens tokens (flatrl and vLLM: ignore_eos; transformers: min_new_tokens), one update a step, no
 KL, no evaluation, no checkpoints; flatrl writes its metrics and rollouts as always, TRL logs nothing. float32 on a CPU.
+With --free, responses end where the model ends them: both sides sample from the same distribution of lengths.
 """
 
 import argparse
@@ -68,13 +69,15 @@ def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
     def step_over(log, metrics: dict) -> None:
         write(log, metrics)
         names = {"sync": "timing/sync_s", "generate": "timing/rollout_s", "update": "timing/train_s"}
+        names["length"] = "response_length/mean"
         done(pipe, {name: metrics.get(key, 0.0) for name, key in names.items()})
 
     write, train.Log.metrics = train.Log.metrics, step_over  # main's last call in a step
     args = train.Args(
         task=__file__, model=options.model, output_dir=f"{folder}/flatrl", num_steps=10**6, eval_every=0, save_every=0,
         show_every=0, prompts_per_step=options.prompts, group_size=options.group_size, lr=options.lr,
-        max_response_tokens=options.tokens, sampling_args='{"ignore_eos": true}', engine_args=options.engine_args,
+        max_response_tokens=options.tokens, sampling_args=None if options.free else '{"ignore_eos": true}',
+        max_model_len=512 + options.tokens, tokens_per_micro_batch=options.micro_batch, engine_args=options.engine_args,
     )  # fmt: skip
     with open(os.devnull, "w") as file, contextlib.redirect_stdout(file):
         train.main(args)
@@ -86,19 +89,17 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
     from trl import GRPOConfig, GRPOTrainer
 
     cuda = torch.cuda.is_available()
-    if vllm:
-        lengths = {"ignore_eos": True}
-        if not cuda:  # as in rollout.Engine: the CPU build's weights could not be updated otherwise
-            import vllm.model_executor.layers.utils as layers
+    if vllm and not cuda:  # as in rollout.Engine: the CPU build's weights could not be updated otherwise
+        import vllm.model_executor.layers.utils as layers
 
-            layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-                layer, "cpu_linear", torch.nn.functional.linear
-            )
-    else:
-        lengths = {"min_new_tokens": options.tokens}
+        layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+            layer, "cpu_linear", torch.nn.functional.linear
+        )
+    forced = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
+    forced = {} if options.free else forced
     config = GRPOConfig(
         output_dir=f"{folder}/trl", per_device_train_batch_size=options.prompts * options.group_size,
-        num_generations=options.group_size, max_completion_length=options.tokens, generation_kwargs=lengths,
+        num_generations=options.group_size, max_completion_length=options.tokens, generation_kwargs=forced,
         temperature=1.0, beta=0.0, learning_rate=options.lr, lr_scheduler_type="constant", max_steps=10**6, bf16=cuda,
         use_cpu=not cuda, gradient_checkpointing=False, save_strategy="no", logging_strategy="no", report_to=[],
         disable_tqdm=True, use_vllm=vllm, vllm_max_model_length=options.tokens + 512,
@@ -112,6 +113,7 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
         def on_step_end(self, *state, **more):
             parts = {"generate": spent["_generate"], "sync": spent.get("sync_weights", 0.0)}
             parts["generate"] -= parts["sync"]
+            parts["length"] = trainer._metrics["train"]["completions/mean_length"][-1]
             done(pipe, parts | {"update": spent["training_step"] - spent["_prepare_inputs"]})
             spent.clear()
 
@@ -156,6 +158,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
+    parser.add_argument("--free", action="store_true", help="responses end by themselves, --tokens is only the limit")
+    parser.add_argument("--micro_batch", type=int, default=16384, help="flatrl's tokens_per_micro_batch")
     parser.add_argument("--engine_args", help="of flatrl's engine, as in train.py")
     options = parser.parse_args()
     try:
@@ -191,7 +195,8 @@ def measure(sides: list[str], options: argparse.Namespace, folder: str) -> None:
                 pipes[name].send(None)
                 parts = pipes[name].recv()
                 seconds = time.perf_counter() - started
-                table[name].append({"step": seconds, **parts, "rest": seconds - sum(parts.values())})
+                rest = seconds - sum(parts.get(part, 0.0) for part in ("sync", "generate", "update"))
+                table[name].append({"step": seconds, **parts, "rest": rest})
             round = f"round {i - options.warm_up + 1}" if i >= options.warm_up else "warm-up"
             seconds = ", ".join(f"{name} {rows[-1]['step']:.2f} s" for name, rows in table.items())
             print(f"{round}: {seconds}", flush=True)
@@ -203,9 +208,9 @@ def measure(sides: list[str], options: argparse.Namespace, folder: str) -> None:
 
 
 def report(table: dict[str, list[dict]], options: argparse.Namespace) -> None:
-    columns = ("step", "sync", "generate", "update", "rest")
+    columns = ("length", "step", "sync", "generate", "update", "rest")
     print(
-        f"\n{options.prompts} prompts x {options.group_size}, {options.tokens} tokens each, "
+        f"\n{options.prompts} prompts x {options.group_size}, {options.tokens} tokens{' at most' * options.free}, "
         f"{os.environ['OMP_NUM_THREADS']} threads; medians of {options.rounds} rounds, seconds\n"
         f"{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by (min - max)"
     )
