@@ -15,6 +15,7 @@ With --free, responses end where the model ends them: both sides sample from the
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import os
 import statistics
@@ -90,8 +91,10 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
 
     cuda = torch.cuda.is_available()
     if vllm and not cuda:  # as in rollout.Engine: the CPU build's weights could not be updated otherwise
+        import trl.generation.vllm_generation as generation
         import vllm.model_executor.layers.utils as layers
 
+        generation.LLM = functools.partial(generation.LLM, dtype="float32")  # its "auto" makes float32 models bfloat16
         layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
             layer, "cpu_linear", torch.nn.functional.linear
         )
