@@ -37,7 +37,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 REPO = Path(__file__).parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "examples")]
+sys.path[:1] = [str(REPO), str(REPO / "examples")]  # not this folder: `import trl` must not find bench/trl.py
 
 import calculator as example
 import torch

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, TINY, metrics_of, run
 from gradient_worker import gradients, whole
 from sharding_worker import CASES, error_of, spoilt
 from test_rollout import hf_model
-from test_train import TINY, cache, metrics_of, run  # noqa: F401
 
 import data
 import train
