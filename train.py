@@ -1426,7 +1426,7 @@ def setup(args: Args) -> Run:
     def prepare(model: nn.Module, lr: float, num_steps: int):
         if args.shard:
             model = shard(model, args, device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=args.weight_decay)
         kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
         schedules.append(get_scheduler(kind, optimizer, args.warmup_steps, num_steps))
         accelerator.register_for_checkpointing(schedules[-1])
