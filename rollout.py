@@ -281,17 +281,17 @@ class Engine:
             self.cached.clear()
         self.memory["before_sleep"] = memory()
         if keep:
-            self._mark_versions()
+            self.mark_versions()
         else:
             self.turns.clear()
         self.core.sleep(level=level or self.args.sleep_level, mode="keep" if keep else "abort")
         self._become("asleep")
 
-    def _mark_versions(self) -> None:
-        """Notes how far each request has come under the weights that are about to go."""
+    def mark_versions(self) -> None:
+        """Notes, and counts, how far each request has come under the weights that are about to go."""
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
-            if request and (n := state.detokenizer.num_output_tokens()):
+            if request and (n := state.detokenizer.num_output_tokens()) > request.n_counted:
                 self.statistics["tokens"] += n - request.n_counted
                 request.spans.append((n, self.version))
 
@@ -1065,6 +1065,7 @@ class AsyncPool(Pool):
         ahead = min(step + 1 + args.max_staleness, args.num_steps) - self.start
         self.submit(self.set_limit(ahead * batch + self.n_stale))
         finished = self.run_until(lambda: self.n_done() - self.n_gone >= batch, f"train {step}", batch, last=False)
+        self.place.engine.mark_versions()
         mine = [(self.oldest(group), n) for n, group in list(self.groups.items()) if not group.left]
         done, started = zip(*_all_gather((mine if finished else None, self.next)), strict=True)
         if None in done:
