@@ -870,8 +870,8 @@ class Pool:
             async with asyncio.timeout(args.reward_timeout or None):
                 await score(self.place.task, outputs, row, args.filter_metric)
             return [{field: getattr(output, field) for field in GRADED} for output in outputs]
-        except BaseException:
-            if group.dropped or self.closing:
+        except BaseException as error:
+            if group.dropped or self.closing or error.args == (GIVEN_UP,):
                 raise
             return self.failure("failed_reward", group.number, j)
 
@@ -1168,6 +1168,7 @@ def grade(place: Workplace, phase: Phase, must_bring: bool = False) -> None:
 
 
 GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
+GIVEN_UP = "the run stops"  # what a grader's cancellation says
 
 
 def _own(x):
@@ -1183,7 +1184,7 @@ def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
 
 
 def cancel(place: Workplace, grading: Grading) -> None:
-    place.background.loop.call_soon_threadsafe(lambda: [task.cancel() for task in grading.tasks.values()])
+    place.background.loop.call_soon_threadsafe(lambda: [task.cancel(GIVEN_UP) for task in grading.tasks.values()])
 
 
 async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome") -> None:

@@ -350,7 +350,7 @@ def test_no_reward_at_all_ends_the_run_with_the_reason(engine, background, token
         rollout(place, make_rows("x"), 0, 2, {"temperature": 1.0})
 
 
-def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tokenizer, args, tiny_model):
+def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tokenizer, args, tiny_model, capfd):
     cancelled = []
 
     async def reward(output, row):
@@ -367,7 +367,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tok
     grade(place, phase, must_bring=True)
     assert phase.interrupted
     background.submit(asyncio.sleep(0.05)).result()
-    assert cancelled == [0, 0]
+    assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
 
 
 def test_deterministic_phase_repeats_to_the_last_bit(engine, background, tokenizer, args, tiny_model):
