@@ -169,10 +169,15 @@ def turn_suffix(
 # ---------------------------------------------------------------- images
 
 
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # tools' and data's: nothing that runs a program (EPS) to decode
+MAX_PIXELS = 64_000_000  # 256 MB decoded
+
+
 def open_image(source):
     """A PIL image from a PIL image, a path, bytes, or the {"bytes", "path"} dict of Hugging Face's data files.
 
-    Of a file only the header is read: enough for its size. Raises ValueError if it is no image.
+    Of a file only the header is read: enough for its size. Raises ValueError if it is no image in one of IMAGE_FORMATS,
+    or has more than MAX_PIXELS.
     """
     from PIL import Image
 
@@ -181,7 +186,10 @@ def open_image(source):
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     try:
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=IMAGE_FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
+        return image
     except Exception as error:  # PIL, the file system and a wrong type each have their own
         said = f"{len(source)} bytes" if isinstance(source, bytes) else repr(source)[:80]
         raise ValueError(f"{said} can't be read as an image: {error}") from None
@@ -228,6 +236,18 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     sizes = [(image.height, image.width) for image in images]
     counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
     return [token for i in ids for token in ([i] * next(counts) if i == placeholder else [i])]
+
+
+def check_images(output: AgentLoopOutput, processor) -> None:
+    """Raises ValueError unless an output's ids have a placeholder for every token of its images, and no other."""
+    placeholder = processor.image_token_id
+    found = (output.prompt_ids + output.response_ids).count(placeholder)
+    expected = len(expand([placeholder] * len(output.images), output.images, processor))
+    if found != expected:
+        raise ValueError(
+            f"the ids have {found} placeholders, but the {len(output.images)} images of AgentLoopOutput.images take "
+            f"{expected} tokens: return both as the trainer needs them (see Trajectory)"
+        )
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -941,10 +961,11 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def _plain_message(message, images: dict[str, Any] | None = None) -> dict:
+def _plain_message(message, images: dict[str, Any] | None = None, max_images: int = 0) -> dict:
     """A chat message of any client as templates want it: text or parts as content, tool calls with dict arguments.
 
-    images: receives the images of data: URLs under a digest, which takes the image's place; None for a text model.
+    images: receives the images of data: URLs under a digest, which takes the image's place, max_images in all; None for
+    a text model.
     """
     message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     content = message.get("content") or ""
@@ -955,7 +976,7 @@ def _plain_message(message, images: dict[str, Any] | None = None) -> dict:
         if kinds - {"text", "image_url", "image"}:
             raise ValueError(f"supported in chat messages are text and image_url, not {sorted(map(str, kinds))}")
         if kinds - {"text"}:
-            content = [_image_part(part, images) if part["type"] != "text" else part for part in content]
+            content = [part if part["type"] == "text" else _image_part(part, images, max_images) for part in content]
         else:
             content = "".join(part["text"] for part in content)
     plain = {"role": message["role"], "content": content}
@@ -972,16 +993,19 @@ def _plain_message(message, images: dict[str, Any] | None = None) -> dict:
     return plain | ({"tool_calls": calls} if calls else {})
 
 
-def _image_part(part: dict, images: dict[str, Any]) -> dict:
+def _image_part(part: dict, images: dict[str, Any], max_images: int) -> dict:
     if part["type"] == "image":  # of the row's own prompt: see `ChatClient.place`
-        if part.get("image") not in images:
+        if not isinstance(part.get("image"), str) or part["image"] not in images:
             raise ValueError("a part of type image is supported as the row's prompt has it; send others as image_url")
         return part
-    head, _, data = part["image_url"]["url"].partition(";base64,")
+    url = part["image_url"]["url"] if isinstance(part.get("image_url"), dict) else part.get("image_url")
+    head, _, data = str(url).partition(";base64,")
     if not head.startswith("data:image/"):
         raise ValueError("of image_urls only data:image/...;base64 is supported")
     key = hashlib.sha256(data.encode()).hexdigest()
     if key not in images:
+        if len(images) >= max_images:  # before any is decoded
+            raise ValueError(f"more than {max_images} images: see --max_images")
         images[key] = load_image(base64.b64decode(data))
     return {"type": "image", "image": key}
 
@@ -1026,7 +1050,7 @@ class ChatClient:
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        messages = [_plain_message(message, self.images) for message in messages]
+        messages = [_plain_message(message, self.images, self.loop.args.max_images) for message in messages]
         tools = list(tools or ()) if tool_choice != "none" else []
         if self.images and (n := len(self.images_of(messages))) > self.loop.args.max_images:
             raise ValueError(f"{n} images: supported are {self.loop.args.max_images}, see --max_images")

@@ -84,7 +84,8 @@ def read_files(files: Sequence[str]) -> list[dict]:
         if kind is None:
             raise BadInput(f"{file}: data files are .parquet or .jsonl")
         try:
-            rows += list(load_dataset(kind, data_files=str(file), split="train"))
+            # arrow: images stay the bytes they are in the file, decoded where they are used
+            rows += load_dataset(kind, data_files=str(file), split="train").with_format("arrow")[:].to_pylist()
         except Exception as error:  # datasets, pyarrow and json each have their own
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BadInput(f"{file} can't be read as {kind}: {reason}") from error
@@ -155,9 +156,11 @@ def place_images(row: dict, where: str) -> None:
         if isinstance(content, (list, tuple)):
             message["content"] = content = [_without_none(part) for part in content]
             parts += content
-            if all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
                 message["content"] = "".join(part["text"] for part in content)  # templates of text models take no parts
     kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(part.get("text"), str) for part, kind in zip(parts, kinds, strict=True) if kind == "text"):
+        raise BadInput(f"{where}: a part of type 'text' has no text")
     if wrong := [kind for kind in kinds if kind not in ("text", "image")]:
         raise BadInput(f"{where}: a part of a message has type 'text' or 'image', not {str(wrong[0])[:80]!r}")
     if kinds.count("image") != len(images):
@@ -527,7 +530,7 @@ class Vision:
     """What a vision-language model gets beside tokens: pixels by its processor, positions by its get_rope_index.
 
     For Qwen2-VL, Qwen2.5-VL, Qwen3-VL and models built like them. An image's pixels are computed when it is first
-    packed on this rank, and kept as long as the image itself: a step of several passes does it once.
+    packed on a rank, and kept there as long as the image itself: several passes over the same rows do it once.
     """
 
     def __init__(self, processor):

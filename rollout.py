@@ -41,7 +41,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, finite
+from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite
 from data import prompt_order, without_torchvision
 
 
@@ -840,6 +840,8 @@ class Pool:
             for k, output in enumerate(outputs):
                 if not isinstance(output, AgentLoopOutput):
                     raise TypeError(f"{cls.__name__}.run returned a {type(output).__name__}, not an AgentLoopOutput")
+                if place.processor:
+                    check_images(output, place.processor)
                 output.extra = {**output.extra, "prompt": group.number, "sample": j, "segment": k}
                 output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
                 said = {"role": "assistant", "content": output.text}

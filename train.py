@@ -546,9 +546,14 @@ def load_processor(args: Args):
     settings = json.loads(args.engine_args or "{}").get("mm_processor_kwargs") or {}  # the engine's: both must agree
     try:
         processor = AutoProcessor.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **settings)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BadInput(f"--model {args.model} has vision, but its processor can't be loaded: {reason}") from None
+    known = {*vars(processor.image_processor), "min_pixels", "max_pixels"}  # the last two set `size`
+    if unknown := sorted(set(settings) - known):
+        raise BadInput(
+            f"--engine_args: mm_processor_kwargs has {unknown[0]}, which is no setting of the image processor"
+        )
     processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
     return processor
 
@@ -623,12 +628,13 @@ class Critic(nn.Module):
 
 def _hidden(backbone, packed: dict, vision: data.Vision | None = None) -> torch.Tensor:
     inputs = {name: packed[name] for name in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}
+    zero = None
     if vision and packed["images"]:
         inputs |= vision.inputs(backbone, packed)
+    elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
+        zero = vision.zero(backbone, packed["input_ids"].device)
     hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
-    if vision and not packed["images"]:
-        hidden = hidden + vision.zero(backbone, hidden.device)
-    return hidden
+    return hidden if zero is None else hidden + zero
 
 
 def _unpack(x: torch.Tensor, packed: dict) -> torch.Tensor:
@@ -1107,7 +1113,8 @@ def read_rollouts(file: Path, vocab_size: int) -> Phase:
     names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
     try:
         for text in file.open(encoding="utf-8") if file.is_file() else ():
-            i, line = i + 1, json.loads(text)
+            i += 1
+            line = json.loads(text)
             if line.get("images"):
                 raise ValueError("it has images, whose pixels are not in the file")
             if "kind" in line:
@@ -1395,6 +1402,8 @@ def setup(args: Args) -> Run:
         check_model(args)
     processor = load_processor(args)
     vision = data.Vision(processor) if processor else None
+    if vision and args.replay:
+        raise BadInput("--replay: the files have no pixels, so what a model with vision rolled out can't be replayed")
     tokenizer = (
         processor.tokenizer
         if processor
@@ -1746,6 +1755,7 @@ def main(args: Args) -> None:
             run.log.show(phase.outputs[0])
         if args.save_every and steps_done % args.save_every == 0:
             save_checkpoint(Path(args.output_dir) / "checkpoints", steps_done, run, args.keep_checkpoints)
+        del phase, greedy, outputs, batch, actor, value  # a step's images go before the next step's come
     finish(run, args, steps_done)
 
 

@@ -6,13 +6,14 @@ import io
 import json
 import shutil
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 import vision_task
 from conftest import run
 from PIL import Image
+from test_rollout import KEPT
 from vision_task import Looker, picture
 
 import agent_loop
@@ -66,9 +67,11 @@ def engine(args, processor, process_group):
     from rollout import Engine
 
     tokenizer = processor.tokenizer
-    return Engine(
+    engine = Engine(
         args.model, args, torch.device("cpu"), [tokenizer.eos_token_id], len(tokenizer), processor.image_token_id
     )
+    KEPT.append(engine)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,7 @@ def test_two_turns_with_images_of_prompts_and_tools_agree_with_the_engine(engine
     outputs = play_all(engine, background, args, processor, rows)
     engine.sleep()
     for row, output in zip(rows, outputs, strict=True):
-        looked = row["index"] % 3 != 2
+        looked = row["index"] % 3 == 1
         assert [image.size for image in output.images[: len(row["images"])]] == [image.size for image in row["images"]]
         assert len(output.images) == len(row["images"]) + looked
         places = [i for i in output.prompt_ids + output.response_ids if i == processor.image_token_id]
@@ -158,6 +161,39 @@ def test_after_an_update_the_engine_sees_with_the_new_tower(engine, background, 
     assert {v for v in after[0].response_versions if v >= 0} == {1}
 
 
+def test_a_turn_on_an_image_lives_through_an_update(engine, background, args, processor, policy, vision):
+    """Suspended, its image is encoded anew by the next weights: each token is that of its version."""
+    policies = [policy, train.Policy(args, len(processor.tokenizer), vision)]
+    with torch.no_grad():
+        for i, parameter in enumerate(policies[1].model.parameters()):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    image, request = picture(3, 56, 84), ids_of(processor, f"{SEEN} what?")
+    sampling = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": []}
+    train.sync(engine, policies[0], 0)
+    future = background.submit(
+        engine.generate(request_id="seen", prompt_ids=request, sampling_params=sampling, image_data=[image])
+    )
+    while not engine.running:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    engine.sleep(keep=True)
+    train.sync(engine, policies[1], 1)
+    while not future.done():
+        engine.step()
+    engine.sleep()
+    out = future.result()
+    n = out.versions.count(0)
+    assert out.versions == [0] * n + [1] * (12 - n) and 3 <= n <= 6 and out.prompt_ids.count(request[0]) >= 1
+    output = agent_loop.AgentLoopOutput(
+        prompt_ids=out.prompt_ids, response_ids=out.token_ids, response_mask=[1] * 12, response_logprobs=out.logprobs,
+        response_versions=out.versions, images=[image], reward=0.0,
+    )  # fmt: skip
+    both = [differences(policy, [output], args) for policy in policies]
+    assert both[0][:n].max() < 1e-4 and both[1][n:].max() < 1e-4
+    assert both[1][:n].max() > 1e-2 and both[0][n:].max() > 1e-2  # the versions differ
+
+
 def test_the_placeholder_is_never_sampled_and_both_sides_know(engine, background, args, processor, vision):
     """Its logit is made huge, of either sign: a side that left it in would sample it, or be off by nats."""
     policy = train.Policy(args, len(processor.tokenizer), vision)
@@ -171,9 +207,6 @@ def test_the_placeholder_is_never_sampled_and_both_sides_know(engine, background
         sampled = [i for i, m in zip(output.response_ids, output.response_mask) if m]
         assert processor.image_token_id not in sampled
     assert differences(policy, outputs, args).max() < 1e-4
-
-
-KEPT = []  # an engine that is collected takes the process group with it
 
 
 def like_qwen2_vl(text: dict, tokens: dict):
@@ -194,7 +227,6 @@ def like_qwen3_vl(text: dict, tokens: dict):
 
 @pytest.mark.parametrize("build", [like_qwen2_vl, like_qwen3_vl])
 def test_its_relatives_agree_with_the_engine_too(build, model, args, background, process_group, vision, tmp_path):
-    from dataclasses import replace
 
     from transformers import AutoConfig
 
@@ -246,7 +278,6 @@ def gradients(model, batch: dict, parts: list[list[int]]) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_transformers_whatever_the_micro_batches(args, processor, vision, checkpointing):
-    from dataclasses import replace
 
     policy = train.Policy(replace(args, gradient_checkpointing=checkpointing), len(processor.tokenizer), vision)
     outputs = [
@@ -548,7 +579,6 @@ def load_one(row: dict) -> dict:
 
 
 def check_one(row: dict, args, processor, **more):
-    from dataclasses import replace
 
     task = types.SimpleNamespace()
     tokenizer = more.pop("tokenizer", None) or processor.tokenizer
@@ -647,6 +677,36 @@ def test_max_prompt_tokens_counts_every_token_of_an_image(args, processor):
     assert len(check_one(row, args, processor, max_prompt_tokens=length)) == 1
     with pytest.raises(BadInput, match=f"the longest has {length} tokens"):
         check_one(row, args, processor, max_prompt_tokens=length - 1)
+
+
+def test_files_that_are_too_large_or_run_a_program_are_refused(monkeypatch):
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EOF\n"
+    with pytest.raises(ValueError, match="can't be read as an image"):
+        load_image(eps)
+    file = io.BytesIO()
+    picture(1, 30, 20).save(file, "PNG")
+    assert load_image(file.getvalue()).size == (30, 20)
+    monkeypatch.setattr(agent_loop, "MAX_PIXELS", 599)
+    with pytest.raises(ValueError, match="30 x 20 pixels are more than 599"):
+        load_image(file.getvalue())
+
+
+def test_an_output_without_its_images_is_a_failure(processor):
+    image = picture(1, 56, 56)
+    placeholders = [processor.image_token_id] * 4
+    fields = dict(response_ids=[5], response_mask=[1], response_logprobs=[0.0], response_versions=[0])
+    agent_loop.check_images(
+        agent_loop.AgentLoopOutput(prompt_ids=[3, *placeholders], images=[image], **fields), processor
+    )
+    for ids, images in (([3, *placeholders], []), ([3, placeholders[0]], [image]), ([3], [image])):
+        with pytest.raises(ValueError, match=f"the ids have {len(ids) - 1} placeholders, but the {len(images)} images"):
+            agent_loop.check_images(agent_loop.AgentLoopOutput(prompt_ids=ids, images=images, **fields), processor)
+
+
+def test_unknown_processor_settings_are_refused(args):
+    for settings in ({"images_kwargs": {"do_normalize": False}}, {"maxpixels": 3136}):
+        with pytest.raises(BadInput, match="no setting of the image processor"):
+            train.load_processor(replace(args, engine_args=json.dumps({"mm_processor_kwargs": settings})))
 
 
 def test_models_that_see_otherwise_are_refused(tmp_path):

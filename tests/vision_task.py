@@ -45,7 +45,7 @@ class Look(Tool):
     schema = {"type": "function", "function": {"name": name, "description": "Look.", "parameters": {}}}
 
     async def execute(self, request_id: str, arguments: dict, index: int) -> ToolResponse | str:
-        if index % 3 == 2 and os.environ.get("VISION_TASK_IMAGES") != "all":
+        if index % 3 != 1 and os.environ.get("VISION_TASK_IMAGES") != "all":
             return "nothing to see"
         return ToolResponse("seen", images=[picture(1000 + index, 56, 56 + 28 * (index % 3))])
 
