@@ -181,10 +181,9 @@ def open_image(source):
     """
     from PIL import Image
 
+    source = _file_of(source)
     if isinstance(source, Image.Image):
         return source
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
     try:
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=IMAGE_FORMATS)
         if image.width * image.height > MAX_PIXELS:
@@ -193,6 +192,10 @@ def open_image(source):
     except Exception as error:  # PIL, the file system and a wrong type each have their own
         said = f"{len(source)} bytes" if isinstance(source, bytes) else repr(source)[:80]
         raise ValueError(f"{said} can't be read as an image: {error}") from None
+
+
+def _file_of(source):
+    return (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
 
 
 def load_image(source):
@@ -211,8 +214,7 @@ def row_image(source):
 
     A PIL image is what `data.load_rows` has made of it: loaded already.
     """
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
+    source = _file_of(source)
     return _row_image(source) if isinstance(source, (bytes, str, Path)) else source
 
 

@@ -398,6 +398,8 @@ class Engine:
         """Takes from the queue what starts now: turns of trajectories under way, then new ones while the KV cache has
         room, so that what is cached for a trajectory is not thrown out while its tools run. First come, first served.
         """
+        if not self.waiting:
+            return []
         cache = self.core.vllm_config.cache_config
         scheduler = self.core.engine_core.engine_core.scheduler
         room = (KV_FULL - scheduler.kv_cache_manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
@@ -444,7 +446,7 @@ class Engine:
     def check_team(self) -> None:
         """--check_sync: raises RuntimeError unless all ranks of this --tp team sampled the same tokens so far."""
         if self.team and self.args.check_sync:
-            if len(set(_all_gather(self.digest.hexdigest(), self.team))) > 1:
+            if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
                 raise RuntimeError(f"the ranks of a --tp team sampled different tokens in version {self.version}")
 
     def _run(self, aborted: list[str], added: list[_Request], step: bool) -> list[tuple]:
@@ -974,9 +976,8 @@ def rollout(
     if wait and not every.interrupted:
         grade(place, every, must_bring)
         every.seconds = meter.read()[0]
-    if must_bring and not every.interrupted and not any(1 in o.response_mask for o in every.outputs):
-        name = f"{kind}-{step:08d}"
-        raise RuntimeError(f"{name} brought nothing to learn from ({dict(every.counts)}); {_first_error(every)}")
+    if must_bring and not every.interrupted:
+        _must_have_tokens(every, kind, step)
     return every
 
 
@@ -1059,7 +1060,7 @@ class AsyncPool(Pool):
         suspended = self.place.engine.suspended()
         limit = step - args.max_staleness
         stale = [n for n, group in list(self.groups.items()) if self.oldest(group, suspended) < limit]
-        gone = [group for part in _all_gather(self.submit(self.take(stale, drop=True))) for group in part]
+        gone = [group for part in all_gather(self.submit(self.take(stale, drop=True))) for group in part]
         self.pending -= {number for number, *_ in gone}
         self.n_gone += sum(done for _, done, _ in gone)
         self.n_stale += len(gone)
@@ -1069,7 +1070,7 @@ class AsyncPool(Pool):
         finished = self.run_until(lambda: self.n_done() - self.n_gone >= batch, f"train {step}", batch, last=False)
         self.place.engine.mark_versions()
         mine = [(self.oldest(group), n) for n, group in list(self.groups.items()) if not group.left]
-        done, started = zip(*_all_gather((mine if finished else None, self.next)), strict=True)
+        done, started = zip(*all_gather((mine if finished else None, self.next)), strict=True)
         if None in done:
             return Phase(interrupted=True)
         self.chosen = chosen = {number for _, number in sorted(itertools.chain(*done))[:batch]}
@@ -1081,8 +1082,7 @@ class AsyncPool(Pool):
         for _, _, failed in gone:
             every.add(failed)
         every.counts["stale_groups"] = len(gone)
-        if not any(1 in o.response_mask for o in every.outputs):
-            raise RuntimeError(f"train-{step:08d} brought nothing to learn from: {_first_error(every)}")
+        _must_have_tokens(every, self.kind, step)
         return every
 
     def settle(self, give_up: bool = False) -> bool:
@@ -1095,7 +1095,7 @@ class AsyncPool(Pool):
             self.submit(self.take(list(self.groups), drop=True))
         went_on = self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))
         self.settled = meter.read()
-        return all(_all_gather(went_on))
+        return all(all_gather(went_on))
 
     def end(self) -> None:
         """Gives up what is still under way, on all ranks: the end of a run, which must not leave tools unreleased."""
@@ -1133,6 +1133,12 @@ class AsyncPool(Pool):
         return [(group.number, not group.left, phase) for group, phase in zip(groups, failed, strict=True)]
 
 
+def _must_have_tokens(phase: Phase, kind: str, step: int) -> None:
+    if not any(1 in o.response_mask for o in phase.outputs):
+        counts = dict(phase.counts)
+        raise RuntimeError(f"{kind}-{step:08d} brought nothing to learn from: {counts}; {_first_error(phase)}")
+
+
 def _first_error(phase: Phase) -> str:
     error = phase.errors[0]["error"].strip().splitlines()[-1] if phase.errors else "no loop sampled a token"
     return f"the first error: {error}"
@@ -1151,7 +1157,7 @@ def grade(place: Workplace, phase: Phase, must_bring: bool = False) -> None:
         done = future.done()
         if not done:
             cancel(place, grading)
-        parts = _all_gather(future.result() if done else None)
+        parts = all_gather(future.result() if done else None)
         if None in parts:
             phase.interrupted = True
             return
@@ -1216,7 +1222,8 @@ def _checked(reward) -> float | dict:
     return finite(reward, "a reward")
 
 
-def _all_gather(x, group: dist.ProcessGroup | None = None) -> list:
+def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
+    """Every rank's x (anything that pickles), in the order of ranks."""
     parts: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, x, group=group)
     return parts
@@ -1228,7 +1235,7 @@ def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
     for group in groups or ():
         mine.add(group.brought)
     meter.engine.check_team()
-    parts = _all_gather((mine, meter.engine.leader, *meter.read()))
+    parts = all_gather((mine, meter.engine.leader, *meter.read()))
     every = Phase(seconds=meter.read()[0])
     for part, leads, seconds, statistics in parts:
         idle = statistics.pop("idle_s", 0.0) + max(0.0, every.seconds - seconds)  # who is done waits for the others

@@ -50,7 +50,19 @@ from torch.distributed.tensor import DTensor
 import data
 import losses
 from agent_loop import AgentLoopOutput, BadInput, tool_parser
-from rollout import PATIENCE, AsyncPool, Background, Engine, Phase, Workplace, checksum, grade, rollout, seed_of
+from rollout import (
+    PATIENCE,
+    AsyncPool,
+    Background,
+    Engine,
+    Phase,
+    Workplace,
+    all_gather,
+    checksum,
+    grade,
+    rollout,
+    seed_of,
+)
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
@@ -407,12 +419,13 @@ def check_engine_args(arguments: dict) -> None:
            "gpu_memory_utilization": "gpu_memory_utilization"}  # fmt: skip
     fixed = ("distributed_executor_backend", "logprobs_mode", "enable_sleep_mode", "pipeline_parallel_size",
              "data_parallel_size", "limit_mm_per_prompt")  # fmt: skip
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in arguments:
         if name in own:
             raise BadInput(f"--engine_args: {name} is --{own[name]}")
         if name in fixed:
             raise BadInput(f"--engine_args: {name} is not the user's to choose here")
-        if name not in {field.name for field in dataclasses.fields(EngineArgs)}:
+        if name not in known:
             raise BadInput(f"--engine_args: vLLM has no argument {name}")
 
 
@@ -1228,9 +1241,7 @@ class Stop:
         self.over = False  # the run is: ranks may go
         signal.signal(signal.SIGINT, self.signalled)
         signal.signal(signal.SIGTERM, self.signalled)
-        pids: list = [None] * dist.get_world_size()
-        dist.all_gather_object(pids, os.getpid())
-        threading.Thread(target=self.watch_ranks, args=(pids,), daemon=True).start()
+        threading.Thread(target=self.watch_ranks, args=(all_gather(os.getpid()),), daemon=True).start()
         if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):  # not a shell: that may close
             threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -1691,10 +1702,11 @@ def main(args: Args) -> None:
         if phase.interrupted or greedy.interrupted:
             break
         grading_s = time.perf_counter() - grading_started
-        if args.rollout_only:
-            steps_done, run.prompts_drawn = step + 1, run.prompts_drawn + len(rows)
-            for kind, part in (("step", phase), ("greedy", greedy)):
+        steps_done, run.prompts_drawn = step + 1, run.prompts_drawn + len(rows)
+        for kind, part in (("step", phase), ("greedy", greedy)):
+            if not args.replay:  # they are there already
                 run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
+        if args.rollout_only:
             run.log.metrics({"step": steps_done} | phase_metrics(phase, engine))
             continue
         outputs, batch = graded(outputs, phase, scores)
@@ -1728,8 +1740,6 @@ def main(args: Args) -> None:
             batch["logprobs_old"] = all_sum(seen)
         if args.kl_target and train_policy:
             run.kl.update(shaped["actor/kl"], len(rollouts.rewards))
-        run.prompts_drawn += len(rows)
-        steps_done = step + 1
 
         # ---- 5. log, evaluate, save
         metrics = {"step": steps_done} | phase_metrics(phase, engine)
@@ -1744,9 +1754,6 @@ def main(args: Args) -> None:
             run.log.warn_once("a group is left with one trajectory to compare: rollout/singleton_groups counts them")
         if step == run.start and metrics["rollout/zero_std_groups"] == len(rollouts.groups.unique()):
             run.log.warn_once("every group has equal rewards: see rollouts/ and the README's 'When something is off'")
-        for kind, part in (("step", phase), ("greedy", greedy)):
-            if not args.replay:  # they are there already
-                run.log.rollouts(f"{kind}_{steps_done:06d}", part, rows)
         due = steps_done == args.num_steps or (args.eval_every and steps_done % args.eval_every == 0)
         if due and engine:
             metrics |= evaluate(run.place, policy, run.val_rows, steps_done, run.log)

@@ -446,7 +446,7 @@ def test_settling_for_an_evaluation(make_run, monkeypatch):
     run.nothing_is_left()
     run.engine.sleep()
     wake(run.engine, run.models[2], 2)
-    monkeypatch.setattr(rollout_file, "_all_gather", lambda x: [x, False])  # another rank was told to stop
+    monkeypatch.setattr(rollout_file, "all_gather", lambda x: [x, False])  # another rank was told to stop
     assert run.pool.settle() is False
 
 
