@@ -1,4 +1,4 @@
-"""Every preset of --algo on the built-in task: final eval reward, and steps until it is 0.9. The README's table.
+"""Every preset of --algo on the built-in task: final eval reward, steps until it is 0.9: docs/algorithms.md's table.
 
     python bench/algos.py [--steps 40] [--jobs 2] [--only grpo ppo] [--seeds 1] [--out runs/algos] [-- train.py's flags]
 

@@ -547,9 +547,9 @@ def test_command_line_shows_one_line_and_exits_with_2(cache):
         assert run(*flags, cache=cache, code=2).strip().splitlines() == [message]
 
 
-def test_the_readmes_task_and_agent_loop_work(tmp_path, tokenizer, args):
-    blocks = (REPO / "README.md").read_text().split("```python\n")[1:]
-    task_file, loop, chat = (block.split("```")[0] for block in blocks)
+def test_the_task_and_the_agent_loops_of_the_docs_work(tmp_path, tokenizer, args):
+    pages = "".join((REPO / page).read_text() for page in ("README.md", "docs/agents.md"))
+    task_file, loop, chat = (block.split("```")[0] for block in pages.split("```python\n")[1:])
     (tmp_path / "guess.py").write_text(task_file + loop + chat)
     task = data.load_task(str(tmp_path / "guess.py"))
     rows = data.filter_overlong(
