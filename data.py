@@ -52,6 +52,12 @@ from agent_loop import (
 # ---------------------------------------------------------------- rows
 
 
+def need(ok, message: str) -> None:
+    """Raises BadInput with the message unless `ok`."""
+    if not ok:
+        raise BadInput(message)
+
+
 def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
     """Imports a task file. Raises BadInput if it is missing, does not import, or lacks one of `needs`."""
     file = Path(path)

@@ -1,17 +1,21 @@
-"""The colocated engine, and one rollout phase over many trajectories.
+"""The colocated engine, and the pool of trajectories that it serves.
 
-Two threads. The MAIN thread owns the device: it calls `Engine.step` in a rollout phase and trains in between. One
-BACKGROUND thread runs one event loop for the whole run: agent loops, tools, rewards. `Engine.generate` is awaited on
-the background loop; it posts a request that the main thread picks up at its next step, and resumes when the tokens are
-there. Outside a rollout phase requests simply wait.
+Two threads. The MAIN thread owns the device: it calls `Engine.step` during a rollout and trains in
+between. One BACKGROUND thread runs one event loop for the whole run: agent loops, tools, rewards.
+`Engine.generate` is awaited on the background loop; it posts a request that the main thread picks
+up at its next step, and resumes when the tokens are there. Outside a rollout requests simply wait.
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
     asleep --wake_weights--> weights --load_weights(version)--> synced --wake_kv--> awake --sleep--> asleep
 
-With --max_staleness a phase ends while agent loops are still under way: they wait in `generate` over the update, their
-tools go on, and what vLLM was sampling for them goes on under the new weights (`sleep(keep=True)`). With --tp n, n
-ranks in a row share one engine: the first of them, the leader, runs the agent loops, and the others follow its steps.
+A `Pool` starts groups of trajectories and hands out batches of those that are done. With
+--max_staleness a rollout ends while agent loops are still under way: they wait in `generate` over
+the update, their tools go on, and what vLLM was sampling for them goes on under the new weights
+(`sleep(keep=True)`). Without it nothing is left under way: the same pool at staleness 0.
+
+With --tp n, n ranks in a row share one engine: the first of them, the leader, runs the agent loops,
+and the others follow its steps.
 """
 
 import asyncio
@@ -35,19 +39,51 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite
-from data import prompt_order, without_torchvision
+import data
+from agent_loop import (
+    AgentLoopOutput,
+    BadInput,
+    TokenOutput,
+    agent_loop_class,
+    call,
+    check_images,
+    finite,
+)
+
+PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
+KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
+
+
+class Stopped(Exception):
+    """The run was told to stop; raised on all ranks together, caught once in train.main."""
 
 
 def seed_of(*parts) -> int:
-    """A sampling seed in [0, 2^63) that depends on the parts alone, e.g. (seed, "step-prompt-sample", turn)."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+    """A sampling seed in [0, 2^63) that depends on the parts alone, e.g. (seed, name, turn)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
+    """Every rank's x (anything that pickles), in the order of ranks."""
+    parts: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, x, group=group)
+    return parts
+
+
+def gather_unless_stopped(x, stopped: bool) -> list:
+    """`all_gather`. Raises Stopped on all ranks if one of them was told to stop."""
+    parts = all_gather(None if stopped else (x,))
+    if None in parts:
+        raise Stopped
+    return [part for (part,) in parts]
 
 
 def memory() -> dict[str, float]:
@@ -68,7 +104,7 @@ class Background:
         threading.Thread(target=self.run, daemon=True, name="agent loops").start()
 
     def run(self) -> None:
-        while not self.closed:  # a task in which user code raises SystemExit ends run_forever, but not the run
+        while not self.closed:  # a task in which user code raises SystemExit ends run_forever
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
 
@@ -82,9 +118,6 @@ class Background:
 
 # ---------------------------------------------------------------- the engine
 
-PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
-KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts: those under way still grow
-
 
 @dataclass(eq=False)
 class _Request:
@@ -94,9 +127,8 @@ class _Request:
     prompt_ids: list[int]
     params: dict
     images: list | None
-    future: asyncio.Future
-    loop: asyncio.AbstractEventLoop
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, version) at each suspension
+    future: asyncio.Future | None = None  # None on the followers of a --tp team
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, version) at suspensions
 
     @property
     def n_counted(self) -> int:
@@ -105,7 +137,7 @@ class _Request:
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
-    """Arguments of vllm.LLM: what colocation and exact logprobs need, then --engine_args over it."""
+    """Arguments of vllm.LLM: what colocation and exact logprobs need, --engine_args over it."""
     arguments = dict(
         model=model,
         dtype=args.dtype,
@@ -116,7 +148,8 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         # One engine a rank, in the rank's own process, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
-        # Sample from softmax(logits / temperature) and report its logprobs: what the trainer computes (trl#4159).
+        # Sample from softmax(logits / temperature) and report its logprobs, as the trainer
+        # computes them (trl#4159).
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults from the model's folder
         disable_log_stats=True,
@@ -125,92 +158,93 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
-        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory_utilization)
+        utilization = args.gpu_memory_utilization
+        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=utilization)
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run
             block_size=32,
             kv_cache_memory_bytes=1 << 30,
-            # A prompt is taken whole: beside a full batch of others that decode, the longest one must still fit.
+            # A prompt is taken whole: the longest must fit beside a full batch that decodes.
             max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
-            enable_chunked_prefill=False,  # vLLM's CPU build crashes on request seeds with chunked prefill
+            enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
         )
     return arguments | json.loads(args.engine_args or "{}")
 
 
-class Engine:
-    """vLLM in this process, driven by `step` from the main thread and awaited through `generate` from the background.
+def _prepare_vllm(device: torch.device, tp: int) -> None:
+    """Environment and patches that vLLM needs before an engine is built."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
+    settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS=1, RANK=0, LOCAL_RANK=0,
+                    WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
+    for name, value in settings.items():  # its external launcher wants ranks of one process too
+        os.environ.setdefault(name, str(value))
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    if device.type != "cpu":
+        return
+    import vllm.model_executor.layers.utils as layers
+    import vllm.v1.sample.sampler as sampler
 
-    state: "asleep" | "weights" | "synced" | "awake"; version: of the weights loaded last, -1 before the first sync.
-    Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded vocabulary's) are never sampled, nor
-    is image_token_id, the placeholder of a model that sees images (None: a text model): no image would belong to it.
-    With --tp, every rank has an Engine; `generate` and `step` are the leader's, the others call `follow` meanwhile.
+    # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
+    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+        layer, "cpu_linear", torch.nn.functional.linear
+    )
+    # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
+    count = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
+    if tp > 1:
+        _name_shared_memory()
+
+
+class Engine:
+    """vLLM in this process: the main thread calls `step`, the background thread awaits `generate`.
+
+    state: "asleep" | "weights" | "synced" | "awake"; version: of the weights loaded last, -1 before
+    the first sync. Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded
+    vocabulary's) are never sampled, nor is image_token_id, the placeholder of a model that sees
+    images (None: a text model): no image would belong to it. With --tp, every rank has an Engine;
+    `generate` and `step` are the leader's, the others call `follow` meanwhile.
     """
 
     def __init__(
-        self,
-        model: str,
-        args,
-        device: torch.device,
-        stop_token_ids: Iterable[int] = (),
-        vocab_size: int | None = None,
-        image_token_id: int | None = None,
+        self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
+        vocab_size: int | None = None, image_token_id: int | None = None,
     ):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500).items():
-            os.environ.setdefault(name, str(value))  # vLLM's external launcher wants them for a single process too
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own, not the user's business
+        _prepare_vllm(device, args.tp)
         from vllm import LLM
 
-        if device.type == "cpu":
-            import vllm.model_executor.layers.utils as layers
-
-            # The CPU build repacks linear layers at load and empties `weight`, so that no later sync could reach them.
-            layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-                layer, "cpu_linear", torch.nn.functional.linear
-            )
-            # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
-            import vllm.v1.sample.sampler as sampler
-
-            count = sampler.batched_count_greater_than
-            sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
-            if args.tp > 1:
-                _name_shared_memory()
         vision = image_token_id is not None
         if vision:
-            without_torchvision()
+            data.without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device, vision))
         if device.type == "cpu" and args.tp > 1:
-            dist.barrier()
+            dist.barrier()  # every rank has mapped the shared memory: it is gone with the last one
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
-                file.unlink(missing_ok=True)  # every rank has it mapped; so it is gone with them, however they end
-        # A malformed tool call is daily business and counted; its parsers need not log a traceback for each. Set here
-        # because building an engine sets up vLLM's logging anew.
+                file.unlink(missing_ok=True)
+        # A malformed tool call is daily business and counted: its parsers need not log each one.
+        # Set here because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
         if vocab_size or vision:
-            self.llm.apply_model(lambda model: _limit_vocabulary(model, vocab_size, image_token_id))
+            self.llm.apply_model(lambda net: _limit_vocabulary(net, vocab_size, image_token_id))
         self.version = -1
-        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's, before fusing
+        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's
         self.leader, self.team = _team(args.tp)
         self.told = 0.0  # when the leader last told its followers what to do
-        self.lock = threading.Condition()  # guards the six below, which both threads touch
+        self.lock = threading.Condition()  # guards the next five, which both threads touch
         self.inbox: list[_Request] = []
-        self.cancelled: list[_Request] = []
-        self.pending: Counter[str] = Counter()  # trajectory -> its calls that wait for tokens
-        self.live: set[str] = set()  # trajectories whose agent loop runs (--deterministic waits for them)
-        self.cached: Counter[str] = Counter()  # live trajectory -> tokens of its own in the KV cache
-        self.poked = False
-        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; background thread only, but for `sleep`
+        self.live: set[str] = set()  # trajectories whose agent loop runs
+        self.cached: Counter[str] = Counter()  # live trajectory -> its tokens in the KV cache
+        self.poked = self.cancelled = False  # `step` is to return; a request was given up
+        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; the background's
         # Main thread only, from here on.
         self.waiting: list[_Request] = []  # for room in the KV cache
         self.running: dict[str, _Request] = {}  # in vLLM
+        self.oldest: dict[str, int] = {}  # trajectory -> least version of its sampled tokens
         self.statistics: Counter[str] = Counter()  # since the engine was built: see Phase
-        self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare the ranks of a team
-        self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state: see `memory`
+        self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare
+        self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state
         self.state = "awake"
         self.sleep()
 
@@ -218,14 +252,16 @@ class Engine:
 
     def _require(self, state: str) -> None:
         if self.state != state:
-            raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}: see the order in rollout.py")
+            raise RuntimeError(
+                f"the engine is {self.state!r}, this call needs {state!r}: see rollout.py's top"
+            )
 
     def _become(self, state: str) -> None:
         self.state = state
         self.memory[state] = memory()
 
     def wake_weights(self) -> None:
-        """Maps the weights' memory again; what they hold is undefined until `load_weights`."""
+        """Maps the weights' memory; what they hold is undefined until `load_weights`."""
         self._require("asleep")
         self.memory["before_wake"] = memory()
         self.core.wake_up(tags=["weights"])
@@ -235,123 +271,131 @@ class Engine:
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
 
-        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that failed, came twice
-        or did not arrive; the engine then stays unusable.
+        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that
+        failed, came twice or did not arrive; the engine then stays unusable.
         """
         self._require("weights")
-        ((self.sent, missing),) = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        loaded = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        ((self.sent, missing),) = loaded
         if missing:
             raise RuntimeError(
-                f"weight sync incomplete, these parameters of the engine got no tensor: {sorted(missing)}"
+                "weight sync incomplete, these parameters of the engine got no tensor: "
+                f"{sorted(missing)}"
             )
-        if not self.core.reset_prefix_cache():  # False while a request holds blocks: stale keys would be reused
+        if not self.core.reset_prefix_cache():  # while a request holds blocks: keys would be stale
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.core.reset_encoder_cache()  # what the old weights made of images
         self.version = version
         self._become("synced")
 
     def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
-        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by its Hugging Face name,
-        summed over the tensor parallel group: a parameter that every rank of it holds counts once a rank."""
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent.
+
+        By Hugging Face name, summed over the tensor parallel group: a parameter that every rank of
+        it holds counts once a rank.
+        """
         (fused,) = self.llm.apply_model(_fused)
         parts = {name: x for inside in fused.values() for name, x in inside.items()}
         held = {name: parts[part] for name, part in self.sent.items() if part in parts}
         sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
         if self.team:
             dist.all_reduce(sums, group=self.team)
-        return {name: (x.dtype, *row) for (name, x), row in zip(held.items(), sums.tolist(), strict=True)}
+        rows = zip(held.items(), sums.tolist(), strict=True)
+        return {name: (x.dtype, *row) for (name, x), row in rows}
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
-        self.poked = False  # by the end of an earlier phase
+        self.poked = False  # by the end of an earlier rollout
         self._become("awake")
 
     def sleep(self, level: int | None = None, keep: bool = False) -> None:
-        """Frees the KV cache, and the weights' memory (level 1 keeps a copy in host memory, level 2 drops them).
+        """Frees the KV cache and the weights' memory (level 1 copies them to the host, 2 does not).
 
-        keep: unfinished requests stay and go on after the next wake, under whatever weights there are then; without it
-        they raise RuntimeError. On CPU nothing is freed, but the transitions and the cache resets are the same.
+        keep: unfinished requests stay and go on after the next wake, under whatever weights there
+        are then; without it they raise RuntimeError. On CPU nothing is freed, but the transitions
+        and the cache resets are the same.
         """
         self._require("awake")
         with self.lock:
-            if self.pending and not keep:
-                raise RuntimeError(f"{sum(self.pending.values())} requests are unfinished: end the rollout phase first")
+            if self.requests and not keep:
+                raise RuntimeError(
+                    f"{len(self.requests)} requests are unfinished: end the rollout first"
+                )
             self.cached.clear()
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
         else:
             self.turns.clear()
-        self.core.sleep(level=level or self.args.sleep_level, mode="keep" if keep else "abort")
+        level = level or self.args.sleep_level
+        self.core.sleep(level=level, mode="keep" if keep else "abort")
         self._become("asleep")
 
     def mark_versions(self) -> None:
-        """Notes, and counts, how far each request has come under the weights that are about to go."""
+        """Notes, and counts, how far each request has come under the weights about to go."""
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
             if request and (n := state.detokenizer.num_output_tokens()) > request.n_counted:
                 self.statistics["tokens"] += n - request.n_counted
                 request.spans.append((n, self.version))
+                self._sampled(request.request_id, self.version)
 
-    def suspended(self) -> dict[str, int]:
-        """Trajectories for which a suspended request has sampled tokens, and the version of the first of them."""
-        first: dict[str, int] = {}
-        for request in self.running.values():  # an agent may make several calls at once
-            if request.spans:
-                version = request.spans[0][1]
-                first[request.request_id] = min(version, first.get(request.request_id, version))
-        return first
+    def _sampled(self, trajectory: str, version: int) -> None:
+        self.oldest[trajectory] = min(version, self.oldest.get(trajectory, version))
 
     def close(self) -> None:
-        """Ends vLLM, and with it the process group of this process: the last thing a run does."""
+        """Ends vLLM, and with it this process's process group: the last thing a run does."""
         self.core.engine_core.shutdown()
 
     # -- background thread
 
     async def generate(
-        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict, image_data: list | None = None
+        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
+        image_data: list | None = None,
     ) -> TokenOutput:
         """Tokens in, tokens out; waits while the engine sleeps or trains.
 
-        `request_id` names the trajectory; the sampling seed is a function of --seed, it and the number of this call.
-        sampling_params are vLLM's, as a dict. image_data: PIL images, each with one placeholder in prompt_ids. Raises
-        ValueError if vLLM refuses the request (a prompt longer than the window, an unknown sampling parameter).
+        `request_id` names the trajectory; the sampling seed is a function of --seed, it and the
+        number of this call. sampling_params are vLLM's, as a dict. image_data: PIL images, each
+        with one placeholder in prompt_ids. Raises ValueError if vLLM refuses the request (a prompt
+        longer than the window, an unknown sampling parameter).
         """
-        loop = asyncio.get_running_loop()
         turn = self.turns[request_id]
         self.turns[request_id] += 1
-        # max_tokens: what the loops compute is smaller; without it vLLM would stop after 16 tokens.
-        room = min(self.args.max_response_tokens, (self.args.max_model_len or 1 << 30) - len(prompt_ids))
-        params = {"seed": seed_of(self.args.seed, request_id, turn), "stop_token_ids": self.stop_token_ids}
-        params["max_tokens"] = max(1, room)
+        # What the loops compute is smaller; without max_tokens vLLM would stop after 16 tokens.
+        window = self.args.max_model_len or 1 << 30
+        params = {
+            "seed": seed_of(self.args.seed, request_id, turn),
+            "stop_token_ids": self.stop_token_ids,
+            "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids))),
+        }
         request = _Request(
-            f"{request_id}#{turn}", request_id, turn, list(prompt_ids), params | sampling_params, image_data,
-            loop.create_future(), loop,
-        )  # fmt: skip
+            f"{request_id}#{turn}", request_id, turn, list(prompt_ids), params | sampling_params,
+            image_data, asyncio.get_running_loop().create_future(),
+        )
         with self.lock:
             self.inbox.append(request)
-            self.pending[request_id] += 1
             self.lock.notify()
         try:
             return await request.future
         except asyncio.CancelledError:
             with self.lock:
-                self.cancelled.append(request)
+                self.cancelled = True
                 self.lock.notify()
             raise
 
-    def enter(self, request_id: str) -> None:
-        """A trajectory starts: with --deterministic the engine waits until it has asked for tokens."""
+    def enter(self, trajectory: str) -> None:
+        """A trajectory starts: with --deterministic the engine waits until it asks for tokens."""
         with self.lock:
-            self.live.add(request_id)
+            self.live.add(trajectory)
 
-    def leave(self, request_id: str) -> None:
+    def leave(self, trajectory: str) -> None:
         with self.lock:
-            self.live.discard(request_id)
-            self.cached.pop(request_id, None)
-            self.turns.pop(request_id, None)
+            self.live.discard(trajectory)
+            self.cached.pop(trajectory, None)
+            self.turns.pop(trajectory, None)
             self.lock.notify()
 
     def poke(self) -> None:
@@ -362,51 +406,69 @@ class Engine:
 
     # -- main thread
 
-    def _ready(self) -> bool:
-        if self.poked or self.cancelled:
-            return True
-        if self.args.deterministic and not all(self.pending[t] for t in self.live):
-            return False  # a trajectory is still thinking: what it asks next must join this very step
+    @property
+    def requests(self) -> list[_Request]:
+        return [*self.inbox, *self.waiting, *self.running.values()]
+
+    @property
+    def pending(self) -> set[str]:
+        """Trajectories that wait for tokens."""
+        return {request.request_id for request in self.requests}
+
+    def _has_work(self) -> bool:
+        if self.args.deterministic and not self.live <= self.pending:
+            return False  # one is still thinking: what it asks next must join this very step
         return bool(self.inbox or self.waiting or self.running)
 
     def step(self, timeout: float = 0.2) -> None:
-        """Takes in new requests, runs one model step, hands out finished ones. Waits up to `timeout` s for work."""
+        """Takes in new requests, runs one model step, hands out finished ones.
+
+        Waits up to `timeout` seconds for work.
+        """
         self._require("awake")
         started = time.perf_counter()
         with self.lock:
-            ready = self.lock.wait_for(self._ready, timeout)
+            self.lock.wait_for(lambda: self.poked or self.cancelled or self._has_work(), timeout)
             n = 0
-            while not self.running and len(self.inbox) > n:  # idle so far: a whole wave is on its way, and a start
-                n = len(self.inbox)  # with its first few requests would cost model steps
+            while not self.running and len(self.inbox) > n:  # idle so far: a whole wave is coming,
+                n = len(self.inbox)  # and a start with its first few would cost model steps
                 self.lock.wait(0.002)
-            poked, self.poked = self.poked, False
-            cancelled, self.cancelled = self.cancelled, []
-            arrived: list[_Request] = []
-            if ready and not poked:
+            work = not (self.poked or self.cancelled) and self._has_work()
+            self.poked = False
+            if work:
                 arrived, self.inbox = self.inbox, []
+                if self.args.deterministic:
+                    arrived.sort(key=lambda request: (request.request_id, request.turn))
+                self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        if self.args.deterministic:
-            arrived.sort(key=lambda request: (request.request_id, request.turn))
-        self.waiting += arrived
-        aborted = self._drop(cancelled)
-        if poked or not ready:
-            self._advance(aborted, [], False)
-        else:
-            self._advance(aborted, self._fitting(), True)
+        self._advance(self._drop_cancelled(), self._fitting() if work else [], work)
+
+    def _drop_cancelled(self) -> list[str]:
+        """Forgets requests that nobody awaits any more; the ids of those vLLM has to abort."""
+        with self.lock:
+            if not self.cancelled:
+                return []
+            self.cancelled = False
+            self.inbox = [request for request in self.inbox if not request.future.cancelled()]
+        self.waiting = [request for request in self.waiting if not request.future.cancelled()]
+        return [id for id, request in self.running.items() if request.future.cancelled()]
 
     def _fitting(self) -> list[_Request]:
-        """Takes from the queue what starts now: turns of trajectories under way, then new ones while the KV cache has
-        room, so that what is cached for a trajectory is not thrown out while its tools run. First come, first served.
+        """Takes from the queue what starts now; first come, first served.
+
+        Turns of trajectories under way, then new ones while the KV cache has room, so that what is
+        cached for a trajectory is not thrown out while its tools run.
         """
         if not self.waiting:
             return []
         cache = self.core.vllm_config.cache_config
         scheduler = self.core.engine_core.engine_core.scheduler
-        room = (KV_FULL - scheduler.kv_cache_manager.usage) * cache.num_gpu_blocks * cache.block_size  # tokens
-        room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back for theirs
+        free = KV_FULL - scheduler.kv_cache_manager.usage  # those under way still grow
+        room = free * cache.num_gpu_blocks * cache.block_size  # tokens
+        room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back
         asking = {request.request_id for request in (*self.waiting, *self.running.values())}
         with self.lock:
-            room -= sum(n for name, n in self.cached.items() if name not in asking)  # those whose tools run
+            room -= sum(n for name, n in self.cached.items() if name not in asking)  # tools run
         fitting = [request for request in self.waiting if request.turn]
         new = [request for request in self.waiting if not request.turn]
         room -= sum(len(request.prompt_ids) for request in fitting)
@@ -417,18 +479,36 @@ class Engine:
         return fitting
 
     def _advance(self, aborted: list[str], added: list[_Request], step: bool) -> None:
-        """What all ranks of a team do in lock step: aborts, additions, then one model step if there is work."""
+        """What all ranks of a team do in lock step: aborts, additions, one model step if needed."""
         step, now = step and bool(added or self.running), time.monotonic()
         if not (aborted or added or step) and not (self.team and now - self.told > 0.5):
             return
-        if self.team:  # in idle times too, twice a second: a follower that only waits hears no signal
+        if self.team:  # in idle times twice a second: a follower that only waits hears no signal
             self.told = now
-            requests = [(r.id, r.request_id, r.turn, r.prompt_ids, r.params, r.images) for r in added]
+            requests = [(r.id, r.request_id, r.turn, r.prompt_ids, r.params, r.images)
+                        for r in added]
             dist.broadcast_object_list([(aborted, requests, step)], group=self.team, group_src=0)
-        self._deliver(self._run(aborted, added, step))
+        results = self._run(aborted, added, step)
+        if not results:
+            return
+
+        def resume():
+            for request, result in results:
+                if request.future.done():
+                    continue
+                if isinstance(result, Exception):
+                    request.future.set_exception(result)
+                else:
+                    request.future.set_result(result)
+
+        loop = results[0][0].future.get_loop()
+        loop.call_soon_threadsafe(resume)  # the other thread wakes up once a step, not a request
 
     def follow(self, between: Callable[[], Any] = lambda: None) -> None:
-        """Does what the leader of this rank's team does, until it calls `dismiss`; calls `between` before each step."""
+        """Does what the leader of this rank's team does, until it calls `dismiss`.
+
+        Calls `between` before each step.
+        """
         while True:
             command: list = [None]
             dist.broadcast_object_list(command, group=self.team, group_src=0)
@@ -436,21 +516,26 @@ class Engine:
                 return
             between()
             aborted, requests, step = command[0]
-            self._run(aborted, [_Request(*request, None, None) for request in requests], step)
+            self._run(aborted, [_Request(*request) for request in requests], step)
 
     def dismiss(self) -> None:
-        """The leader's phase is over: its followers return from `follow`."""
+        """The end of a rollout: drops cancelled calls, and lets followers return from `follow`."""
+        self._advance(self._drop_cancelled(), [], False)
         if self.team:
             dist.broadcast_object_list([None], group=self.team, group_src=0)
 
     def check_team(self) -> None:
-        """--check_sync: raises RuntimeError unless all ranks of this --tp team sampled the same tokens so far."""
+        """With --check_sync: raises RuntimeError unless all ranks of a team sampled the same."""
         if self.team and self.args.check_sync:
             if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
-                raise RuntimeError(f"the ranks of a --tp team sampled different tokens in version {self.version}")
+                raise RuntimeError(
+                    f"the ranks of a --tp team sampled different tokens in version {self.version}"
+                )
 
-    def _run(self, aborted: list[str], added: list[_Request], step: bool) -> list[tuple]:
-        """Returns (request, TokenOutput or error) pairs of what came to its end."""
+    def _run(
+        self, aborted: list[str], added: list[_Request], step: bool
+    ) -> list[tuple[_Request, TokenOutput | Exception]]:
+        """What came to its end: finished requests, and those that vLLM refuses."""
         if aborted:
             self.core.abort_request(aborted)
         for id in aborted:
@@ -459,7 +544,7 @@ class Engine:
         for request in added:
             try:
                 self._admit(request)
-            except Exception as error:  # vLLM refuses this request (its exceptions have no common base); others go on
+            except Exception as error:  # vLLM's have no common base; the other requests go on
                 results.append((request, ValueError(str(error))))
         for output in self.core.step() if step and self.running else ():
             if output.finished:
@@ -486,13 +571,15 @@ class Engine:
 
     def _result(self, request: _Request, output) -> TokenOutput:
         completion = output.outputs[0]
-        ids = list(completion.token_ids)
+        ids, reason = list(completion.token_ids), completion.finish_reason
         versions: list[int] = []
-        for n, version in [*request.spans, (len(ids), self.version)]:  # n tokens were there when `version` went
+        for n, version in [*request.spans, (len(ids), self.version)]:  # n were there when it went
             versions += [version] * (n - len(versions))
         n_prompt, n_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
         new = len(ids) - request.n_counted
         self.statistics += Counter(tokens=new, prompt_tokens=n_prompt, cached_tokens=n_cached)
+        if ids:
+            self._sampled(request.request_id, versions[0])
         with self.lock:
             if request.request_id in self.live:
                 self.cached[request.request_id] += n_prompt - n_cached + len(ids)
@@ -502,120 +589,80 @@ class Engine:
             token_ids=ids,
             logprobs=list(completion.logprobs.logprobs),
             versions=versions,
-            stop_reason=completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort",
+            stop_reason=reason if reason in ("stop", "length") else "abort",
             prompt_ids=list(output.prompt_token_ids),
         )
 
-    def _deliver(self, results: list[tuple[_Request, TokenOutput | Exception]]) -> None:
-        if not results:
-            return
-        with self.lock:
-            for request, _ in results:
-                self._settle(request)
-
-        def resume():
-            for request, result in results:
-                if not request.future.done():
-                    if isinstance(result, Exception):
-                        request.future.set_exception(result)
-                    else:
-                        request.future.set_result(result)
-
-        results[0][0].loop.call_soon_threadsafe(resume)  # one wake-up of the other thread a step, not one a request
-
-    def _settle(self, request: _Request) -> None:
-        """One call less for its trajectory; the caller holds the lock."""
-        self.pending[request.request_id] -= 1
-        if self.pending[request.request_id] <= 0:
-            del self.pending[request.request_id]
-
-    def _drop(self, cancelled: list[_Request]) -> list[str]:
-        """Forgets requests that nobody awaits any more; returns the ids of those that vLLM has to abort."""
-        aborted = []
-        for request in cancelled:
-            if request.id in self.running:
-                aborted.append(request.id)
-            elif request in self.waiting:
-                self.waiting.remove(request)
-            else:
-                with self.lock:
-                    if request not in self.inbox:
-                        continue  # finished in the step in which it was cancelled
-                    self.inbox.remove(request)
-            with self.lock:
-                self._settle(request)
-        return aborted
-
     def drain(self) -> None:
-        """Gives up every request, for the end of an interrupted phase."""
+        """Gives up every request, for the end of a run."""
         with self.lock:
-            requests, self.inbox, self.cancelled = self.inbox, [], []
-            requests += [*self.waiting, *self.running.values()]
-            self.pending.clear()
-            self.live.clear()
-            self.cached.clear()
-        self.waiting.clear()
+            requests = self.requests
+            for queue in (self.inbox, self.waiting, self.live, self.cached):
+                queue.clear()
         self._advance(list(self.running), [], False)
         for request in requests:
-            request.loop.call_soon_threadsafe(request.future.cancel)
+            request.future.get_loop().call_soon_threadsafe(request.future.cancel)
 
 
 def _name_shared_memory() -> None:
-    """CPU: vLLM names the memory that ranks of a team share after its init method, which for all jobs is "env://"."""
+    """CPU: vLLM names a team's shared memory after its init method, for all jobs "env://"."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
     dist.broadcast_object_list(name)
-    ExecutorWithExternalLauncher._distributed_args = lambda self: (
-        name[0], int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    )  # fmt: skip
+    ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
 def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether this rank leads its --tp group of consecutive ranks, and the group (None of one alone)."""
+    """Whether this rank leads its --tp group of consecutive ranks; the group (None of one)."""
     if tp == 1:
         return True, None
     rank = dist.get_rank()
-    for first in range(0, dist.get_world_size(), tp):  # every rank takes part in making every group
-        group = dist.new_group(list(range(first, first + tp)), timeout=PATIENCE, backend="gloo")
-        if first <= rank < first + tp:
+    for first in range(0, dist.get_world_size(), tp):  # every rank takes part in making each group
+        ranks = list(range(first, first + tp))
+        group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+        if rank in ranks:
             mine = group
     return rank % tp == 0, mine
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns, modulo 2^64: the same in whatever pieces they are summed."""
+    """The sum of a tensor's bit patterns, modulo 2^64: the same in whatever pieces it is summed."""
     bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
-def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, str], set[str]]:
+def _load(
+    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[dict[str, str], set[str]]:
     """Loads; the engine's name of each tensor sent, and the parameters that got none."""
     from vllm.distributed import get_tp_group
 
-    fused, sent, at = _fused(model), {}, "the first parameter"
+    fused, sent, current = _fused(model), {}, "the first parameter"
     parts = {name: x for inside in fused.values() for name, x in inside.items()}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
 
     def one_by_one():
-        nonlocal at
+        nonlocal current
         for name, tensor in named_tensors:
-            at = name
+            current = name
             if name in sent:
                 raise RuntimeError("it came twice")
             sent[name] = (mapper and mapper._map_name(name)) or name
             part = parts.get(sent[name])
-            # vLLM complains of a tensor that is too small, and takes the first rows of one that is too large.
+            # vLLM complains of a tensor too small, and takes the first rows of one too large.
             if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
-                raise RuntimeError(f"its shape is {tuple(tensor.shape)}, the engine's {tuple(part.shape)}")
+                shapes = f"{tuple(tensor.shape)}, the engine's {tuple(part.shape)}"
+                raise RuntimeError(f"its shape is {shapes}")
             yield name, tensor
 
     try:
         loaded = model.load_weights(one_by_one())
     except Exception as error:  # vLLM's own are bare assertions, among others
-        raise RuntimeError(f"weight sync failed at {at}: {str(error) or repr(error)}") from error
+        raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
     missing, arrived = set(), set(sent.values())
     for name, inside in fused.items():
         if name not in loaded:
@@ -626,8 +673,8 @@ def _load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tenso
 
 
 def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Each parameter of the engine: the parameters that it consists of, by their names before fusing (q, k and v of
-    qkv), as rows of it, this rank's share; most consist of themselves."""
+    """Each parameter of the engine: those it consists of by their names before fusing (q, k and v
+    of qkv), as rows of it, this rank's share; most consist of themselves."""
     fused = {}
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
@@ -635,18 +682,21 @@ def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
         names = getattr(model, "packed_modules_mapping", {}).get(module, ())
         rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
         if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
-            tensors = parameter.split(rows)
-            fused[name] = {f"{parent}.{part}.{kind}": x for part, x in zip(names, tensors, strict=True)}
+            tensors = zip(names, parameter.split(rows), strict=True)
+            fused[name] = {f"{parent}.{part}.{kind}": x for part, x in tensors}
         else:
             fused[name] = {name: parameter}
     return fused
 
 
-def _limit_vocabulary(model: torch.nn.Module, vocab_size: int | None, banned: int | None = None) -> None:
-    """Gives ids from vocab_size on no probability: the head has rows for them, the tokenizer has no token (vllm#13175).
-    Nor has the id `banned` any.
+def _limit_vocabulary(
+    model: torch.nn.Module, vocab_size: int | None, banned: int | None = None
+) -> None:
+    """Gives ids from vocab_size on, and the id `banned`, no probability: the head has rows for
+    them, the tokenizer has no token (vllm#13175).
 
-    Here, on the logits themselves, so that whatever samples from them and whatever reports logprobs agree.
+    Here, on the logits themselves, so that whatever samples from them and whatever reports
+    logprobs agree.
     """
     compute_logits = model.compute_logits
 
@@ -662,545 +712,578 @@ def _limit_vocabulary(model: torch.nn.Module, vocab_size: int | None, banned: in
     model.compute_logits = limited
 
 
-# ---------------------------------------------------------------- one phase
+# ---------------------------------------------------------------- one rollout
 
 
 class Session:
-    """The engine as one trajectory sees it: calls carry the trajectory's own name, whatever id its agent loop made up
-    (verl's loops draw a random uuid), so that seeds depend on (seed, step, prompt, sample, turn) alone. Times them too.
+    """The engine as one trajectory sees it.
+
+    Calls carry the trajectory's name, whatever id its agent loop made up (verl's loops draw a
+    random uuid): seeds depend on (seed, step, prompt, sample, turn) alone. Times them too.
+    stop_token_ids end a turn, but not as the template's end-of-turn tokens do: no agent loop sees
+    them.
     """
 
     def __init__(self, engine: Engine, name: str, stop_token_ids: Sequence[int] = ()):
-        """stop_token_ids end a turn too, but not as the template's end-of-turn tokens do: no agent loop sees them."""
-        self.engine, self.name, self.generate_s, self.stop_token_ids = engine, name, 0.0, stop_token_ids
-        self.oldest: int | None = None  # least version of a token sampled
+        self.engine, self.name, self.stop_token_ids = engine, name, stop_token_ids
+        self.generate_s = 0.0
 
-    async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None) -> TokenOutput:
+    async def generate(
+        self, *, request_id, prompt_ids, sampling_params, image_data=None
+    ) -> TokenOutput:
         started = time.perf_counter()
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
             sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
-            out = await self.engine.generate(
-                request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=image_data
+            return await self.engine.generate(
+                request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params,
+                image_data=image_data,
             )
         finally:
             self.generate_s += time.perf_counter() - started
-        if out.versions:  # of calls made at once the first to return need not be the oldest
-            self.oldest = out.versions[0] if self.oldest is None else min(self.oldest, out.versions[0])
-        return out
 
 
 @dataclass
 class Phase:
-    """What a rollout phase brought, over all ranks; `add` joins two.
+    """What a rollout brought, over all ranks.
 
-    outputs in (prompt, sample, segment) order; output.extra says which ("prompt", "sample", "segment").
-    counts: "failed_agent_loop", "failed_reward", "skipped", "stale_groups"; errors: a dict for each failure, with its
-    traceback.
-    statistics, sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, "cached_tokens" of those.
+    outputs in (prompt, sample, segment) order; output.extra says which, and the row's "index";
+    "filtered" marks a group left out by dynamic sampling, "greedy" a baseline of ReMax.
+    counts: "failed_agent_loop", "failed_reward", "skipped"; errors: a dict for each failure, with
+    its traceback. statistics, sums over the engines: "tokens" sampled, "prompt_tokens" of all
+    calls, "cached_tokens" of those.
     """
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     errors: list[dict] = field(default_factory=list)
     statistics: Counter = field(default_factory=Counter)
-    idle_s: list[float] = field(default_factory=list)  # of each rank: seconds in which its engine had nothing to do
+    idle_s: list[float] = field(default_factory=list)  # of each engine: seconds without work
     seconds: float = 0.0
+    waited_s: float = 0.0  # of them, with a full batch, for groups that would get too old
     sync_s: float = 0.0
-    interrupted: bool = False
-    grading: list["Grading"] = field(default_factory=list)  # rewards still being computed: see `grade`
+    graders: dict = field(default_factory=dict)  # (prompt, sample) -> this rank's running task
 
     @property
-    def tokens(self) -> int:
-        return self.statistics["tokens"]
+    def sampled(self) -> list[AgentLoopOutput]:
+        """What the policy sampled as it is trained: all but greedy baselines."""
+        return [output for output in self.outputs if "greedy" not in output.extra]
 
-    def add(self, other: "Phase") -> None:
-        self.outputs += other.outputs
-        self.counts += other.counts
-        self.errors += other.errors
-        self.statistics += other.statistics
-        self.idle_s = [sum(pair) for pair in itertools.zip_longest(self.idle_s, other.idle_s, fillvalue=0.0)]
-        self.seconds += other.seconds
-        self.sync_s += other.sync_s
-        self.interrupted |= other.interrupted
-        self.grading += other.grading
+    @property
+    def trained(self) -> list[AgentLoopOutput]:
+        """The outputs to learn from."""
+        return [output for output in self.sampled if "filtered" not in output.extra]
 
+    @property
+    def greedy(self) -> list[AgentLoopOutput]:
+        return [output for output in self.outputs if "greedy" in output.extra]
 
-@dataclass
-class Grading:
-    """The rewards of this rank's trajectories, being computed on the background loop."""
+    def sort(self) -> None:
+        keys = ("prompt", "sample", "segment")
+        self.outputs.sort(key=lambda output: [output.extra[key] for key in keys])
+        self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
-    tasks: dict[tuple[int, int], asyncio.Task] = field(default_factory=dict)  # (prompt, sample) -> rewards or error
+    def first_error(self) -> str:
+        lines = self.errors[0]["error"].strip().splitlines() if self.errors else []
+        return f"the first error: {lines[-1] if lines else 'no loop sampled a token'}"
 
-    async def results(self) -> dict[tuple[int, int], list | dict]:
-        return dict(zip(self.tasks, await asyncio.gather(*self.tasks.values()), strict=True))
-
-
-@dataclass
-class Workplace:
-    """What every rollout phase of a run shares, made once by train.py."""
-
-    engine: Engine
-    background: Background
-    task: object
-    tokenizer: object
-    processor: object
-    args: object
-    store: dist.Store  # shared by the ranks: the prompt counters
-    should_stop: Callable[[], bool] = lambda: False
-    pool: "AsyncPool | None" = None  # with --max_staleness
+    def metrics(self, engine: Engine | None) -> dict:
+        """What a rollout says about its trajectories, its failures and the engine."""
+        kinds = ("failed_agent_loop", "failed_reward", "skipped")
+        metrics = data.describe(self.sampled) | {"rollout/trajectories": len(self.sampled)}
+        metrics |= {f"rollout/{kind}": self.counts[kind] for kind in kinds}
+        if engine is None:  # --replay
+            return metrics
+        metrics |= {
+            "timing/sync_s": self.sync_s,
+            "timing/rollout_s": self.seconds,
+            "timing/waited_for_old_s": self.waited_s,
+            "timing/idle_s": self.idle_s,
+            "throughput/tokens_per_s": self.statistics["tokens"] / self.seconds,
+            "throughput/idle_share": fmean(self.idle_s) / self.seconds,
+            "throughput/prefix_cache_hit_rate": self.statistics["cached_tokens"]
+            / max(1, self.statistics["prompt_tokens"]),
+        }
+        for state, figures in engine.memory.items():
+            metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
+        return metrics
 
 
 @dataclass(eq=False)
 class Group:
-    """The trajectories of one prompt, on the rank that drew it. What they bring is in the fields of Phase."""
+    """The trajectories of one prompt, on the rank that drew it, and what they brought."""
 
-    number: int
+    prompt: int
     left: int  # trajectories not yet at their end
-    dropped: bool = False
-    sessions: list[Session] = field(default_factory=list)
-    brought: Phase = field(default_factory=Phase)
-    grading: Grading = field(default_factory=Grading)
-    tasks: list[asyncio.Task] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    outputs: list[AgentLoopOutput] = field(default_factory=list)
+    counts: Counter = field(default_factory=Counter)
+    errors: list[dict] = field(default_factory=list)
+    graders: dict[tuple[int, int], asyncio.Task] = field(default_factory=dict)
+    state: str = "open"  # "done" at the end; "alike": to be replaced by dynamic sampling
 
 
 class Pool:
-    """The groups that this rank runs, on the background loop; it lives for one phase or, with --max_staleness, for the
-    run. Ranks draw numbers from one counter, each when it has room; below `limit` a number is a prompt to start with.
+    """The groups of trajectories that this rank runs, on the background loop.
 
-    kind: "train" | "eval" | "greedy" (ReMax's baselines); with step it makes the trajectories' names, and so their
-    seeds. row_of(number) -> row.
+    `rollout` returns the next `batch` groups that are done, over all ranks. Those that are not wait
+    in `generate` while the policy trains, and go on under the next weights: prompts of so many
+    rollouts ahead as `staleness` says are started (AReaL's capacity, arXiv 2505.24298, sec. 5), and
+    none at staleness 0. A group's age is that of its oldest sampled token. Nothing is dropped for
+    its age: a rollout goes on until all that is left can be trained on before it is too old.
+
+    kind: "train" | "eval"; with step and prompt it makes the trajectories' names, and so their
+    seeds. Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ...;
+    row_of(prompt) -> row. Ranks draw the next one from a shared counter when they have room;
+    with --deterministic a prompt's rank is its number modulo their number.
+    run: with engine, background, task, tokenizer, processor, args, store, stop; see train.Run.
     """
 
     def __init__(
-        self, place: Workplace, kind: str, group_size: int, sampling: dict, row_of: Callable[[int], dict], slots: int,
-        draw: Callable[[], int], step: int = 0, limit: int = 0, endless: bool = False,
-    ):  # fmt: skip
-        self.place, self.kind, self.group_size, self.sampling, self.row_of = place, kind, group_size, sampling, row_of
-        self.slots, self.draw, self.step, self.limit, self.endless = slots, draw, step, limit, endless
-        self.next = 0  # the number behind the highest one started with
+        self, run, kind: str, row_of: Callable[[int], dict], batch: int, group_size: int,
+        sampling: dict, step: int, *, n_rollouts: int = 1, staleness: int = 0,
+        replacements: int = 0, greedy: bool = False, prompts_drawn: int = 0,
+        unfinished: Sequence[int] = (),
+    ):
+        """n_rollouts: how many there will be; replacements: most groups a rollout may replace
+        because their members score alike (dynamic sampling); greedy: with a baseline each."""
+        self.run, self.kind, self.row_of, self.batch = run, kind, row_of, batch
+        self.group_size, self.sampling, self.start, self.step = group_size, sampling, step, step
+        self.n_rollouts, self.staleness, self.replacements = n_rollouts, staleness, replacements
+        self.members = group_size + greedy
+        self.prompts_drawn, self.unfinished = prompts_drawn, list(unfinished)
         self.name = f"{kind}-{step:08d}"
+        self.limit = self.n_started = 0  # tickets below it may start; one above the last started
         self.groups: dict[int, Group] = {}
-        self.leaving: list[asyncio.Task] = []  # cancelled trajectories of groups that were dropped
         self.raised = asyncio.Event()  # the limit was
         self.printed: set[str] = set()
         self.closing = False
-        self.ended = threading.Event()  # a cancelled future is done at once, its coroutines when tools are released
-        self.future = place.background.submit(self.work())
-        self.future.add_done_callback(lambda _: place.engine.poke())
+        # The same on all ranks: groups taken out so far, and those alike among them; tickets known
+        # to be drawn; prompts drawn and not taken; those of the last batch.
+        self.n_taken, self.n_alike, self.n_seen = 0, 0, len(self.unfinished)
+        self.pending, self.taken = set(self.unfinished), set()
+        self.seconds, self.statistics = 0.0, Counter()  # of this rank, for the next phase
+        self.ended = threading.Event()  # a cancelled future is done before its coroutines are
+        self.future = run.background.submit(self.work())
+        self.future.add_done_callback(lambda _: run.engine.poke())
+
+    # -- background thread
+
+    def prompt(self, ticket: int) -> int:
+        n = len(self.unfinished)
+        return self.unfinished[ticket] if ticket < n else self.prompts_drawn + ticket - n
+
+    def tickets(self) -> Iterator[int]:
+        """0, 1, ... each on one rank only."""
+        args, store = self.run.args, self.run.store
+        if args.deterministic:  # which rank runs a prompt must not depend on timing
+            rank, world = dist.get_rank() // args.tp, dist.get_world_size() // args.tp
+            yield from (t for t in itertools.count() if self.prompt(t) % world == rank)
+        while True:  # work is shared: who has room takes the next prompt
+            yield store.add(f"{self.name}/next", 1) - 1
+
+    def slots(self) -> int:
+        """Trajectories under way on this rank: an equal share, or the first would take all."""
+        args = self.run.args
+        if args.deterministic:
+            return sys.maxsize
+        groups = math.ceil(self.batch * (args.oversample if self.staleness else 1))
+        share = math.ceil(groups / (dist.get_world_size() // args.tp)) * self.members
+        return max(self.members, min(args.max_concurrent, share))
 
     async def work(self) -> None:
+        engine = self.run.engine
         try:
-            room = asyncio.Semaphore(self.slots)
+            room, tickets = asyncio.Semaphore(self.slots()), self.tickets()
             async with asyncio.TaskGroup() as tasks:
-                while self.place.engine.leader:  # draws the next prompt only when there is room for it
+                while engine.leader:  # draws the next prompt only when there is room for it
                     await room.acquire()
-                    number = self.draw()
-                    while number >= self.limit:
-                        if not self.endless:
-                            return
+                    ticket = next(tickets)
+                    while ticket >= self.limit:
                         await self.raised.wait()
                         self.raised.clear()
-                    group = self.groups[number] = Group(number, self.group_size)
-                    self.next = max(self.next, number + 1)
-                    for j in range(self.group_size):
-                        if j > 0:
+                    self.n_started = ticket + 1
+                    group = Group(self.prompt(ticket), self.members)
+                    self.groups[group.prompt] = group
+                    for sample in range(self.members):
+                        if sample > 0:
                             await room.acquire()
-                        if group.dropped:
-                            room.release()
-                            break
-                        name = f"{self.kind}-{self.step:08d}-{number:06d}-{j:04d}"
-                        self.place.engine.enter(name)
-                        group.sessions.append(Session(self.place.engine, name, self.sampling.get("stop_token_ids", ())))
-                        group.tasks.append(tasks.create_task(self.trajectory(group, j)))
-                        group.tasks[j].add_done_callback(lambda _, name=name: self.leave(name, room))
+                        name = f"{self.kind}-{self.step:08d}-{group.prompt:06d}-{sample:04d}"
+                        engine.enter(name)
+                        group.names.append(name)
+                        task = tasks.create_task(self.trajectory(group, sample))
+                        task.add_done_callback(lambda _, name=name: self.leave(name, room))
         finally:
             self.ended.set()
 
     def leave(self, name: str, room: asyncio.Semaphore) -> None:
-        self.place.engine.leave(name)
+        self.run.engine.leave(name)
         room.release()
 
-    async def trajectory(self, group: Group, j: int) -> None:
+    async def trajectory(self, group: Group, sample: int) -> None:
         """Runs one to its end; whatever comes of it is in the group."""
-        place, args, step, session = self.place, self.place.args, self.step, group.sessions[j]
-        row = _own(self.row_of(group.number))  # what an agent does to its messages is not for the others
         try:
-            cls = agent_loop_class(row, place.task, args)
-            loop = cls(session, place.tokenizer, place.processor, place.task, args)
-            stops = [] if self.sampling.get("ignore_eos") else place.engine.stop_token_ids
-            sampling = {**self.sampling, "stop_token_ids": stops}
-            # The built-in loops mind --trajectory_timeout, and keep what they have; this is for those that don't.
-            patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
-            more = {"step": step, "rollout_n": j, "validate": self.kind == "eval"}
-            async with asyncio.timeout(patience or None):
-                outputs = await loop.run(sampling, **{**row, **more})
-            outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
-            if not outputs:
-                group.brought.counts["skipped"] += 1
-            for k, output in enumerate(outputs):
-                if not isinstance(output, AgentLoopOutput):
-                    raise TypeError(f"{cls.__name__}.run returned a {type(output).__name__}, not an AgentLoopOutput")
-                if place.processor:
-                    check_images(output, place.processor)
-                output.extra = {**output.extra, "prompt": group.number, "sample": j, "segment": k}
-                output.text = output.text or place.tokenizer.decode(output.response_ids, skip_special_tokens=True)
-                said = {"role": "assistant", "content": output.text}
-                output.messages = output.messages or [*row["prompt"], said]
-            if outputs and not group.dropped:  # an agent may ignore its cancellation
-                outputs[-1].metrics["generate_s"] = session.generate_s
-                self.begin_grading(group, j, outputs)
+            outputs = await self.outputs(group.prompt, sample, group.names[sample])
+            group.counts["skipped"] += not outputs
+            if outputs:
+                copies = [_copy(output) for output in outputs]  # a grader's own: see `grade`
+                for output in outputs:
+                    output.reward = None  # until it is known to be one
+                group.outputs += outputs
+                grader = asyncio.create_task(self.graded(group.prompt, sample, copies))
+                group.graders[group.prompt, sample] = grader
         except BaseException:
-            if group.dropped or self.closing:
+            if self.closing:
                 raise
-            group.brought.counts["failed_agent_loop"] += 1  # also where an agent's own scope cancelled its task
-            group.brought.errors.append(self.failure("failed_agent_loop", group.number, j))
+            group.counts["failed_agent_loop"] += 1  # also if an agent's scope cancelled its task
+            group.errors.append(self.failure("failed_agent_loop", group.prompt, sample))
         group.left -= 1
-        if not (group.left or group.dropped):  # a dropped one is gone, and must not count as done as well
-            place.store.add(f"{self.name}/done", 1)
+        if not group.left:
+            group.state = "alike" if await self.alike(group) else "done"
+            self.run.store.add(f"{self.name}/{group.state}", 1)
+            self.run.engine.poke()
 
-    def begin_grading(self, group: Group, j: int, outputs: list[AgentLoopOutput]) -> None:
-        # Beside the other trajectories, on copies: what a reward function writes comes back with the reward (`grade`).
-        copies = [_copy(output) for output in outputs]
-        for output in outputs:
-            output.reward = None  # until it is known to be one
-        group.brought.outputs += outputs
-        group.grading.tasks[group.number, j] = asyncio.create_task(self.graded(group, j, copies))
+    async def outputs(self, prompt: int, sample: int, name: str) -> list[AgentLoopOutput]:
+        run, args, row = self.run, self.run.args, _own(self.row_of(prompt))
+        session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
+        cls = agent_loop_class(row, run.task, args)
+        loop = cls(session, run.tokenizer, run.processor, run.task, args)
+        stops = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
+        sampling, marks = {**self.sampling, "stop_token_ids": stops}, {}
+        if sample == self.group_size:
+            sampling["temperature"], marks = 0.0, {"greedy": True}
+        row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
+        # The built-in loops mind --trajectory_timeout and keep what they have; for the others:
+        patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
+        async with asyncio.timeout(patience or None):
+            outputs = await loop.run(sampling, **row)
+        outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+        marks |= {"index": self.row_of(prompt)["index"], "prompt": prompt, "sample": sample}
+        for segment, output in enumerate(outputs):
+            if not isinstance(output, AgentLoopOutput):
+                kind = type(output).__name__
+                raise TypeError(f"{cls.__name__}.run returned a {kind}, not an AgentLoopOutput")
+            if run.processor:
+                check_images(output, run.processor)
+            output.extra = {**output.extra, **marks, "segment": segment}
+            decode = run.tokenizer.decode
+            output.text = output.text or decode(output.response_ids, skip_special_tokens=True)
+            answer = {"role": "assistant", "content": output.text}
+            output.messages = output.messages or [*row["prompt"], answer]
+        for output in outputs[-1:]:
+            output.metrics["generate_s"] = session.generate_s
+        return outputs
 
-    async def graded(self, group: Group, j: int, outputs: list[AgentLoopOutput]) -> list | dict:
-        args, row = self.place.args, _own(self.row_of(group.number))
+    async def graded(
+        self, prompt: int, sample: int, outputs: list[AgentLoopOutput]
+    ) -> list[AgentLoopOutput] | dict:
+        """The outputs with their rewards, or the failure."""
+        args, row = self.run.args, _own(self.row_of(prompt))
         try:
             async with asyncio.timeout(args.reward_timeout or None):
-                await score(self.place.task, outputs, row, args.filter_metric)
-            return [{field: getattr(output, field) for field in GRADED} for output in outputs]
+                await score(self.run.task, outputs, row, args.filter_metric)
+            return outputs
         except BaseException as error:
-            if group.dropped or self.closing or error.args == (GIVEN_UP,):
+            if self.closing or error.args == (GIVEN_UP,):
                 raise
-            return self.failure("failed_reward", group.number, j)
+            return self.failure("failed_reward", prompt, sample)
 
-    def failure(self, kind: str, number: int, j: int) -> dict:
-        if kind not in self.printed:  # the first of its kind is shown, all are counted and written with the rollouts
+    async def alike(self, group: Group) -> bool:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): whether --filter_metric says the
+        same of all members, so that there is nothing to learn from the group."""
+        if not self.replacements:
+            return False
+        results = [result for result in await asyncio.gather(*group.graders.values())
+                   if isinstance(result, list) and "greedy" not in result[0].extra]
+        outputs = [output for result in results for output in result]
+        return not data.groups_with_signal(outputs, self.run.args.filter_metric)
+
+    def failure(self, kind: str, prompt: int, sample: int) -> dict:
+        error = traceback.format_exc()
+        if kind not in self.printed:  # the first of its kind is shown, all are counted and written
             self.printed.add(kind)
-            where = f"step {self.step}, prompt {number}, sample {j}"
-            print(f"\n{kind} in {where}:\n{traceback.format_exc()}", file=sys.stderr)
-        return {"prompt": number, "sample": j, "kind": kind, "error": traceback.format_exc()}
+            where = f"step {self.step}, prompt {prompt}, sample {sample}"
+            print(f"\n{kind} in {where}:\n{error}", file=sys.stderr)
+        return {"prompt": prompt, "sample": sample, "kind": kind, "error": error}
 
     # -- main thread
 
-    def n_done(self) -> int:
-        """Groups done so far, over all ranks."""
-        return self.place.store.add(f"{self.name}/done", 0)
+    def rollout(self, step: int) -> Phase:
+        """The next batch of whole groups, the same on every rank; the engine must be awake.
 
-    def run_until(self, over: Callable[[], bool], title: str, total: int, last: bool = True) -> bool:
-        """Steps the engine until `over()`; False if the run was told to stop meanwhile, and everything is given up.
-
-        last: nothing is under way any more then. On a rank that doesn't lead its --tp group: follows its leader until
-        that one's phase is over. Raises what ended the pool itself.
+        Rewards may still be on their way: see `grade`. Raises Stopped if the run is to stop, and
+        RuntimeError if the batch has no sampled token.
         """
-        engine, before = self.place.engine, self.place.engine.statistics["tokens"]
-        if not engine.leader:
-            engine.follow(self.place.should_stop)
-            return True
-        started = shown = time.perf_counter()
-        first = self.n_done()
+        self.step, self.taken, waited = step, set(), 0.0
+        ahead = min(1 + self.staleness, self.n_rollouts - (step - self.start))
+        capacity = self.n_taken + self.batch * ahead
+        n_compared, replaced = -1, 0  # groups ended when ranks last compared; replaced so far
+
+        def over() -> bool:
+            nonlocal replaced
+            alike = self.n_ended("alike")
+            n = self.n_ended("done") + alike - self.n_taken
+            if not self.run.args.deterministic:  # there, when groups start must not depend on
+                replaced = min(alike - self.n_alike, self.replacements)  # timing: see below
+                self.set_limit(capacity + replaced)
+            return n - replaced >= self.batch and n > n_compared
+
+        while True:
+            self.set_limit(capacity + replaced)
+            started = time.perf_counter()
+            stopped = self.run_until(over, f"{self.kind} {step}", self.batch)
+            waited += time.perf_counter() - started if n_compared >= 0 else 0.0
+            groups = [(group.state, self.age(group), prompt)
+                      for prompt, group in list(self.groups.items())]
+            parts = gather_unless_stopped((groups, self.n_started), stopped)
+            groups = sorted(group for part, _ in parts for group in part)
+            done, alike = ([prompt for state, _, prompt in groups if state == kind]
+                           for kind in ("done", "alike"))
+            batch = (done + alike)[: self.batch]  # the oldest; at the cap those alike fill it
+            left = sorted(age for state, age, prompt in groups
+                          if state != "alike" and prompt not in batch)
+            in_time = all(step + 1 + i // self.batch <= age + self.staleness
+                          for i, age in enumerate(left))
+            n_compared, replaced = len(done) + len(alike), min(len(alike), self.replacements)
+            if n_compared - replaced >= self.batch and in_time:
+                break
+        self.take(batch, alike, max(n for _, n in parts))
+        return self.gather(waited)
+
+    def age(self, group: Group) -> int:
+        """The version that sampled the group's first token; the engine's if there is none yet."""
+        engine = self.run.engine
+        versions = [engine.oldest[name] for name in list(group.names) if name in engine.oldest]
+        return min(versions, default=engine.version)
+
+    def take(self, batch: list[int], alike: list[int], n_started: int) -> None:
+        """Notes what leaves the pool: the batch, and what dynamic sampling replaced."""
+        self.taken = {*batch, *alike}
+        self.filtered = set(alike) - set(batch)
+        self.pending |= {self.prompt(ticket) for ticket in range(self.n_seen, n_started)}
+        self.pending -= self.taken
+        self.n_seen = max(self.n_seen, n_started)
+        self.n_taken += len(self.taken)
+        self.n_alike += len(alike)
+
+    def gather(self, waited: float) -> Phase:
+        """What the taken groups brought, from every rank to every rank."""
+        engine = self.run.engine
+        engine.check_team()
+        groups = [self.groups.pop(prompt) for prompt in self.taken & set(self.groups)]
+        for name in (name for group in groups for name in group.names):
+            engine.oldest.pop(name, None)
+        brought = [(group.outputs, group.counts, group.errors) for group in groups]
+        phase = Phase(seconds=self.seconds, waited_s=waited)
+        for part, leads, statistics in all_gather((brought, engine.leader, self.statistics)):
+            for outputs, counts, errors in part:
+                phase.outputs += outputs
+                phase.counts += counts
+                phase.errors += errors
+            if leads:  # a team counts once
+                phase.idle_s.append(statistics.pop("idle_s", 0.0))
+                phase.statistics += statistics
+        phase.graders = {key: task for group in groups for key, task in group.graders.items()}
+        phase.sort()
+        for output in phase.outputs:
+            if output.extra["prompt"] in self.filtered:
+                output.extra["filtered"] = True
+        self.seconds, self.statistics = 0.0, Counter()
+        if not any(1 in output.response_mask for output in phase.sampled):
+            counts = dict(phase.counts)
+            raise RuntimeError(f"{self.kind}-{self.step:08d} brought nothing to learn from: "
+                               f"{counts}; {phase.first_error()}")
+        return phase
+
+    def n_ended(self, state: str) -> int:
+        """Groups that ended in a state, over all ranks, since the pool was made."""
+        if state == "alike" and not self.replacements:
+            return 0
+        return self.run.store.add(f"{self.name}/{state}", 0)
+
+    def run_until(self, over: Callable[[], bool], title: str, total: int) -> bool:
+        """Steps the engine until `over()`; whether the run was told to stop meanwhile.
+
+        On a rank that doesn't lead its --tp team: follows the leader until that one is done. Raises
+        what ended the pool itself.
+        """
+        engine, stop = self.run.engine, self.run.stop
+        before, started = Counter(engine.statistics), time.perf_counter()
+        shown, first, stopped = started, self.n_ended("done"), False
         try:
+            if not engine.leader:
+                engine.follow(stop.requested)
+                return stopped
             with _progress(total, title) as bar:
-                while not (over() or self.future.done()):
-                    engine.step(0.02 if self.endless else 0.2)  # other ranks may end an endless pool's phase
+                while not (stopped or over()):
+                    if self.future.done():
+                        self.future.result()
+                    engine.step(0.02)  # other ranks may end the rollout
                     if time.perf_counter() - shown > 0.5:
-                        shown = time.perf_counter()
-                        bar.n = self.n_done() - first
-                        rate = (engine.statistics["tokens"] - before) / (shown - started)
+                        shown, stopped = time.perf_counter(), stop.requested()
+                        bar.n = self.n_ended("done") - first
+                        rate = (engine.statistics - before)["tokens"] / (shown - started)
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s in this engine")
-                        if self.place.should_stop():
-                            self.close()
-                            return False
-            if self.future.done():
-                self.future.result()
-            if last:
-                engine.drain()  # calls that were cancelled while the last model step ran
-            return True
+            return stopped
         finally:
-            engine.dismiss()
+            if engine.leader:
+                engine.dismiss()
+            engine.mark_versions()
+            self.seconds += time.perf_counter() - started
+            self.statistics += engine.statistics - before
 
-    def under_way(self) -> bool:
-        """Whether a trajectory is not at its end, or one that was cancelled still releases its tools."""
-        return any(g.left for g in list(self.groups.values())) or not all(task.done() for task in self.leaving)
+    def settle(self) -> None:
+        """For an evaluation: lets what is under way come to its end, and starts nothing new until
+        the next `rollout`. Raises Stopped."""
+        self.set_limit(0)
+        groups = self.groups
+        stopped = self.run_until(lambda: not any(group.left for group in list(groups.values())),
+                                 "before the evaluation", len(groups))
+        gather_unless_stopped(None, stopped)
 
-    def close(self) -> None:
-        """Gives up what is under way: agent loops are cancelled and release their tools, graders are cancelled."""
-        self.closing = True
-        self.future.cancel()
-        self.place.engine.drain()
-        self.ended.wait(timeout=10)
-        for group in list(self.groups.values()):
-            cancel(self.place, group.grading)
+    def set_limit(self, limit: int) -> None:
+        if limit != self.limit:
+            self.run.background.submit(self._set_limit(limit)).result()
 
-
-def rollout(
-    place: Workplace,
-    rows: list[dict],
-    step: int,
-    group_size: int,
-    sampling_params: dict,
-    kind: str = "train",
-    first: int = 0,
-    wait: bool = True,
-) -> Phase:
-    """Runs group_size trajectories for each row, on all ranks together; the engine must be awake.
-
-    kind: "train" | "eval" | "greedy". first: number of the first row among the step's prompts, when a step has several
-    rollouts of a kind.
-
-    Every rank passes the same rows and gets the same result: whole groups in (prompt, sample) order. A trajectory
-    whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
-    wait=False: returns when the trajectories are done, while slow graders may still run; `grade` waits for them.
-    Raises RuntimeError if nothing is left of a step's first rollout.
-    """
-    args, meter, end = place.args, Meter(place.engine), first + len(rows)
-    if args.deterministic:  # which rank runs a prompt must not depend on timing
-        rank, world = dist.get_rank() // args.tp, dist.get_world_size() // args.tp
-        numbers = iter([i for i in range(first, end) if i % world == rank])
-    else:  # work is shared: who has room takes the next prompt
-        numbers = _ticket_numbers(place.store, f"{kind}-{step:08d}-{first}/next", first)
-    slots = len(rows) * group_size if args.deterministic else _slots(args, len(rows), group_size)
-    pool = Pool(
-        place, kind, group_size, sampling_params, lambda i: rows[i - first], slots, lambda: next(numbers, end), step,
-        limit=end,
-    )  # fmt: skip
-    finished = pool.run_until(lambda: False, f"{kind} {step}", len(rows))
-    # A straggler may still write to its group, which must not change while it is sent: an interrupted phase sends none.
-    every = _gather(list(pool.groups.values()) if finished else None, meter)
-    must_bring = kind != "greedy" and first == 0
-    if wait and not every.interrupted:
-        grade(place, every, must_bring)
-        every.seconds = meter.read()[0]
-    if must_bring and not every.interrupted:
-        _must_have_tokens(every, kind, step)
-    return every
-
-
-class Meter:
-    """Seconds and engine statistics of this rank since it was made, and of what came `earlier`: another's `read`."""
-
-    def __init__(self, engine: Engine, earlier: tuple[float, Counter] = (0.0, Counter())):
-        self.engine, self.started, self.before = engine, time.perf_counter() - earlier[0], Counter(engine.statistics)
-        self.before.subtract(earlier[1])
-
-    def read(self) -> tuple[float, Counter]:
-        return time.perf_counter() - self.started, self.engine.statistics - self.before
-
-
-def _ticket_numbers(store: dist.Store, key: str, first: int) -> Iterator[int]:
-    """first, first + 1, ... each to one rank only."""
-    while True:
-        yield first + store.add(key, 1) - 1
-
-
-def _slots(args, n_groups: int, group_size: int) -> int:
-    """Trajectories under way on one rank: an equal share, or the first rank to start would take everything."""
-    world = dist.get_world_size() // args.tp
-    return max(group_size, min(args.max_concurrent, -(-n_groups // world) * group_size))
-
-
-class AsyncPool(Pool):
-    """Groups that live on over updates, at most --max_staleness versions (AReaL, arXiv 2505.24298, sec. 5).
-
-    `rollout` returns when --prompts_per_step groups are done; the others wait in `generate` while the policy trains,
-    and go on under the next weights. A group's age is that of its oldest sampled token: too old ones are dropped whole
-    and replaced by fresh prompts. Surplus groups carry over to the next phase, the oldest first.
-    """
-
-    def __init__(
-        self, place: Workplace, rows: list[dict], sampling: dict, step: int, prompts_drawn: int = 0,
-        unfinished: Sequence[int] = (),
-    ):  # fmt: skip
-        """prompts_drawn, unfinished: positions in the endless shuffle of the rows (data.prompt_order): where to go on,
-        and those drawn by an earlier run that did not come to be trained on, which are drawn first.
-        """
-        args = place.args
-        self.rows, self.start, self.prompts_drawn, self.unfinished = rows, step, prompts_drawn, list(unfinished)
-        # The same on all ranks: done groups that are gone; groups that were too old; numbers not trained on so far.
-        self.n_gone, self.n_stale, self.pending = 0, 0, set(range(len(self.unfinished)))
-        self.chosen: set[int] = set()  # of them, those of the last rollout
-        self.settled = (0.0, Counter())  # seconds and statistics of `settle`, which the next rollout reports
-        self.seen = len(self.unfinished)  # numbers below it are known to have been started with, or are unfinished ones
-        numbers = _ticket_numbers(place.store, f"train-{step:08d}-async/next", 0)
-        n_groups = math.ceil(args.oversample * args.prompts_per_step)
-        super().__init__(
-            place, "train", args.group_size, sampling, self.row, _slots(args, n_groups, args.group_size),
-            lambda: next(numbers), step, endless=True,
-        )  # fmt: skip
-
-    def position(self, number: int) -> int:
-        n = len(self.unfinished)
-        return self.unfinished[number] if number < n else self.prompts_drawn + number - n
-
-    def row(self, number: int) -> dict:
-        (i,) = prompt_order(len(self.rows), self.position(number), 1, self.place.args.seed)
-        return self.rows[i]
+    async def _set_limit(self, limit: int) -> None:
+        self.limit = limit
+        self.raised.set()
 
     def to_resume(self, steps_done: int) -> dict:
-        """The arguments prompts_drawn and unfinished of a pool that goes on from here; the batch of a step that was
-        interrupted after its rollout is drawn again."""
-        lost = self.chosen if steps_done <= self.step else set()
-        unfinished = sorted(map(self.position, self.pending | lost))
-        return {"prompts_drawn": self.position(self.seen), "unfinished": unfinished}
-
-    def rollout(self, step: int) -> Phase:
-        """A batch of whole groups in (prompt, sample) order, the same on every rank.
-
-        The engine must be awake; it is left with requests under way: sleep(keep=True). Rewards may still be on their
-        way: see `grade`. counts["stale_groups"] were dropped. Raises RuntimeError if the batch has no sampled token.
-        """
-        args, meter = self.place.args, Meter(self.place.engine, self.settled)
-        self.settled = (0.0, Counter())
-        self.step, self.chosen, batch = step, set(), args.prompts_per_step
-        suspended = self.place.engine.suspended()
-        limit = step - args.max_staleness
-        stale = [n for n, group in list(self.groups.items()) if self.oldest(group, suspended) < limit]
-        gone = [group for part in all_gather(self.submit(self.take(stale, drop=True))) for group in part]
-        self.pending -= {number for number, *_ in gone}
-        self.n_gone += sum(done for _, done, _ in gone)
-        self.n_stale += len(gone)
-        # AReaL's capacity: as many batches may have been started by now, besides what was dropped.
-        ahead = min(step + 1 + args.max_staleness, args.num_steps) - self.start
-        self.submit(self.set_limit(ahead * batch + self.n_stale))
-        finished = self.run_until(lambda: self.n_done() - self.n_gone >= batch, f"train {step}", batch, last=False)
-        self.place.engine.mark_versions()
-        mine = [(self.oldest(group), n) for n, group in list(self.groups.items()) if not group.left]
-        done, started = zip(*all_gather((mine if finished else None, self.next)), strict=True)
-        if None in done:
-            return Phase(interrupted=True)
-        self.chosen = chosen = {number for _, number in sorted(itertools.chain(*done))[:batch]}
-        self.pending = (self.pending | set(range(self.seen, max(started)))) - chosen
-        self.seen = max(self.seen, *started)
-        self.n_gone += batch
-        every = _gather([self.groups[number] for number in sorted(chosen & set(self.groups))], meter)
-        self.submit(self.take(chosen))
-        for _, _, failed in gone:
-            every.add(failed)
-        every.counts["stale_groups"] = len(gone)
-        _must_have_tokens(every, self.kind, step)
-        return every
-
-    def settle(self, give_up: bool = False) -> bool:
-        """For an evaluation: starts nothing new until the next `rollout`, and lets what is under way come to its end
-        (give_up: cancels it). False, on every rank, if one of them was told to stop meanwhile.
-        """
-        meter = Meter(self.place.engine)
-        self.submit(self.set_limit(0))
-        if give_up:
-            self.submit(self.take(list(self.groups), drop=True))
-        went_on = self.run_until(lambda: not self.under_way(), "before the evaluation", len(self.groups))
-        self.settled = meter.read()
-        return all(all_gather(went_on))
+        """prompts_drawn and unfinished of a pool that goes on from here; the batch of a step that
+        was interrupted after its rollout is drawn again."""
+        lost = self.taken if steps_done <= self.step else set()
+        return {
+            "prompts_drawn": self.prompt(self.n_seen),
+            "unfinished": sorted(self.pending | lost),
+        }
 
     def end(self) -> None:
-        """Gives up what is still under way, on all ranks: the end of a run, which must not leave tools unreleased."""
-        engine = self.place.engine
+        """Gives up what is under way, on all ranks: agent loops are cancelled and release their
+        tools, graders are cancelled. Nothing happens the second time."""
+        engine = self.run.engine
         if engine.leader:
-            self.close()
+            self.closing = True
+            self.future.cancel()
+            engine.drain()
+            self.ended.wait(timeout=10)
+            graders = [task for group in self.groups.values() for task in group.graders.values()]
+            cancel(self.run, graders)
             engine.dismiss()
         else:
             engine.follow()
 
-    def oldest(self, group: Group, suspended: dict[str, int] | None = None) -> int:
-        """The version that sampled a group's first token; the engine's if there is none yet."""
-        versions = [session.oldest for session in group.sessions]
-        versions += [(suspended or {}).get(session.name) for session in group.sessions]
-        return min((v for v in versions if v is not None), default=self.place.engine.version)
 
-    def submit(self, coroutine: Coroutine):
-        """The result of something that must not run beside the pool's own coroutines."""
-        return self.place.background.submit(coroutine).result()
+def rollout(
+    run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train",
+    wait: bool = True,
+) -> Phase:
+    """One rollout of a pool of its own: group_size trajectories for each row, on all ranks.
 
-    async def set_limit(self, limit: int) -> None:
-        self.limit = limit
-        self.raised.set()
-
-    async def take(self, numbers: Iterable[int], drop: bool = False) -> list[tuple[int, bool, Phase]]:
-        """Takes those groups out of the pool that this rank has; (number, whether it was done, failures) of each."""
-        groups = [self.groups.pop(number) for number in numbers if number in self.groups]
-        for group in groups:
-            group.dropped = drop
-            for task in [*group.tasks, *group.grading.tasks.values()] if drop else ():
-                task.cancel()
-        self.leaving = [task for task in self.leaving if not task.done()]
-        self.leaving += [task for group in groups for task in group.tasks if not task.done()]
-        failed = [Phase(counts=group.brought.counts, errors=group.brought.errors) for group in groups]
-        return [(group.number, not group.left, phase) for group, phase in zip(groups, failed, strict=True)]
-
-
-def _must_have_tokens(phase: Phase, kind: str, step: int) -> None:
-    if not any(1 in o.response_mask for o in phase.outputs):
-        counts = dict(phase.counts)
-        raise RuntimeError(f"{kind}-{step:08d} brought nothing to learn from: {counts}; {_first_error(phase)}")
-
-
-def _first_error(phase: Phase) -> str:
-    error = phase.errors[0]["error"].strip().splitlines()[-1] if phase.errors else "no loop sampled a token"
-    return f"the first error: {error}"
-
-
-def grade(place: Workplace, phase: Phase, must_bring: bool = False) -> None:
-    """Waits until the rewards of a phase are there, on all ranks; a rollout without one is left out and counted.
-
-    Sets phase.interrupted if the run is to stop meanwhile. Raises RuntimeError if must_bring and no reward came.
+    Every rank passes the same rows and gets the same result; the engine must be awake. A trajectory
+    whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
+    wait=False: slow graders may still run; `grade` waits for them. Raises Stopped, and RuntimeError
+    if nothing was sampled or, with wait, nothing has a reward.
     """
-    gradings, phase.grading = phase.grading, []
-    for grading in gradings:
-        future = place.background.submit(grading.results())
-        while not future.done() and not place.should_stop():
-            concurrent.futures.wait([future], timeout=0.2)
-        done = future.done()
-        if not done:
-            cancel(place, grading)
-        parts = all_gather(future.result() if done else None)
-        if None in parts:
-            phase.interrupted = True
-            return
-        results = {key: result for part in parts for key, result in part.items()}
-        failures = [result for _, result in sorted(results.items()) if isinstance(result, dict)]
-        failed = {(failure["prompt"], failure["sample"]) for failure in failures}
-        phase.errors = sorted(phase.errors + failures, key=lambda e: (e["prompt"], e["sample"]))
-        phase.counts.update(failure["kind"] for failure in failures)
-        for output in phase.outputs:
-            result = results.get((output.extra["prompt"], output.extra["sample"]))
-            if isinstance(result, list):
-                vars(output).update(result[output.extra["segment"]])
-        phase.outputs = [o for o in phase.outputs if (o.extra["prompt"], o.extra["sample"]) not in failed]
-    if must_bring and not phase.outputs:
-        raise RuntimeError(f"no trajectory has a reward ({dict(phase.counts)}); {_first_error(phase)}")
+    pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
+    try:
+        phase = pool.rollout(step)
+        if wait:
+            started = time.perf_counter()
+            grade(run, phase)
+            phase.seconds += time.perf_counter() - started
+        return phase
+    finally:
+        pool.end()
+
+
+def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[int] = ()) -> Pool:
+    """The pool of a training run that goes on after `step` steps: rows in the endless shuffle of
+    data.prompt_order, in which a prompt's number is its position."""
+    args, rows = run.args, run.rows["train"]
+
+    def row_of(position: int) -> dict:
+        return rows[data.prompt_order(len(rows), position, 1, args.seed)[0]]
+
+    return Pool(
+        run, "train", row_of, args.prompts_per_step, args.group_size, args.sampling(), step,
+        n_rollouts=args.num_steps - step, staleness=args.max_staleness,
+        replacements=(args.max_gen_batches - 1) * args.prompts_per_step,
+        greedy=args.adv_estimator == "remax", prompts_drawn=prompts_drawn, unfinished=unfinished,
+    )
+
+
+def grade(run, phase: Phase) -> None:
+    """Waits until the rewards of a phase are there; a rollout without one is left out and counted.
+
+    Raises Stopped, and RuntimeError if nothing is left.
+    """
+    tasks, phase.graders = phase.graders, {}
+
+    async def results() -> list:
+        return await asyncio.gather(*tasks.values())
+
+    future = run.background.submit(results())
+    while not (done := future.done()) and not run.stop.requested():
+        concurrent.futures.wait([future], timeout=0.2)
+    mine = {}
+    if done:
+        for key, result in zip(tasks, future.result(), strict=True):
+            failed = isinstance(result, dict)
+            mine[key] = result if failed else [{x: getattr(o, x) for x in GRADED} for o in result]
+    else:
+        cancel(run, tasks.values())
+    parts = gather_unless_stopped(mine, not done)
+    results = {key: result for part in parts for key, result in part.items()}
+    outputs, phase.outputs = phase.outputs, []
+    for output in outputs:
+        result = results.get((output.extra["prompt"], output.extra["sample"]))
+        if isinstance(result, list):
+            vars(output).update(result[output.extra["segment"]])
+        if not isinstance(result, dict):
+            phase.outputs.append(output)
+    failures = [result for result in results.values() if isinstance(result, dict)]
+    phase.errors += failures
+    phase.counts.update(failure["kind"] for failure in failures)
+    phase.sort()
+    if not phase.trained:
+        counts = dict(phase.counts)
+        raise RuntimeError(f"no trajectory has a reward ({counts}); {phase.first_error()}")
 
 
 GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
 GIVEN_UP = "the run stops"  # what a grader's cancellation says
 
 
+def cancel(run, tasks: Iterable[asyncio.Task]) -> None:
+    tasks = list(tasks)
+    run.background.loop.call_soon_threadsafe(lambda: [task.cancel(GIVEN_UP) for task in tasks])
+
+
 def _own(x):
-    """Dicts and lists copied all the way down, the rest (images, arrays) shared: a fraction of deepcopy's time."""
+    """Dicts and lists copied all the way down, the rest (images, arrays) shared: what an agent does
+    to its row is not for the others, in a fraction of deepcopy's time."""
     if isinstance(x, dict):
         return {key: _own(value) for key, value in x.items()}
     return [_own(value) for value in x] if isinstance(x, list) else x
 
 
 def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
-    own = {"turn_rewards": list(output.turn_rewards), "metrics": dict(output.metrics), "extra": dict(output.extra)}
-    return dataclasses.replace(output, **own)
+    return dataclasses.replace(
+        output, turn_rewards=list(output.turn_rewards), metrics=dict(output.metrics),
+        extra=dict(output.extra),
+    )
 
 
-def cancel(place: Workplace, grading: Grading) -> None:
-    place.background.loop.call_soon_threadsafe(lambda: [task.cancel(GIVEN_UP) for task in grading.tasks.values()])
+async def score(
+    task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"
+) -> None:
+    """Sets a rollout's terminal reward: the last output's own, else the task's; earlier segments
+    share it. A reward function may also write to output.turn_rewards and output.metrics.
 
-
-async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome") -> None:
-    """Sets the terminal reward of a rollout: the last output's own, else the task's; earlier segments share it.
-
-    A reward function may also write to output.turn_rewards (process rewards) and output.metrics.
-    Raises ValueError if the reward is not a finite number or a dict with one under "score" (and under `metric`, if that
-    is a key: --filter_metric).
+    Raises ValueError if the reward is not a finite number or a dict with one under "score" (and
+    under `metric`, if that is a key: --filter_metric).
     """
     reward = outputs[-1].reward
     if reward is None:
@@ -1208,12 +1291,13 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
     reward = _checked(reward)
     if metric not in ("outcome", "total"):
         if not isinstance(reward, dict) or metric not in reward:
-            raise ValueError(f"--filter_metric {metric}: the reward is {reward!r}, not a dict with this key")
+            problem = f"the reward is {reward!r}, not a dict with this key"
+            raise ValueError(f"--filter_metric {metric}: {problem}")
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
-    own = [None if output.reward is None else _checked(output.reward) for output in outputs[:-1]]
-    for output, its in zip(outputs, [*own, reward], strict=True):
-        output.turn_rewards = [(at, finite(r, "a turn's reward")) for at, r in output.turn_rewards]
-        output.reward = reward if its is None else its
+    for output in outputs:
+        output.turn_rewards = [(i, finite(r, "a turn's reward")) for i, r in output.turn_rewards]
+        own = output is not outputs[-1] and output.reward is not None
+        output.reward = _checked(output.reward) if own else reward
 
 
 def _checked(reward) -> float | dict:
@@ -1222,36 +1306,42 @@ def _checked(reward) -> float | dict:
     return finite(reward, "a reward")
 
 
-def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
-    """Every rank's x (anything that pickles), in the order of ranks."""
-    parts: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, x, group=group)
-    return parts
-
-
-def _gather(groups: list[Group] | None, meter: Meter) -> Phase:
-    """Every rank's groups to every rank, in (prompt, sample, segment) order; None: this rank was told to stop."""
-    mine = Phase(interrupted=groups is None)
-    for group in groups or ():
-        mine.add(group.brought)
-    meter.engine.check_team()
-    parts = all_gather((mine, meter.engine.leader, *meter.read()))
-    every = Phase(seconds=meter.read()[0])
-    for part, leads, seconds, statistics in parts:
-        idle = statistics.pop("idle_s", 0.0) + max(0.0, every.seconds - seconds)  # who is done waits for the others
-        every.add(part)
-        if leads:  # a team counts once
-            every.statistics += statistics
-            every.idle_s.append(idle)
-    every.outputs.sort(key=lambda o: (o.extra["prompt"], o.extra["sample"], o.extra["segment"]))
-    every.errors.sort(key=lambda e: (e["prompt"], e["sample"]))
-    own = Grading({key: task for group in groups or () for key, task in group.grading.tasks.items()})
-    every.grading = [own]  # one on every rank, for `grade` gathers each
-    return every
-
-
 def _progress(total: int, title: str):
     from tqdm import tqdm
 
-    # disable=None: no bar where the output is a file
-    return tqdm(total=total, desc=title, unit="prompt", leave=False, disable=None if dist.get_rank() == 0 else True)
+    shown = None if dist.get_rank() == 0 else True  # None: no bar where the output is a file
+    return tqdm(total=total, desc=title, unit="prompt", leave=False, disable=shown)
+
+
+# ---------------------------------------------------------------- an engine that is a file
+
+
+def rollouts_file(folder: str, step: int) -> Path:
+    """Where data.Log wrote the rollouts of step 0, 1, ... of a run."""
+    return Path(folder) / "rollouts" / f"step_{step + 1:06d}.jsonl"
+
+
+def read_rollouts(file: Path, vocab_size: int) -> Phase:
+    """A phase as data.Log.rollouts wrote it. Raises BadInput on a missing or damaged file."""
+    phase = Phase()
+    names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
+    try:
+        for i, text in enumerate(file.open(encoding="utf-8"), 1):  # noqa: B007
+            line = json.loads(text)
+            if line.get("images"):
+                raise ValueError("it has images, whose pixels are not in the file")
+            if "kind" in line:
+                phase.errors.append(line)
+                phase.counts[line["kind"]] += 1
+                continue
+            output = AgentLoopOutput(**{name: x for name, x in line.items() if name in names})
+            if output.reward is None or not {"prompt", "sample", "segment"} <= set(output.extra):
+                raise ValueError("it lacks its reward or its number")
+            if max(output.prompt_ids + output.response_ids) >= vocab_size:
+                raise ValueError("its tokens are another model's")
+            phase.outputs.append(output)
+    except OSError as error:
+        raise BadInput(f"--replay: {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
+    return phase
