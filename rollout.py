@@ -1176,23 +1176,19 @@ class Pool:
 
 
 def rollout(
-    run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train",
-    wait: bool = True,
+    run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
 ) -> Phase:
     """One rollout of a pool of its own: group_size trajectories for each row, on all ranks.
 
     Every rank passes the same rows and gets the same result; the engine must be awake. A trajectory
     whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
-    wait=False: slow graders may still run; `grade` waits for them. Raises Stopped, and RuntimeError
-    if nothing was sampled or, with wait, nothing has a reward.
+    Raises Stopped, and RuntimeError if nothing was sampled or nothing has a reward.
     """
     pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
     try:
-        phase = pool.rollout(step)
-        if wait:
-            started = time.perf_counter()
-            grade(run, phase)
-            phase.seconds += time.perf_counter() - started
+        phase, started = pool.rollout(step), time.perf_counter()
+        grade(run, phase)
+        phase.seconds += time.perf_counter() - started
         return phase
     finally:
         pool.end()

@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
 def flag(default, help: str, allowed=(), only: str = ""):
     """A flag; allowed: a Range or choices; only: the setting of another flag without which it has
-    no effect, "name" (is set) or "name=a|b"."""
+    no effect, "name" (is set), "name=a|b" or "name!=a"."""
     if allowed and not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})"
     return dataclasses.field(
@@ -133,9 +134,7 @@ class Args:
     model: str | None = flag(None, "hub name or folder; default: what the task's build_model makes")
     train_files: list[str] | None = flag(None, "parquet or jsonl files instead of load('train')")
     val_files: list[str] | None = flag(None, "parquet or jsonl files instead of load('val')")
-    replay: str | None = flag(
-        None, "output_dir of another run: train on the rollouts it wrote, without any engine"
-    )
+    replay: str | None = flag(None, "output_dir of another run: train on its rollouts, no engine")
     rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
     seed: int = flag(0, "all randomness comes from it and the step")
@@ -148,195 +147,135 @@ class Args:
     prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks", POSITIVE)
     group_size: int = flag(8, "trajectories per prompt", POSITIVE)
     prompts_per_mini_batch: int | None = flag(
-        None, "share of a rollout in one optimiser step; default: all (on-policy)", POSITIVE
-    )
+        None, "share of a rollout in one optimiser step; default: all (on-policy)", POSITIVE)
     epochs: int = flag(1, "passes over each rollout", POSITIVE)
     # advantages
     adv_estimator: str | None = preset("advantage estimator", ADV_ESTIMATORS)
     whiten_advantages: bool | None = preset(
-        "to mean 0 and variance 1 over all tokens of the batch: true | false"
-    )
+        "to mean 0 and variance 1 over all tokens of the batch: true | false")
     gamma: float = flag(1.0, "discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
     lam: float = flag(1.0, "gae: its lambda", DISCOUNT, "adv_estimator=gae")
     # objective
     policy_loss: str | None = preset("policy-gradient objective", losses.POLICY_LOSSES)
-    clip_low: float | None = preset(
-        "lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm",
-        NOT_NEGATIVE, "policy_loss=ppo|gspo|gmpo|cispo",
-    )
-    clip_high: float | None = preset(
-        "upper clip of the ratio, 1 + clip_high; gmpo: of its logarithm",
-        NOT_NEGATIVE, "policy_loss=ppo|gspo|gmpo|cispo",
-    )
-    clip_c: float = flag(
-        0.0, "dual clip, the largest ratio that counts where A < 0 (3 is usual); 0: off",
-        NOT_NEGATIVE, "policy_loss=ppo|gspo",
-    )
-    loss_agg: str | None = preset(
-        "how per-token losses become one number", losses.AGGREGATIONS
-    )
+    clip_low: float | None = preset("lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm",
+                                    NOT_NEGATIVE, "policy_loss!=reinforce")
+    clip_high: float | None = preset("upper clip of the ratio, 1 + clip_high; gmpo: of its "
+                                     "logarithm", NOT_NEGATIVE, "policy_loss!=reinforce")
+    clip_c: float = flag(0.0, "dual clip, the largest ratio that counts where A < 0 (3 is usual); "
+                         "0: off", NOT_NEGATIVE, "policy_loss=ppo|gspo")
+    loss_agg: str | None = preset("how per-token losses become one number", losses.AGGREGATIONS)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", NOT_NEGATIVE)
-    mask_truncated: bool = flag(
-        False, "no loss on trajectories cut off by a length or turn limit"
-    )
+    mask_truncated: bool = flag(False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str | None = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, with "
         "--max_staleness decoupled PPO, which is icepop with --correction_low 0",
-        losses.ROLLOUT_CORRECTIONS,
-    )
+        losses.ROLLOUT_CORRECTIONS)
     correction_low: float | None = flag(
-        None, f"least importance ratio kept; low and high: {CORRECTION_BOUNDS}",
-        NOT_NEGATIVE, "rollout_correction=icepop|seq_mask",
-    )
+        None, f"least importance ratio kept; low and high: {CORRECTION_BOUNDS}", NOT_NEGATIVE,
+        "rollout_correction=icepop|seq_mask")
     correction_high: float | None = flag(
-        None, "largest importance ratio: clamped (tis) or dropped (icepop, seq_mask)",
-        POSITIVE, "rollout_correction",
-    )
+        None, "largest importance ratio: clamped (tis) or dropped (icepop, seq_mask)", POSITIVE,
+        "rollout_correction")
     # reward
     kl_coef: float | None = preset(
-        "weight of the KL to the starting model; 0: no reference model is loaded", NOT_NEGATIVE
-    )
-    kl_in: str | None = preset(
-        "a term of the objective, or token by token of the reward", ("loss", "reward"), "kl_coef"
-    )
-    kl_kind: str | None = preset(
-        "k1 is for the reward: a loss of no gradient", losses.KL_ESTIMATES, "kl_coef"
-    )
-    kl_target: float = flag(
-        0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: constant",
-        NOT_NEGATIVE, "kl_in=reward",
-    )
-    kl_horizon: int = flag(
-        10_000, "trajectories over which kl_coef adapts", POSITIVE, "kl_target"
-    )
-    reward_clip: float = flag(
-        0.0, "clip the task's reward to [-c, c]; turn rewards stay; 0: off", NOT_NEGATIVE
-    )
+        "weight of the KL to the starting model; 0: no reference model is loaded", NOT_NEGATIVE)
+    kl_in: str | None = preset("a term of the objective, or token by token of the reward",
+                               ("loss", "reward"), "kl_coef")
+    kl_kind: str | None = preset("k1 is for the reward: a loss of no gradient",
+                                 losses.KL_ESTIMATES, "kl_coef")
+    kl_target: float = flag(0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: "
+                            "constant", NOT_NEGATIVE, "kl_in=reward")
+    kl_horizon: int = flag(10_000, "trajectories over which kl_coef adapts", POSITIVE, "kl_target")
+    reward_clip: float = flag(0.0, "clip the task's reward to [-c, c]; turn rewards stay; 0: off",
+                              NOT_NEGATIVE)
     overlong_buffer: float | None = preset(
         "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
-        "(DAPO: 0.2); 0: off", NOT_NEGATIVE,
-    )
+        "(DAPO: 0.2); 0: off", NOT_NEGATIVE)
     max_gen_batches: int | None = preset(
         "dynamic sampling: groups without signal are replaced by fresh prompts, until so many "
-        "times prompts_per_step are drawn; 1: off", POSITIVE,
-    )
-    filter_metric: str = flag(
-        "outcome",
-        "what must differ in a group: outcome | total (with turn rewards) | any key of the reward",
-    )
+        "times prompts_per_step are drawn; 1: off", POSITIVE)
+    filter_metric: str = flag("outcome", "what must differ in a group: outcome | total (with turn "
+                              "rewards) | any key of the reward", (), "max_gen_batches!=1")
     # critic (gae)
     value_clip: float = flag(0.5, "clip of the value update", POSITIVE, "adv_estimator=gae")
-    critic_warmup: int = flag(
-        0, "first steps, in which only the critic learns", NOT_NEGATIVE, "adv_estimator=gae"
-    )
-    critic_lr: float | None = flag(
-        None, "default: 1e-5, for the task's own tiny model 1e-3", NOT_NEGATIVE, "adv_estimator=gae"
-    )
+    critic_warmup: int = flag(0, "first steps, in which only the critic learns", NOT_NEGATIVE,
+                              "adv_estimator=gae")
+    critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3",
+                                   NOT_NEGATIVE, "adv_estimator=gae")
     # optimiser
-    lr: float | None = flag(
-        None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4", NOT_NEGATIVE
-    )
-    lr_schedule: str = flag(
-        "constant", "down to 0 at num_steps", ("constant", "linear", "cosine")
-    )
+    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4",
+                            NOT_NEGATIVE)
+    lr_schedule: str = flag("constant", "down to 0 at num_steps", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", NOT_NEGATIVE)
     weight_decay: float = flag(0.0, "AdamW", NOT_NEGATIVE)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
-        16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE
-    )
+        16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
     gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third slower"
-    )
-    shard: bool = flag(
-        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; accelerate's "
-        "FSDP config sets it",
-    )
+        False, "recompute activations in the backward pass: less memory, a third slower")
+    shard: bool = flag(False, "FSDP2: cut parameters, gradients and optimiser states over all "
+                       "ranks; accelerate's FSDP config sets it")
     # trajectories
     agent: str | None = flag(
-        None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn"
-    )
+        None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
     temperature: float = flag(
-        1.0, "sampling temperature in training; the trainer's logprobs use it too", POSITIVE
-    )
+        1.0, "sampling temperature in training; the trainer's logprobs use it too", POSITIVE)
     max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted", POSITIVE)
     max_response_tokens: int = flag(
-        128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE
-    )
+        128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
     max_model_len: int | None = flag(
-        None, "the engine's window; default: max_prompt_tokens + max_response_tokens"
-    )
+        None, "the engine's window; default: max_prompt_tokens + max_response_tokens")
     max_assistant_turns: int = flag(
-        8, "then the trajectory ends with stop reason max_turns; 0: no limit", NOT_NEGATIVE
-    )
+        8, "then the trajectory ends with stop reason max_turns; 0: no limit", NOT_NEGATIVE)
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit", NOT_NEGATIVE)
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
     reward_timeout: float = flag(
-        300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit", NOT_NEGATIVE
-    )
+        300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit", NOT_NEGATIVE)
     trajectory_timeout: float = flag(
         0.0, "seconds for a whole trajectory, which ends as it is then; with --max_staleness "
-        "updates count; 0: no limit", NOT_NEGATIVE,
-    )
+        "updates count; 0: no limit", NOT_NEGATIVE)
     max_parallel_calls: int = flag(
-        8, "tool calls of one turn that are executed; the model is told about the others", POSITIVE
-    )
+        8, "tool calls of one turn that are executed; the model is told about the others", POSITIVE)
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut", POSITIVE)
     tool_response_truncate_side: str = flag(
-        "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right")
-    )
+        "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
     sampling_args: str | None = flag(
-        None, 'further sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}'
-    )
+        None, 'further sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}')
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(
         0, "a rollout ends when its batch is full, the rest goes on after the update, so many "
-        "versions behind at most", NOT_NEGATIVE,
-    )
+        "versions behind at most", NOT_NEGATIVE)
     oversample: float = flag(
-        1.0, "with --max_staleness: prompts under way, a multiple of prompts_per_step", AT_LEAST_1
-    )
+        1.0, "with --max_staleness: prompts under way, a multiple of prompts_per_step", AT_LEAST_1)
     # engine
-    max_images: int = flag(
-        8, "images in one trajectory: the prompt's and those of tools", POSITIVE
-    )
-    tp: int = flag(
-        1, "ranks in a row that share one engine (tensor parallelism); each trains its own share",
-        POSITIVE,
-    )
+    max_images: int = flag(8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
+    tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism); each trains its "
+                   "own share", POSITIVE)
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once", POSITIVE)
     max_concurrent: int = flag(
         1024, "trajectories under way on one rank; one that waits for a tool decodes nothing",
-        POSITIVE,
-    )
+        POSITIVE)
     gpu_memory_utilization: float = flag(
-        0.5, "share of the GPU for the engine while it is awake", SHARE
-    )
+        0.5, "share of the GPU for the engine while it is awake", SHARE)
     sleep_level: int = flag(
-        2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2)
-    )
+        2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2))
     engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
-    check_sync: bool = flag(
-        False, "compare checksums of all parameters after each weight sync; with --tp also what "
-        "the ranks sampled",
-    )
+    check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
+                            "with --tp also what the ranks sampled")
     deterministic: bool = flag(
-        False, "same numbers to the last digit in every run on the same machine; slower with tools"
-    )
+        False, "same numbers to the last digit in every run on the same machine; slower with tools")
     # evaluation, checkpoints, log
-    eval_every: int = flag(
-        10, "steps between evaluations; 0: only the first and the last", NOT_NEGATIVE
-    )
+    eval_every: int = flag(10, "steps between evaluations; there is always one before and one "
+                           "after; 0: only those", NOT_NEGATIVE)
     eval_temperature: float = flag(0.0, "0: greedy", NOT_NEGATIVE)
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
     eval_sampling_args: str | None = flag(None, "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end", NOT_NEGATIVE)
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
     resume: bool = flag(False, "go on from the latest checkpoint in output_dir")
-    show_every: int = flag(
-        20, "print one whole trajectory every so many steps; 0: never", NOT_NEGATIVE
-    )
+    show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never",
+                           NOT_NEGATIVE)
     wandb_project: str | None = flag(None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
     def __post_init__(self):
@@ -422,13 +361,9 @@ def check_args(args: Args) -> None:
             choices = ", ".join(map(str, allowed))
             need(value in allowed, f"--{name} {value}: choose from {choices}")
     for name, default in defaults.items():  # without effect it's a mistake that shows in results
-        other, _, values = Args.__dataclass_fields__[name].metadata["only"].partition("=")
-        setting, words = getattr(args, other, None), f"a --{other}"
-        used = setting not in (0, "none")
-        if values:
-            used, words = setting in values.split("|"), f"--{other} {values.replace('|', ' or ')}"
-        need(used or not other or getattr(args, name) == default,
-             f"--{name} has an effect only with {words}")
+        only = Args.__dataclass_fields__[name].metadata["only"]
+        used, words = holds(only, args) if only else (True, "")
+        need(used or getattr(args, name) == default, f"--{name} has an effect only with {words}")
     for ok, message in cross_flag_rules(args):
         need(ok, message)
     for name in ("engine_args", "sampling_args", "eval_sampling_args"):
@@ -439,6 +374,17 @@ def check_args(args: Args) -> None:
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if parameters:
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
+
+
+def holds(rule: str, args: Args) -> tuple[bool, str]:
+    """Whether a flag's `only` is so, and how to say it."""
+    name, sign, values = re.fullmatch(r"(\w+)(=|!=|)(.*)", rule).groups()
+    value, values = str(getattr(args, name)), values.split("|")
+    if sign == "=":
+        return value in values, f"--{name} {' or '.join(values)}"
+    if sign == "!=":
+        return value not in values, f"a --{name} other than {values[0]}"
+    return value not in ("0", "0.0", "none"), f"a --{name}"
 
 
 def cross_flag_rules(args: Args) -> list[tuple[bool, str]]:
@@ -456,8 +402,6 @@ def cross_flag_rules(args: Args) -> list[tuple[bool, str]]:
         (args.max_gen_batches == 1 or args.group_size > 1,
          "--max_gen_batches above 1 replaces groups whose members score alike: --group_size must "
          "be at least 2"),
-        (args.max_gen_batches > 1 or args.filter_metric == Args.filter_metric,
-         "--filter_metric has an effect only with --max_gen_batches above 1"),
         (args.overlong_buffer <= 1,
          f"--overlong_buffer {args.overlong_buffer} is a share of max_response_tokens"),
         (args.clip_c == 0 or args.clip_c > 1,
@@ -676,12 +620,9 @@ class Net(nn.Module):
             self.model.gradient_checkpointing_enable()
             self.model.train()  # only then does transformers; without dropout nothing else changes
 
-    def read(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | tuple:
-        """Numbers (M,) of the M sampled tokens from the states (M, H) that predict them."""
-        raise NotImplementedError
-
-    def forward(self, packed: dict) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """`read` of the sampled tokens of `data.pack_rows`, each (rows, T), 0 elsewhere.
+    def forward(self, packed: dict) -> list[torch.Tensor]:
+        """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`:
+        each (rows, T), 0 elsewhere.
 
         Everything happens in here: going round DDP's wrapper would skip gradient averaging.
         """
@@ -694,12 +635,8 @@ class Net(nn.Module):
             zero = vision.zero(backbone, packed["input_ids"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
         hidden = (hidden + zero if vision else hidden)[packed["source"]]  # (M, H)
-        numbers = self.read(hidden, packed["targets"])
-
-        def unpack(x: torch.Tensor) -> torch.Tensor:  # (M,) -> (rows, T)
-            return x.new_zeros(packed["shape"]).index_put(packed["at"], x)
-
-        return tuple(map(unpack, numbers)) if isinstance(numbers, tuple) else unpack(numbers)
+        numbers = self.read(hidden, packed["targets"])  # (M,) each
+        return [x.new_zeros(packed["shape"]).index_put(packed["at"], x) for x in numbers]
 
 
 class Policy(Net):
@@ -736,7 +673,7 @@ class Critic(Net):
         nn.init.zeros_(self.head.bias)
 
     def read(self, hidden, targets):
-        return self.head(hidden).squeeze(-1).float()
+        return (self.head(hidden).squeeze(-1).float(),)
 
 
 # ---------------------------------------------------------------- sharding
@@ -856,7 +793,7 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
         if i < n_real or isinstance(net, FSDPModule):  # sharded: every rank has to gather
             out = net(data.pack_rows(batch, rows, device))
         if i < n_real:
-            result[rows] = (out[0] if isinstance(out, tuple) else out).float().cpu()
+            result[rows] = out[0].float().cpu()
     return all_sum(result)
 
 
@@ -876,7 +813,7 @@ def optimise(
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
     micros, n_real = shares(batch, rows, args)
-    sums: dict[str, float] = {}
+    sums: Counter[str] = Counter()
     for i, micro in enumerate(micros):
         mask = batch["response_mask"][micro].to(device) * (i < n_real)  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
@@ -886,10 +823,8 @@ def optimise(
             limit = args.max_response_tokens
             loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, limit)
             accelerator.backward(loss * dist.get_world_size())  # DDP and FSDP average over ranks
-        sums["loss"] = sums.get("loss", 0.0) + loss.item()
-        for name, x in stats.items():
-            total = torch.where(mask.bool(), x, 0).sum().item()
-            sums[name] = sums.get(name, 0.0) + total / max(1, n_tokens)
+        sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
+                     for name, x in stats.items()}, loss=loss.item())
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
     if not math.isfinite(grad_norm):
@@ -902,14 +837,13 @@ def optimise(
     return dict(zip(sums, values, strict=True)) | {"grad_norm": grad_norm}
 
 
-def policy_objective(batch: dict, args: Args) -> Callable:
+def policy_objective(batch: dict, args: Args, seen: torch.Tensor) -> Callable:
     """--policy_loss, weighed by --rollout_correction, minus the entropy bonus, plus the KL to the
     reference.
 
-    The logprobs of the forward pass are kept in batch["seen"] (B, T). With one update per rollout
-    they are logprobs_old: there is nothing to recompute, and the ratio is exactly 1.
+    The logprobs of the forward pass are kept in `seen` (B, T), a CPU tensor. In a batch without
+    logprobs_old they are those: there is nothing to recompute, and the ratio is exactly 1.
     """
-    seen = batch["seen"] = torch.zeros_like(batch["response_mask"])
 
     def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
         logprobs, entropy = output  # (b, T)
@@ -919,7 +853,7 @@ def policy_objective(batch: dict, args: Args) -> Callable:
         def column(name: str) -> torch.Tensor:
             return batch[name][rows].to(mask.device)
 
-        old = logprobs.detach() if args.updates_per_rollout == 1 else column("logprobs_old")
+        old = column("logprobs_old") if "logprobs_old" in batch else logprobs.detach()
         loss, stats = losses.policy_loss(
             args.policy_loss, logprobs, old, column("advantages"), mask, args.clip_low,
             args.clip_high, args.clip_c or None,
@@ -944,9 +878,9 @@ def correction(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, arg
 
 
 def value_objective(batch: dict, args: Args) -> Callable:
-    def objective(values, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
         old, returns = (batch[name][rows].to(mask.device) for name in ("values", "returns"))
-        return losses.value_loss(values, old, returns, mask, args.value_clip)
+        return losses.value_loss(output[0], old, returns, mask, args.value_clip)
 
     return objective
 
@@ -1046,7 +980,7 @@ def evaluate(run: "Run", step: int) -> dict:
     run.engine.sleep()
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     means = data.describe(phase.outputs)
-    names = {"reward": "reward", "response_length": "response_length", "num_turns": "num_turns"}
+    names = ("reward", "response_length", "num_turns")
     return {f"eval/{name}": means[f"{name}/mean"] for name in names} | {
         "eval/failed": sum(phase.counts.values()),
         "timing/eval_s": phase.seconds,
@@ -1078,9 +1012,12 @@ def save_checkpoint(run: "Run") -> None:
     target, temporary = (folder / f"{dot}step_{run.done:06d}" for dot in ("", "."))
     if target.is_dir():
         return
-    dcp.save(training_state(run), checkpoint_id=temporary)
     if dist.get_rank() == 0:
-        about = {"step": run.done, "kl_coef": run.kl.coef}
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed in here
+    state = training_state(run)
+    dcp.save(state, checkpoint_id=temporary)
+    if dist.get_rank() == 0:
+        about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state)}
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
         os.rename(temporary, target)
@@ -1094,14 +1031,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
 
 
-def load_checkpoint(run: "Run", folder: Path) -> None:
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    saved = {key.split(".")[0] for key in metadata.state_dict_metadata}
-    state = training_state(run, saved)
+def load_checkpoint(run: "Run", folder: Path, parts: list[str]) -> None:
+    """Loads what `save_checkpoint` saved; parts: of it, as step.json has them."""
+    state = training_state(run, parts)
     dcp.load(state, checkpoint_id=folder)
     for name, learner in run.learners.items():
         dcp_state.set_model_state_dict(learner.net, state[name])
-        if f"{name}_optimizer" in saved:
+        if f"{name}_optimizer" in parts:
             optimizer = state[f"{name}_optimizer"]
             dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
 
@@ -1113,14 +1049,13 @@ def save_policy(run: "Run", folder: Path) -> None:
     All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into
     host memory.
     """
-    model, state, is_main = run.policy.net.model, {}, dist.get_rank() == 0
-    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # tied: once
-    for name, x in model.state_dict().items():
-        if name in names:
-            whole = x.full_tensor() if isinstance(x, DTensor) else x
-            state |= {name: whole.cpu()} if is_main else {}
-    if not is_main:
+    model = run.policy.net.model
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = dcp_state.get_model_state_dict(model, options=options)
+    if dist.get_rank() > 0:
         return
+    tied_once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: x for name, x in state.items() if name in tied_once}
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary, state_dict=state)
@@ -1141,10 +1076,10 @@ class Stop:
         self.over = False  # the run is: ranks may go
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.signalled)
-        threading.Thread(target=self.watch_ranks, args=(all_gather(os.getpid()),), daemon=True).start()
-        # Not a shell's child: that may close.
-        if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
-            threading.Thread(target=self.watch_parent, args=(os.getppid(),), daemon=True).start()
+        # Of a launcher's children alone: a shell may close.
+        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
+        watched = all_gather(os.getpid()), os.getppid() if launched else None
+        threading.Thread(target=self.watch, args=watched, daemon=True).start()
 
     def signalled(self, number=None, frame=None) -> None:
         now = time.monotonic()
@@ -1156,15 +1091,9 @@ class Stop:
                 message = "saving the last completed step (once more to stop at once)"
                 print(f"\nstopping: {message}", file=sys.stderr, flush=True)
 
-    def watch_parent(self, parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        self.told = True  # accelerate's launcher leaves at the first Ctrl-C: save, and be gone
-        time.sleep(600)
-        os._exit(1)
-
-    def watch_ranks(self, pids: list[int]) -> None:
-        """Ends this process when that of another rank is gone: it would wait for it in vain."""
+    def watch(self, pids: list[int], launcher: int | None) -> None:
+        """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
+        the run when the launcher is: accelerate's leaves at the first Ctrl-C."""
         while not self.over:
             time.sleep(0.5)
             for rank, pid in enumerate(pids):
@@ -1172,6 +1101,9 @@ class Stop:
                     print(f"rank {rank} (process {pid}) is gone: rank {dist.get_rank()} ends too",
                           file=sys.stderr, flush=True)
                     os._exit(1)
+            if launcher and os.getppid() != launcher:
+                self.told, launcher = True, None
+                signal.alarm(600)  # save, and be gone
 
     def requested(self) -> bool:
         """Whether any rank was told to stop; asks the others at most twice a second."""
@@ -1301,15 +1233,15 @@ def setup(args: Args) -> Run:
     task = data.load_task(args.task, needed)
     rows = {"train": data.load_rows(task, "train", args.train_files),
             "val": data.load_rows(task, "val", args.val_files)}
-    n_read = {split: len(rows[split]) for split in rows}
     fill_in_defaults(args)
     quiet_libraries()
     accelerator, store = start_processes(args)
     with accelerator.main_process_first():
         args.model = args.model or task_model(task, args)
     processor, tokenizer = load_tokenizer(args)
-    for split in rows:
-        rows[split] = data.filter_overlong(rows[split], tokenizer, task, args, processor)
+    read = rows
+    rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
+            for split in read}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in trajectories
     checkpoint = prepare_folder(args)
@@ -1328,11 +1260,11 @@ def setup(args: Args) -> Run:
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
               vocab_size, *networks, kl, done)
     if checkpoint:
-        load_checkpoint(run, checkpoint)
+        load_checkpoint(run, checkpoint, state["parts"])
     if engine:
         drawn = state.get("prompts_drawn", 0)
         run.pool = training_pool(run, done, drawn, state.get("unfinished", ()))
-    log.say(banner(run, n_read))
+    log.say(banner(run, read))
     return run
 
 
@@ -1374,26 +1306,23 @@ def build_networks(args: Args, accelerator, vocab_size: int, vision: data.Vision
     return policy, critic, reference
 
 
-def banner(run: Run, n_read: dict[str, int]) -> str:
+def banner(run: Run, read: dict[str, list[dict]]) -> str:
     """What is about to be trained, in a few lines."""
-    args = run.args
-    n, dropped = ({split: n_read[split] * k + len(rows) * (-1 if k else 1) for split, rows in
-                   run.rows.items()} for k in (0, 1))
-    n_parameters = sum(p.numel() for p in run.policy.net.parameters())
-    one = args.updates_per_rollout == 1
-    return "\n".join((
-        f"{args.task}: {n['train']} training rows ({dropped['train']} overlong ones dropped), "
-        f"{n['val']} validation rows ({dropped['val']} dropped)",
-        f"{args.model}: {n_parameters / 1e6:.2f}M parameters, {args.dtype}, "
-        f"{dist.get_world_size()} x {run.accelerator.device.type}",
-        f"{args.algo}: {args.describe_algo()}",
-        f"{args.prompts_per_step} prompts x {args.group_size} = "
-        f"{args.prompts_per_step * args.group_size} trajectories a step, "
-        f"{args.updates_per_rollout} update(s) each"
-        + " (so the ratio is 1, and clips have no effect)" * one + f", lr {args.lr:g}; "
-        + (f"resuming after step {run.done} of " if run.done else "") + f"{args.num_steps}"
-        + " steps" * (not run.done) + f"; writing {args.output_dir}",
-    ))
+    args, n_updates = run.args, run.args.updates_per_rollout
+    kept = {split: len(rows) for split, rows in run.rows.items()}
+    dropped = {split: len(rows) - kept[split] for split, rows in read.items()}
+    n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
+    note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
+    steps = f"resuming after step {run.done} of {args.num_steps}" if run.done else \
+        f"{args.num_steps} steps"
+    return f"""{args.task}: {kept["train"]} training rows ({dropped["train"]} overlong ones dropped), \
+{kept["val"]} validation rows ({dropped["val"]} dropped)
+{args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
+{run.accelerator.device.type}
+{args.algo}: {args.describe_algo()}
+{args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} \
+trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; {steps}; writing \
+{args.output_dir}"""
 
 
 def finish(run: Run, start: int) -> None:
@@ -1466,32 +1395,34 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     return batch
 
 
-def shaping(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
-    """What --reward_clip and --overlong_buffer add to the rewards of rollouts, (N,)."""
-    added, clip = torch.zeros_like(rollouts.rewards), args.reward_clip
-    if clip:
-        added += rollouts.outcomes.clamp(-clip, clip) - rollouts.outcomes
-    if args.overlong_buffer:
-        limit = args.max_response_tokens
-        buffer = max(1, round(args.overlong_buffer * limit))
-        added += losses.overlong_penalty(rollouts.longest, limit, buffer)
-    return added
+def clipping(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
+    """What --reward_clip adds."""
+    clip = args.reward_clip or math.inf
+    return outcomes.clamp(-clip, clip) - outcomes
+
+
+def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor | float:
+    """What --overlong_buffer adds to the rewards of rollouts, (N,)."""
+    limit = args.max_response_tokens
+    buffer = max(1, round(args.overlong_buffer * limit))
+    return losses.overlong_penalty(rollouts.longest, limit, buffer) if args.overlong_buffer else 0.0
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
-    """`shaping`, and -kl_coef KL with --kl_in reward, on batch["rollouts"].rewards (N,) and
-    batch["token_rewards"] (B, T).
+    """--reward_clip, --overlong_buffer, and -kl_coef KL with --kl_in reward, on the (N,) rewards of
+    batch["rollouts"] and on batch["token_rewards"] (B, T).
 
     Both in place: the sums per rollout for the group estimators, the tokens for gae and
     reinforce_pp. Returns metrics; actor/kl is the mean over trajectories of their tokens' mean KL,
     which AdaptiveKL steers.
     """
     mask, rollouts = batch["response_mask"], batch["rollouts"]
-    added = shaping(rollouts, args)  # (N,)
-    rollouts.rewards = rollouts.rewards + added
+    penalty = torch.zeros_like(rollouts.rewards) + overlong(rollouts, args)
+    rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
+    added = clipping(batch["outcomes"], args) + penalty[rollouts.index]  # (B,)
     rows = mask.any(-1).nonzero()[:, 0]
     last = (mask * torch.arange(mask.shape[1])).argmax(-1)  # (B,): where terminal rewards are
-    batch["token_rewards"][rows, last[rows]] += added[rollouts.index][rows]
+    batch["token_rewards"][rows, last[rows]] += added[rows]
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
@@ -1507,8 +1438,8 @@ def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch
     """The shaped reward of the greedy rollout of each rollout's prompt, (N,); NaN where it failed.
     """
     greedy = data.by_rollout(phase.greedy)
-    rewards = (greedy.rewards + shaping(greedy, args)).tolist()
-    known = dict(zip(greedy.groups.tolist(), rewards, strict=True))
+    rewards = greedy.rewards + clipping(greedy.outcomes, args) + overlong(greedy, args)
+    known = dict(zip(greedy.groups.tolist(), rewards.tolist(), strict=True))
     return torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
 
 
@@ -1608,8 +1539,10 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     Sets batch["logprobs_old"] where nothing was recomputed: it is the update's own.
     """
     args, accelerator = run.args, run.accelerator
-    train_policy = step >= args.critic_warmup
-    actor, value = policy_objective(batch, args), value_objective(batch, args)
+    train_policy, seen = step >= args.critic_warmup, torch.zeros_like(batch["response_mask"])
+    if train_policy and args.updates_per_rollout == 1:
+        batch.pop("logprobs_old", None)
+    actor, value = policy_objective(batch, args, seen), value_objective(batch, args)
     lr = run.policy.set_lr(step - args.critic_warmup)
     updates: list[dict] = []
     for rows in mini_batches(len(batch["response_mask"]), step, args):
@@ -1622,8 +1555,7 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
             stats = optimise(run.critic, value, batch, rows, args, accelerator)
             stats["vf_loss"] = stats.pop("loss")
             updates[-1] |= {f"critic/{name}": x for name, x in stats.items()}
-    seen = batch.pop("seen")
-    if train_policy and args.updates_per_rollout == 1:
+    if "logprobs_old" not in batch:
         batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
     if run.critic:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,14 @@ def background():
     from rollout import Background
 
     return Background()
+
+
+def make_run(engine, background, task, tokenizer, args, processor=None, store=None) -> types.SimpleNamespace:
+    """What rollout.py needs of train.Run; `run.stopped` tells it to stop."""
+    run = types.SimpleNamespace(engine=engine, background=background, task=task, tokenizer=tokenizer, args=args,
+                                processor=processor, store=store or dist.HashStore(), stopped=False)  # fmt: skip
+    run.stop = types.SimpleNamespace(requested=lambda: run.stopped)
+    return run
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:

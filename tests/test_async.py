@@ -12,12 +12,13 @@ import os
 import shutil
 import signal
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import lines, metrics_of, run, started, wait_for
+from conftest import make_run as stage
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 from test_train import children
 
@@ -25,7 +26,7 @@ import data
 import rollout as rollout_file
 import train
 from agent_loop import AgentLoopBase, AgentLoopOutput, BadInput, register
-from rollout import AsyncPool, Phase, Session, Workplace, grade, rollout
+from rollout import Phase, Session, Stopped, grade, rollout, training_pool
 from train import Args, check_args
 
 
@@ -57,7 +58,7 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
 
     calls = {"long": ask("long", PROMPTS[3], 30), "short": ask("short", PROMPTS[1], 5)}
     wait_for(lambda: len(engine.inbox) == 2)
-    assert engine.suspended() == {}
+    assert engine.oldest == {}
     for version, n_steps in enumerate((7, 9)):
         wake(engine, models[version], version)
         for _ in range(n_steps):
@@ -67,7 +68,7 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
             with pytest.raises(RuntimeError, match="unfinished"):
                 engine.sleep()
         engine.sleep(keep=True)
-        assert engine.suspended() == {"long": 0, **({"late": 1} if version else {})}
+        assert engine.oldest == {"long": 0, "short": 0, **({"late": 1} if version else {})}
         if version == 0:
             calls["late"] = ask("late", PROMPTS[5], 12)
             wait_for(lambda: engine.inbox)
@@ -104,13 +105,13 @@ def test_of_calls_made_at_once_the_oldest_token_counts(engine, background, model
         for _ in range(2):
             engine.step()
         engine.sleep(keep=True)
-        assert engine.suspended() == {"a": 0}
-    assert calls[1].result(timeout=10).versions == [1, 1, 2, 2] and session.oldest == 1
+        assert engine.oldest["a"] == 0  # of the one that is suspended
+    assert calls[1].result(timeout=10).versions == [1, 1, 2, 2]
     wake(engine, models[3], 3)
     while engine.pending:
         engine.step()
     calls[0].result(timeout=10)
-    assert session.oldest == 0
+    assert engine.oldest["a"] == 0
     engine.sleep()
 
 
@@ -164,11 +165,12 @@ START, MIDDLE, END = "start", "middle", "end"  # before the first turn, between 
 
 
 class Task:
-    """Gates that hold the trajectories of a group, and a book of what became of them."""
+    """Gates that hold the trajectories of a group, and a book of what became of them. outcome(prompt, sample): reward,
+    or None for one that fails; the row's index without it."""
 
-    def __init__(self, *held: tuple[int, str], long=(), fails=(), skips=(), no_reward=(), stubborn=()):
+    def __init__(self, *held: tuple[int, str], long=(), fails=(), skips=(), no_reward=(), outcome=None):
         self.gates: dict[tuple[int, str], asyncio.Event] = {}
-        self.long, self.fails, self.skips, self.no_reward, self.stubborn = long, fails, skips, no_reward, stubborn
+        self.long, self.fails, self.skips, self.no_reward, self.outcome = long, fails, skips, no_reward, outcome
         self.at: collections.Counter = collections.Counter()  # trajectories that wait at each gate
         self.created: list[str] = []
         self.released: list[str] = []
@@ -178,9 +180,12 @@ class Task:
         self.gates |= {gate: asyncio.Event() for gate in gates}
 
     async def reward(self, output, row) -> float:
-        if output.extra["prompt"] in self.no_reward:
+        reward = float(row["index"])
+        if self.outcome:
+            reward = self.outcome(output.extra["prompt"], output.extra["sample"])
+        if output.extra["prompt"] in self.no_reward or reward is None:
             raise RuntimeError("no reward")
-        return float(row["index"])
+        return reward
 
 
 @register("test_gated")
@@ -222,9 +227,6 @@ class Gated(AgentLoopBase):
             task.at[number, where] += 1
             try:
                 await gate.wait()
-            except asyncio.CancelledError:
-                if number not in task.stubborn:
-                    raise
             finally:
                 task.at[number, where] -= 1
             engine.enter(name)
@@ -234,24 +236,34 @@ class Run:
     """A pool with its engine and agent loops. The engine waits for all that are not at a gate: no step is left to
     chance."""
 
-    def __init__(self, engine, background, tokenizer, args, models, task: Task, start=0, resume=None, **flags):
+    def __init__(self, engine, background, tokenizer, args, models, task: Task, start=0, resume=None, n_rows=7, **flags):
         flags = {"num_steps": 20, "prompts_per_step": 2, "group_size": 2, "max_staleness": 1, "oversample": 2.0} | flags
         self.args = dataclasses.replace(args, agent="test_gated", **flags)
         self.task, self.models, self.engine, self.background = task, models, engine, background
         engine.args.deterministic = True
-        self.place = Workplace(engine, background, task, tokenizer, None, self.args, dist.HashStore())
+        self.run = stage(engine, background, task, tokenizer, self.args)
         prompt = [{"role": "user", "content": "What is 12+34?"}]
-        self.rows = [{"prompt": prompt, "index": i} for i in range(7)]
-        self.pool = AsyncPool(self.place, self.rows, {"temperature": 1.0}, start, **(resume or {}))
+        self.run.rows = {"train": [{"prompt": prompt, "index": i} for i in range(n_rows)]}
+        self.pool = self.run.pool = training_pool(self.run, start, **(resume or {}))
 
     def step(self, version: int) -> Phase:
         """What train.py does in a step, as far as rollout goes."""
-        wake(self.engine, self.models[version], version)
+        wake(self.engine, self.models[version % len(self.models)], version)
         phase = self.pool.rollout(version)
-        if not phase.interrupted:
-            self.engine.sleep(keep=True)
-            grade(self.place, phase)
+        self.engine.sleep(keep=True)
+        grade(self.run, phase)
         return phase
+
+    def later(self, *gates: tuple[int, str], after: Callable[[], bool]) -> None:
+        """Opens gates once both trajectories wait there and `after` is so, while the main thread is in a rollout."""
+
+        async def opens():
+            while not (after() and all(self.task.at[gate] == 2 for gate in gates)):
+                await asyncio.sleep(0.01)
+            for gate in gates:
+                self.task.gates[gate].set()
+
+        self.background.submit(opens())
 
     def open(self, *gates: tuple[int, str]) -> None:
         for gate in gates:
@@ -267,7 +279,7 @@ class Run:
 
     def done(self, n: int) -> None:
         """Waits until the agent loops have brought so many groups to their end."""
-        wait_for(lambda: self.pool.n_done() == n, 20)
+        wait_for(lambda: self.pool.n_ended("done") == n, 20)
 
     def nothing_is_left(self) -> None:
         engine = self.engine
@@ -291,18 +303,19 @@ def make_run(engine, background, tokenizer, args, models):
 
 
 def prompts(phase: Phase) -> list[int]:
-    """The groups of a phase, after checking that each is whole and in order."""
-    keys = [(o.extra["prompt"], o.extra["sample"], o.extra["segment"]) for o in phase.outputs]
+    """The groups to learn from in a phase, after checking that each is whole and in order."""
+    keys = [(o.extra["prompt"], o.extra["sample"], o.extra["segment"]) for o in phase.trained]
     assert keys == [(n, j, 0) for n in sorted({n for n, _, _ in keys}) for j in range(2)]
     return [n for n, j, _ in keys if j == 0]
 
 
-def test_full_batches_surplus_and_groups_that_are_too_old(make_run, models):
-    task = Task((0, MIDDLE), (1, END), (5, END), (7, END), (8, END), (13, START), (14, START))
+def test_a_rollout_goes_on_until_nothing_left_would_get_too_old(make_run, models):
+    task = Task((0, MIDDLE), (1, END), (5, END), (7, START))
     run = make_run(task)
-    # Capacity (1 + 0 + 1) * 2: prompts 0 to 3. The batch is full when 2 and 3 are there.
+    # Capacity (1 + 1) * 2: prompts 0 to 3. The batch is full when 2 and 3 are there.
     first = run.step(0)
-    assert prompts(first) == [2, 3] and sorted(run.pool.groups) == [0, 1] and run.pool.next == 4
+    assert prompts(first) == [2, 3] and sorted(run.pool.groups) == [0, 1] and run.pool.n_started == 4
+    assert first.waited_s == 0.0
     run.held((0, MIDDLE), (1, END))
     assert not run.engine.running
     assert [o.extra["mine"] for o in first.outputs] == [
@@ -310,35 +323,33 @@ def test_full_batches_surplus_and_groups_that_are_too_old(make_run, models):
     ]
     order = data.prompt_order(7, 0, 4, run.args.seed)
     assert [o.reward for o in first.outputs] == [order[2], order[2], order[3], order[3]]
-    # While the policy trains, 1 goes on and comes to its end: it is the oldest of the next batch.
+    # While the policy trains, 1 goes on and comes to its end.
     run.open((1, END))
     run.done(3)
     assert run.engine.state == "asleep"
+    # With 4, the next batch would be full; but 0 would be two versions old in the one after: it is waited for, while
+    # 5 is started too. Then the two oldest are the batch, and 4 is left for the next.
+    run.later((0, MIDDLE), after=lambda: run.pool.n_ended("done") == 4 and task.at[5, END] == 2)
     second = run.step(1)
-    assert prompts(second) == [1, 4] and sorted(run.pool.groups) == [0, 5] and run.pool.next == 6
-    assert all(o.response_versions == [0] * 6 + [-1] * 3 + [0] * 6 for o in second.outputs[:2])
-    assert all(o.response_versions == [1] * 6 + [-1] * 3 + [1] * 6 for o in second.outputs[2:])
-    # At version 2, the tokens of 0 are two versions old: it is dropped in the middle of its tool, and replaced by 8.
-    run.open((5, END))
-    run.done(5)
+    assert prompts(second) == [0, 1] and sorted(run.pool.groups) == [4, 5] and run.pool.n_started == 6
+    assert second.waited_s > 0 and second.metrics(run.engine)["timing/waited_for_old_s"] == second.waited_s
+    assert [o.response_versions for o in second.outputs] == [[0] * 6 + [-1] * 3 + [v] * 6 for v in (1, 1, 0, 0)]
+    # 5 is of version 1, and 4 too: both have to go now, whatever else is done.
+    run.later((5, END), after=lambda: run.pool.n_ended("done") == 6)  # 0 to 4, and 6
     third = run.step(2)
-    assert +third.counts == {"stale_groups": 1} and prompts(third) == [5, 6]
-    assert sorted(run.pool.groups) == [7, 8] and run.pool.next == 9
-    assert {name for name in task.released if "-000000-" in name} == {f"train-00000000-000000-000{j}" for j in (0, 1)}
-    assert prompts(run.step(3)) == [9, 10]
-    run.held((7, END), (8, END))
-    # 8 is done, but too late: it goes as 7 does, and is not one of the batch any more.
-    run.open((8, END))
-    run.done(9)  # 1 to 6, 8, 9, 10
-    fifth = run.step(4)
-    assert +fifth.counts == {"stale_groups": 2} and prompts(fifth) == [11, 12]
-    assert sorted(run.pool.groups) == [13, 14] and run.pool.next == 15  # (4 + 1 + 1) batches + 3 dropped
-    assert run.pool.to_resume(5) == {"prompts_drawn": 15, "unfinished": [13, 14]}  # what was dropped is not drawn again
-    for output in [*first.outputs, *second.outputs, *third.outputs, *fifth.outputs]:
-        check_versions(models, output)
-    run.open((13, START), (14, START))
-    wake(run.engine, models[5], 5)
-    assert run.pool.settle() and sorted(run.pool.groups) == [13, 14] and run.pool.next == 15
+    assert prompts(third) == [4, 5] and sorted(run.pool.groups) == [6, 7] and third.waited_s > 0
+    assert run.pool.to_resume(3) == {"prompts_drawn": 8, "unfinished": [6, 7]}
+    # 7 has no token so far: it is as young as the newest, and nobody waits for it.
+    fourth = run.step(3)
+    assert prompts(fourth)[0] == 6 and 7 in run.pool.groups and fourth.waited_s == 0.0
+    for phase in (first, second, third, fourth):
+        assert not +phase.counts
+        for output in phase.outputs:
+            check_versions(models, output)
+    run.open((7, START))
+    wake(run.engine, models[4], 4)
+    run.pool.settle()
+    assert not [group for group in run.pool.groups.values() if group.left]
     run.nothing_is_left()
 
 
@@ -348,12 +359,29 @@ def test_every_prompt_is_trained_on_once_and_none_is_drawn_for_nothing(make_run)
         phase = run.step(step)
         assert not +phase.counts and len(prompts(phase)) == 2
         trained += prompts(phase)
-        wait_for(lambda step=step: run.pool.next == 2 * min(step + 2, 5), 20)
+        wait_for(lambda step=step: run.pool.n_started == 2 * min(step + 2, 5), 20)
     assert sorted(trained) == list(range(10))
     wake(run.engine, run.models[5], 5)
-    assert run.pool.settle(give_up=True) and not run.pool.groups
+    run.pool.end()
+    assert not run.pool.groups and not run.pool.pending and not run.engine.turns and not run.engine.oldest
     run.nothing_is_left()
-    assert len(run.task.created) == 20 and not run.pool.pending and not run.engine.turns
+    assert len(run.task.created) == 20
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_slow_prompts_are_trained_on_as_often_as_the_others_and_never_too_old(make_run, staleness):
+    """One row in ten takes four times as long."""
+    order = data.prompt_order(10, 0, 40, 0)
+    slow = {position for position, row in enumerate(order) if row == 3}
+    run = make_run(Task(long=slow), n_rows=10, num_steps=20, max_staleness=staleness, oversample=3.0)
+    rows, ages = collections.Counter(), []
+    for step in range(20):
+        phase = run.step(step)
+        rows.update(output.extra["index"] for output in phase.outputs)
+        versions = [v for output in phase.outputs for v in output.response_versions if v >= 0]
+        ages.append(step - min(versions))
+    assert rows == dict.fromkeys(range(10), 8)  # four epochs, groups of two
+    assert max(ages) == staleness
 
 
 def test_the_oldest_surplus_comes_first(make_run):
@@ -367,35 +395,40 @@ def test_the_oldest_surplus_comes_first(make_run):
     assert prompts(run.step(2)) == [1] and prompts(run.step(3)) == [0]  # 0 has its first token from version 1
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_a_call_lives_through_updates_until_it_is_too_old(make_run, models, in_time):
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_call_lives_through_updates_until_it_must_be_done(make_run, models, staleness):
     task = Task((2, START), (3, START), (4, START), long=[0])
-    run = make_run(task, prompts_per_step=1, max_staleness=2 if in_time else 1, oversample=4.0)
+    run = make_run(task, prompts_per_step=1, max_staleness=staleness, oversample=4.0)
     names = [f"train-00000000-000000-000{j}" for j in (0, 1)]
-    assert prompts(run.step(0)) == [1] and run.engine.suspended() == dict.fromkeys(names, 0)
-    if not in_time:
-        task.gates.pop((2, START))  # not even started with: the capacity is 2
-    else:
+    assert prompts(run.step(0)) == [1] and {run.engine.oldest[name] for name in names} == {0}
+    if staleness == 2:
         run.open((2, START))
-    assert prompts(run.step(1)) == [2] and run.engine.suspended() == dict.fromkeys(names, 0)
-    if in_time:
-        phase = run.step(2)
-        assert prompts(phase) == [0] and not +phase.counts
-        for output in phase.outputs:
-            first = output.response_versions[:30]
-            assert first == sorted(first) and {*first} == {0, 1, 2}
-            assert output.response_versions[30:] == [-1] * 3 + [2] * 6
-            check_versions(models, output)
-        batch = data.collate(phase.outputs)
-        assert batch["versions"].tolist() == [output.response_versions for output in phase.outputs]
-        assert batch["logprobs_rollout"][0].tolist() == pytest.approx(phase.outputs[0].response_logprobs)
-    else:
-        task.gates.pop((3, START))
-        phase = run.step(2)
-        assert +phase.counts == {"stale_groups": 1} and prompts(phase) == [3] and run.engine.suspended() == {}
-        assert set(names) <= set(task.released)
+        assert prompts(run.step(1)) == [2] and {run.engine.oldest[name] for name in names} == {0}
+    phase = run.step(staleness)
+    assert prompts(phase) == [0] and not +phase.counts
+    for output in phase.outputs:
+        first = output.response_versions[:30]
+        assert first == sorted(first) and {*first} == set(range(staleness + 1))
+        assert output.response_versions[30:] == [-1] * 3 + [staleness] * 6
+        check_versions(models, output)
+    batch = data.collate(phase.outputs)
+    assert batch["versions"].tolist() == [output.response_versions for output in phase.outputs]
+    assert batch["logprobs_rollout"][0].tolist() == pytest.approx(phase.outputs[0].response_logprobs)
+    assert not set(names) & set(run.engine.oldest)
     run.pool.end()
     run.nothing_is_left()
+
+
+def test_at_staleness_zero_every_batch_is_whole_on_policy_and_leaves_nothing(make_run):
+    run = make_run(Task(), max_staleness=0, oversample=1.0, num_steps=4)
+    for step in range(4):
+        phase = run.step(step)
+        assert prompts(phase) == [2 * step, 2 * step + 1] and not +phase.counts and phase.waited_s == 0
+        assert {v for o in phase.outputs for v in o.response_versions} == {-1, step}
+        assert not run.pool.groups
+        run.nothing_is_left()
+        assert run.pool.to_resume(step + 1) == {"prompts_drawn": 2 * step + 2, "unfinished": []}
+        assert run.pool.to_resume(step) == {"prompts_drawn": 2 * step + 2, "unfinished": [2 * step, 2 * step + 1]}
 
 
 def test_failures_fill_the_batch_and_are_counted(make_run, capfd):
@@ -416,14 +449,76 @@ def test_failures_fill_the_batch_and_are_counted(make_run, capfd):
         run.step(1)
 
 
-def test_an_agent_that_ignores_its_cancellation_does_not_count_twice(make_run):
-    """Its group was dropped: what it still brings is nobody's, and the batch must not be short of it."""
-    run = make_run(Task((0, END), (4, START), stubborn=[0]), prompts_per_step=1)
-    for step, number in enumerate((1, 2, 3, 5)):
+# ---------------------------------------------------------------- dynamic sampling
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run, deterministic):
+    silent = {1, 2, 4}
+    run = make_run(Task(outcome=lambda n, j: float(n not in silent and j)), max_staleness=0, oversample=1.0,
+                   prompts_per_step=4, max_gen_batches=10, deterministic=deterministic)  # fmt: skip
+    phase = run.step(0)
+    assert prompts(phase) == [0, 3, 5, 6]
+    assert {o.extra["prompt"] for o in phase.outputs if o.extra.get("filtered")} == silent
+    assert len(phase.outputs) == len(phase.sampled) == 14 and not run.pool.groups and run.pool.n_started == 7
+    assert [o.extra["index"] for o in phase.outputs[::2]] == data.prompt_order(7, 0, 7, run.args.seed)
+    assert run.pool.to_resume(1) == {"prompts_drawn": 7, "unfinished": []}
+    assert run.pool.to_resume(0) == {"prompts_drawn": 7, "unfinished": list(range(7))}
+    assert prompts(run.step(1)) == [7, 8, 9, 10]
+    run.nothing_is_left()
+
+
+def test_a_resumed_step_replaces_the_same_groups(make_run):
+    flags = dict(max_staleness=0, oversample=1.0, prompts_per_step=4, max_gen_batches=10, deterministic=True)
+    run = make_run(Task(outcome=lambda n, j: float(n not in {1, 2, 4} and j)), **flags)
+    first = run.step(0)
+    again = make_run(run.task, resume=run.pool.to_resume(0), **flags)
+    second = again.step(0)
+    assert [vars(o) | {"metrics": 0} for o in second.outputs] == [vars(o) | {"metrics": 0} for o in first.outputs]
+    assert again.pool.to_resume(1) == {"prompts_drawn": 7, "unfinished": []}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_after_the_limit_groups_without_signal_fill_the_batch(make_run, deterministic):
+    run = make_run(Task(outcome=lambda n, j: float(n in (5, 13) and j)), max_staleness=0, oversample=1.0,
+                   prompts_per_step=4, max_gen_batches=3, deterministic=deterministic)  # fmt: skip
+    phase = run.step(0)
+    assert prompts(phase) == [0, 1, 2, 5]  # in order, as everywhere
+    assert len({o.extra["prompt"] for o in phase.outputs}) == 12 == run.pool.n_started
+    phase = run.step(1)
+    assert prompts(phase) == [12, 13, 14, 15] and run.pool.n_started == 24
+    assert run.pool.to_resume(2) == {"prompts_drawn": 24, "unfinished": []}
+
+
+def test_without_dynamic_sampling_every_group_stays(make_run):
+    run = make_run(Task(outcome=lambda n, j: 0.0), max_staleness=0, oversample=1.0, prompts_per_step=4)
+    phase = run.step(0)
+    assert prompts(phase) == [0, 1, 2, 3] and phase.trained == phase.outputs
+
+
+def test_failed_members_leave_a_group_without_signal(make_run):
+    failed = {(0, 1), (2, 0), (2, 1)}
+    run = make_run(Task(outcome=lambda n, j: None if (n, j) in failed else float(j)), max_staleness=0, oversample=1.0,
+                   prompts_per_step=4, max_gen_batches=10)  # fmt: skip
+    phase = run.step(0)
+    assert prompts(phase) == [1, 3, 4, 5] and +phase.counts == {"failed_reward": 3}
+
+
+def test_dynamic_sampling_with_staleness(make_run):
+    """Every prompt is trained on once, or left out once; none is too old."""
+    run = make_run(Task(outcome=lambda n, j: float(n % 3 and j)), num_steps=6, max_gen_batches=10)
+    trained, filtered = [], set()
+    for step in range(6):
         phase = run.step(step)
-        assert prompts(phase) == [number] and phase.counts["stale_groups"] == (step == 2)
-    assert not [name for name in run.task.created if "-000000-" in name and name not in run.task.released]
-    assert run.pool.n_done() - run.pool.n_gone == len([g for g in run.pool.groups.values() if not g.left])
+        trained += prompts(phase)
+        filtered |= {o.extra["prompt"] for o in phase.outputs if "filtered" in o.extra}
+        assert step - min(v for o in phase.trained for v in o.response_versions if v >= 0) <= 1
+    assert len(trained) == len(set(trained)) == 12 and all(n % 3 for n in trained)
+    assert all(n % 3 == 0 for n in filtered) and not filtered & set(trained)
+    assert set(range(run.pool.n_started)) == filtered | set(trained) | run.pool.pending
+
+
+# ---------------------------------------------------------------- evaluations, stops, resuming
 
 
 def test_settling_for_an_evaluation(make_run, monkeypatch):
@@ -432,9 +527,10 @@ def test_settling_for_an_evaluation(make_run, monkeypatch):
     assert prompts(run.step(0)) == [0, 2]
     run.open((1, MIDDLE), (3, START))
     wake(run.engine, run.models[1], 1)
-    assert run.pool.settle() and run.pool.next == 4  # what is under way ends, and nothing is started with
+    run.pool.settle()
+    assert run.pool.n_started == 4  # what is under way ends, and nothing is started with
     run.nothing_is_left()
-    evaluation = rollout(run.place, run.rows[:3], 1, 2, {"temperature": 0.0}, kind="eval")
+    evaluation = rollout(run.run, run.run.rows["train"][:3], 1, 2, {"temperature": 0.0}, kind="eval")
     assert prompts(evaluation) == [0, 1, 2] and not any(evaluation.counts.values())
     run.engine.sleep()
     phase = run.step(1)
@@ -442,28 +538,31 @@ def test_settling_for_an_evaluation(make_run, monkeypatch):
     assert [o.response_versions for o in phase.outputs] == [[v] * 6 + [-1] * 3 + [1] * 6 for v in (0, 0, 1, 1)]
     wait_for(lambda: len(task.created) == 4 * 2 + 6 + 2 * 2, 20)  # 4 and 5 have come
     wake(run.engine, run.models[2], 2)
-    assert run.pool.settle(give_up=True) and not run.pool.groups
+    run.pool.end()
     run.nothing_is_left()
     run.engine.sleep()
     wake(run.engine, run.models[2], 2)
-    monkeypatch.setattr(rollout_file, "all_gather", lambda x: [x, False])  # another rank was told to stop
-    assert run.pool.settle() is False
+    monkeypatch.setattr(rollout_file, "all_gather", lambda x: [x, None])  # another rank was told to stop
+    run.task.gates.clear()
+    with pytest.raises(Stopped):
+        run.pool.settle()
 
 
 def test_a_run_that_is_to_stop_gives_up_what_is_under_way(make_run):
     task = Task((0, MIDDLE), (1, MIDDLE), (2, START), (3, END))
     run = make_run(task, num_steps=3)
-    run.place.should_stop = lambda: run.task.at.total() == 8
-    assert run.step(0).interrupted
+    run.run.stop.requested = lambda: run.task.at.total() == 8
+    with pytest.raises(Stopped):
+        run.step(0)
+    run.pool.end()  # as train.py does whatever came before
     run.nothing_is_left()
     assert len(task.released) == 8 and run.pool.to_resume(0) == {"prompts_drawn": 0, "unfinished": []}
-    run.pool.end()  # as train.py does whatever came before
 
 
 def test_a_run_that_stops_between_two_rollouts_releases_its_tools(make_run):
     task = Task((0, MIDDLE), (1, START), long=[2])
     run = make_run(task, prompts_per_step=1, max_staleness=3, oversample=4.0)
-    assert prompts(run.step(0)) == [3] and set(run.engine.suspended().values()) == {0} and not task.released[2:]
+    assert prompts(run.step(0)) == [3] and set(run.engine.oldest.values()) == {0} and not task.released[2:]
     run.pool.end()
     run.nothing_is_left()
     assert len(task.released) == 8
@@ -476,13 +575,18 @@ def test_a_resumed_run_draws_first_what_was_not_trained_on(make_run):
     assert run.pool.to_resume(0) == {"prompts_drawn": 4, "unfinished": [0, 1, 2, 3]}  # stopped before the update
     run.pool.end()
     run.engine.sleep(keep=True) if run.engine.state == "awake" else None
-    again = make_run(Task((2, START), (3, START)), start=1, resume=run.pool.to_resume(1))
+    again = make_run(Task((4, START), (5, START)), start=1, resume=run.pool.to_resume(1))
     assert again.pool.to_resume(1) == run.pool.to_resume(1)
     phase, order = again.step(1), data.prompt_order(7, 0, 6, run.args.seed)
-    assert prompts(phase) == [0, 1] and again.pool.next == 4  # AReaL's capacity, a batch of which is accepted already
+    assert prompts(phase) == [0, 1] and again.pool.n_started == 4  # AReaL's capacity, a batch of which is accepted
     assert [o.reward for o in phase.outputs] == [order[0], order[0], order[1], order[1]]
     assert again.pool.to_resume(2) == {"prompts_drawn": 6, "unfinished": [4, 5]}
-    assert [again.pool.row(n)["index"] for n in (2, 3)] == order[4:]
+    assert [again.pool.row_of(n)["index"] for n in (4, 5)] == order[4:]
+
+
+def test_what_an_asynchronous_run_left_is_drawn_by_a_synchronous_one_too(make_run):
+    run = make_run(Task(), start=3, resume={"prompts_drawn": 9, "unfinished": [4, 7]}, max_staleness=0, oversample=1.0)
+    assert [prompts(run.step(step)) for step in (3, 4)] == [[4, 7], [9, 10]]
 
 
 # ---------------------------------------------------------------- what train.py makes of it
@@ -503,19 +607,18 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
         trajectory(4, 1, [5, 5], -1.0),
         trajectory(7, 0, [4, -1, -1, 4], -1.0),
     ]
-    batch, rollouts = data.collate(outputs), data.by_rollout(outputs)
+    batch = data.collate(outputs) | {"rollouts": data.by_rollout(outputs)}
     off = torch.tensor([[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]])
     batch["logprobs_old"] = batch["logprobs_rollout"] + off  # 9 where nothing was sampled: must count nowhere
-    phase = Phase(outputs, collections.Counter(stale_groups=2), seconds=1.0, idle_s=[0.5])
-    args = Args(max_staleness=2)
-    metrics = train.step_metrics(phase, Phase(), outputs, rollouts.groups, batch, 5, args)
+    phase = Phase(outputs, seconds=1.0, idle_s=[0.5])
+    metrics = train.step_metrics(phase, batch, 5, Args(max_staleness=2))
     assert metrics["rollout/logp_diff_max"] == 0.25 and metrics["rollout/logp_diff_mean"] == pytest.approx(0.375 / 3)
     assert metrics["rollout/staleness_mean"] == pytest.approx((2 + 0 + 1) / 3)
-    assert metrics["rollout/staleness_max"] == 2 and metrics["rollout/stale_groups"] == 2
+    assert metrics["rollout/staleness_max"] == 2
     ratios = torch.tensor([0.5, 0.5, 0.25, 0.0, 0.125, -1.0, 1.0]).exp()
     assert metrics["rollout/ratio"] == pytest.approx(ratios.mean().item())
     assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
-    metrics = train.step_metrics(phase, Phase(), outputs, rollouts.groups, batch, 5, Args())
+    metrics = train.step_metrics(phase, batch, 5, Args())
     assert "rollout/staleness_max" not in metrics and "rollout/ratio" not in metrics
 
 
@@ -545,8 +648,6 @@ def test_decoupled_loss_is_the_default_under_staleness():
         ({"oversample": 0.5, "max_staleness": 1}, "--oversample 0.5 must be at least 1"),
         ({"max_staleness": -1}, "--max_staleness -1 must not be negative"),
         ({"max_staleness": 1, "deterministic": True}, "--deterministic needs --max_staleness 0"),
-        ({"max_staleness": 1, "algo": "remax"}, "--adv_estimator remax samples its baselines anew"),
-        ({"max_staleness": 1, "algo": "dapo"}, "--max_gen_batches above 1 (dynamic sampling) needs --max_staleness 0"),
         (
             {"max_staleness": 1, "rollout_correction": "none", "correction_high": 3.0},
             "--correction_high has an effect only with a --rollout_correction",
@@ -572,7 +673,7 @@ def rollouts_of(folder, step: int) -> list[dict]:
 
 def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
     """And nobody who came in is still there at the end."""
-    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     from transformers import AutoModelForCausalLM
 
     out, diary = tmp_path / "run", tmp_path / "diary"
@@ -580,7 +681,8 @@ def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
         TINY_TASK_PAUSE="0.5", TINY_TASK_DIARY=str(diary))  # fmt: skip
     weights = {0: None}
     for step in range(1, 6):
-        saved = load_file(out / f"checkpoints/step_{step:06d}/model.safetensors")
+        dcp_to_torch_save(out / f"checkpoints/step_{step:06d}", tmp_path / "whole.pt")
+        saved = torch.load(tmp_path / "whole.pt")["policy"]
         weights[step] = {name.removeprefix("model."): x for name, x in saved.items()}
     source = json.loads((out / "args.json").read_text())["args"]["model"]
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -607,7 +709,7 @@ def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
         stale = [step - 1 - min(v for v in r["response_versions"] if v >= 0) for r in rollouts_of(out, step)]
         assert row["rollout/staleness_max"] == max(stale) and len(stale) == 16
         assert row["rollout/staleness_mean"] == pytest.approx(sum(stale) / 16)
-        assert row["rollout/logp_diff_max"] < 1e-3 and row["rollout/stale_groups"] >= 0
+        assert row["rollout/logp_diff_max"] < 1e-3
     came = diary.read_text()
     assert came.count("+") == came.count("-") >= 6 * 16
 
@@ -624,11 +726,10 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         process.wait()
     state = json.loads((out / "checkpoints/step_000006/step.json").read_text())
     trained = {r["extra"]["prompt"] for step in range(1, 7) for r in rollouts_of(out, step)}
-    stale = sum(row["rollout/stale_groups"] for row in metrics_of(out)[1:7])
-    # Nothing failed, so positions in the shuffle are prompt numbers, and every one drawn is accounted for.
+    # Every prompt drawn is accounted for.
     assert len(trained) == 24 and not trained & set(state["unfinished"])
     assert trained | set(state["unfinished"]) <= set(range(state["prompts_drawn"]))
-    assert len(trained) + len(state["unfinished"]) + stale == state["prompts_drawn"] <= 4 * (6 + 1) + stale
+    assert len(trained) + len(state["unfinished"]) == state["prompts_drawn"] <= 4 * (6 + 1)
     for later in (out / "checkpoints").glob("*"):  # as if killed a little earlier
         if later.name != "step_000003" and later.name != "step_000006":
             shutil.rmtree(later)
@@ -652,5 +753,4 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     drawn = [*state["unfinished"], *range(state["prompts_drawn"], state["prompts_drawn"] + 8)]
     assert index <= {order[position] for position in drawn[:8]}  # the capacity: two batches
     for r in rollouts_of(out, 7):
-        number = r["extra"]["prompt"]
-        assert r["index"] == order[drawn[number]]
+        assert r["index"] == order[r["extra"]["prompt"]]

@@ -5,13 +5,12 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import REPO
+from conftest import REPO, make_run
 from test_rollout import KEPT, hf_model, wake
 
 import agent_loop
 import data
-from rollout import Engine, Workplace, rollout
+from rollout import Engine, rollout
 
 EXAMPLES = {
     "calculator": None, "gsm8k": None, "gsm8k_user": None, "game": None, "retool": None, "search": None,
@@ -67,8 +66,8 @@ def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypat
         monkeypatch.setattr(task, "parse_tool_calls", calls_something)
     wake(engine, hf_model(tiny_model), 0)
     recorder = Recorder(engine)
-    place = Workplace(recorder, background, task, tokenizer, None, args, dist.HashStore())
-    phase = rollout(place, rows, 0, 2, {"temperature": 1.0})
+    run = make_run(recorder, background, task, tokenizer, args)
+    phase = rollout(run, rows, 0, 2, {"temperature": 1.0})
     engine.sleep()
     assert not phase.counts, phase.errors[0]["error"]
     assert len(recorder.calls) == 6

@@ -8,12 +8,12 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import generate
+from conftest import generate, make_run
 from transformers import AutoModelForCausalLM
 
+import data
 from agent_loop import AgentLoopBase, register
-from rollout import Engine, Workplace, grade, rollout, score, seed_of
+from rollout import Engine, Pool, Stopped, grade, rollout, score, seed_of, training_pool
 
 
 def hf_model(path: str, scale: float = 1.0):
@@ -218,9 +218,8 @@ class TwoTurns(AgentLoopBase):
         return trajectory.output()
 
 
-def workplace(engine, background, tokenizer, args, reward) -> Workplace:
-    task = types.SimpleNamespace(reward=reward)
-    return Workplace(engine, background, task, tokenizer, None, args, dist.HashStore())
+def run_with(engine, background, tokenizer, args, reward) -> types.SimpleNamespace:
+    return make_run(engine, background, types.SimpleNamespace(reward=reward), tokenizer, args)
 
 
 def make_rows(*kinds: str) -> list[dict]:
@@ -241,12 +240,12 @@ def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, to
 
     wake(engine, hf_model(tiny_model), 3)
     rows = make_rows("slow", "raise", "no reward", "skip", "list", "nan", "dict", "slow")
-    phase = rollout(workplace(engine, background, tokenizer, args, reward), rows, 3, 2, {"temperature": 1.0})
+    phase = rollout(run_with(engine, background, tokenizer, args, reward), rows, 3, 2, {"temperature": 1.0})
     engine.sleep()
     got = [(o.extra["prompt"], o.extra["sample"], o.extra["segment"]) for o in phase.outputs]
     assert got == [(0, 0, 0), (0, 1, 0), (2, 0, 0), (4, 0, 0), (4, 0, 1), (4, 1, 0), (4, 1, 1),
                    (6, 0, 0), (6, 1, 0), (7, 0, 0), (7, 1, 0)]  # fmt: skip
-    assert phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
+    assert +phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
     assert [(e["prompt"], e["sample"]) for e in phase.errors] == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
     assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
     assert "must be a finite number" in phase.errors[3]["error"]
@@ -259,7 +258,7 @@ def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, to
             first = o.response_mask.index(0)
             assert o.response_mask[first : first + 3] == [0, 0, 0] and o.response_ids[first : first + 3] == [5, 6, 7]
             assert o.response_versions == [3 if m else -1 for m in o.response_mask]
-    assert phase.tokens > sum(sum(o.response_mask) for o in phase.outputs)  # those of the dropped ones were sampled too
+    assert phase.statistics["tokens"] > sum(sum(o.response_mask) for o in phase.outputs)  # of the dropped ones too
 
 
 def test_slow_graders_run_on_after_the_phase_and_are_awaited(engine, background, tokenizer, args, tiny_model):
@@ -276,18 +275,20 @@ def test_slow_graders_run_on_after_the_phase_and_are_awaited(engine, background,
 
     wake(engine, hf_model(tiny_model), 0)
     limits = dataclasses.replace(args, reward_timeout=1.0)
-    place = workplace(engine, background, tokenizer, limits, reward)
-    phase = rollout(place, make_rows(*["x"] * 4), 0, 2, {"temperature": 1.0}, wait=False)
+    run = run_with(engine, background, tokenizer, limits, reward)
+    pool = Pool(run, "train", make_rows(*["x"] * 4).__getitem__, 4, 2, {"temperature": 1.0}, 0)
+    phase = pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
     assert len(phase.outputs) == 8 and all(output.reward is None for output in phase.outputs)
     background.loop.call_soon_threadsafe(background.loop.call_later, 0.3, release.set)
-    grade(place, phase, must_bring=True)
+    grade(run, phase)
     assert sorted(started) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [(o.extra["prompt"], o.reward["score"]) for o in phase.outputs] == [(0, 0), (0, 0.25), (3, 3), (3, 3.25)]
-    assert phase.counts == {"failed_reward": 4} and [e["prompt"] for e in phase.errors] == [1, 1, 2, 2]
+    assert +phase.counts == {"failed_reward": 4} and [e["prompt"] for e in phase.errors] == [1, 1, 2, 2]
     assert "TimeoutError" in phase.errors[2]["error"]
-    grade(place, phase)  # nothing is left to wait for
+    grade(run, phase)  # nothing is left to wait for
     assert len(phase.outputs) == 4
+    pool.end()
 
 
 @register("test_by_row")
@@ -320,11 +321,11 @@ def test_what_an_agent_leaves_behind_is_its_own(engine, background, tokenizer, a
 
     wake(engine, hf_model(tiny_model), 0)
     rows = [row | {"agent_name": "test_by_row"} for row in make_rows("x", "nonsense", "no score", "own", "late")]
-    place = workplace(engine, background, tokenizer, args, reward)
-    phase = rollout(place, rows, 0, 2, {"temperature": 1.0})
+    run = run_with(engine, background, tokenizer, args, reward)
+    phase = rollout(run, rows, 0, 2, {"temperature": 1.0})
     engine.sleep()  # the call that timed out is no longer in the engine
     assert [(o.extra["prompt"], o.extra["sample"]) for o in phase.outputs] == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    assert phase.counts == {"failed_reward": 4, "failed_agent_loop": 2} and SHARED == {}
+    assert +phase.counts == {"failed_reward": 4, "failed_agent_loop": 2} and SHARED == {}
     assert [o.reward for o in phase.outputs] == [1.0, 1.0, 0.5, 0.5]
     assert [o.turn_rewards for o in phase.outputs] == [[(0, 0.25)], [(0, 0.25)], [], []]
     assert [o.metrics.get("graded") for o in phase.outputs] == [1, 1, None, None]
@@ -334,20 +335,20 @@ def test_what_an_agent_leaves_behind_is_its_own(engine, background, tokenizer, a
 def test_a_call_that_times_out_in_the_last_model_step_leaves_the_engine(
     engine, background, tokenizer, args, tiny_model
 ):
-    place = workplace(engine, background, tokenizer, args, lambda output, row: 0.0)
-    rows = [row | {"agent_name": "test_by_row"} for row in make_rows("late")]
+    run = run_with(engine, background, tokenizer, args, lambda output, row: 0.0)
+    rows = [row | {"agent_name": "test_by_row"} for row in make_rows("late", "x")]
     for step in range(5):
         wake(engine, hf_model(tiny_model), step)
-        phase = rollout(place, rows, step, 1, {}, kind="greedy")
-        assert phase.counts == {"failed_agent_loop": 1}
+        phase = rollout(run, rows, step, 1, {})
+        assert +phase.counts == {"failed_agent_loop": 1} and len(phase.outputs) == 1
         engine.sleep()
 
 
 def test_no_reward_at_all_ends_the_run_with_the_reason(engine, background, tokenizer, args, tiny_model):
     wake(engine, hf_model(tiny_model), 0)
-    place = workplace(engine, background, tokenizer, args, lambda output, row: 1 / 0)
+    run = run_with(engine, background, tokenizer, args, lambda output, row: 1 / 0)
     with pytest.raises(RuntimeError, match="no trajectory has a reward.*ZeroDivisionError"):
-        rollout(place, make_rows("x"), 0, 2, {"temperature": 1.0})
+        rollout(run, make_rows("x"), 0, 2, {"temperature": 1.0})
 
 
 def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tokenizer, args, tiny_model, capfd):
@@ -361,13 +362,15 @@ def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tok
             raise
 
     wake(engine, hf_model(tiny_model), 0)
-    place = workplace(engine, background, tokenizer, args, reward)
-    phase = rollout(place, make_rows("x"), 0, 2, {"temperature": 1.0}, wait=False)
-    place.should_stop = lambda: True
-    grade(place, phase, must_bring=True)
-    assert phase.interrupted
+    run = run_with(engine, background, tokenizer, args, reward)
+    pool = Pool(run, "train", make_rows("x").__getitem__, 1, 2, {"temperature": 1.0}, 0)
+    phase = pool.rollout(0)
+    run.stopped = True
+    with pytest.raises(Stopped):
+        grade(run, phase)
     background.submit(asyncio.sleep(0.05)).result()
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
+    pool.end()
 
 
 def test_deterministic_phase_repeats_to_the_last_bit(engine, background, tokenizer, args, tiny_model):
@@ -375,8 +378,8 @@ def test_deterministic_phase_repeats_to_the_last_bit(engine, background, tokeniz
     seen = []
     for _ in range(2):
         wake(engine, hf_model(tiny_model), 0)
-        place = workplace(engine, background, tokenizer, args, lambda output, row: 0.0)
-        phase = rollout(place, make_rows(*["slow"] * 6), 5, 3, {"temperature": 1.0})
+        run = run_with(engine, background, tokenizer, args, lambda output, row: 0.0)
+        phase = rollout(run, make_rows(*["slow"] * 6), 5, 3, {"temperature": 1.0})
         engine.sleep()
         seen.append([(o.response_ids, o.response_logprobs) for o in phase.outputs])
     assert len(seen[0]) == 18
@@ -386,8 +389,8 @@ def test_deterministic_phase_repeats_to_the_last_bit(engine, background, tokeniz
 def test_sampling_depends_on_seed_step_prompt_sample_only(engine, background, tokenizer, args, tiny_model):
     def tokens(rows, step):
         wake(engine, hf_model(tiny_model), 0)
-        place = workplace(engine, background, tokenizer, args, lambda output, row: 0.0)
-        phase = rollout(place, rows, step, 2, {"temperature": 1.0})
+        run = run_with(engine, background, tokenizer, args, lambda output, row: 0.0)
+        phase = rollout(run, rows, step, 2, {"temperature": 1.0})
         engine.sleep()
         return {(o.extra["prompt"], o.extra["sample"]): o.response_ids for o in phase.outputs}
 
@@ -397,27 +400,31 @@ def test_sampling_depends_on_seed_step_prompt_sample_only(engine, background, to
     assert tokens(make_rows("slow"), 2)[0, 0] != one_row[0, 0]
 
 
-def test_a_second_rollout_of_a_step_goes_on_counting_prompts(engine, background, tokenizer, args, tiny_model):
-    rows = make_rows("slow", "slow", "slow")
-    wake(engine, hf_model(tiny_model), 0)
-    place = workplace(engine, background, tokenizer, args, lambda output, row: row["index"])
-    sampling = {"temperature": 1.0}
-    whole = rollout(place, rows, 1, 2, sampling)
-    engine.sleep()  # the same step again, in two parts: the names, and with them the seeds, are the same
-    wake(engine, hf_model(tiny_model), 0)
-    parts = workplace(engine, background, tokenizer, args, lambda output, row: row["index"])
-    first, second = rollout(parts, rows[:1], 1, 2, sampling), rollout(parts, rows[1:], 1, 2, sampling, first=1)
-    greedy = rollout(parts, rows[:2], 1, 1, {"temperature": 0.0}, kind="greedy").outputs
-    engine.sleep()
-    first.add(second)
-    keys = [(o.extra["prompt"], o.extra["sample"]) for o in whole.outputs]
-    assert keys == [(o.extra["prompt"], o.extra["sample"]) for o in first.outputs]
-    assert keys == [(i, j) for i in range(3) for j in range(2)]
-    assert [o.response_ids for o in whole.outputs] == [o.response_ids for o in first.outputs]
-    assert [o.reward for o in first.outputs] == [0, 0, 1, 1, 2, 2]
-    assert first.tokens == sum(sum(o.response_mask) for o in first.outputs)
-    assert greedy[0].response_ids == greedy[1].response_ids  # of the same prompt: no seed takes part
-    assert greedy[0].response_ids != whole.outputs[0].response_ids
+def test_a_greedy_baseline_is_one_more_member_of_each_group(engine, background, tokenizer, args, tiny_model):
+    """ReMax: sampled greedily in the same rollout, marked, and in no statistics."""
+    args = dataclasses.replace(args, algo="remax", adv_estimator="remax", prompts_per_step=2, group_size=3, num_steps=3)
+    run = run_with(engine, background, tokenizer, args, lambda output, row: row["index"])
+    run.rows = {"train": make_rows("x", "x", "x", "x")}
+    run.pool, seen = training_pool(run, 0), []
+    for step in range(2):
+        wake(engine, hf_model(tiny_model), step)
+        phase = run.pool.rollout(step)
+        engine.sleep()
+        grade(run, phase)
+        prompts = [2 * step, 2 * step + 1]
+        assert [(o.extra["prompt"], o.extra["sample"]) for o in phase.greedy] == [(i, 3) for i in prompts]
+        assert [(o.extra["prompt"], o.extra["sample"]) for o in phase.trained] == [
+            (i, j) for i in prompts for j in range(3)
+        ]
+        assert phase.trained == phase.sampled and len(phase.outputs) == 8
+        assert phase.greedy[0].response_ids == phase.greedy[1].response_ids  # equal prompts: no seed takes part
+        assert phase.greedy[0].response_ids != phase.trained[0].response_ids
+        order = data.prompt_order(4, 2 * step, 2, args.seed)
+        assert [o.reward for o in phase.greedy] == order == [o.extra["index"] for o in phase.greedy]
+        assert phase.metrics(engine)["rollout/trajectories"] == 6
+        seen.append(phase.greedy[0].response_ids)
+    assert seen[0] == seen[1]
+    run.pool.end()
 
 
 def test_padded_vocabulary_is_masked_in_the_engine_as_in_the_trainer(tmp_path, args, background, process_group):
@@ -581,9 +588,9 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(engine, backg
     stops = [i for i in range(tokenizer.vocab_size) if i not in (other, tokenizer.eos_token_id)]  # nearly any token
     rows = [{"prompt": [{"role": "user", "content": "1+1"}], "index": 0, "agent_name": "records_params"}]
     task = types.SimpleNamespace(reward=lambda output, row: 1.0)
-    place = Workplace(engine, background, task, tokenizer, None, args, dist.HashStore())
+    run = make_run(engine, background, task, tokenizer, args)
     wake(engine, hf_model(tiny_model), 0)
-    phase = rollout(place, rows, 0, 4, {"temperature": 1.0, "stop_token_ids": stops})
+    phase = rollout(run, rows, 0, 4, {"temperature": 1.0, "stop_token_ids": stops})
     assert all(params["stop_token_ids"] == [tokenizer.eos_token_id] for params in seen) and len(seen) == 4
     stopped = [o for o in phase.outputs if o.response_ids[o.response_mask.index(0) - 1] in stops]
     assert stopped
@@ -609,8 +616,8 @@ def test_an_agent_that_cancels_itself_is_a_failure(engine, background, tokenizer
         return 1.0
 
     rows = [{"prompt": [{"role": "user", "content": "1+1"}], "index": 0, "agent_name": "cancels_itself"}]
-    place = Workplace(engine, background, types.SimpleNamespace(reward=reward), tokenizer, None, args, dist.HashStore())
+    run = run_with(engine, background, tokenizer, args, reward)
     wake(engine, hf_model(tiny_model), 0)
-    phase = rollout(place, rows, 0, 4, {"temperature": 1.0})
+    phase = rollout(run, rows, 0, 4, {"temperature": 1.0})
     assert [output.extra["sample"] for output in phase.outputs] == [0, 3]
     assert phase.counts["failed_agent_loop"] == 1 and phase.counts["failed_reward"] == 1
