@@ -29,15 +29,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 
 class BadInput(ValueError):
-    """The user's flags, task file, rows or model can't work as given.
-
-    train.py shows only its one-line message.
-    """
+    """The user's flags, task file, rows or model can't work: train.py shows only its one line."""
 
 
 # ---------------------------------------------------------------- what crosses files
@@ -58,18 +55,6 @@ class TokenOutput:
     versions: list[int]
     stop_reason: str  # "stop" | "length" | "abort"
     prompt_ids: list[int]
-
-
-class GeneratesTokens(Protocol):
-    """Any object with this method is an engine: the real one, or a scripted one in a test.
-
-    prompt_ids has ONE placeholder for each image of image_data, a list of PIL images.
-    """
-
-    async def generate(
-        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
-        image_data: list | None = None,
-    ) -> TokenOutput: ...  # fmt: skip
 
 
 STOP_REASONS = ("stop", "length", "max_turns", "timeout", "abort", "error")
@@ -134,7 +119,8 @@ def render_text(
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
         raise BadInput(
-            "the tokenizer has no chat template: use an instruct model, or set tokenizer.chat_template"
+            "the tokenizer has no chat template: use an instruct model, or set "
+            "tokenizer.chat_template"
         )
     return tokenizer.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
@@ -143,12 +129,7 @@ def render_text(
 
 def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Token ids of a chat up to where the assistant speaks next."""
-    return list(_prompt_ids(tokenizer, render_text(tokenizer, messages, tools, True)))
-
-
-@functools.lru_cache(maxsize=1024)  # the members of a group share their prompt
-def _prompt_ids(tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenise(tokenizer, text))
+    return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
 
 
 def tokenise(tokenizer, text: str) -> list[int]:
@@ -156,15 +137,15 @@ def tokenise(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-class RewritesHistory(ValueError):
-    """The chat template changes earlier messages when new ones are added.
+_tokenise_prompt = functools.lru_cache(maxsize=1024)(tokenise)  # a group's members share theirs
 
-    What follows needs a token sequence of its own.
-    """
+
+class RewritesHistory(ValueError):
+    """The template changes earlier messages when new ones come: a new token sequence is needed."""
 
 
 def turn_suffix(
-    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended: bool, tools=None
+    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended, tools=None
 ) -> list[int]:
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
@@ -197,13 +178,12 @@ def turn_suffix(
 # ---------------------------------------------------------------- images
 
 
-# Of tools and of data: none that runs a program (EPS) to decode.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # nothing that runs a program (EPS) to decode
 MAX_PIXELS = 64_000_000  # 256 MB decoded
 
 
 def open_image(source):
-    """A PIL image from a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
+    """A PIL image of a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
 
     Of a file only the header is read: enough for its size. Raises ValueError if it is no image in
     one of IMAGE_FORMATS, or has more than MAX_PIXELS.
@@ -230,7 +210,7 @@ def _file_of(source):
 
 
 def load_image(source):
-    """`open_image`, upright and in RGB: pixels that engine and trainer see alike. Raises ValueError."""
+    """`open_image`, upright and in RGB, as engine and trainer both see it. Raises ValueError."""
     from PIL import ImageOps
 
     image = open_image(source)
@@ -292,10 +272,7 @@ def check_images(output: AgentLoopOutput, processor) -> None:
 
 @dataclass
 class ToolResponse:
-    """What a tool says back: text and images for the model, a reward and metrics for the trajectory.
-
-    images: anything `open_image` takes.
-    """
+    """Text and images (what `open_image` takes) for the model; reward and metrics are recorded."""
 
     text: str = ""
     images: list = field(default_factory=list)
@@ -304,12 +281,11 @@ class ToolResponse:
 
 
 class Tool:
-    """A tool with state or resources. One shared instance serves all trajectories.
+    """A tool with state or resources. One instance serves all trajectories: key by `request_id`.
 
-    Keep state by `request_id`. For each trajectory that calls it: `create` once, before the first
-    `execute`; then `calc_reward` once; and `release` in every case. All may be overridden;
-    `execute` must be. Set `name` and `schema` (the JSON schema of an OpenAI function tool) on the
-    class or the instance.
+    For each trajectory that calls it: `create` once, before the first `execute`; then `calc_reward`
+    once; and `release` in every case. All may be overridden; `execute` must be. Set `name` and
+    `schema` (the JSON schema of an OpenAI function tool) on the class or the instance.
     """
 
     name: str
@@ -317,10 +293,8 @@ class Tool:
 
     async def create(self, request_id: str, **create_kwargs) -> None: ...
 
-    async def execute(
-        self, request_id: str, arguments: dict, **execute_kwargs
-    ) -> str | ToolResponse | tuple:
-        """Returns the response, or (response, reward, metrics)."""
+    async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
+        """Returns a str or ToolResponse, or a tuple of it, reward and metrics."""
         raise TypeError(f"{type(self).__name__} has no execute method")
 
     async def calc_reward(self, request_id: str, **kwargs) -> float:
@@ -339,10 +313,8 @@ class FunctionTool(Tool):
         try:
             self.schema = get_json_schema(function)
         except Exception as error:  # transformers' own exception types differ between its versions
-            raise BadInput(
-                f"tool {self.name!r} needs type hints and a Google-style docstring with an Args "
-                f"section: {error}"
-            ) from error
+            needs = "type hints and a Google-style docstring with an Args section"
+            raise BadInput(f"tool {self.name!r} needs {needs}: {error}") from error
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         try:
@@ -365,7 +337,7 @@ def as_tool(tool: Tool | Callable) -> Tool:
 
 
 def row_kwargs(row: dict, name: str) -> dict:
-    """A row's "tools_kwargs" or "interaction_kwargs": a column or, as in verl, a key of extra_info."""
+    """A row's tools_kwargs or interaction_kwargs: a column or, as in verl, a key of extra_info."""
     return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
 
 
@@ -383,10 +355,7 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
 
 
 class Interaction:
-    """A simulated user (or environment) that speaks when the assistant made no tool call.
-
-    One shared instance serves all trajectories.
-    """
+    """A simulated user or environment, one for all: speaks when the assistant called no tool."""
 
     name: str = "interaction"
 
@@ -395,30 +364,27 @@ class Interaction:
     async def generate_response(
         self, request_id: str, messages: list[dict], **kwargs
     ) -> tuple[bool, str, float, dict]:
-        """Returns (done, text of the next user turn, reward of the last assistant turn, metrics)."""
+        """Returns (done, text of the next user turn, reward of the assistant's turn, metrics)."""
         raise TypeError(f"{type(self).__name__} has no generate_response method")
 
     async def finalize(self, request_id: str) -> None: ...
 
 
 def task_interaction(task, kwargs: dict | None) -> Interaction | None:
-    """The interaction that kwargs["name"] picks from the task's INTERACTIONS; the only one without."""
+    """The one of the task's INTERACTIONS that kwargs["name"] picks; else the only one, or None."""
     known = getattr(task, "INTERACTIONS", None) or {}
     if not isinstance(known, dict):
         known = {interaction.name: interaction for interaction in known}
     name = (kwargs or {}).get("name")
-    if name in known:
-        return known[name]
-    if name is not None:
-        raise BadInput(
-            f"interaction_kwargs names {name!r}, but the task's INTERACTIONS are {sorted(known)}"
-        )
-    if len(known) > 1 and kwargs:
-        raise BadInput(f"interaction_kwargs needs a 'name', one of {sorted(known)}")
-    return next(iter(known.values())) if len(known) == 1 else None
-
-
-# ---------------------------------------------------------------- calling the user's code
+    if name is None and len(known) < 2:
+        return next(iter(known.values()), None)
+    if not kwargs:
+        return None
+    if name not in known:
+        there = f"the task's INTERACTIONS are {sorted(known)}"
+        problem = f"names {name!r}, but" if name else "needs a 'name':"
+        raise BadInput(f"interaction_kwargs {problem} {there}")
+    return known[name]
 
 
 def reraise_cancellation(error: BaseException) -> None:
@@ -449,8 +415,7 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
         try:
             future.set_result(context.run(function, *args, **kwargs))
         except BaseException as error:
-            # asyncio refuses to carry StopIteration, and SystemExit would end the event loop: here
-            # both are failures.
+            # asyncio refuses to carry StopIteration, SystemExit would end the event loop: failures.
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
             future.set_exception(error if plain else RuntimeError(repr(error)))
 
@@ -466,10 +431,7 @@ async def call(function: Callable, *args, **kwargs) -> Any:
 
 
 def clean(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes.
-
-    They come from a tool's garbage bytes, or from "\\ud83d" in JSON.
-    """
+    """Without lone surrogates (garbage bytes, or "\\ud83d" in JSON): no tokenizer takes them."""
     return str(text).encode(errors="replace").decode()
 
 
@@ -487,16 +449,13 @@ def finite(value, name: str) -> float:
 # ---------------------------------------------------------------- agent loops
 
 
-AGENT_LOOPS: dict[str, type["AgentLoopBase"]] = {}
+AGENT_LOOPS: dict[str, type] = {}
 
 
 def register(name: str) -> Callable:
-    """Class decorator: `@register("name")` makes an agent loop selectable.
+    """Class decorator: makes an agent loop selectable by `--agent name` or a row's agent_name."""
 
-    By `--agent name` or a row's agent_name.
-    """
-
-    def add(cls: type["AgentLoopBase"]) -> type["AgentLoopBase"]:
+    def add(cls: type) -> type:
         AGENT_LOOPS[name] = cls
         return cls
 
@@ -504,17 +463,12 @@ def register(name: str) -> Callable:
 
 
 def agent_loop_class(row: dict, task, args) -> type["AgentLoopBase"]:
-    """The loop that row["agent_name"], else --agent names.
-
-    Else "tool_agent" if the task has TOOLS or INTERACTIONS, else "single_turn".
-    """
+    """By row["agent_name"], else --agent, else "tool_agent" if there are TOOLS or INTERACTIONS."""
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
     if name not in AGENT_LOOPS:
-        raise BadInput(
-            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) "
-            "to the task"
-        )
+        choice = f"choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task"
+        raise BadInput(f"no agent loop {name!r}: {choice}")
     return AGENT_LOOPS[name]
 
 
@@ -526,17 +480,9 @@ class Trajectory(AgentLoopOutput):
     image; see `expand`.
     """
 
-    def __init__(
-        self,
-        messages: list[dict],
-        prompt_ids: list[int],
-        request_ids: list[int] | None = None,
-        images: Sequence = (),
-    ):
-        lists = {name: [] for name in RESPONSE_LISTS}
-        super().__init__(
-            prompt_ids=prompt_ids, messages=list(messages), images=list(images), **lists
-        )
+    def __init__(self, messages: list[dict], prompt_ids: list[int], request_ids=None, images=()):
+        given = {"prompt_ids": prompt_ids, "messages": list(messages), "images": list(images)}
+        super().__init__(**given, **{name: [] for name in RESPONSE_LISTS})
         self.request_id = uuid4().hex
         self.request_ids = list(request_ids or prompt_ids)
         self.finished: list[AgentLoopOutput] = []  # sequences before the last fork
@@ -550,7 +496,7 @@ class Trajectory(AgentLoopOutput):
         """Response tokens so far, over all sequences."""
         return sum(len(output.response_ids) for output in (*self.finished, self))
 
-    def fork(self, prompt_ids: list[int], request_ids: list[int] | None = None) -> None:
+    def fork(self, prompt_ids: list[int], request_ids: list[int] | None = None):
         """Ends the token sequence here; another one's prompt is the rewritten history."""
         self.finished.append(self.output())
         self.finished[-1].metrics = {}  # they are the trajectory's: on its last output only
@@ -582,12 +528,12 @@ class Trajectory(AgentLoopOutput):
         self.response_versions += [-1] * len(ids)
 
     def add_reward(self, reward: float | None) -> None:
-        """A reward for the last assistant turn, at its last token. Raises ValueError if not finite."""
+        """A reward of the turn just made, at its last token. Raises ValueError if not finite."""
         if reward := finite(reward or 0.0, "a turn's reward"):
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
     def add_metrics(self, kind: str, metrics: dict) -> None:
-        """Adds them to the trajectory's, all or none. Raises ValueError if one is not finite."""
+        """Adds all of them to the trajectory's, or none: ValueError if one is not finite."""
         numbers = {f"{kind}/{name}": finite(x, f"metric {name}") for name, x in metrics.items()}
         for name, number in numbers.items():
             self.count(name, number)
@@ -600,7 +546,8 @@ class Trajectory(AgentLoopOutput):
         if not self.finished or 1 in self.response_mask:
             return [*self.finished, self.output()]
         last = self.finished[-1]
-        last.turn_rewards += [(len(last.response_ids) - 1, reward) for _, reward in self.turn_rewards]
+        end = len(last.response_ids) - 1
+        last.turn_rewards += [(end, reward) for _, reward in self.turn_rewards]
         last.metrics, last.stop_reason = self.metrics, self.stop_reason
         return list(self.finished)
 
@@ -614,11 +561,13 @@ class Trajectory(AgentLoopOutput):
 class AgentLoopBase:
     """One instance a trajectory. Subclasses write `run`.
 
-    engine: anything with `generate`; processor: None for text models; task: the task module; args:
-    train.Args.
+    engine: anything with `async generate(*, request_id, prompt_ids, sampling_params, image_data)
+    -> TokenOutput`, the real one or a script; prompt_ids has ONE placeholder for each image of
+    image_data, a list of PIL images or None. processor: None for text models; task: the task
+    module; args: train.Args.
     """
 
-    def __init__(self, engine: GeneratesTokens, tokenizer, processor, task, args):
+    def __init__(self, engine, tokenizer, processor, task, args):
         self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
         self.task, self.args = task, args
 
@@ -630,31 +579,22 @@ class AgentLoopBase:
         images = [row_image(image) for image in row.get("images") or ()]
         return self.begin(row["prompt"], tools, images)
 
-    def begin(
-        self, messages: list[dict], tools: list[dict] | None = None, images: Sequence = ()
-    ) -> Trajectory:
+    def begin(self, messages: list[dict], tools=None, images: Sequence = ()) -> Trajectory:
         """A trajectory that begins with these messages; images: PIL images, one a placeholder."""
         ids = render(self.tokenizer, messages, tools)
         return Trajectory(messages, expand(ids, images, self.processor), ids, images)
 
     def room(self, trajectory: Trajectory, used: int | None = None) -> int:
-        """Response tokens that still fit: the smaller of the budget left and the window left.
-
-        used: tokens in the window; default those of the current sequence.
-        """
+        """Response tokens that budget and window still take; used: other tokens than its own."""
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
         window = self.args.max_model_len or math.inf
         return min(self.args.max_response_tokens - trajectory.n_response, window - used)
 
     def append(
-        self,
-        trajectory: Trajectory,
-        messages: list[dict],
-        tools: list[dict] | None,
-        stops: set[int],
-        images: Sequence = (),
-    ) -> bool:
+        self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
+        stops: set[int], images: Sequence = (),
+    ) -> bool:  # fmt: skip
         """Appends tool or user messages as a template suffix, or forks where history is rewritten.
 
         images: PIL images, one for each placeholder in the messages.
@@ -728,9 +668,6 @@ class SingleTurnLoop(AgentLoopBase):
         return trajectory.output()
 
 
-# ---------------------------------------------------------------- tool calls in texts
-
-
 @functools.cache
 def tool_parser(name: str, tokenizer):
     """One of vLLM's tool-call parsers, by the name that `vllm serve --tool-call-parser` uses."""
@@ -752,23 +689,17 @@ def tool_parser(name: str, tokenizer):
 
 @functools.cache
 def parser_request(schemas: str):
-    """The chat request in which some of vLLM's parsers look up the tools.
-
-    schemas: as JSON, to be cached.
-    """
+    """The chat request in which some parsers look up the tools; schemas as JSON, to be cached."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     messages = [{"role": "user", "content": ""}]
     return ChatCompletionRequest(messages=messages, tools=json.loads(schemas) or None)
 
 
-def parse_tool_calls(
-    text: str, parser_name: str, tokenizer, schemas: list[dict]
-) -> tuple[str, list[dict]]:
+def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
     """The text beside the tool calls of an assistant turn, and [{"name", "arguments", "error"}].
 
-    arguments is a dict; error says, for the model to read, why a call can't be executed, else it is
-    None.
+    arguments is a dict; error says, for the model to read, why a call can't be executed, or is None.
     """
     parser = tool_parser(parser_name, tokenizer)
     error = "the tool call is not valid JSON with name and arguments"
@@ -781,25 +712,21 @@ def parse_tool_calls(
         start = getattr(parser, "tool_call_start_token", None)
         return text, malformed if start and start in text else []
     calls = []
-    for made in found.tool_calls:
-        call = {"name": clean(made.function.name), "arguments": {}, "error": None}
+    for call in found.tool_calls:
+        error = None
         try:
-            arguments = json.loads(made.function.arguments)
+            arguments = json.loads(call.function.arguments)
             arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
             if not isinstance(arguments, dict):
                 raise ValueError("arguments must be a JSON object")
-            call["arguments"] = arguments
         except (ValueError, RecursionError) as problem:
-            call["error"] = f"wrong arguments: {problem}"
-        calls.append(call)
+            arguments, error = {}, f"wrong arguments: {problem}"
+        calls.append({"name": clean(call.function.name), "arguments": arguments, "error": error})
     return found.content or "", calls
 
 
 def call_id(turn: int, i: int) -> str:
-    """Of the i-th call of an assistant turn: nine characters, as Mistral's template wants.
-
-    The same in every run.
-    """
+    """Of a turn's i-th call: nine characters, as Mistral's template wants, alike in all runs."""
     return f"{turn:06d}{i:03d}"
 
 
@@ -817,12 +744,9 @@ def calling_message(content: str, calls: list[dict], turn: int) -> dict:
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
-# ---------------------------------------------------------------- the loop with tools and users
-
-
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Turns of sampling, tool calls and simulated users, as a state machine (verl's tool_agent_loop).
+    """Turns of sampling, tool calls and simulated users: a state machine, as verl's.
 
         pending -> generating -> processing_tools -> generating ...   while the model calls tools
                               -> interacting -> generating ...        while a simulated user answers
@@ -833,9 +757,7 @@ class ToolAgentLoop(AgentLoopBase):
     is called wrongly becomes a message the model reads, and a counter.
     """
 
-    async def run(
-        self, sampling_params: dict, **row
-    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         self.sampling_params = sampling_params
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
         self.tools = task_tools(self.task, self.tools_kwargs)
@@ -844,7 +766,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
         self.user_answers = 0
-        self.created: dict[str, asyncio.Future] = {}  # tool name -> its `create` for this trajectory
+        self.created: dict[str, asyncio.Future] = {}  # tool name -> its `create`
         trajectory, state = self.start(row, self.schemas), self.pending
         try:
             try:
@@ -863,13 +785,13 @@ class ToolAgentLoop(AgentLoopBase):
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
 
-    async def pending(self, trajectory: Trajectory) -> Callable | None:
+    async def pending(self, trajectory):
         if self.interaction:
             start = self.interaction.start
             await self.in_time(start, trajectory.request_id, **self.interaction_kwargs)
         return self.generating
 
-    async def generating(self, trajectory: Trajectory) -> Callable | None:
+    async def generating(self, trajectory):
         text = await self.assistant_turn(trajectory, self.sampling_params)
         if text is None:
             return None
@@ -878,29 +800,25 @@ class ToolAgentLoop(AgentLoopBase):
             return self.interacting if self.interaction else None
         return None if self.out_of_turns(trajectory) else self.processing_tools
 
-    def out_of_turns(self, trajectory: Trajectory) -> bool:
+    def out_of_turns(self, trajectory) -> bool:
         return self.out_of(trajectory, self.args.max_assistant_turns, trajectory.assistant_turns)
 
-    def out_of(self, trajectory: Trajectory, limit: int, turns: int) -> bool:
+    def out_of(self, trajectory, limit: int, turns: int) -> bool:
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
         over = 0 < limit <= turns
         if over:
             trajectory.stop_reason = "max_turns"
         return over
 
-    def parse(self, trajectory: Trajectory, text: str) -> list[dict]:
-        """The tool calls of an assistant turn, [{"name", "arguments" (a dict), "error"}].
-
-        Its message gets them too.
-        """
+    def parse(self, trajectory, text: str) -> list[dict]:
+        """A turn's [{"name", "arguments" (a dict), "error"}]; the turn's message gets them too."""
         parser = self.args.tool_parser
         content, calls = parse_tool_calls(text, parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
-            turn = trajectory.assistant_turns
-            trajectory.messages[-1] = calling_message(content, calls, turn)
+            trajectory.messages[-1] = calling_message(content, calls, trajectory.assistant_turns)
         return calls
 
-    async def processing_tools(self, trajectory: Trajectory) -> Callable | None:
+    async def processing_tools(self, trajectory):
         calls, limit = trajectory.tool_calls, self.args.max_parallel_calls
         for call in calls[limit:]:
             call["error"] = f"only {limit} tool calls at a time are executed"
@@ -923,18 +841,18 @@ class ToolAgentLoop(AgentLoopBase):
             if response.images:
                 content = [{"type": "text", "text": text}] if text else []
                 content += [{"type": "image"} for _ in response.images]
-                images += response.images
+            images += response.images
             # A malformed call has an id too: templates may ask for it.
             made = {"name": call["name"], "tool_call_id": call_id(trajectory.assistant_turns, i)}
             messages.append({"role": "tool", "content": content, **made})
         return self.answer(trajectory, messages, images)
 
-    def failure(self, trajectory: Trajectory, error, counter="tool_errors") -> ToolResponse:
+    def failure(self, trajectory, error, counter="tool_errors") -> ToolResponse:
         """What the model reads of a call that went wrong, which is counted."""
         trajectory.count(counter)
         return ToolResponse(f"Error: {error}")
 
-    async def call_tool(self, trajectory: Trajectory, call: dict) -> ToolResponse:
+    async def call_tool(self, trajectory, call: dict) -> ToolResponse:
         """Executes one call under its deadline; what goes wrong is told to the model and counted."""
         name, error = call["name"], call["error"]
         if not error and name not in self.tools:
@@ -950,12 +868,12 @@ class ToolAgentLoop(AgentLoopBase):
                 return self.failure(trajectory, late, "tool_timeouts")
             return self.failure(trajectory, str(error) or repr(error))
 
-    def tool_method(self, trajectory: Trajectory, name: str, method: str, *arguments):
+    def tool_method(self, trajectory, name: str, method: str, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
         return getattr(self.tools[name], method)(trajectory.request_id, *arguments, **kwargs)
 
-    async def execute(self, trajectory: Trajectory, tool: Tool, arguments: dict) -> ToolResponse:
+    async def execute(self, trajectory, tool: Tool, arguments: dict) -> ToolResponse:
         """A tool's response, its images loaded. Raises whatever the tool raises."""
         name = tool.name
         if name not in self.created:
@@ -975,20 +893,14 @@ class ToolAgentLoop(AgentLoopBase):
         return ToolResponse(response.text, images, reward, response.metrics | (metrics or {}))
 
     async def in_time(self, function: Callable, *args, **kwargs):
-        """Awaits an async function of a tool or an interaction, under the deadline of a tool call."""
+        """Awaits a method of a tool or an interaction under the deadline of a tool call."""
         async with asyncio.timeout(self.args.tool_timeout):
             return await contained(function(*args, **kwargs))
 
     def shorten(self, text: str) -> str:
-        """A tool response of at most max_tool_response_tokens.
-
-        A longer one keeps its left, its right or (middle) both ends, as in verl's
-        tool_response_truncate_side.
-        """
+        """At most max_tool_response_tokens of a response: one or both ends, as in verl."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
         text = self.plain(text)
-        if len(text.encode()) <= limit:  # a token is at least a byte
-            return text
         far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
         left = tokenise(self.tokenizer, text[:far])
         if len(text) <= far and len(left) <= limit:
@@ -998,7 +910,7 @@ class ToolAgentLoop(AgentLoopBase):
         right = right[len(right) - (limit - kept) :]
         return f"{self.tokenizer.decode(left[:kept])}...{self.tokenizer.decode(right)}"
 
-    async def interacting(self, trajectory: Trajectory) -> Callable | None:
+    async def interacting(self, trajectory):
         done, text, reward, metrics = await self.in_time(
             self.interaction.generate_response,
             trajectory.request_id, trajectory.messages, **self.interaction_kwargs,
@@ -1011,24 +923,18 @@ class ToolAgentLoop(AgentLoopBase):
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": self.plain(text)}])
 
-    def answer(
-        self, trajectory: Trajectory, messages: list[dict], images: Sequence = ()
-    ) -> Callable | None:
+    def answer(self, trajectory, messages: list[dict], images: Sequence = ()):
         """The next state: generating, if the messages and a reply to them fit."""
         stops = self.stop_token_ids(self.sampling_params)
         fits = self.append(trajectory, messages, self.schemas, stops, images)
         return self.generating if fits else None
 
-    async def close(self, trajectory: Trajectory) -> None:
-        """Releases what the trajectory created, also when it is cancelled or fails.
-
-        A failing release is counted.
-        """
+    async def close(self, trajectory) -> None:
+        """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
-        closers = [
-            self.in_time(self.tool_method, trajectory, name, "release") for name in self.created
-        ]
+        release = functools.partial(self.in_time, self.tool_method, trajectory)
+        closers = [release(name, "release") for name in self.created]
         if self.interaction:
             closers.append(self.in_time(self.interaction.finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
@@ -1051,10 +957,7 @@ def image_parts(messages: list[dict]) -> list[dict]:
 
 
 def identity(message: dict) -> tuple:
-    """What makes two messages the same.
-
-    Ids of calls and names of tools, which clients add and drop, don't count.
-    """
+    """What makes two messages the same: not ids and names of tools, which clients add and drop."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["role"], message["content"], json.dumps(calls, sort_keys=True)
 
@@ -1073,7 +976,7 @@ class ChatClient:
         self.loop, self.sampling_params = loop, sampling_params
         self.trajectories: list[Trajectory] = []  # the last one spoke last
         self.sampling: set[asyncio.Future] = set()  # calls under way
-        self.images: dict[str, Any] = {}  # by the name in their placeholders
+        self.images: dict[str, Any] = {}  # by the name in their placeholders: see `row_image`
         self.turns = 0
         self.over = False  # the agent is done
         self.reward: float | None = None  # what the task is asked for otherwise
@@ -1096,66 +999,15 @@ class ChatClient:
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        tools = list(tools or ()) if tool_choice != "none" else []
+        trajectory = self.resume([self.message(message) for message in messages], tools)
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
         if stop:
             sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
-        tools = list(tools or ()) if tool_choice != "none" else []
-        trajectory = self.resume([self.message(message) for message in messages], tools)
         self.turns += 1
         turn, before = self.turns, len(trajectory.response_ids)
-        text = await self.sample(trajectory, sampling)
-        reply = trajectory.messages[-1]
-        for string in sampling.get("stop", ()) if text else ():  # sampled, so a token, but not said
-            text, reply["content"] = (said.split(string)[0] for said in (text, reply["content"]))
-        if text and tools:
-            parser = self.loop.args.tool_parser
-            content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
-            if calls and not any(call["error"] for call in calls):  # else text, as vLLM's server has it
-                trajectory.messages[-1] = calling_message(content, calls, turn)
-        trajectory.tools = tools  # others may go on from it now
-        self.spoke(trajectory)
-        return self.completion(trajectory, before, logprobs)
-
-    def resume(self, messages: list[dict], tools: list[dict]) -> Trajectory:
-        """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, images = self.loop, self.images_of(messages)
-        if len(images) > (limit := loop.args.max_images):
-            raise ValueError(f"{len(images)} images: supported are {limit}, see --max_images")
-        if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
-            self.give_up("max_turns")
-        known, earlier = [identity(message) for message in messages], []
-        for trajectory in self.trajectories:
-            n = len(trajectory.messages)
-            history = [identity(message) for message in trajectory.messages]
-            if trajectory.tools == tools and n < len(known) and history == known[:n]:
-                earlier.append(trajectory)
-        if earlier:
-            trajectory = max(earlier, key=lambda trajectory: len(trajectory.messages))
-            new = messages[len(trajectory.messages) :]
-            stops = loop.stop_token_ids(self.sampling_params)
-            fits = loop.append(trajectory, new, tools, stops, self.images_of(new))
-        else:
-            trajectory = loop.begin(messages, tools, images)
-            fits = loop.room(trajectory) > 0
-        if not fits:
-            self.spoke(trajectory)  # so to say
-            self.give_up("length")
-        trajectory.tools = None  # until its turn is sampled; then, if that fails, for ever
-        return trajectory
-
-    def spoke(self, trajectory: Trajectory) -> None:
-        others = [other for other in self.trajectories if other is not trajectory]
-        self.trajectories = [*others, trajectory]
-
-    def give_up(self, reason: str) -> None:
-        self.exhausted = reason
-        raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
-
-    async def sample(self, trajectory: Trajectory, sampling: dict) -> str | None:
-        """`assistant_turn`, in a task that `close` can end."""
-        trajectory.stop_reason = "stop"
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
         self.sampling.add(task)
         try:
@@ -1165,8 +1017,52 @@ class ChatClient:
             raise OutOfBudget("the trajectory is over") from None
         finally:
             self.sampling.discard(task)
-        self.exhausted = None
-        return text
+        self.exhausted, reply = None, trajectory.messages[-1]
+        for string in sampling.get("stop", ()) if text else ():  # sampled, so a token, but not said
+            text, reply["content"] = (said.split(string)[0] for said in (text, reply["content"]))
+        if text and tools:
+            parser = self.loop.args.tool_parser
+            content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
+            if calls and not any(call["error"] for call in calls):  # else text, as vLLM's server says
+                trajectory.messages[-1] = calling_message(content, calls, turn)
+        trajectory.tools = tools  # others may go on from it now
+        self.put_last(trajectory)
+        return self.completion(trajectory, before, logprobs)
+
+    def resume(self, messages: list[dict], tools: list[dict]) -> Trajectory:
+        """The trajectory to sample the next turn in; parallel calls never share one."""
+        loop, n = self.loop, len(image_parts(messages))
+        if n > loop.args.max_images:  # before any is decoded
+            raise ValueError(f"{n} images: supported are {loop.args.max_images}, see --max_images")
+        if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
+            self.give_up("max_turns")
+        known = [identity(message) for message in messages]
+        earlier = [
+            t for t in self.trajectories if t.tools == tools and len(t.messages) < len(known)
+            and [identity(message) for message in t.messages] == known[: len(t.messages)]
+        ]  # fmt: skip
+        if earlier:
+            trajectory = max(earlier, key=lambda t: len(t.messages))
+            new, stops = messages[len(trajectory.messages) :], loop.stop_token_ids(self.sampling_params)
+            fits = loop.append(trajectory, new, tools, stops, self.images_of(new))
+        else:
+            trajectory = loop.begin(messages, tools, self.images_of(messages))
+            self.trajectories.append(trajectory)
+            fits = loop.room(trajectory) > 0
+        if not fits:
+            self.put_last(trajectory)
+            self.give_up("length")
+        trajectory.tools = None  # until its turn is sampled; if that fails, nothing goes on from it
+        trajectory.stop_reason = "stop"
+        return trajectory
+
+    def put_last(self, trajectory):
+        """Among the trajectories: it spoke last, or had no room to."""
+        self.trajectories.sort(key=lambda other: other is trajectory)
+
+    def give_up(self, reason: str):
+        self.exhausted = reason
+        raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
     async def close(self) -> None:
         """Ends the calls that outlived the agent (a thread's, a task's, over HTTP), refuses others."""
@@ -1183,8 +1079,8 @@ class ChatClient:
             content = [self.part(part) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        plain = {"role": message["role"], "content": content}
-        plain |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+        names = [name for name in ("role", "name", "tool_call_id") if message.get(name)]
+        plain = {name: message[name] for name in names} | {"content": content}
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if isinstance(arguments, str):
@@ -1194,31 +1090,26 @@ class ChatClient:
         return plain
 
     def part(self, part: dict) -> dict:
-        """A part of a message's content; an image is decoded and named in its placeholder."""
-        kind, limit = part.get("type"), self.loop.args.max_images
+        """A part of a message's content; an image is kept and named in its placeholder."""
+        kind = part.get("type")
         if kind == "text":
             return part
         if self.loop.processor is None:
             raise ValueError("only text content is supported in chat messages")
         if kind == "image":  # of the row's own prompt: see `place`
-            if part.get("image") not in list(self.images):  # a list: it may have no hash
-                raise ValueError(
-                    "a part of type image is supported as the row's prompt has it; send others as "
-                    "image_url"
-                )
-            return part
+            if part.get("image") in list(self.images):  # a list: it may have no hash
+                return part
+            raise ValueError(
+                "a part of type image is supported as the row's prompt has it; send others as image_url"
+            )
         if kind != "image_url":
             raise ValueError(f"supported in chat messages are text and image_url, not {kind}")
         url = part.get("image_url")
-        url = url["url"] if isinstance(url, dict) else url
-        head, _, data = str(url).partition(";base64,")
+        head, _, data = str(url["url"] if isinstance(url, dict) else url).partition(";base64,")
         if not head.startswith("data:image/"):
             raise ValueError("of image_urls only data:image/...;base64 is supported")
         name = hashlib.sha256(data.encode()).hexdigest()
-        if name not in self.images:
-            if len(self.images) >= limit:  # before any is decoded
-                raise ValueError(f"more than {limit} images: see --max_images")
-            self.images[name] = load_image(base64.b64decode(data))
+        self.images[name] = base64.b64decode(data)
         return {"type": "image", "image": name}
 
     def place(self, prompt: list[dict], images: Sequence) -> list[dict]:
@@ -1226,11 +1117,11 @@ class ChatClient:
         prompt = copy.deepcopy(prompt)
         for i, (part, image) in enumerate(zip(image_parts(prompt), images, strict=True)):
             part["image"] = f"image {i} of the row"
-            self.images[part["image"]] = row_image(image)
+            self.images[part["image"]] = image
         return prompt
 
     def images_of(self, messages: list[dict]) -> list:
-        return [self.images[part["image"]] for part in image_parts(messages)]
+        return [row_image(self.images[part["image"]]) for part in image_parts(messages)]
 
     def completion(self, trajectory: Trajectory, before: int, logprobs: bool):
         """An openai ChatCompletion of the last turn; before: response tokens before it."""
@@ -1242,24 +1133,20 @@ class ChatClient:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         reason = "length" if trajectory.stop_reason == "length" else "stop"
-        choice = {
-            "index": 0, "message": message, "token_ids": ids, "logprobs": None,
-            "finish_reason": "tool_calls" if "tool_calls" in message else reason,
-        }  # fmt: skip
+        reason = "tool_calls" if "tool_calls" in message else reason
+        choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
         if logprobs:
-            choice["logprobs"] = {"content": []}
-            for i, logprob in zip(ids, trajectory.response_logprobs[before:], strict=True):
-                token = self.loop.tokenizer.decode([i])
-                entry = {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-                choice["logprobs"]["content"].append(entry | {"top_logprobs": []})
+            texts = [self.loop.tokenizer.decode([i]) for i in ids]
+            choice["logprobs"] = {"content": [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in zip(texts, trajectory.response_logprobs[before:], strict=True)
+            ]}  # fmt: skip
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        usage["total_tokens"] = len(prompt) + len(ids)
         return ChatCompletion.model_validate({
             "id": f"chatcmpl-{trajectory.request_id}-{self.turns}", "object": "chat.completion",
             "model": "policy", "created": int(time.time()), "choices": [choice],
-            "prompt_token_ids": prompt,
-            "usage": {
-                "prompt_tokens": len(prompt), "completion_tokens": len(ids),
-                "total_tokens": len(prompt) + len(ids),
-            },
+            "usage": usage, "prompt_token_ids": prompt,
         })  # fmt: skip
 
     def outputs(self) -> list[AgentLoopOutput]:
