@@ -71,8 +71,8 @@ class AgentLoopOutput:
     turns + user/tool turns + 1, as in verl. images: PIL images in the order of their placeholders,
     which the ids have in full, one for each token of an image.
 
-    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, prompt_ids
-    is empty, or the stop reason is unknown.
+    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, prompt_ids is
+    empty, or the stop reason is unknown.
     """
 
     prompt_ids: list[int]
@@ -90,7 +90,7 @@ class AgentLoopOutput:
     images: list = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
         if len(set(lengths.values())) != 1:
             raise ValueError(
@@ -255,7 +255,7 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     return [token for i in ids for token in [i] * (next(counts) if i == placeholder else 1)]
 
 
-def check_images(output: AgentLoopOutput, processor) -> None:
+def check_images(output: AgentLoopOutput, processor):
     """Raises ValueError unless the ids have a placeholder for every token of the output's images."""
     found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     expected = sum(image_tokens(output.images, processor))
@@ -291,7 +291,7 @@ class Tool:
     name: str
     schema: dict
 
-    async def create(self, request_id: str, **create_kwargs) -> None: ...
+    async def create(self, request_id: str, **create_kwargs): ...
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         """Returns a str or ToolResponse, or a tuple of it, reward and metrics."""
@@ -300,7 +300,7 @@ class Tool:
     async def calc_reward(self, request_id: str, **kwargs) -> float:
         return 0.0
 
-    async def release(self, request_id: str, **kwargs) -> None: ...
+    async def release(self, request_id: str, **kwargs): ...
 
 
 class FunctionTool(Tool):
@@ -359,15 +359,13 @@ class Interaction:
 
     name: str = "interaction"
 
-    async def start(self, request_id: str, **kwargs) -> None: ...
+    async def start(self, request_id: str, **kwargs): ...
 
-    async def generate_response(
-        self, request_id: str, messages: list[dict], **kwargs
-    ) -> tuple[bool, str, float, dict]:
+    async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Returns (done, text of the next user turn, reward of the assistant's turn, metrics)."""
         raise TypeError(f"{type(self).__name__} has no generate_response method")
 
-    async def finalize(self, request_id: str) -> None: ...
+    async def finalize(self, request_id: str): ...
 
 
 def task_interaction(task, kwargs: dict | None) -> Interaction | None:
@@ -387,13 +385,13 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     return known[name]
 
 
-def reraise_cancellation(error: BaseException) -> None:
+def reraise_cancellation(error: BaseException):
     """Raises `error` again if it cancels the running task; any other of user code is a failure."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
 
-async def contained(coroutine) -> Any:
+async def contained(coroutine):
     """Awaits user code; its SystemExit (the event loop's end) and CancelledError become errors."""
     try:
         return await coroutine
@@ -402,7 +400,7 @@ async def contained(coroutine) -> Any:
         raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from None
 
 
-async def in_thread(function: Callable, *args, **kwargs) -> Any:
+async def in_thread(function: Callable, *args, **kwargs):
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
     asyncio.to_thread's pool is joined when Python exits, so a tool that never returns would keep
@@ -423,7 +421,7 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
     return await asyncio.wrap_future(future)
 
 
-async def call(function: Callable, *args, **kwargs) -> Any:
+async def call(function: Callable, *args, **kwargs):
     """Awaits an async function; runs a plain one in a thread: a slow one delays nobody else."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -439,7 +437,7 @@ def finite(value, name: str) -> float:
     """`value` as a float. Raises ValueError unless it is a finite number."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
@@ -455,14 +453,14 @@ AGENT_LOOPS: dict[str, type] = {}
 def register(name: str) -> Callable:
     """Class decorator: makes an agent loop selectable by `--agent name` or a row's agent_name."""
 
-    def add(cls: type) -> type:
+    def add(cls):
         AGENT_LOOPS[name] = cls
         return cls
 
     return add
 
 
-def agent_loop_class(row: dict, task, args) -> type["AgentLoopBase"]:
+def agent_loop_class(row: dict, task, args) -> type:
     """By row["agent_name"], else --agent, else "tool_agent" if there are TOOLS or INTERACTIONS."""
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
@@ -496,7 +494,7 @@ class Trajectory(AgentLoopOutput):
         """Response tokens so far, over all sequences."""
         return sum(len(output.response_ids) for output in (*self.finished, self))
 
-    def fork(self, prompt_ids: list[int], request_ids: list[int] | None = None):
+    def fork(self, prompt_ids: list[int], request_ids=None):
         """Ends the token sequence here; another one's prompt is the rewritten history."""
         self.finished.append(self.output())
         self.finished[-1].metrics = {}  # they are the trajectory's: on its last output only
@@ -505,7 +503,7 @@ class Trajectory(AgentLoopOutput):
             setattr(self, name, [])
         self.count("forks")
 
-    def add_sampled(self, out: TokenOutput) -> None:
+    def add_sampled(self, out: TokenOutput):
         n = len(out.token_ids)
         if not n == len(out.logprobs) == len(out.versions):
             raise ValueError(
@@ -519,7 +517,7 @@ class Trajectory(AgentLoopOutput):
         self.response_versions += out.versions
         self.assistant_turns += 1
 
-    def add_given(self, ids: list[int], request_ids: list[int] | None = None) -> None:
+    def add_given(self, ids: list[int], request_ids=None):
         """Tokens of a tool, a user or the template; request_ids: with one placeholder an image."""
         self.request_ids += request_ids or ids
         self.response_ids += ids
@@ -527,18 +525,18 @@ class Trajectory(AgentLoopOutput):
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def add_reward(self, reward: float | None) -> None:
+    def add_reward(self, reward: float | None):
         """A reward of the turn just made, at its last token. Raises ValueError if not finite."""
         if reward := finite(reward or 0.0, "a turn's reward"):
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
-    def add_metrics(self, kind: str, metrics: dict) -> None:
+    def add_metrics(self, kind: str, metrics: dict):
         """Adds all of them to the trajectory's, or none: ValueError if one is not finite."""
         numbers = {f"{kind}/{name}": finite(x, f"metric {name}") for name, x in metrics.items()}
         for name, number in numbers.items():
             self.count(name, number)
 
-    def count(self, name: str, n: float = 1) -> None:
+    def count(self, name: str, n: float = 1):
         self.metrics[name] = self.metrics.get(name, 0) + n
 
     def outputs(self) -> list[AgentLoopOutput]:
@@ -575,26 +573,23 @@ class AgentLoopBase:
         """Runs one trajectory of a row (its columns, and step, index, rollout_n, validate)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
-    def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
+    def start(self, row: dict, tools=None) -> Trajectory:
         images = [row_image(image) for image in row.get("images") or ()]
         return self.begin(row["prompt"], tools, images)
 
-    def begin(self, messages: list[dict], tools=None, images: Sequence = ()) -> Trajectory:
+    def begin(self, messages: list[dict], tools=None, images=()) -> Trajectory:
         """A trajectory that begins with these messages; images: PIL images, one a placeholder."""
         ids = render(self.tokenizer, messages, tools)
         return Trajectory(messages, expand(ids, images, self.processor), ids, images)
 
-    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
+    def room(self, trajectory, used=None) -> int:
         """Response tokens that budget and window still take; used: other tokens than its own."""
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
         window = self.args.max_model_len or math.inf
         return min(self.args.max_response_tokens - trajectory.n_response, window - used)
 
-    def append(
-        self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
-        stops: set[int], images: Sequence = (),
-    ) -> bool:  # fmt: skip
+    def append(self, trajectory, messages: list[dict], tools, stops: set[int], images=()) -> bool:
         """Appends tool or user messages as a template suffix, or forks where history is rewritten.
 
         images: PIL images, one for each placeholder in the messages.
@@ -619,7 +614,7 @@ class AgentLoopBase:
         trajectory.user_turns += 1
         return True
 
-    async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
+    async def assistant_turn(self, trajectory, sampling_params: dict) -> str | None:
         """Samples one turn; returns its text, special tokens kept, or None if it was cut off."""
         room = self.room(trajectory)
         if room < 1:
@@ -699,7 +694,7 @@ def parser_request(schemas: str):
 def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
     """The text beside the tool calls of an assistant turn, and [{"name", "arguments", "error"}].
 
-    arguments is a dict; error says, for the model to read, why a call can't be executed, or is None.
+    arguments is a dict; error says why a call can't be executed, for the model to read, or None.
     """
     parser = tool_parser(parser_name, tokenizer)
     error = "the tool call is not valid JSON with name and arguments"
@@ -766,7 +761,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
         self.user_answers = 0
-        self.created: dict[str, asyncio.Future] = {}  # tool name -> its `create`
+        self.created = {}  # tool name -> its `create`
         trajectory, state = self.start(row, self.schemas), self.pending
         try:
             try:
@@ -800,17 +795,17 @@ class ToolAgentLoop(AgentLoopBase):
             return self.interacting if self.interaction else None
         return None if self.out_of_turns(trajectory) else self.processing_tools
 
-    def out_of_turns(self, trajectory) -> bool:
+    def out_of_turns(self, trajectory):
         return self.out_of(trajectory, self.args.max_assistant_turns, trajectory.assistant_turns)
 
-    def out_of(self, trajectory, limit: int, turns: int) -> bool:
+    def out_of(self, trajectory, limit, turns):
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
         over = 0 < limit <= turns
         if over:
             trajectory.stop_reason = "max_turns"
         return over
 
-    def parse(self, trajectory, text: str) -> list[dict]:
+    def parse(self, trajectory, text):
         """A turn's [{"name", "arguments" (a dict), "error"}]; the turn's message gets them too."""
         parser = self.args.tool_parser
         content, calls = parse_tool_calls(text, parser, self.tokenizer, self.schemas)
@@ -834,8 +829,9 @@ class ToolAgentLoop(AgentLoopBase):
                 there, more = len(trajectory.images) + len(images), len(response.images)
                 limit = self.args.max_images
                 if more and there + more > limit:
-                    raise ValueError(f"no room for {more} more images: {there} of {limit} are there")
-            except ValueError as error:
+                    known = f"{there} of {limit} are there"
+                    raise ValueError(f"no room for {more} more images: {known}")
+            except Exception as error:  # no number, or too many images
                 response = self.failure(trajectory, error)
             content = text = self.shorten(response.text)
             if response.images:
@@ -847,13 +843,13 @@ class ToolAgentLoop(AgentLoopBase):
             messages.append({"role": "tool", "content": content, **made})
         return self.answer(trajectory, messages, images)
 
-    def failure(self, trajectory, error, counter="tool_errors") -> ToolResponse:
+    def failure(self, trajectory, error, counter="tool_errors"):
         """What the model reads of a call that went wrong, which is counted."""
         trajectory.count(counter)
         return ToolResponse(f"Error: {error}")
 
-    async def call_tool(self, trajectory, call: dict) -> ToolResponse:
-        """Executes one call under its deadline; what goes wrong is told to the model and counted."""
+    async def call_tool(self, trajectory, call):
+        """Executes a call under its deadline; what goes wrong is told to the model and counted."""
         name, error = call["name"], call["error"]
         if not error and name not in self.tools:
             error = f"there is no tool {name!r}; the tools are {sorted(self.tools)}"
@@ -861,21 +857,20 @@ class ToolAgentLoop(AgentLoopBase):
             return self.failure(trajectory, error)
         try:
             async with asyncio.timeout(self.args.tool_timeout) as deadline:
-                return await contained(self.execute(trajectory, self.tools[name], call["arguments"]))
+                return await contained(self.execute(trajectory, name, call["arguments"]))
         except Exception as error:  # the model's to read, not the run's to die of
             if deadline.expired():
                 late = f"{name} took longer than {self.args.tool_timeout:g} seconds"
                 return self.failure(trajectory, late, "tool_timeouts")
             return self.failure(trajectory, str(error) or repr(error))
 
-    def tool_method(self, trajectory, name: str, method: str, *arguments):
+    def tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
         return getattr(self.tools[name], method)(trajectory.request_id, *arguments, **kwargs)
 
-    async def execute(self, trajectory, tool: Tool, arguments: dict) -> ToolResponse:
+    async def execute(self, trajectory, name, arguments):
         """A tool's response, its images loaded. Raises whatever the tool raises."""
-        name = tool.name
         if name not in self.created:
             create = self.tool_method(trajectory, name, "create")
             self.created[name] = asyncio.ensure_future(contained(create))
@@ -888,16 +883,16 @@ class ToolAgentLoop(AgentLoopBase):
             raise ValueError("the tool returned an image, and this agent reads text only")
         images = [load_image(image) for image in response.images]
         if images:
-            image_tokens(images, self.processor)  # a shape that the model does not take raises here
+            image_tokens(images, self.processor)  # raises for a shape that the model does not take
         reward = response.reward if reward is None else reward
-        return ToolResponse(response.text, images, reward, response.metrics | (metrics or {}))
+        return ToolResponse(response.text, images, reward, {**response.metrics, **(metrics or {})})
 
-    async def in_time(self, function: Callable, *args, **kwargs):
+    async def in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
         async with asyncio.timeout(self.args.tool_timeout):
             return await contained(function(*args, **kwargs))
 
-    def shorten(self, text: str) -> str:
+    def shorten(self, text):
         """At most max_tool_response_tokens of a response: one or both ends, as in verl."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
         text = self.plain(text)
@@ -917,19 +912,19 @@ class ToolAgentLoop(AgentLoopBase):
         )  # fmt: skip
         trajectory.add_metrics("interaction", metrics or {})
         trajectory.add_reward(reward)  # the last turn too has its reward
-        limit = self.args.max_user_turns
-        if done or self.out_of_turns(trajectory) or self.out_of(trajectory, limit, self.user_answers):
+        limit, n = self.args.max_user_turns, self.user_answers
+        if done or self.out_of_turns(trajectory) or self.out_of(trajectory, limit, n):
             return None
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": self.plain(text)}])
 
-    def answer(self, trajectory, messages: list[dict], images: Sequence = ()):
+    def answer(self, trajectory, messages, images=()):
         """The next state: generating, if the messages and a reply to them fit."""
         stops = self.stop_token_ids(self.sampling_params)
         fits = self.append(trajectory, messages, self.schemas, stops, images)
         return self.generating if fits else None
 
-    async def close(self, trajectory) -> None:
+    async def close(self, trajectory):
         """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
@@ -963,7 +958,7 @@ def identity(message: dict) -> tuple:
 
 
 class ChatClient:
-    """`AsyncOpenAI` as agents use it: `await client.chat.completions.create(messages=..., tools=...)`.
+    """`AsyncOpenAI` as agents use it: `await client.chat.completions.create(messages=, tools=)`.
 
     Runs in process and records exact tokens. A call whose messages go on from those of an earlier
     one (its reply included) continues that token sequence; any other starts one of its own, so
@@ -972,15 +967,15 @@ class ChatClient:
     OutOfBudget when the trajectory is used up.
     """
 
-    def __init__(self, loop: AgentLoopBase, sampling_params: dict):
+    def __init__(self, loop, sampling_params):
         self.loop, self.sampling_params = loop, sampling_params
-        self.trajectories: list[Trajectory] = []  # the last one spoke last
-        self.sampling: set[asyncio.Future] = set()  # calls under way
-        self.images: dict[str, Any] = {}  # by the name in their placeholders: see `row_image`
+        self.trajectories = []  # the last one spoke last
+        self.sampling = set()  # calls under way
+        self.images = {}  # by the name in their placeholders: see `row_image`
         self.turns = 0
         self.over = False  # the agent is done
-        self.reward: float | None = None  # what the task is asked for otherwise
-        self.exhausted: str | None = None  # "length" | "max_turns": the last call raised OutOfBudget
+        self.reward = None  # what the task is asked for otherwise
+        self.exhausted = None  # "length" | "max_turns", if the last call raised OutOfBudget
         self.chat = self.completions = self  # client.chat.completions.create
 
     async def create(
@@ -993,9 +988,8 @@ class ChatClient:
         other than text (and, if the model has vision, images as data: URLs).
         """
         if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
-            raise ValueError(
-                "supported are n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
-            )
+            known = "n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
+            raise ValueError(f"supported are {known}")
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -1023,13 +1017,14 @@ class ChatClient:
         if text and tools:
             parser = self.loop.args.tool_parser
             content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
-            if calls and not any(call["error"] for call in calls):  # else text, as vLLM's server says
+            # A malformed one is text, as from vLLM's server.
+            if calls and not any(call["error"] for call in calls):
                 trajectory.messages[-1] = calling_message(content, calls, turn)
         trajectory.tools = tools  # others may go on from it now
         self.put_last(trajectory)
         return self.completion(trajectory, before, logprobs)
 
-    def resume(self, messages: list[dict], tools: list[dict]) -> Trajectory:
+    def resume(self, messages, tools):
         """The trajectory to sample the next turn in; parallel calls never share one."""
         loop, n = self.loop, len(image_parts(messages))
         if n > loop.args.max_images:  # before any is decoded
@@ -1043,7 +1038,8 @@ class ChatClient:
         ]  # fmt: skip
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
-            new, stops = messages[len(trajectory.messages) :], loop.stop_token_ids(self.sampling_params)
+            new = messages[len(trajectory.messages) :]
+            stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new, tools, stops, self.images_of(new))
         else:
             trajectory = loop.begin(messages, tools, self.images_of(messages))
@@ -1060,18 +1056,18 @@ class ChatClient:
         """Among the trajectories: it spoke last, or had no room to."""
         self.trajectories.sort(key=lambda other: other is trajectory)
 
-    def give_up(self, reason: str):
+    def give_up(self, reason):
         self.exhausted = reason
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
-    async def close(self) -> None:
-        """Ends the calls that outlived the agent (a thread's, a task's, over HTTP), refuses others."""
+    async def close(self):
+        """Ends the calls that outlived the agent (in threads, tasks, over HTTP), refuses others."""
         self.over = True
         for task in self.sampling:
             task.cancel()
         await asyncio.gather(*self.sampling, return_exceptions=True)
 
-    def message(self, message) -> dict:
+    def message(self, message):
         """A chat message of any client as templates want it: text or parts, arguments as a dict."""
         message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
         content = message.get("content") or ""
@@ -1089,7 +1085,7 @@ class ChatClient:
             plain.setdefault("tool_calls", []).append(function_call(call["id"], name, arguments))
         return plain
 
-    def part(self, part: dict) -> dict:
+    def part(self, part):
         """A part of a message's content; an image is kept and named in its placeholder."""
         kind = part.get("type")
         if kind == "text":
@@ -1099,9 +1095,8 @@ class ChatClient:
         if kind == "image":  # of the row's own prompt: see `place`
             if part.get("image") in list(self.images):  # a list: it may have no hash
                 return part
-            raise ValueError(
-                "a part of type image is supported as the row's prompt has it; send others as image_url"
-            )
+            known = "as the row's prompt has it; send others as image_url"
+            raise ValueError(f"a part of type image is supported {known}")
         if kind != "image_url":
             raise ValueError(f"supported in chat messages are text and image_url, not {kind}")
         url = part.get("image_url")
@@ -1112,7 +1107,7 @@ class ChatClient:
         self.images[name] = base64.b64decode(data)
         return {"type": "image", "image": name}
 
-    def place(self, prompt: list[dict], images: Sequence) -> list[dict]:
+    def place(self, prompt, images):
         """A row's prompt with its images named in their placeholders, to be sent as it is."""
         prompt = copy.deepcopy(prompt)
         for i, (part, image) in enumerate(zip(image_parts(prompt), images, strict=True)):
@@ -1120,10 +1115,10 @@ class ChatClient:
             self.images[part["image"]] = image
         return prompt
 
-    def images_of(self, messages: list[dict]) -> list:
+    def images_of(self, messages):
         return [row_image(self.images[part["image"]]) for part in image_parts(messages)]
 
-    def completion(self, trajectory: Trajectory, before: int, logprobs: bool):
+    def completion(self, trajectory, before, logprobs):
         """An openai ChatCompletion of the last turn; before: response tokens before it."""
         from openai.types.chat import ChatCompletion
 
@@ -1137,9 +1132,10 @@ class ChatClient:
         choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
         if logprobs:
             texts = [self.loop.tokenizer.decode([i]) for i in ids]
+            logprobs = trajectory.response_logprobs[before:]
             choice["logprobs"] = {"content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, trajectory.response_logprobs[before:], strict=True)
+                {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, x in zip(texts, logprobs, strict=True)
             ]}  # fmt: skip
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         usage["total_tokens"] = len(prompt) + len(ids)
@@ -1149,7 +1145,7 @@ class ChatClient:
             "usage": usage, "prompt_token_ids": prompt,
         })  # fmt: skip
 
-    def outputs(self) -> list[AgentLoopOutput]:
+    def outputs(self):
         """All token sequences, those of the trajectory that spoke last at the end."""
         spoke = [trajectory for trajectory in self.trajectories if trajectory.assistant_turns]
         return [output for trajectory in spoke for output in trajectory.outputs()]
