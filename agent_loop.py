@@ -71,8 +71,8 @@ class AgentLoopOutput:
     turns + user/tool turns + 1, as in verl. images: PIL images in the order of their placeholders,
     which the ids have in full, one for each token of an image.
 
-    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, prompt_ids is
-    empty, or the stop reason is unknown.
+    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, prompt_ids
+    is empty, or the stop reason is unknown.
     """
 
     prompt_ids: list[int]
@@ -93,15 +93,13 @@ class AgentLoopOutput:
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
         if len(set(lengths.values())) != 1:
-            raise ValueError(
-                f"the response lists of an AgentLoopOutput must have one length, got {lengths}"
-            )
+            problem = "the response lists of an AgentLoopOutput must have one length"
+            raise ValueError(f"{problem}, got {lengths}")
         if not {0, 1}.issuperset(self.response_mask):
-            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy) only")
+            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
         if not self.prompt_ids:
-            raise ValueError(
-                "prompt_ids is empty: the first response token needs a token to be predicted from"
-            )
+            problem = "the first response token needs a token to be predicted from"
+            raise ValueError(f"prompt_ids is empty: {problem}")
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
 
@@ -118,10 +116,8 @@ def render_text(
 ) -> str:
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
-        raise BadInput(
-            "the tokenizer has no chat template: use an instruct model, or set "
-            "tokenizer.chat_template"
-        )
+        remedy = "use an instruct model, or set tokenizer.chat_template"
+        raise BadInput(f"the tokenizer has no chat template: {remedy}")
     return tokenizer.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
     )
@@ -132,7 +128,7 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> 
     return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
 
 
-def tokenise(tokenizer, text: str) -> list[int]:
+def tokenise(tokenizer, text):
     # The template writes every special token itself (BOS too): adding them would double them.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -170,7 +166,7 @@ def turn_suffix(
     starts = ((before.rfind(tokenizer.decode([stop])), stop) for stop in stop_token_ids)
     start, stop = max(starts, default=(-1, None))
     if start < 0:  # a template that ends turns with no token at all
-        return tokenise(tokenizer, after[len(before) :])
+        start, stop = len(before), None
     ids = tokenise(tokenizer, after[start:])
     return ids[1:] if ended and ids[0] == stop else ids
 
@@ -232,7 +228,7 @@ def row_image(source):
     return _load_file(source) if isinstance(source, (bytes, str, Path)) else source
 
 
-def image_tokens(images: Sequence, processor) -> list[int]:
+def image_tokens(images, processor):
     """Tokens that each image takes. Raises ValueError for a shape that the model does not take."""
     sizes = [(image.height, image.width) for image in images]
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
@@ -256,7 +252,7 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
 
 def check_images(output: AgentLoopOutput, processor):
-    """Raises ValueError unless the ids have a placeholder for every token of the output's images."""
+    """Raises ValueError unless the ids have a placeholder for each token of the output's images."""
     found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     expected = sum(image_tokens(output.images, processor))
     if found != expected:
@@ -385,7 +381,7 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     return known[name]
 
 
-def reraise_cancellation(error: BaseException):
+def reraise_cancellation(error):
     """Raises `error` again if it cancels the running task; any other of user code is a failure."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
@@ -483,11 +479,11 @@ class Trajectory(AgentLoopOutput):
         super().__init__(**given, **{name: [] for name in RESPONSE_LISTS})
         self.request_id = uuid4().hex
         self.request_ids = list(request_ids or prompt_ids)
-        self.finished: list[AgentLoopOutput] = []  # sequences before the last fork
+        self.finished = []  # AgentLoopOutputs of sequences before the last fork
         self.assistant_turns = self.user_turns = 0
         self.ended = True  # whether the last assistant turn ended with a stop token
-        self.tool_calls: list[dict] = []  # of the last assistant turn, still to be executed
-        self.tools: list[dict] | None = None  # with which a chat agent may go on from here
+        self.tool_calls = []  # of the last assistant turn, still to be executed
+        self.tools = None  # those with which a chat agent may go on from here
 
     @property
     def n_response(self) -> int:
@@ -506,10 +502,8 @@ class Trajectory(AgentLoopOutput):
     def add_sampled(self, out: TokenOutput):
         n = len(out.token_ids)
         if not n == len(out.logprobs) == len(out.versions):
-            raise ValueError(
-                f"the engine returned {n} tokens, but {len(out.logprobs)} logprobs and "
-                f"{len(out.versions)} versions"
-            )
+            others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
+            raise ValueError(f"the engine returned {n} tokens, but {others}")
         self.request_ids += out.token_ids
         self.response_ids += out.token_ids
         self.response_mask += [1] * n
@@ -628,10 +622,9 @@ class AgentLoopBase:
         )  # fmt: skip
         prompt = trajectory.prompt_ids + trajectory.response_ids
         if trajectory.images and out.prompt_ids != prompt:
-            raise ValueError(
-                "the engine and the processor disagree about the tokens of the images: "
-                f"{len(out.prompt_ids)} prompt tokens against {len(prompt)}"
-            )
+            lengths = f"{len(out.prompt_ids)} prompt tokens against {len(prompt)}"
+            problem = "the engine and the processor disagree about the tokens of the images"
+            raise ValueError(f"{problem}: {lengths}")
         trajectory.add_sampled(out)
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = not stops.isdisjoint(out.token_ids[-1:])
@@ -657,7 +650,7 @@ class AgentLoopBase:
 class SingleTurnLoop(AgentLoopBase):
     """One prompt, one answer."""
 
-    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput:
+    async def run(self, sampling_params, **row):
         trajectory = self.start(row)
         await self.assistant_turn(trajectory, sampling_params)
         return trajectory.output()
@@ -683,7 +676,7 @@ def tool_parser(name: str, tokenizer):
 
 
 @functools.cache
-def parser_request(schemas: str):
+def parser_request(schemas):
     """The chat request in which some parsers look up the tools; schemas as JSON, to be cached."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -720,22 +713,20 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     return found.content or "", calls
 
 
-def call_id(turn: int, i: int) -> str:
+def call_id(turn, i):
     """Of a turn's i-th call: nine characters, as Mistral's template wants, alike in all runs."""
     return f"{turn:06d}{i:03d}"
 
 
-def function_call(id: str, name: str, arguments) -> dict:
+def function_call(id, name, arguments):
     """A tool call in an assistant's message, as chat templates want it: arguments as a dict."""
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def calling_message(content: str, calls: list[dict], turn: int) -> dict:
+def calling_message(content, calls, turn):
     """The assistant's message that makes these calls."""
-    made = [
-        function_call(call_id(turn, i), call["name"], call["arguments"])
-        for i, call in enumerate(calls)
-    ]
+    ids = [call_id(turn, i) for i in range(len(calls))]
+    made = [function_call(id, call["name"], call["arguments"]) for id, call in zip(ids, calls)]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
@@ -752,7 +743,7 @@ class ToolAgentLoop(AgentLoopBase):
     is called wrongly becomes a message the model reads, and a counter.
     """
 
-    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params, **row):
         self.sampling_params = sampling_params
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
         self.tools = task_tools(self.task, self.tools_kwargs)
@@ -800,8 +791,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def out_of(self, trajectory, limit, turns):
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
-        over = 0 < limit <= turns
-        if over:
+        if over := 0 < limit <= turns:
             trajectory.stop_reason = "max_turns"
         return over
 
@@ -928,8 +918,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
-        release = functools.partial(self.in_time, self.tool_method, trajectory)
-        closers = [release(name, "release") for name in self.created]
+        method = self.tool_method
+        closers = [self.in_time(method, trajectory, name, "release") for name in self.created]
         if self.interaction:
             closers.append(self.in_time(self.interaction.finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
@@ -944,14 +934,14 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def image_parts(messages: list[dict]) -> list[dict]:
+def image_parts(messages):
     """The placeholders of images in the messages' contents."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part for part in parts if part["type"] == "image"]
 
 
-def identity(message: dict) -> tuple:
+def identity(message):
     """What makes two messages the same: not ids and names of tools, which clients add and drop."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["role"], message["content"], json.dumps(calls, sort_keys=True)
@@ -984,8 +974,8 @@ class ChatClient:
     ):  # fmt: skip
         """One reply, as an openai ChatCompletion with vLLM's prompt_token_ids and token_ids.
 
-        Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice, content
-        other than text (and, if the model has vision, images as data: URLs).
+        Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
+        response_format, content other than text (and, for vision, images as data: URLs).
         """
         if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
             known = "n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
@@ -1152,17 +1142,16 @@ class ChatClient:
 
 
 class ChatAgentLoop(AgentLoopBase):
-    """Base class for agents written for the OpenAI client: subclasses write `chat`, in a task file.
+    """Base class for agents written for the OpenAI client: subclasses write `chat` in a task file.
 
-    An agent that runs out of tokens, turns or time keeps what it has; any other exception drops the
-    trajectory.
+    One that runs out of tokens, turns or time keeps what it has; any other exception drops it.
     """
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         """The whole conversation of one row; may return its reward, else the task's is asked."""
         raise TypeError(f"{type(self).__name__} has no chat method")
 
-    async def run(self, sampling_params: dict, **row) -> list[AgentLoopOutput]:
+    async def run(self, sampling_params, **row):
         client, reward, cut_off = ChatClient(self, sampling_params), None, None
         if row.get("images"):
             row["prompt"] = client.place(row["prompt"], row["images"])
