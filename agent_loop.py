@@ -344,10 +344,11 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     if len(tools) < len(all_tools):
         names = sorted(tool.name for tool in all_tools)
         raise BadInput(f"two of the task's TOOLS have the same name: {names}")
-    chosen = tools_kwargs or tools
-    if unknown := sorted(set(chosen) - set(tools)):
+    if not tools_kwargs:
+        return tools
+    if unknown := sorted(set(tools_kwargs) - set(tools)):
         raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
-    return {name: tool for name, tool in tools.items() if name in chosen}
+    return {name: tool for name, tool in tools.items() if name in tools_kwargs}
 
 
 class Interaction:
@@ -485,11 +486,6 @@ class Trajectory(AgentLoopOutput):
         self.tool_calls = []  # of the last assistant turn, still to be executed
         self.tools = None  # those with which a chat agent may go on from here
 
-    @property
-    def n_response(self) -> int:
-        """Response tokens so far, over all sequences."""
-        return sum(len(output.response_ids) for output in (*self.finished, self))
-
     def fork(self, prompt_ids: list[int], request_ids=None):
         """Ends the token sequence here; another one's prompt is the rewritten history."""
         self.finished.append(self.output())
@@ -581,7 +577,8 @@ class AgentLoopBase:
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
         window = self.args.max_model_len or math.inf
-        return min(self.args.max_response_tokens - trajectory.n_response, window - used)
+        spent = sum(len(one.response_ids) for one in (*trajectory.finished, trajectory))
+        return min(self.args.max_response_tokens - spent, window - used)
 
     def append(self, trajectory, messages: list[dict], tools, stops: set[int], images=()) -> bool:
         """Appends tool or user messages as a template suffix, or forks where history is rewritten.
@@ -828,9 +825,9 @@ class ToolAgentLoop(AgentLoopBase):
                 content = [{"type": "text", "text": text}] if text else []
                 content += [{"type": "image"} for _ in response.images]
             images += response.images
-            # A malformed call has an id too: templates may ask for it.
-            made = {"name": call["name"], "tool_call_id": call_id(trajectory.assistant_turns, i)}
-            messages.append({"role": "tool", "content": content, **made})
+            made = call_id(trajectory.assistant_turns, i)  # of malformed ones too: for templates
+            message = {"role": "tool", "name": call["name"], "content": content}
+            messages.append(message | {"tool_call_id": made})
         return self.answer(trajectory, messages, images)
 
     def failure(self, trajectory, error, counter="tool_errors"):
