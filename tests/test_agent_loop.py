@@ -26,7 +26,6 @@ from agent_loop import (
     STOP_REASONS,
     AgentLoopBase,
     AgentLoopOutput,
-    AgentState,
     BadInput,
     Interaction,
     SingleTurnLoop,
@@ -659,11 +658,9 @@ def test_a_subclass_adds_a_state(play, monkeypatch):
     class Reflecting(ToolAgentLoop):
         """Asks once whether the answer is right before it ends."""
 
-        handlers = ToolAgentLoop.handlers | {"reflecting": "reflecting"}
-
         async def generating(self, trajectory):
             state = await super().generating(trajectory)
-            return "reflecting" if state is AgentState.TERMINATED and trajectory.user_turns < 2 else state
+            return self.reflecting if state is None and trajectory.user_turns < 2 else state
 
         async def reflecting(self, trajectory):
             trajectory.count("reflections")

@@ -236,7 +236,8 @@ class Run:
     """A pool with its engine and agent loops. The engine waits for all that are not at a gate: no step is left to
     chance."""
 
-    def __init__(self, engine, background, tokenizer, args, models, task: Task, start=0, resume=None, n_rows=7, **flags):
+    def __init__(self, engine, background, tokenizer, args, models, task: Task, start=0, resume=None, n_rows=7,
+                 **flags):  # fmt: skip
         flags = {"num_steps": 20, "prompts_per_step": 2, "group_size": 2, "max_staleness": 1, "oversample": 2.0} | flags
         self.args = dataclasses.replace(args, agent="test_gated", **flags)
         self.task, self.models, self.engine, self.background = task, models, engine, background
@@ -363,7 +364,8 @@ def test_every_prompt_is_trained_on_once_and_none_is_drawn_for_nothing(make_run)
     assert sorted(trained) == list(range(10))
     wake(run.engine, run.models[5], 5)
     run.pool.end()
-    assert not run.pool.groups and not run.pool.pending and not run.engine.turns and not run.engine.oldest
+    assert not run.pool.groups and not run.pool.pending and not run.engine.turns
+    assert not [name for name in run.engine.oldest if name.startswith("train")]
     run.nothing_is_left()
     assert len(run.task.created) == 20
 
@@ -537,15 +539,13 @@ def test_settling_for_an_evaluation(make_run, monkeypatch):
     assert prompts(phase) == [1, 3]
     assert [o.response_versions for o in phase.outputs] == [[v] * 6 + [-1] * 3 + [1] * 6 for v in (0, 0, 1, 1)]
     wait_for(lambda: len(task.created) == 4 * 2 + 6 + 2 * 2, 20)  # 4 and 5 have come
-    wake(run.engine, run.models[2], 2)
-    run.pool.end()
-    run.nothing_is_left()
-    run.engine.sleep()
+    run.open((4, START))
     wake(run.engine, run.models[2], 2)
     monkeypatch.setattr(rollout_file, "all_gather", lambda x: [x, None])  # another rank was told to stop
-    run.task.gates.clear()
     with pytest.raises(Stopped):
         run.pool.settle()
+    run.pool.end()
+    run.nothing_is_left()
 
 
 def test_a_run_that_is_to_stop_gives_up_what_is_under_way(make_run):
@@ -562,7 +562,8 @@ def test_a_run_that_is_to_stop_gives_up_what_is_under_way(make_run):
 def test_a_run_that_stops_between_two_rollouts_releases_its_tools(make_run):
     task = Task((0, MIDDLE), (1, START), long=[2])
     run = make_run(task, prompts_per_step=1, max_staleness=3, oversample=4.0)
-    assert prompts(run.step(0)) == [3] and set(run.engine.oldest.values()) == {0} and not task.released[2:]
+    assert prompts(run.step(0)) == [3] and not task.released[2:]
+    assert {v for name, v in run.engine.oldest.items() if name.startswith("train")} == {0}
     run.pool.end()
     run.nothing_is_left()
     assert len(task.released) == 8
