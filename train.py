@@ -22,6 +22,7 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -62,6 +63,7 @@ from rollout import (
     Stopped,
     all_gather,
     checksum,
+    gather_unless_stopped,
     grade,
     read_rollouts,
     rollout,
@@ -351,8 +353,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def check_args(args: Args) -> None:
     """Raises BadInput where a flag breaks its rules, or flags contradict each other."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Args)}
-    defaults |= args.preset_values() | args.correction_bounds()
     for field in dataclasses.fields(Args):
         name, value, allowed = field.name, getattr(args, field.name), field.metadata["allowed"]
         if isinstance(allowed, Range):
@@ -360,11 +360,13 @@ def check_args(args: Args) -> None:
         elif allowed:
             choices = ", ".join(map(str, allowed))
             need(value in allowed, f"--{name} {value}: choose from {choices}")
-    for name, default in defaults.items():  # without effect it's a mistake that shows in results
-        only = Args.__dataclass_fields__[name].metadata["only"]
-        used, words = holds(only, args) if only else (True, "")
-        need(used or getattr(args, name) == default, f"--{name} has an effect only with {words}")
-    for ok, message in cross_flag_rules(args):
+    unset = args.preset_values() | args.correction_bounds()
+    for field in dataclasses.fields(Args):  # without effect a flag is a mistake, seen in results
+        name, only = field.name, field.metadata["only"]
+        if only and getattr(args, name) != unset.get(name, field.default):
+            used, words = holds(only, args)
+            need(used, f"--{name} has an effect only with {words}")
+    for message, ok in cross_flag_rules(args).items():
         need(ok, message)
     for name in ("engine_args", "sampling_args", "eval_sampling_args"):
         try:
@@ -387,51 +389,48 @@ def holds(rule: str, args: Args) -> tuple[bool, str]:
     return value not in ("0", "0.0", "none"), f"a --{name}"
 
 
-def cross_flag_rules(args: Args) -> list[tuple[bool, str]]:
-    """(whether it is so, what to change) of everything that involves several flags."""
+def cross_flag_rules(args: Args) -> dict[str, bool]:
+    """What to change, and whether it is right, of everything that involves several flags."""
     step, mini, estimator = args.prompts_per_step, args.prompts_per_mini_batch, args.adv_estimator
-    replayed = [name for name in "engine_args sampling_args oversample tp check_sync".split()
-                if args.replay and getattr(args, name) != getattr(Args, name)]
     longest = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
-    return [
-        (not mini or step % mini == 0,
-         f"--prompts_per_step {step} must be a multiple of --prompts_per_mini_batch {mini}"),
-        (estimator not in GROUP_ESTIMATORS or args.group_size > 1,
-         f"--adv_estimator {estimator} compares the trajectories of a prompt: --group_size must be "
-         "at least 2"),
-        (args.max_gen_batches == 1 or args.group_size > 1,
-         "--max_gen_batches above 1 replaces groups whose members score alike: --group_size must "
-         "be at least 2"),
-        (args.overlong_buffer <= 1,
-         f"--overlong_buffer {args.overlong_buffer} is a share of max_response_tokens"),
-        (args.clip_c == 0 or args.clip_c > 1,
-         f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1"),
-        (args.correction_low <= args.correction_high,
-         "--correction_low must not exceed --correction_high"),
-        (args.critic_warmup < max(1, args.num_steps),
-         "--critic_warmup leaves no step that trains the policy"),
-        (not args.kl_target or args.kl_coef > 0, "--kl_target has an effect only with a --kl_coef"),
-        (not args.kl_target or args.kl_horizon >= step * args.group_size,
-         f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a step's "
-         f"{step * args.group_size}"),
-        (args.oversample == 1 or args.max_staleness > 0,
-         f"--oversample {args.oversample} without --max_staleness would train on whatever finishes "
-         "first, which favours short answers: give --max_staleness 1 or more"),
-        (not (args.max_staleness and args.deterministic),
-         "--deterministic needs --max_staleness 0: what is done when depends on timing"),
-        (not replayed, f"--{', --'.join(replayed)} has an effect only with an engine, and --replay "
-         "has none"),
-        (args.max_model_len is None or args.max_model_len > args.max_prompt_tokens,
-         f"--max_model_len {args.max_model_len} leaves no room for a response to "
-         "--max_prompt_tokens"),
-        (args.tokens_per_micro_batch >= longest,  # forks and chat agents may fill the window
-         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
-         f"trajectory: {longest} tokens"),
-        (not (args.replay and args.rollout_only), "--replay and --rollout_only: give one of them"),
-        (not (args.rollout_only and args.max_staleness),
-         "--rollout_only leaves the weights as they are: nothing gets stale, give "
-         "--max_staleness 0"),
-    ]
+    with_engine = {
+        f"--{name} has an effect only with an engine, and --replay has none":
+            not args.replay or getattr(args, name) == getattr(Args, name)
+        for name in ("engine_args", "sampling_args", "oversample", "tp", "check_sync")
+    }
+    return with_engine | {
+        f"--prompts_per_step {step} must be a multiple of --prompts_per_mini_batch {mini}":
+            not mini or step % mini == 0,
+        f"--adv_estimator {estimator} compares the trajectories of a prompt: --group_size must be "
+        "at least 2": estimator not in GROUP_ESTIMATORS or args.group_size > 1,
+        "--max_gen_batches above 1 replaces groups whose members score alike: --group_size must "
+        "be at least 2": args.max_gen_batches == 1 or args.group_size > 1,
+        f"--overlong_buffer {args.overlong_buffer} is a share of max_response_tokens":
+            args.overlong_buffer <= 1,
+        f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1":
+            args.clip_c == 0 or args.clip_c > 1,
+        "--correction_low must not exceed --correction_high":
+            args.correction_low <= args.correction_high,
+        "--critic_warmup leaves no step that trains the policy":
+            args.critic_warmup < max(1, args.num_steps),
+        "--kl_target has an effect only with a --kl_coef": not args.kl_target or args.kl_coef > 0,
+        f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a step's "
+        f"{step * args.group_size}":
+            not args.kl_target or args.kl_horizon >= step * args.group_size,
+        f"--oversample {args.oversample} without --max_staleness would train on whatever finishes "
+        "first, which favours short answers: give --max_staleness 1 or more":
+            args.oversample == 1 or args.max_staleness > 0,
+        "--deterministic needs --max_staleness 0: what is done when depends on timing":
+            not args.max_staleness or not args.deterministic,
+        f"--max_model_len {args.max_model_len} leaves no room for a response to "
+        "--max_prompt_tokens": longest > args.max_prompt_tokens,
+        # Forks and chat agents may fill the window.
+        f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
+        f"trajectory: {longest} tokens": args.tokens_per_micro_batch >= longest,
+        "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
+        "--rollout_only leaves the weights as they are: nothing gets stale, give "
+        "--max_staleness 0": not args.rollout_only or not args.max_staleness,
+    }
 
 
 def check_engine_args(name: str, arguments: dict) -> None:
@@ -439,16 +438,14 @@ def check_engine_args(name: str, arguments: dict) -> None:
     depends on."""
     from vllm import EngineArgs
 
-    flags = "dtype seed max_model_len max_num_seqs trust_remote_code gpu_memory_utilization".split()
-    own = {name: name for name in flags} | {"model": "model", "tokenizer": "model",
-                                            "tensor_parallel_size": "tp"}
+    own = {"tokenizer": "model", "tensor_parallel_size": "tp"}
     fixed = """distributed_executor_backend logprobs_mode enable_sleep_mode pipeline_parallel_size
         data_parallel_size limit_mm_per_prompt""".split()
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in arguments:
-        need(key not in own, f"--{name}: {key} is --{own.get(key)}")
+        flag = own.get(key, key)
+        need(flag not in vars(Args), f"--{name}: {key} is --{flag}")
         need(key not in fixed, f"--{name}: {key} is not the user's to choose here")
-        need(key in known, f"--{name}: vLLM has no argument {key}")
+        need(key in EngineArgs.__dataclass_fields__, f"--{name}: vLLM has no argument {key}")
 
 
 def sampling_args(text: str | None) -> dict:
@@ -508,7 +505,7 @@ def task_model(task: ModuleType, args: Args) -> str:
         print(f"building the task's model, once: {folder}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
-        temporary = Path(parent) / "model"
+        temporary = Path(parent, "model")
         temporary.mkdir()
         set_seed(args.seed)
         task.build_model(str(temporary))
@@ -552,8 +549,8 @@ def check_model(args: Args):
          f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} key-value "
          "heads")
     # What scales or caps the logits outside the head would make the trainer's logprobs wrong.
-    for name, neutral in ("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1):
-        need(getattr(text, name, None) in (neutral, None),
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        need(getattr(text, name, None) in (None, 1),
              f"{model} sets {name}, which the trainer's logprobs don't implement")
     return config
 
@@ -1116,9 +1113,7 @@ class Stop:
 
     def agree(self) -> None:
         """Raises Stopped on all ranks if one was told to stop; they all call it."""
-        self.told = bool(all_sum(torch.tensor(float(self.requested()))) > 0)
-        if self.told:
-            raise Stopped
+        gather_unless_stopped(None, self.requested())
 
 
 def alive(pid: int) -> bool:
@@ -1168,10 +1163,8 @@ def prepare_folder(args: Args) -> Path | None:
         return found[-1]
     dist.barrier()
     if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        folder.rename(aside)
+        names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
+        aside = folder.rename(next(name for name in names if not name.exists()))
         print(f"{folder} held an earlier run: moved to {aside}", flush=True)
     dist.barrier()
     return None
@@ -1212,16 +1205,14 @@ class Run:
 def fill_in_defaults(args: Args) -> None:
     """What depends on other flags; with --replay, num_steps is what there are files for."""
     own = args.model is None  # the task's own tiny model
-    args.fill({"lr": 3e-4 if own else 1e-6, "critic_lr": 1e-3 if own else 1e-5,
-               "output_dir": f"runs/{Path(args.task).stem}"})
+    args.fill({"lr": 3e-4, "critic_lr": 1e-3} if own else {"lr": 1e-6, "critic_lr": 1e-5})
+    args.fill({"output_dir": f"runs/{Path(args.task).stem}"})
     if args.replay:
         need(Path(args.output_dir).resolve() != Path(args.replay).resolve(),
              f"--replay {args.replay} is --output_dir too: give this run another one")
-        first = rollouts_file(args.replay, 0)
-        need(first.is_file(),
-             f"--replay {args.replay}: no {first.relative_to(args.replay)} there")
-        files = (rollouts_file(args.replay, step).is_file() for step in range(args.num_steps))
-        args.num_steps = [*files, False].index(False)
+        n_files = len(list(Path(args.replay).glob("rollouts/step_*.jsonl")))
+        need(n_files, f"--replay {args.replay}: no rollouts/step_000001.jsonl there")
+        args.num_steps = min(n_files, args.num_steps)
 
 
 def setup(args: Args) -> Run:
@@ -1300,8 +1291,10 @@ def build_networks(args: Args, accelerator, vocab_size: int, vision: data.Vision
         critic = learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(args, vocab_size, vision).requires_grad_(False)
-        reference = shard(reference, args, accelerator.device) if args.shard else \
-            accelerator.prepare_model(reference, evaluation_mode=True)
+        if args.shard:
+            shard(reference, args, accelerator.device)
+        else:
+            reference = accelerator.prepare_model(reference, evaluation_mode=True)
     set_seed(args.seed)  # building the engine drew from the generators
     return policy, critic, reference
 
@@ -1486,41 +1479,41 @@ def mask_truncated(batch: dict) -> None:
 
 def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     """What the outputs that were learned from say about the engine and about groups."""
-    mask, groups = batch["response_mask"].bool(), batch["rollouts"].groups
-    sizes = groups.unique(return_counts=True)[1]
+    mask, groups, versions = batch["response_mask"].bool(), batch["rollouts"].groups, batch["versions"]
     old, rollout = batch["logprobs_old"], batch["logprobs_rollout"]
-    current = mask & (batch["versions"] == version)  # other weights' logprobs differ rightly
-    difference = (old - rollout).abs()[current]  # trainer against engine
-    n_groups = len({output.extra["prompt"] for output in phase.sampled})
-    alike = len(sizes) - len(data.groups_with_signal(phase.trained, "total"))
+    # Trainer against engine: with other weights' tokens they differ rightly.
+    difference = (old - rollout).abs()[mask & (versions == version)]
+    sizes = groups.unique(return_counts=True)[1]
+    signal = data.groups_with_signal(phase.trained, "total")
     metrics = {
-        "rollout/logp_diff_mean": difference.mean().item() if len(difference) else 0.0,
+        "rollout/logp_diff_mean": mean(difference),
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/filtered_groups": n_groups - len(sizes),
-        "rollout/singleton_groups": int((sizes == 1).sum()),
-        "rollout/zero_std_groups": alike,
+        "rollout/filtered_groups":
+            len({output.extra["prompt"] for output in phase.sampled}) - len(sizes),
+        "rollout/singleton_groups": (sizes == 1).sum().item(),
+        "rollout/zero_std_groups": len(sizes) - len(signal),
     }
     if args.max_staleness:
-        oldest = batch["versions"].masked_fill(batch["versions"] < 0, version).amin(-1)  # (B,)
-        metrics["rollout/staleness_mean"] = (version - oldest).double().mean().item()
-        metrics["rollout/staleness_max"] = int((version - oldest).max())
+        age = version - versions.masked_fill(versions < 0, version).amin(-1)  # (B,)
+        metrics |= {"rollout/staleness_mean": mean(age), "rollout/staleness_max": age.max().item()}
     if args.rollout_correction != "none":
         _, stats = correction(old, rollout, mask, args)
-        means = {name: x[mask].double().mean().item() if mask.any() else 0.0
-                 for name, x in stats.items()}
+        means = {name: mean(x[mask]) for name, x in stats.items()}
         for name in ("kl", "ratio", "clipped", "dropped"):
             metrics[f"rollout/{name}"] = means[f"rollout_{name}"]
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
-        square = means["rollout_weight_sq"]  # the size is a share of the tokens
-        metrics["rollout/effective_sample_size"] = (
-            means["rollout_weight"] ** 2 / square if square else 0.0
-        )
+        weight, square = means["rollout_weight"], means["rollout_weight_sq"]  # of the tokens
+        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
     if args.adv_estimator == "remax":
-        if phase.greedy:
-            metrics["reward/greedy"] = data.describe(phase.greedy)["reward/mean"]
-        known = {output.extra["prompt"] for output in phase.greedy}
-        metrics["rollout/missing_baselines"] = len(set(groups.tolist()) - known)
+        baselines = {output.extra["prompt"] for output in phase.greedy}
+        metrics["rollout/missing_baselines"] = len(set(groups.tolist()) - baselines)
+        if baselines:
+            metrics["reward/greedy"] = data.by_rollout(phase.greedy).rewards.mean().item()
     return metrics
+
+
+def mean(x: torch.Tensor) -> float:
+    return x.double().mean().item() if len(x) else 0.0
 
 
 def warn(run: Run, metrics: dict, n_groups: int, first: bool) -> None:
