@@ -1,11 +1,11 @@
 """Rows -> prompts; trajectories -> batches -> packed micro-batches; what is logged of them.
 
     rows        load_task, load_rows, filter_overlong, prompt_order
-    batches     collate: trajectories -> padded (B, T) tensors, the form people read; add_rewards, select;
-                describe: -> numbers for the log
+    batches     collate: trajectories -> padded (B, T) tensors, the form people read; add_rewards,
+                select; describe: -> numbers for the log
     packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
     images      Vision: pixels and positions of a vision-language model's packed inputs
-    the log     open_log -> Log: metrics, rollouts, the table on the terminal; silent on all ranks but one
+    the log     open_log: metrics, rollouts, the table on the terminal; silent but on the main rank
 
 A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows.
@@ -23,7 +23,6 @@ import warnings
 import weakref
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
@@ -37,7 +36,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from agent_loop import (
     AgentLoopOutput,
@@ -52,7 +51,7 @@ from agent_loop import (
     task_tools,
 )
 
-Outputs = Sequence[AgentLoopOutput]
+Outputs = list[AgentLoopOutput]
 
 # ---------------------------------------------------------------- rows
 
@@ -63,7 +62,7 @@ def need(ok, message: str) -> None:
         raise BadInput(message)
 
 
-def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
+def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     """Imports a task file. Raises BadInput if it is missing, fails, or lacks one of `needs`."""
     file = Path(path)
     need(file.is_file(), f"--task {path}: no such file")
@@ -88,9 +87,9 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     return module
 
 
-def read_files(files: Sequence[str]) -> list[dict]:
-    """Rows of parquet or jsonl files. Raises BadInput on a missing or damaged file, another format, or
-    without `datasets`."""
+def read_files(files: list[str]) -> list[dict]:
+    """Rows of parquet or jsonl files. Raises BadInput on a missing or damaged file, another format,
+    or without `datasets`."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -113,14 +112,13 @@ def read_files(files: Sequence[str]) -> list[dict]:
     return rows
 
 
-def load_rows(task: ModuleType, split: str, files: Sequence[str] | None = None) -> list[dict]:
-    """The rows of a split ("train" | "val") with verl's columns, checked; `files` replace the task's
-    `load`.
+def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> list[dict]:
+    """The rows of a split ("train" | "val") with verl's columns, checked; `files` replace `task.load`.
 
     A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a row
-    with a column `images` has a placeholder for each: a part {"type": "image"} of a message's content,
-    or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a list of chat
-    messages, or its placeholders are more or fewer than its images.
+    with a column `images` has a placeholder for each: a part {"type": "image"} of a message's
+    content, or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a
+    list of chat messages, or its placeholders are more or fewer than its images.
     """
     source = ", ".join(files) if files else f"load({split!r})"
     rows = read_files(files) if files else task.load(split)
@@ -145,25 +143,21 @@ def check_row(row: dict, i: int, name: str) -> dict:
         columns |= {k: _without_none(columns[k]) for k in kwargs}
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
     prompt = row["prompt"]
-    need(
-        isinstance(prompt, (list, tuple))
-        and prompt
-        and all(isinstance(message, dict) and "role" in message for message in prompt),
-        f"{name}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}",
-    )
+    is_chat = isinstance(prompt, (list, tuple)) and prompt and all(
+        isinstance(message, dict) and "role" in message for message in prompt
+    )  # fmt: skip
+    need(is_chat, f"{name}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}")
     row["prompt"] = [{k: v for k, v in m.items() if v is not None} for m in prompt]
     check_images(row, name)
     return row
 
 
 def check_images(row: dict, name: str) -> None:
-    """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL images
-    become upright and RGB. Raises BadInput."""
+    """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL
+    images become upright and RGB. Raises BadInput."""
     images = [] if row.get("images") is None else row["images"]
-    need(
-        isinstance(images, (list, tuple)),
-        f"{name}: 'images' must be a list of images, got a {type(images).__name__}",
-    )
+    kind = type(images).__name__
+    need(isinstance(images, (list, tuple)), f"{name}: 'images' must be a list of images, got a {kind}")
     lazy = (bytes, str, Path, dict)  # opened where they are used
     try:
         images = [image if isinstance(image, lazy) else load_image(image) for image in images]
@@ -175,33 +169,24 @@ def check_images(row: dict, name: str) -> None:
     for message in row["prompt"]:
         content = message.get("content")
         if images and isinstance(content, str):  # verl's form
-            texts = filter(None, re.split("(<image>)", content))
-            content = [{"type": "text", "text": text} for text in texts]
-            content = [{"type": "image"} if x["text"] == "<image>" else x for x in content]
+            texts = [text for text in re.split("(<image>)", content) if text]
+            image = {"type": "image"}
+            content = [image if t == "<image>" else {"type": "text", "text": t} for t in texts]
         if isinstance(content, (list, tuple)):
-            parts = [_without_none(part) for part in content]
-            kinds = [_part_type(part, name) for part in parts]
+            parts = [_without_none(x) if isinstance(x, dict) else {"type": x} for x in content]
+            kinds = [part.get("type") for part in parts]
+            for part, kind in zip(parts, kinds):
+                hint = f"a part of a message has type 'text' or 'image', not {str(kind)[:80]!r}"
+                need(kind in ("text", "image"), f"{name}: {hint}")
+                is_text = isinstance(part.get("text"), str)
+                need(is_text or kind == "image", f"{name}: a part of type 'text' has no text")
             count += kinds.count("image")
             if "image" not in kinds:  # templates of text models take no parts
                 parts = "".join(part["text"] for part in parts)
             message["content"] = parts
-    need(
-        count == len(images),
-        f"{name}: the prompt has {count} placeholders of images ({{'type': 'image'}} or <image>), "
-        f"its column 'images' {len(images)}",
-    )
-
-
-def _part_type(part, name: str) -> str:
-    part = part if isinstance(part, dict) else {"type": part}
-    kind = part.get("type")
-    need(
-        kind in ("text", "image"),
-        f"{name}: a part of a message has type 'text' or 'image', not {str(kind)[:80]!r}",
-    )
-    has_text = isinstance(part.get("text"), str)
-    need(kind == "image" or has_text, f"{name}: a part of type 'text' has no text")
-    return kind
+    placeholders = f"{count} placeholders of images ({{'type': 'image'}} or <image>)"
+    numbers = f"the prompt has {placeholders}, its column 'images' {len(images)}"
+    need(count == len(images), f"{name}: {numbers}")
 
 
 def _without_none(x):
@@ -212,12 +197,12 @@ def _without_none(x):
 
 
 def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> list[dict]:
-    """The rows whose rendered prompt has at most args.max_prompt_tokens, those of its images included.
+    """The rows whose rendered prompt, images included, has at most args.max_prompt_tokens.
 
-    Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row is
-    left, or if a row has images that can't be read, are more than args.max_images or meet a text model
-    (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and have none:
-    they get all tools, with empty kwargs.
+    Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row
+    is left, or if a row has images that can't be read, are more than args.max_images or meet a text
+    model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and have
+    none: they get all tools, with empty kwargs.
     """
     kept, longest, empty, limit = [], 0, 0, args.max_prompt_tokens
     for i, row in enumerate(rows):
@@ -226,10 +211,8 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
         kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
         empty += not kwargs and bool((row.get("extra_info") or {}).get("need_tools_kwargs"))
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
-        need(
-            len(images) <= args.max_images,
-            f"row {i}: {len(images)} images are more than --max_images {args.max_images}",
-        )
+        too_many = f"{len(images)} images are more than --max_images {args.max_images}"
+        need(len(images) <= args.max_images, f"row {i}: {too_many}")
         ids = render(tokenizer, row["prompt"], schemas)
         try:
             length = len(expand(ids, [open_image(image) for image in images], processor))
@@ -241,11 +224,8 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     if empty:
         message = f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty"
         warnings.warn(message, stacklevel=2)
-    need(
-        kept,
-        f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens {limit}; raise it "
-        f"(the longest has {longest} tokens)",
-    )
+    too_long = f"all {len(rows)} are longer than --max_prompt_tokens {limit}"
+    need(kept, f"no prompt left: {too_long}; raise it (the longest has {longest} tokens)")
     return kept
 
 
@@ -256,7 +236,7 @@ def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
     return [int(_permutation(n_rows, epoch, seed)[i]) for epoch, i in places]
 
 
-@functools.lru_cache(maxsize=4)  # the pool asks for one position at a time; a million rows take 30 ms
+@functools.lru_cache(maxsize=4)  # asked for one position at a time, and a million rows take 30 ms
 def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
@@ -270,13 +250,9 @@ def outcome(output: AgentLoopOutput) -> float:
     return float(terminal or 0.0)
 
 
-def turn_rewards(output: AgentLoopOutput) -> float:
-    return sum((reward for _, reward in output.turn_rewards), 0.0)
-
-
 def total_reward(output: AgentLoopOutput) -> float:
     """The terminal reward + all turn rewards."""
-    return outcome(output) + turn_rewards(output)
+    return outcome(output) + sum(reward for _, reward in output.turn_rewards)
 
 
 @dataclass
@@ -284,8 +260,8 @@ class Rollouts:
     """One entry a rollout, (N,), where a rollout of several outputs (sub-agents, forks) counts once.
 
     rewards: the last output's terminal reward plus all outputs' turn rewards; outcomes: the terminal
-    reward alone; groups: the prompt; longest: response tokens of the longest output; last: the last
-    output. index (B,): the rollout of each output.
+    reward alone; groups: the prompt; longest: response tokens of the longest output. index (B,): the
+    rollout of each output.
     """
 
     rewards: Tensor
@@ -293,27 +269,24 @@ class Rollouts:
     groups: Tensor
     longest: Tensor
     index: Tensor
-    last: list[AgentLoopOutput]
 
 
 def by_rollout(outputs: Outputs) -> Rollouts:
     """The rollouts of outputs that carry extra["prompt"], ["sample"], ["segment"], in this order."""
     keys = [(o.extra["prompt"], o.extra["sample"]) for o in outputs]
-    rollouts: dict[tuple, list] = {key: [] for key in keys}
-    for key, o in zip(keys, outputs, strict=True):
-        rollouts[key].append(o)
-    number = {key: n for n, key in enumerate(rollouts)}
-    last = [segments[-1] for segments in rollouts.values()]
-    outcomes = torch.tensor([outcome(o) for o in last])
-    turns = [sum(map(turn_rewards, segments)) for segments in rollouts.values()]
-    longest = [max(len(o.response_ids) for o in segments) for segments in rollouts.values()]
+    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    outcomes, turns, longest = ([0.0] * len(number) for _ in range(3))
+    for key, o in zip(keys, outputs):  # segments in order: the last one's terminal reward stays
+        n = number[key]
+        outcomes[n] = outcome(o)
+        turns[n] += sum(reward for _, reward in o.turn_rewards)
+        longest[n] = max(longest[n], len(o.response_ids))
     return Rollouts(
-        rewards=outcomes + torch.tensor(turns),
-        outcomes=outcomes,
-        groups=torch.tensor([prompt for prompt, _ in rollouts], dtype=torch.long),
+        rewards=torch.tensor(outcomes) + torch.tensor(turns),
+        outcomes=torch.tensor(outcomes),
+        groups=torch.tensor([prompt for prompt, _ in number], dtype=torch.long),
         longest=torch.tensor(longest),
         index=torch.tensor([number[key] for key in keys], dtype=torch.long),
-        last=last,
     )
 
 
@@ -322,16 +295,19 @@ def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
     reward dict's key. The outcome, because a shaped reward nearly always differs (verl-recipe#125).
     """
     rollouts = by_rollout(outputs)
-    if metric in ("outcome", "total"):
-        values = (rollouts.outcomes if metric == "outcome" else rollouts.rewards).tolist()
+    known = {"outcome": rollouts.outcomes, "total": rollouts.rewards}
+    if metric in known:
+        values = known[metric].tolist()
     else:
-        values = [output.reward[metric] for output in rollouts.last]
-    different = set(zip(rollouts.groups.tolist(), values, strict=True))
+        last = dict(zip(rollouts.index.tolist(), outputs))  # of several outputs the last stays
+        values = [output.reward[metric] for output in last.values()]
+    different = set(zip(rollouts.groups.tolist(), values))
     return {group for group, n in Counter(group for group, _ in different).items() if n > 1}
 
 
 def collate(outputs: Outputs) -> dict:
-    """Trajectories as tensors; B trajectories, T the longest response, L the longest prompt + response.
+    """One or more trajectories as tensors; B trajectories, T the longest response, L the longest
+    prompt + response.
 
     input_ids (B, L) prompt then response, right-padded with 0; lengths, prompt_lengths,
     response_lengths (B,); response_mask (B, T) float; response_ids, versions (B, T) long, version -1
@@ -340,11 +316,11 @@ def collate(outputs: Outputs) -> dict:
     rewards, outcomes, token_rewards: see `add_rewards`.
     """
     batch = {
-        "input_ids": _padded([o.prompt_ids + o.response_ids for o in outputs], torch.long),
-        "response_ids": _padded([o.response_ids for o in outputs], torch.long),
+        "input_ids": _padded([o.prompt_ids + o.response_ids for o in outputs]),
+        "response_ids": _padded([o.response_ids for o in outputs]),
         "response_mask": _padded([o.response_mask for o in outputs], torch.float32),
         "logprobs_rollout": _padded([o.response_logprobs for o in outputs], torch.float32),
-        "versions": _padded([o.response_versions for o in outputs], torch.long, fill=-1),
+        "versions": _padded([o.response_versions for o in outputs], fill=-1),
         "truncated": torch.tensor([o.truncated for o in outputs]),
         "prompt_lengths": torch.tensor([len(o.prompt_ids) for o in outputs]),
         "response_lengths": torch.tensor([len(o.response_ids) for o in outputs]),
@@ -356,16 +332,16 @@ def collate(outputs: Outputs) -> dict:
     return batch
 
 
-def _padded(rows: list[list], dtype: torch.dtype, fill: int = 0) -> Tensor:
+def _padded(rows: list[list], dtype=torch.long, fill: int = 0) -> Tensor:
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, fill)
 
 
 def add_rewards(batch: dict, outputs: Outputs) -> None:
     """Puts the rewards that the outputs have now into their batch, in place of those it had.
 
-    token_rewards (B, T): turn rewards where they fall, or on the last sampled token before (else on the
-    first); the terminal reward on the last sampled token. rewards (B,): their sums; outcomes (B,):
-    terminal rewards alone; both also of a trajectory without any sampled token.
+    token_rewards (B, T): turn rewards where they fall, or on the last sampled token before (else on
+    the first); the terminal reward on the last sampled token. rewards (B,): their sums; outcomes
+    (B,): terminal rewards alone; both also of a trajectory without any sampled token.
     """
     batch["outcomes"] = torch.tensor([outcome(o) for o in outputs])
     batch["rewards"] = torch.tensor([total_reward(o) for o in outputs])
@@ -392,20 +368,23 @@ def select(batch: dict, rows: list[int]) -> dict:
 def describe(outputs: Outputs) -> dict:
     """Statistics over trajectories: rewards, lengths, turns, how they ended, seconds, what loops count.
 
-    Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers in
-    AgentLoopOutput.metrics as rollout/* (per trajectory; 0 where one has none), seconds as timing/*.
+    Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
+    in AgentLoopOutput.metrics as rollout/* (per trajectory; 0 where one has none), seconds as timing/*.
     """
     rewards = by_rollout(outputs).rewards
-    reasons = Counter(o.stop_reason for o in outputs)
+    prompts, responses = [len(o.prompt_ids) for o in outputs], [len(o.response_ids) for o in outputs]
+    turns, reasons = [o.num_turns for o in outputs], Counter(o.stop_reason for o in outputs)
     result = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
         "reward/min": rewards.min().item(),
         "reward/max": rewards.max().item(),
-        **_spread("prompt_length/", [len(o.prompt_ids) for o in outputs], "mean"),
-        **_spread("response_length/", [len(o.response_ids) for o in outputs], "mean", "max"),
+        "prompt_length/mean": fmean(prompts),
+        "response_length/mean": fmean(responses),
+        "response_length/max": max(responses),
         "response_length/clipped_ratio": reasons["length"] / len(outputs),
-        **_spread("num_turns/", [o.num_turns for o in outputs], "mean", "max"),
+        "num_turns/mean": fmean(turns),
+        "num_turns/max": max(turns),
     }
     result |= {f"stop_reason/{name}": n / len(outputs) for name, n in sorted(reasons.items())}
     parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
@@ -415,27 +394,19 @@ def describe(outputs: Outputs) -> dict:
     for name in sorted(set().union(*loops)):
         values = [loop.get(name, 0.0) for loop in loops]
         if name in ("generate_s", "tool_s"):
-            result |= _spread(f"timing/{name}_", values, "min", "mean", "max")
+            result[f"timing/{name}_min"] = min(values)
+            result[f"timing/{name}_mean"] = fmean(values)
+            result[f"timing/{name}_max"] = max(values)
         else:
             result[f"rollout/{name}"] = fmean(values)
-    busy = [loop["generate_s"] + loop["tool_s"] for loop in loops]
-    slowest = busy.index(max(busy))
+    slowest = max(range(len(outputs)), key=lambda i: loops[i]["generate_s"] + loops[i]["tool_s"])
     o, loop = outputs[slowest], loops[slowest]
-    return result | {
-        "timing/slowest": {
-            "prompt": o.extra["prompt"],
-            "sample": o.extra["sample"],
-            "generate_s": loop["generate_s"],
-            "tool_s": loop["tool_s"],
-            "num_turns": o.num_turns,
-            "response_length": len(o.response_ids),
-        }
-    }
-
-
-def _spread(prefix: str, values: list[float], *names: str) -> dict[str, float]:
-    statistics = {"min": min, "mean": fmean, "max": max}
-    return {prefix + name: statistics[name](values) for name in names}
+    result["timing/slowest"] = {
+        "prompt": o.extra["prompt"], "sample": o.extra["sample"],
+        "generate_s": loop["generate_s"], "tool_s": loop["tool_s"],
+        "num_turns": o.num_turns, "response_length": len(o.response_ids),
+    }  # fmt: skip
+    return result
 
 
 def _numbers(values: dict) -> dict[str, float]:
@@ -445,7 +416,7 @@ def _numbers(values: dict) -> dict[str, float]:
 # ---------------------------------------------------------------- packing
 
 
-def balance(lengths: Sequence[int], n: int) -> list[list[int]]:
+def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals indices to n shares of about equal total length: each to the lightest share so far.
 
     Every index is in exactly one share; a share may be empty if there are fewer than n.
@@ -453,25 +424,24 @@ def balance(lengths: Sequence[int], n: int) -> list[list[int]]:
     return _deal(lengths, n, lambda totals, length: totals.index(min(totals)))
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cuts indices into micro-batches of at most max_tokens tokens: each goes to the first that has room.
+def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Cuts indices into micro-batches of at most max_tokens tokens: each to the first that has room.
 
     Raises ValueError if one sequence alone is longer than max_tokens.
     """
 
-    def first_fit(totals: list[int], length: int) -> int:
+    def first_fit(totals, length):
         if length > max_tokens:
-            raise ValueError(
-                f"a sequence of {length} tokens does not fit a micro-batch of {max_tokens}: raise the budget"
-            )
+            limit = f"a micro-batch of {max_tokens}: raise the budget"
+            raise ValueError(f"a sequence of {length} tokens does not fit {limit}")
         return next(k for k, total in enumerate(totals) if total + length <= max_tokens)
 
     return [share for share in _deal(lengths, len(lengths), first_fit) if share]
 
 
-def _deal(lengths: Sequence[int], n: int, choose: Callable) -> list[list[int]]:
-    """Indices in n shares, each in index order. Longest first (of equal ones the first), an index goes to
-    the share choose(totals, length): by the shares' total lengths so far, and the length of its own."""
+def _deal(lengths: list[int], n: int, choose) -> list[list[int]]:
+    """Indices in n shares, each in index order. Longest first (of equal ones the first), an index
+    goes to the share choose(totals, length): by the shares' lengths so far, and its own."""
     shares, totals = [[] for _ in range(n)], [0] * n
     for length, i in sorted((-int(length), i) for i, length in enumerate(lengths)):
         k = choose(totals, -length)
@@ -483,85 +453,84 @@ def _deal(lengths: Sequence[int], n: int, choose: Callable) -> list[list[int]]:
 def pack(input_ids, lengths) -> tuple[Tensor, Tensor, Tensor, int]:
     """Joins sequences end to end, without padding; N sequences, S the sum of their lengths.
 
-    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,). Returns input_ids (1, S),
-    position_ids (1, S) starting at 0 in each sequence, cu_seqlens (N + 1,) int32, max_seqlen.
+    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,). Returns input_ids and
+    position_ids (1, S), these from 0 in each sequence, cu_seqlens (N + 1,) int32, max_seqlen.
     """
     lengths = [int(n) for n in lengths]
-    flat = torch.cat([torch.as_tensor(row)[:n] for row, n in zip(input_ids, lengths, strict=True)])
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(flat.device)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=flat.device)
-    return flat[None], positions[None], cu_seqlens, max(lengths)
+    ids = torch.cat([torch.as_tensor(row)[:n] for row, n in zip(input_ids, lengths, strict=True)])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), max(lengths)
 
 
 def pack_rows(batch: dict, rows: list[int], device) -> dict:
-    """The forward pass of some rows of a batch: packed inputs, and where each sampled token is predicted.
+    """The forward pass of some rows of a batch: packed inputs, and where sampled tokens are predicted.
 
     input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the
     packed sequence whose hidden state predicts a sampled token; targets (M,): that token; at: its
-    (row, column) in (len(rows), T). images: the rows' lists of PIL images, empty without any: `Vision`
-    is for them.
+    (row, column) in (len(rows), T). images: the rows' lists of PIL images, for `Vision`; empty
+    without any.
     """
     images = [batch["images"][row] for row in rows] if "images" in batch else []
     ids, positions, cu_seqlens, max_seqlen = pack(batch["input_ids"][rows], batch["lengths"][rows])
     mask = batch["response_mask"][rows]
     row, column = mask.nonzero(as_tuple=True)  # (M,) each
     token = cu_seqlens[row] + batch["prompt_lengths"][rows][row] + column  # its position, (M,)
-    return {
-        "input_ids": ids.to(device),
-        "position_ids": positions.to(device),
-        "cu_seqlens": cu_seqlens.to(device),
+    packed = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "cu_seqlens": cu_seqlens,
         "max_seqlen": max_seqlen,
-        "source": (token - 1).to(device),
-        "targets": ids[0, token].to(device),
-        "at": (row.to(device), column.to(device)),
+        "source": token - 1,
+        "targets": ids[0, token],
+        "at": (row, column),
         "shape": tuple(mask.shape),
         "images": images if any(images) else [],
     }
+    return tree_map_only(Tensor, lambda x: x.to(device), packed)
 
 
 def packed_attention(
     module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None, max_seqlen=None,
     sliding_window=None, softcap=None, s_aux=None, **kwargs,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention within each packed sequence, as a transformers attention function named "packed".
+    """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen as
-    `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not applied:
-    a policy gradient needs the network that sampled. Raises ValueError where a model asks for what is
-    not implemented here, instead of ignoring it.
+    `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
+    applied: a policy gradient needs the network that sampled. Raises ValueError where a model asks
+    for what is not implemented here, instead of ignoring it.
     """
     if cu_seqlens is None or max_seqlen is None:
-        raise ValueError(
-            "packed attention needs cu_seqlens and max_seqlen: call the model on what data.pack returns"
-        )
+        hint = "call the model on what data.pack returns"
+        raise ValueError(f"packed attention needs cu_seqlens and max_seqlen: {hint}")
     if sliding_window is not None and sliding_window < max_seqlen:
-        raise ValueError(
-            f"packed attention has no sliding window ({sliding_window} < {max_seqlen} tokens)"
-        )
+        window = f"{sliding_window} < {max_seqlen} tokens"
+        raise ValueError(f"packed attention has no sliding window ({window})")
     if softcap is not None or s_aux is not None or getattr(module, "sinks", None) is not None:
-        raise ValueError(
-            "packed attention has neither logit soft caps nor attention sinks: this model needs them"
-        )
+        lack = "neither logit soft caps nor attention sinks"
+        raise ValueError(f"packed attention has {lack}: this model needs them")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("packed attention is causal; this layer is not")
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast RoPE leaves them float32
-    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):  # flash attention: no float32
+    # under autocast RoPE leaves these two in float32, value is not; flash attention knows no float32
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
-        # varlen_attn takes (S, H, D); repeated key-value heads work in every torch version that has it
+        # takes (S, H, D); repeating the key-value heads works in every torch version that has it
         repeats = query.shape[1] // key.shape[1]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        windows = "window_size" in inspect.signature(varlen_attn).parameters  # since torch 2.11
-        causal = {"window_size": (-1, 0)} if windows else {"is_causal": True}
-        longest = (max_seqlen, max_seqlen)
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, *longest, scale=scaling, **causal)[None], None
+        new = "window_size" in inspect.signature(varlen_attn).parameters  # is_causal until torch 2.10
+        how = {"window_size": (-1, 0)} if new else {"is_causal": True}
+        ends, longest = [cu_seqlens] * 2, [max_seqlen] * 2  # of queries and of keys
+        return varlen_attn(q, k, v, *ends, *longest, scale=scaling, **how)[None], None
     lengths = cu_seqlens.diff().tolist()
-    # split, not slices: the backward of a slice fills a tensor of the whole length, for every segment
+    # split, not slices: a slice's backward fills a tensor of the whole length, for every segment
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
     how = dict(is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
-    out = torch.cat([F.scaled_dot_product_attention(*segment, **how) for segment in segments], dim=2)
-    return out.transpose(1, 2), None
+    outs = [F.scaled_dot_product_attention(*segment, **how) for segment in segments]
+    return torch.cat(outs, dim=2).transpose(1, 2), None
 
 
 def register_packed_attention() -> None:
@@ -578,8 +547,8 @@ class Vision:
     """What a vision-language model gets beside tokens: pixels by its processor, positions by its
     get_rope_index. For Qwen2-VL, Qwen2.5-VL, Qwen3-VL and models built like them.
 
-    An image's pixels are computed when it is first packed on a rank, and kept there as long as the image
-    itself: several passes over the same rows do it once.
+    An image's pixels are computed when it is first packed on a rank, and kept there as long as the
+    image itself: several passes over the same rows do it once.
     """
 
     def __init__(self, processor):
@@ -587,48 +556,48 @@ class Vision:
         self.pixels: dict[int, dict] = {}  # by the id of a living image
         self.blank = Image.new("RGB", (56, 56))
 
-    def of(self, name: str, images: list) -> Tensor:
+    def preprocessed(self, name: str, images: list) -> Tensor:
         """The images' pixel_values (patches, values of a patch) or image_grid_thw (images, 3)."""
         for image in images:
-            if id(image) not in self.pixels:
-                self.pixels[id(image)] = self.processor(images=[image], return_tensors="pt")
-                weakref.finalize(image, self.pixels.pop, id(image))
+            key = id(image)
+            if key not in self.pixels:
+                self.pixels[key] = self.processor(images=[image], return_tensors="pt")
+                weakref.finalize(image, self.pixels.pop, key)
         return torch.cat([self.pixels[id(image)][name] for image in images])
 
     def inputs(self, model, packed: dict) -> dict:
-        """For a packed forward pass with images: position_ids (3, 1, S), and what the vision tower makes
-        of the images. The tower runs here and not in model.forward, which would pass it the cu_seqlens
-        of the tokens as its own.
+        """For a packed forward pass with images: position_ids (3, 1, S), and what the vision tower
+        makes of the images. The tower runs here and not in model.forward, which would pass it the
+        cu_seqlens of the tokens as its own.
         """
+        device, positions = packed["input_ids"].device, []
         sequences = packed["input_ids"].cpu().split(packed["cu_seqlens"].diff().tolist(), dim=1)
-        positions = []
-        for ids, images in zip(sequences, packed["images"], strict=True):  # (1, L)
+        for ids, images in zip(sequences, packed["images"]):  # (1, L)
             kinds = (ids == self.image_token_id).int()  # mm_token_type_ids: 0 text, 1 image
-            grid = self.of("image_grid_thw", images) if images else None  # (images, 3)
-            ropes = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
-            positions.append(ropes[0])  # (3, 1, L)
-        device = packed["input_ids"].device
-        encoded = self.encode(model, sum(packed["images"], []), device)
+            grid = self.preprocessed("image_grid_thw", images) if images else None  # (images, 3)
+            found, _ = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+            positions.append(found)  # (3, 1, L)
+        images = self.encode(model, sum(packed["images"], []), device)
         position_ids = torch.cat(positions, dim=2).to(device)
-        return {"position_ids": position_ids, "mm_encoder_outputs": {"image": encoded}}
+        return {"position_ids": position_ids, "mm_encoder_outputs": {"image": images}}
 
     def encode(self, model, images: list, device):
         """The vision tower's output for some images."""
-        names = ("pixel_values", "image_grid_thw")
-        pixels, grid = (self.of(name, images).to(device) for name in names)
+        pixels = self.preprocessed("pixel_values", images).to(device)
+        grid = self.preprocessed("image_grid_thw", images).to(device)
         return model.get_image_features(pixels, grid, return_dict=True)
 
     def zero(self, model, device) -> Tensor:
-        """0, by way of the vision tower, for a forward pass without images: other ranks may see some, and
-        DDP waits for every parameter's gradient, FSDP for every rank's part of it."""
-        return 0 * sum(x.float().sum() for x in tree_leaves(self.encode(model, [self.blank], device)))
+        """0, by way of the vision tower, for a forward pass without images: other ranks may see some,
+        and DDP waits for every parameter's gradient, FSDP for every rank's part of it."""
+        encoded = self.encode(model, [self.blank], device)
+        return 0 * sum(x.float().sum() for x in tree_leaves(encoded))
 
 
 def without_torchvision() -> None:
-    """Lets transformers and vLLM process images with Pillow where torchvision is not installed (on CPU).
-
-    Both want torchvision for the processors of Qwen's models, though only the video part can't do without it. To be
-    called before a processor is loaded, and before vLLM imports the model.
+    """Lets transformers and vLLM process images with Pillow where torchvision is not installed (on
+    CPU). Both want it for the processors of Qwen's models, though only the video part can't do without.
+    To be called before a processor is loaded, and before vLLM imports the model.
     """
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import is_torchvision_available
@@ -638,23 +607,27 @@ def without_torchvision() -> None:
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
     from vllm.model_executor.models import registry
 
-    attributes = ProcessorMixin.get_attributes.__func__
-    ProcessorMixin.get_attributes = classmethod(lambda cls: [a for a in attributes(cls) if a != "video_processor"])
-    ProcessorMixin.video_processor = property(lambda self: self.image_processor)  # vLLM asks for sizes and arguments
-    sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil  # vLLM takes a function from it
-    registry._run_in_subprocess = lambda function: function()  # a fresh process would know nothing of the above
+    get_all = ProcessorMixin.get_attributes.__func__
+    ProcessorMixin.get_attributes = classmethod(
+        lambda cls: [name for name in get_all(cls) if name != "video_processor"]
+    )
+    # vLLM asks the video processor for sizes and arguments, and takes a function from the module
+    ProcessorMixin.video_processor = property(lambda self: self.image_processor)
+    sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
+    registry._run_in_subprocess = lambda function: function()  # a fresh process knows nothing of this
 
 
 # ---------------------------------------------------------------- the log
 
 
 def open_log(args, is_main: bool, tokenizer, steps_done: int = 0) -> "Log":
-    """The run's log in args.output_dir, cut back to `steps_done` where it goes on; silent unless is_main."""
+    """The run's log in args.output_dir, cut back to `steps_done` where it goes on; silent on all ranks
+    but the main one."""
     return (Log if is_main else SilentLog)(args, tokenizer, steps_done)
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb; `evals`: the rewards of evaluations."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb. `evals`: their rewards."""
 
     COLUMNS = """
         reward      reward/mean                 6.3f
@@ -679,8 +652,10 @@ class Log:
         if file.is_file():  # resuming: what came after the checkpoint is done again
             kept = [line for line in file.read_text().splitlines() if _step_of(line) <= steps_done]
             write_whole(file, "".join(line + "\n" for line in kept))
-            self.evals = [row["eval/reward"] for row in map(json.loads, kept) if "eval/reward" in row]
-        about = {"args": asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv}
+            rows = map(json.loads, kept)
+            self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
+        about = {"args": asdict(args), "git": git_hash(), "versions": versions()}
+        about["command"] = sys.argv
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
             import wandb
@@ -707,7 +682,7 @@ class Log:
         print(line, flush=True)
 
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]) -> None:
-        """rollouts/<name>.jsonl: a line for each trajectory, and each failure; no file of an empty phase."""
+        """rollouts/<name>.jsonl: a line for each trajectory and each failure; none, no file."""
         lines = []
         for o in outputs:
             extra = dict(o.extra)
@@ -716,13 +691,14 @@ class Log:
             del line["images"]
             lines.append(line | ({"images": len(o.images)} if o.images else {}))
         if lines := lines + errors:
-            text = "".join(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines)
-            write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
+            texts = [json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines]
+            write_whole(self.folder / "rollouts" / f"{name}.jsonl", "".join(texts))
 
     def show(self, output: AgentLoopOutput) -> None:
         """One whole trajectory, special tokens included."""
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-        text = re.sub(r"(<\|image_pad\|>)+", lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
+        short = lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]"
+        text = re.sub(r"(<\|image_pad\|>)+", short, text)
         end = f"{'-' * 40} reward {total_reward(output):g}, {output.stop_reason} {'-' * 40}"
         print(f"{'-' * 100}\n{text}\n{end}")
 
@@ -743,7 +719,7 @@ class SilentLog(Log):
     """The log of all other ranks: the same methods, and none does anything."""
 
     evals = []
-    __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *args, **kwargs: None
+    __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
 def _step_of(line: str) -> float:
@@ -770,8 +746,9 @@ def versions() -> dict[str, str]:
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    how = dict(cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    folder = Path(__file__).parent
     try:
-        return subprocess.run(command, **how).stdout.strip()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+        return done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
