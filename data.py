@@ -93,9 +93,8 @@ def read_files(files: list[str]) -> list[dict]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise BadInput(
-            "--train_files and --val_files need the datasets package: pip install datasets"
-        ) from None
+        raise BadInput("--train_files and --val_files need the datasets package: "
+                       "pip install datasets") from None  # fmt: skip
     kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
     rows = []
     for file in files:
@@ -113,10 +112,10 @@ def read_files(files: list[str]) -> list[dict]:
 
 
 def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> list[dict]:
-    """The rows of a split ("train" | "val") with verl's columns, checked; `files` replace `task.load`.
+    """The rows of a split ("train" | "val"), checked, with verl's columns; `files` replace `load`.
 
-    A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a row
-    with a column `images` has a placeholder for each: a part {"type": "image"} of a message's
+    A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a
+    row with a column `images` has a placeholder for each: a part {"type": "image"} of a message's
     content, or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a
     list of chat messages, or its placeholders are more or fewer than its images.
     """
@@ -127,7 +126,7 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
     for row in rows:
-        if system and row["prompt"][0]["role"] != "system":
+        if system and row["prompt"][0].get("role") != "system":
             row["prompt"].insert(0, {"role": "system", "content": system})
     return rows
 
@@ -143,11 +142,12 @@ def check_row(row: dict, i: int, name: str) -> dict:
         columns |= {k: _without_none(columns[k]) for k in kwargs}
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
     prompt = row["prompt"]
-    is_chat = isinstance(prompt, (list, tuple)) and prompt and all(
-        isinstance(message, dict) and "role" in message for message in prompt
+    need(
+        isinstance(prompt, (list, tuple)) and prompt
+        and all(isinstance(message, dict) and "role" in message for message in prompt),
+        f"{name}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}"
     )  # fmt: skip
-    need(is_chat, f"{name}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}")
-    row["prompt"] = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+    row["prompt"] = [_without_none(message) for message in prompt]
     check_images(row, name)
     return row
 
@@ -156,8 +156,8 @@ def check_images(row: dict, name: str) -> None:
     """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL
     images become upright and RGB. Raises BadInput."""
     images = [] if row.get("images") is None else row["images"]
-    kind = type(images).__name__
-    need(isinstance(images, (list, tuple)), f"{name}: 'images' must be a list of images, got a {kind}")
+    is_list = isinstance(images, (list, tuple))
+    need(is_list, f"{name}: 'images' must be a list of images, got a {type(images).__name__}")
     lazy = (bytes, str, Path, dict)  # opened where they are used
     try:
         images = [image if isinstance(image, lazy) else load_image(image) for image in images]
@@ -174,19 +174,19 @@ def check_images(row: dict, name: str) -> None:
             content = [image if t == "<image>" else {"type": "text", "text": t} for t in texts]
         if isinstance(content, (list, tuple)):
             parts = [_without_none(x) if isinstance(x, dict) else {"type": x} for x in content]
-            kinds = [part.get("type") for part in parts]
-            for part, kind in zip(parts, kinds):
-                hint = f"a part of a message has type 'text' or 'image', not {str(kind)[:80]!r}"
+            for part in parts:
+                kind, text = str(part.get("type")), part.get("text")
+                hint = f"a part of a message has type 'text' or 'image', not {kind[:80]!r}"
                 need(kind in ("text", "image"), f"{name}: {hint}")
-                is_text = isinstance(part.get("text"), str)
-                need(is_text or kind == "image", f"{name}: a part of type 'text' has no text")
-            count += kinds.count("image")
-            if "image" not in kinds:  # templates of text models take no parts
+                has_text = kind == "image" or isinstance(text, str)
+                need(has_text, f"{name}: a part of type 'text' has no text")
+                count += kind == "image"
+            if all(part["type"] == "text" for part in parts):  # text models' templates: no parts
                 parts = "".join(part["text"] for part in parts)
             message["content"] = parts
-    placeholders = f"{count} placeholders of images ({{'type': 'image'}} or <image>)"
-    numbers = f"the prompt has {placeholders}, its column 'images' {len(images)}"
-    need(count == len(images), f"{name}: {numbers}")
+    found = f"{count} placeholders of images ({{'type': 'image'}} or <image>)"
+    as_many = count == len(images)
+    need(as_many, f"{name}: the prompt has {found}, its column 'images' {len(images)}")
 
 
 def _without_none(x):
@@ -201,8 +201,8 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
 
     Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row
     is left, or if a row has images that can't be read, are more than args.max_images or meet a text
-    model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and have
-    none: they get all tools, with empty kwargs.
+    model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
+    have none: they get all tools, with empty kwargs.
     """
     kept, longest, empty, limit = [], 0, 0, args.max_prompt_tokens
     for i, row in enumerate(rows):
@@ -237,7 +237,7 @@ def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=4)  # asked for one position at a time, and a million rows take 30 ms
-def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
+def _permutation(n_rows, epoch, seed):
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
@@ -257,11 +257,11 @@ def total_reward(output: AgentLoopOutput) -> float:
 
 @dataclass
 class Rollouts:
-    """One entry a rollout, (N,), where a rollout of several outputs (sub-agents, forks) counts once.
+    """One entry a rollout, (N,); a rollout of several outputs (sub-agents, forks) counts once.
 
-    rewards: the last output's terminal reward plus all outputs' turn rewards; outcomes: the terminal
-    reward alone; groups: the prompt; longest: response tokens of the longest output. index (B,): the
-    rollout of each output.
+    rewards: the last output's terminal reward plus all outputs' turn rewards; outcomes: the first
+    of these alone; groups: the prompt; longest: response tokens of the longest output. index (B,):
+    the rollout of each output.
     """
 
     rewards: Tensor
@@ -272,7 +272,7 @@ class Rollouts:
 
 
 def by_rollout(outputs: Outputs) -> Rollouts:
-    """The rollouts of outputs that carry extra["prompt"], ["sample"], ["segment"], in this order."""
+    """The rollouts of outputs that carry extra["prompt"], ["sample"], ["segment"], so ordered."""
     keys = [(o.extra["prompt"], o.extra["sample"]) for o in outputs]
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     outcomes, turns, longest = ([0.0] * len(number) for _ in range(3))
@@ -291,9 +291,8 @@ def by_rollout(outputs: Outputs) -> Rollouts:
 
 
 def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
-    """The prompts whose rollouts differ in `metric`: "outcome", "total" (both as in Rollouts), or a
-    reward dict's key. The outcome, because a shaped reward nearly always differs (verl-recipe#125).
-    """
+    """The prompts whose rollouts differ in `metric`: "outcome" (best: a shaped reward nearly always
+    differs, verl-recipe#125), "total" (both as in Rollouts), or a reward dict's key."""
     rollouts = by_rollout(outputs)
     known = {"outcome": rollouts.outcomes, "total": rollouts.rewards}
     if metric in known:
@@ -306,13 +305,12 @@ def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
 
 
 def collate(outputs: Outputs) -> dict:
-    """One or more trajectories as tensors; B trajectories, T the longest response, L the longest
-    prompt + response.
+    """One or more trajectories as tensors: B of them, T the longest response, L the longest in all.
 
     input_ids (B, L) prompt then response, right-padded with 0; lengths, prompt_lengths,
-    response_lengths (B,); response_mask (B, T) float; response_ids, versions (B, T) long, version -1
-    where not sampled; logprobs_rollout (B, T) float32; truncated (B,) bool: cut off by a length or
-    turn limit. images: B lists of PIL images, if there are any; all other entries are tensors.
+    response_lengths (B,); response_mask (B, T) float; response_ids, versions (B, T) long, version
+    -1 where not sampled; logprobs_rollout (B, T) float32; truncated (B,) bool: cut off by a length
+    or turn limit. images: B lists of PIL images, if there are any; all other entries are tensors.
     rewards, outcomes, token_rewards: see `add_rewards`.
     """
     batch = {
@@ -332,7 +330,7 @@ def collate(outputs: Outputs) -> dict:
     return batch
 
 
-def _padded(rows: list[list], dtype=torch.long, fill: int = 0) -> Tensor:
+def _padded(rows, dtype=torch.long, fill=0):
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, fill)
 
 
@@ -366,26 +364,23 @@ def select(batch: dict, rows: list[int]) -> dict:
 
 
 def describe(outputs: Outputs) -> dict:
-    """Statistics over trajectories: rewards, lengths, turns, how they ended, seconds, what loops count.
+    """Statistics over trajectories: rewards, lengths, turns, how they ended, seconds, metrics.
 
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
-    in AgentLoopOutput.metrics as rollout/* (per trajectory; 0 where one has none), seconds as timing/*.
+    in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*.
     """
     rewards = by_rollout(outputs).rewards
-    prompts, responses = [len(o.prompt_ids) for o in outputs], [len(o.response_ids) for o in outputs]
-    turns, reasons = [o.num_turns for o in outputs], Counter(o.stop_reason for o in outputs)
+    prompts, turns = [len(o.prompt_ids) for o in outputs], [o.num_turns for o in outputs]
+    responses = [len(o.response_ids) for o in outputs]
+    reasons = Counter(o.stop_reason for o in outputs)
     result = {
-        "reward/mean": rewards.mean().item(),
-        "reward/std": rewards.std(correction=0).item(),
-        "reward/min": rewards.min().item(),
-        "reward/max": rewards.max().item(),
+        "reward/mean": rewards.mean().item(), "reward/std": rewards.std(correction=0).item(),
+        "reward/min": rewards.min().item(), "reward/max": rewards.max().item(),
         "prompt_length/mean": fmean(prompts),
-        "response_length/mean": fmean(responses),
-        "response_length/max": max(responses),
+        "response_length/mean": fmean(responses), "response_length/max": max(responses),
         "response_length/clipped_ratio": reasons["length"] / len(outputs),
-        "num_turns/mean": fmean(turns),
-        "num_turns/max": max(turns),
-    }
+        "num_turns/mean": fmean(turns), "num_turns/max": max(turns),
+    }  # fmt: skip
     result |= {f"stop_reason/{name}": n / len(outputs) for name, n in sorted(reasons.items())}
     parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):
@@ -399,8 +394,8 @@ def describe(outputs: Outputs) -> dict:
             result[f"timing/{name}_max"] = max(values)
         else:
             result[f"rollout/{name}"] = fmean(values)
-    slowest = max(range(len(outputs)), key=lambda i: loops[i]["generate_s"] + loops[i]["tool_s"])
-    o, loop = outputs[slowest], loops[slowest]
+    busy = lambda pair: pair[1]["generate_s"] + pair[1]["tool_s"]
+    o, loop = max(zip(outputs, loops), key=busy)
     result["timing/slowest"] = {
         "prompt": o.extra["prompt"], "sample": o.extra["sample"],
         "generate_s": loop["generate_s"], "tool_s": loop["tool_s"],
@@ -409,7 +404,7 @@ def describe(outputs: Outputs) -> dict:
     return result
 
 
-def _numbers(values: dict) -> dict[str, float]:
+def _numbers(values):
     return {name: x for name, x in values.items() if isinstance(x, (int, float))}
 
 
@@ -417,15 +412,13 @@ def _numbers(values: dict) -> dict[str, float]:
 
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
-    """Deals indices to n shares of about equal total length: each to the lightest share so far.
-
-    Every index is in exactly one share; a share may be empty if there are fewer than n.
-    """
+    """Deals indices to n shares of about equal total length, each to the lightest so far; with
+    fewer than n some shares stay empty."""
     return _deal(lengths, n, lambda totals, length: totals.index(min(totals)))
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cuts indices into micro-batches of at most max_tokens tokens: each to the first that has room.
+    """Cuts indices into micro-batches of at most max_tokens tokens: each to the first with room.
 
     Raises ValueError if one sequence alone is longer than max_tokens.
     """
@@ -439,7 +432,7 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return [share for share in _deal(lengths, len(lengths), first_fit) if share]
 
 
-def _deal(lengths: list[int], n: int, choose) -> list[list[int]]:
+def _deal(lengths, n, choose):
     """Indices in n shares, each in index order. Longest first (of equal ones the first), an index
     goes to the share choose(totals, length): by the shares' lengths so far, and its own."""
     shares, totals = [[] for _ in range(n)], [0] * n
@@ -464,7 +457,7 @@ def pack(input_ids, lengths) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 def pack_rows(batch: dict, rows: list[int], device) -> dict:
-    """The forward pass of some rows of a batch: packed inputs, and where sampled tokens are predicted.
+    """The forward pass of some rows: packed inputs, and where each sampled token is predicted.
 
     input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the
     packed sequence whose hidden state predicts a sampled token; targets (M,): that token; at: its
@@ -477,16 +470,12 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
     row, column = mask.nonzero(as_tuple=True)  # (M,) each
     token = cu_seqlens[row] + batch["prompt_lengths"][rows][row] + column  # its position, (M,)
     packed = {
-        "input_ids": ids,
-        "position_ids": positions,
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": max_seqlen,
-        "source": token - 1,
-        "targets": ids[0, token],
-        "at": (row, column),
-        "shape": tuple(mask.shape),
+        "input_ids": ids, "position_ids": positions,
+        "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen,
+        "source": token - 1, "targets": ids[0, token],
+        "at": (row, column), "shape": tuple(mask.shape),
         "images": images if any(images) else [],
-    }
+    }  # fmt: skip
     return tree_map_only(Tensor, lambda x: x.to(device), packed)
 
 
@@ -496,23 +485,23 @@ def packed_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
-    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen as
-    `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
+    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
+    as `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
     applied: a policy gradient needs the network that sampled. Raises ValueError where a model asks
     for what is not implemented here, instead of ignoring it.
     """
     if cu_seqlens is None or max_seqlen is None:
-        hint = "call the model on what data.pack returns"
-        raise ValueError(f"packed attention needs cu_seqlens and max_seqlen: {hint}")
+        raise ValueError("packed attention needs cu_seqlens and max_seqlen: "
+                         "call the model on what data.pack returns")  # fmt: skip
     if sliding_window is not None and sliding_window < max_seqlen:
-        window = f"{sliding_window} < {max_seqlen} tokens"
-        raise ValueError(f"packed attention has no sliding window ({window})")
+        raise ValueError("packed attention has no sliding window "
+                         f"({sliding_window} < {max_seqlen} tokens)")  # fmt: skip
     if softcap is not None or s_aux is not None or getattr(module, "sinks", None) is not None:
-        lack = "neither logit soft caps nor attention sinks"
-        raise ValueError(f"packed attention has {lack}: this model needs them")
+        raise ValueError("packed attention has neither logit soft caps nor attention sinks: "
+                         "this model needs them")  # fmt: skip
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("packed attention is causal; this layer is not")
-    # under autocast RoPE leaves these two in float32, value is not; flash attention knows no float32
+    # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
     query, key = query.to(value.dtype), key.to(value.dtype)
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
@@ -521,16 +510,19 @@ def packed_attention(
         repeats = query.shape[1] // key.shape[1]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        new = "window_size" in inspect.signature(varlen_attn).parameters  # is_causal until torch 2.10
-        how = {"window_size": (-1, 0)} if new else {"is_causal": True}
-        ends, longest = [cu_seqlens] * 2, [max_seqlen] * 2  # of queries and of keys
-        return varlen_attn(q, k, v, *ends, *longest, scale=scaling, **how)[None], None
+        new = "window_size" in inspect.signature(varlen_attn).parameters  # not in torch 2.10
+        causal = {"window_size": (-1, 0)} if new else {"is_causal": True}
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling,
+                          **causal)  # fmt: skip
+        return out[None], None
     lengths = cu_seqlens.diff().tolist()
     # split, not slices: a slice's backward fills a tensor of the whole length, for every segment
-    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    how = dict(is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
-    outs = [F.scaled_dot_product_attention(*segment, **how) for segment in segments]
-    return torch.cat(outs, dim=2).transpose(1, 2), None
+    segments = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
+                                       enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
+    ]  # fmt: skip
+    return torch.cat(segments, dim=2).transpose(1, 2), None
 
 
 def register_packed_attention() -> None:
@@ -553,7 +545,7 @@ class Vision:
 
     def __init__(self, processor):
         self.processor, self.image_token_id = processor.image_processor, processor.image_token_id
-        self.pixels: dict[int, dict] = {}  # by the id of a living image
+        self.pixels = {}  # by the id of a living image
         self.blank = Image.new("RGB", (56, 56))
 
     def preprocessed(self, name: str, images: list) -> Tensor:
@@ -568,12 +560,11 @@ class Vision:
     def inputs(self, model, packed: dict) -> dict:
         """For a packed forward pass with images: position_ids (3, 1, S), and what the vision tower
         makes of the images. The tower runs here and not in model.forward, which would pass it the
-        cu_seqlens of the tokens as its own.
-        """
+        cu_seqlens of the tokens as its own."""
         device, positions = packed["input_ids"].device, []
         sequences = packed["input_ids"].cpu().split(packed["cu_seqlens"].diff().tolist(), dim=1)
         for ids, images in zip(sequences, packed["images"]):  # (1, L)
-            kinds = (ids == self.image_token_id).int()  # mm_token_type_ids: 0 text, 1 image
+            kinds = (ids == self.image_token_id).int()  # 0 text, 1 image
             grid = self.preprocessed("image_grid_thw", images) if images else None  # (images, 3)
             found, _ = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
             positions.append(found)  # (3, 1, L)
@@ -588,17 +579,16 @@ class Vision:
         return model.get_image_features(pixels, grid, return_dict=True)
 
     def zero(self, model, device) -> Tensor:
-        """0, by way of the vision tower, for a forward pass without images: other ranks may see some,
-        and DDP waits for every parameter's gradient, FSDP for every rank's part of it."""
-        encoded = self.encode(model, [self.blank], device)
-        return 0 * sum(x.float().sum() for x in tree_leaves(encoded))
+        """0, by way of the vision tower, for a forward pass without images: other ranks may see
+        some, and DDP waits for every parameter's gradient, FSDP for every rank's part of it."""
+        outputs = tree_leaves(self.encode(model, [self.blank], device))
+        return 0 * sum(x.float().sum() for x in outputs)
 
 
 def without_torchvision() -> None:
     """Lets transformers and vLLM process images with Pillow where torchvision is not installed (on
-    CPU). Both want it for the processors of Qwen's models, though only the video part can't do without.
-    To be called before a processor is loaded, and before vLLM imports the model.
-    """
+    CPU). Both want it for Qwen's processors, of which only the video part needs it. To be called
+    before a processor is loaded, and before vLLM imports the model."""
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import is_torchvision_available
 
@@ -614,20 +604,19 @@ def without_torchvision() -> None:
     # vLLM asks the video processor for sizes and arguments, and takes a function from the module
     ProcessorMixin.video_processor = property(lambda self: self.image_processor)
     sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
-    registry._run_in_subprocess = lambda function: function()  # a fresh process knows nothing of this
+    registry._run_in_subprocess = lambda function: function()  # a fresh process: unpatched
 
 
 # ---------------------------------------------------------------- the log
 
 
 def open_log(args, is_main: bool, tokenizer, steps_done: int = 0) -> "Log":
-    """The run's log in args.output_dir, cut back to `steps_done` where it goes on; silent on all ranks
-    but the main one."""
+    """The run's log in args.output_dir, cut back to `steps_done`; silent but on the main rank."""
     return (Log if is_main else SilentLog)(args, tokenizer, steps_done)
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal and wandb. `evals`: their rewards."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
 
     COLUMNS = """
         reward      reward/mean                 6.3f
@@ -645,8 +634,7 @@ class Log:
 
     def __init__(self, args, tokenizer, steps_done: int):
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
-        self.evals = []
-        self.lines, self.warned, self.wandb = 0, set(), None
+        self.evals, self.lines, self.warned, self.wandb = [], 0, set(), None
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
         file = self.metrics_file = self.folder / "metrics.jsonl"
         if file.is_file():  # resuming: what came after the checkpoint is done again
@@ -654,8 +642,9 @@ class Log:
             write_whole(file, "".join(line + "\n" for line in kept))
             rows = map(json.loads, kept)
             self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
-        about = {"args": asdict(args), "git": git_hash(), "versions": versions()}
-        about["command"] = sys.argv
+        about = {
+            "args": asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv
+        }  # fmt: skip
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
             import wandb
@@ -697,8 +686,8 @@ class Log:
     def show(self, output: AgentLoopOutput) -> None:
         """One whole trajectory, special tokens included."""
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-        short = lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]"
-        text = re.sub(r"(<\|image_pad\|>)+", short, text)
+        text = re.sub(r"(<\|image_pad\|>)+",
+                      lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)  # fmt: skip
         end = f"{'-' * 40} reward {total_reward(output):g}, {output.stop_reason} {'-' * 40}"
         print(f"{'-' * 100}\n{text}\n{end}")
 
@@ -722,7 +711,7 @@ class SilentLog(Log):
     __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
-def _step_of(line: str) -> float:
+def _step_of(line):
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError):  # a line cut off by the kill
@@ -746,9 +735,8 @@ def versions() -> dict[str, str]:
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    folder = Path(__file__).parent
+    how = dict(cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
-        return done.stdout.strip()
+        return subprocess.run(command, **how).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
