@@ -1,38 +1,45 @@
 """Advantages, objectives, estimators and token log-probabilities: pure functions of tensors.
 
-    advantages = grpo_advantages(rewards, groups)[:, None].expand_as(mask)       # the line a researcher comes to change
-    loss, stats = policy_loss("ppo", logprobs, logprobs_old, advantages, mask, clip_low=0.2, clip_high=0.28)
+    advantages = grpo_advantages(rewards, groups)[:, None].expand_as(mask)  # the line to change
+    loss, stats = policy_loss("ppo", logprobs, logprobs_old, advantages, mask, clip_high=0.28)
     aggregate(loss, mask, "token-mean", n_tokens=tokens_in_the_global_batch).backward()
 
 Words used throughout:
-    (B, T), (N,)    trajectories x response tokens, right-padded; trajectories, where one number each is enough
-    mask            (B, T), bool or 0/1: 1 = sampled by the policy; 0 = tool, user, template, padding. What stands
-                    there, NaN included, changes no value and no gradient: inputs are cleaned by `where` BEFORE any
-                    arithmetic, because 0 * NaN is NaN, in the backward pass too. Results are 0 there.
-    logprobs, _old  of the policy in training, and of the same policy before this update, both by the trainer
-    _rollout, _ref  of the engine that sampled the tokens (the behaviour policy), and of the frozen reference
-    stats           dict of detached (B, T) tensors; the caller reduces them as it does losses, over global counts
-Everything keeps its input's dtype (float64 stays float64), and a batch without any mask-1 token gives 0, not NaN.
+    (B, T), (N,)    trajectories x response tokens, right-padded; trajectories, one number each
+    mask            (B, T), bool or 0/1: 1 = sampled by the policy; 0 = tool, user, template, pad.
+                    What stands there, NaN included, changes no value and no gradient; results are 0
+                    there. Inputs are cleaned by `where` BEFORE any arithmetic: 0 * NaN is NaN.
+    logprobs, _old  of the policy in training, and before this update, both by the trainer
+    _rollout, _ref  of the engine that sampled (the behaviour policy), and of the frozen reference
+    stats           detached (B, T) tensors; the caller reduces them as losses, over global counts
+Everything keeps its input's dtype (float64 stays float64). A batch without any mask-1 token gives
+0, not NaN; an unknown kind or mode raises ValueError.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
 POLICY_LOSSES = ("ppo", "gspo", "gmpo", "cispo", "reinforce")
 ROLLOUT_CORRECTIONS = ("none", "tis", "icepop", "seq_tis", "seq_mask")
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+                "seq-mean-token-sum-norm")
 
-Stats = dict[str, Tensor]
-Reduce = Callable[[Tensor], Tensor]  # sums a small tensor over ranks: lambda x: accelerator.reduce(x, "sum")
+LossAndStats = tuple[Tensor, dict[str, Tensor]]
 
 
 def _masked(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
     return [torch.where(mask, x, 0) for x in tensors]
+
+
+def _result(mask: Tensor, x: Tensor, **stats: Tensor) -> LossAndStats:
+    """x and its stats, 0 where the mask is 0; the stats detached, in the dtype of x."""
+    clean = lambda y: torch.where(mask, y, 0)
+    return clean(x), {name: clean(y.detach().to(x.dtype)) for name, y in stats.items()}
 
 
 def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -40,17 +47,18 @@ def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
 
-# ---- Advantages: constants of the update, so nothing here builds a graph ---------------------------------------------
+# ---- Advantages: constants of the update, so nothing here builds a graph -------------------------
 
 
-@torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, all (B, T) -> advantages, returns (arXiv 1506.02438, eq. 16).
+@no_grad
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float,
+        lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantages, all (B, T) -> advantages, returns (arXiv 1506.02438, eq. 16).
 
-        delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    returns = A + V
+        delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},   returns = A + V
 
-    t+1 is the next mask-1 token: V and A are carried over tool and user tokens unchanged, so those are invisible.
-    After the last mask-1 token both are 0.
+    t+1 is the next mask-1 token: V and A are carried over tool and user tokens unchanged, so those
+    are invisible. After the last mask-1 token both are 0.
     """
     mask = mask.bool()
     rewards, values = _masked(mask, rewards, values)
@@ -58,41 +66,49 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     next_value = next_advantage = advantages.new_zeros(len(mask))  # (B,)
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage,
+                                     next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = next_advantage
     advantages = torch.where(mask, advantages, 0)
     return advantages, advantages + values
 
 
-@torch.no_grad()
+@no_grad
 def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """REINFORCE++: every token's discounted return, (B, T) -> (B, T) (arXiv 2501.03262).
 
         A_t = r_t + gamma A_{t+1}    over mask-1 tokens, as in `gae`
 
-    The paper then whitens A over the global batch (`whiten`). Its -baseline form first subtracts the group's mean from
-    the rewards (`grpo_advantages(..., normalize_std=False)`).
-    """
+    The paper then whitens A over the global batch (`whiten`). Its -baseline form first subtracts
+    the group's mean from the rewards (`grpo_advantages(..., normalize_std=False)`)."""
     rewards = _floating(rewards)
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]  # V = 0, lam = 1: A is the return
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]  # V = 0: A is the return
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, reduce: Reduce = lambda sums: sums) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over mask-1 tokens, (B, T) -> (B, T); var unbiased; shift_mean=False keeps the mean
-    where it was. Mean and var should be the WHOLE batch's: on several ranks pass `reduce`.
-    """
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True,
+           reduce: Callable = lambda sums: sums) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over mask-1 tokens, (B, T) -> (B, T); var unbiased;
+    shift_mean=False keeps the mean where it was. Mean and var should be the WHOLE batch's: on
+    several ranks pass `reduce`, which sums a small tensor over them."""
     mask = mask.bool()
-    clean = torch.where(mask, x, 0).double()
-    n, total = reduce(torch.stack([mask.sum().double(), clean.sum()]))
-    mean = total / n.clamp(min=1)
-    squares = reduce(torch.where(mask, clean - mean, 0).square().sum())  # a second pass: E[x^2] - mean^2 cancels
-    white = (clean - mean) * (squares / (n - 1).clamp(min=1) + 1e-8).rsqrt() + (0 if shift_mean else mean)
-    return torch.where(mask, white, 0).to(x.dtype)
+    centered, mean, squares, n = _moments(x, mask, reduce)
+    white = centered * (squares / (n - 1).clamp(min=1) + 1e-8).rsqrt()
+    return torch.where(mask, white if shift_mean else white + mean, 0).to(x.dtype)
+
+
+def _moments(x: Tensor, mask: Tensor, reduce: Callable) -> tuple[Tensor, ...]:
+    """Of x (..., B, T) over mask-1 tokens, in float64: x minus its mean, the mean, the squares' sum
+    around it, and the number of tokens. A second pass, because E[x^2] - mean^2 cancels."""
+    x = torch.where(mask, x, 0).double()
+    n = reduce(mask.sum().double())
+    mean = reduce(x.sum((-2, -1))) / n.clamp(min=1)
+    centered = torch.where(mask, x - mean[..., None, None], 0)
+    return centered, mean, reduce(centered.square().sum((-2, -1))), n
 
 
 def _floating(x: Tensor) -> Tensor:
-    return x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    return x.to(torch.result_type(x, 1.0))  # whole numbers: the default dtype
 
 
 def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
@@ -102,18 +118,19 @@ def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards minus their group's mean, and the group's size. In float64: the float32 mean of eight times 0.1 is not
-    quite 0.1, and that error over a std of 0 + eps would be a signal from a group that has none."""
+    """Rewards minus their group's mean, and the group's size. In float64: the float32 mean of eight
+    times 0.1 is not quite 0.1, an error that over a std of 0 + eps would be a signal."""
     rewards = rewards.double()
     size = _group_sum(torch.ones_like(rewards), groups)
     return rewards - _group_sum(rewards, groups) / size, size
 
 
-@torch.no_grad()
-def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO, (N,) -> (N,) (arXiv 2402.03300, sec. 4.1); with normalize_std=False Dr. GRPO (arXiv 2503.20783).
+@no_grad
+def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
+                    eps: float = 1e-6) -> Tensor:
+    """GRPO, (N,) -> (N,) (arXiv 2402.03300); with normalize_std=False Dr. GRPO (arXiv 2503.20783).
 
-        A_i = (r_i - mean_G) / (std_G + eps)    std unbiased; a group of one, or of equal rewards, gets 0
+        A_i = (r_i - mean_G) / (std_G + eps)    std unbiased; one alone, or equal rewards, get 0
     """
     centered, size = _center(rewards, groups)
     if normalize_std:
@@ -122,7 +139,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     return centered.to(_floating(rewards).dtype)
 
 
-@torch.no_grad()
+@no_grad
 def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """REINFORCE leave-one-out, (N,) -> (N,) (arXiv 2402.14740).
 
@@ -132,72 +149,77 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     return (centered * size / (size - 1).clamp(min=1)).to(_floating(rewards).dtype)
 
 
-@torch.no_grad()
+@no_grad
 def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """OPO's baseline of least variance, which weighs by length (mask-1 tokens), (N,) -> (N,) (arXiv 2505.23585).
+    """OPO's baseline of least variance, weighed by mask-1 tokens, (N,) -> (N,) (arXiv 2505.23585).
 
         A_i = r_i - sum_G(len r) / sum_G(len)    a group of one gets 0
     """
     r, lengths = rewards.double(), lengths.double()
     baseline = _group_sum(lengths * r, groups) / _group_sum(lengths, groups).clamp(min=1)
-    alone = _group_sum(torch.ones_like(r), groups) == 1  # explicit: len r / len can round away from r
-    return torch.where(alone, 0, r - baseline).to(_floating(rewards).dtype)
+    size = _center(r, groups)[1]  # one alone explicitly: len r / len can round off r
+    return torch.where(size == 1, 0, r - baseline).to(_floating(rewards).dtype)
 
 
-@torch.no_grad()
+@no_grad
 def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """ReMax, (N,) -> (N,) (arXiv 2310.10505): A_i = r_i - the reward of a greedy rollout of the same prompt."""
+    """ReMax, (N,) -> (N,) (arXiv 2310.10505): A_i = r_i - the reward of a greedy rollout."""
     return _floating(rewards) - baselines
 
 
-@torch.no_grad()
+@no_grad
 def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
-    """DAPO's soft overlong punishment, (N,) -> (N,) in [-1, 0], to add to the reward (arXiv 2503.14476, eq. 13).
+    """DAPO's soft overlong punishment, (N,) -> (N,) in [-1, 0] (arXiv 2503.14476, eq. 13).
 
         0 up to max_len - buffer tokens, then (max_len - buffer - len) / buffer, -1 from max_len on
 
     Raises ValueError unless 0 < buffer <= max_len.
     """
     if not 0 < buffer <= max_len:
-        raise ValueError(f"the overlong buffer, {buffer}, must lie between 1 and max_len, {max_len}")
+        raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
     return ((max_len - buffer - _floating(lengths)) / buffer).clamp(-1, 0)
 
 
-# ---- Objectives: per-token losses, to be summed by `aggregate` -------------------------------------------------------
+# ---- Objectives: per-token losses, to be summed by `aggregate` -----------------------------------
 
 
-def policy_loss(kind: str, logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor,
-                clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float | None = None) -> tuple[Tensor, Stats]:
+def policy_loss(
+        kind: str, logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor,
+        clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float | None = None) -> LossAndStats:
     """The policy-gradient objective, to be minimised; all (B, T) -> per-token loss (B, T), stats.
 
-    With r = exp(logprobs - logprobs_old), A = advantages, sg = stop-gradient, |y| = the row's number of mask-1 tokens:
-        ppo        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          PPO, arXiv 1707.06347, eq. 7
-                   with clip_c, at most -A clip_c where A < 0                  dual clip, arXiv 1912.09729, eq. 5
-        gspo       the same with r = sg[s] pi / sg[pi], s = (prod r)^(1/|y|)   GSPO-token, arXiv 2507.18071
-        gmpo       -mean(A) (prod r')^(1/|y|) at every token of the row,       GMPO, arXiv 2507.20673
-                   log r' = min(log r, clip_high) if A >= 0 else max(log r, -clip_low): bounds in LOG space (paper: 0.4)
-        cispo      -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi          CISPO, arXiv 2506.13585
+    With r = exp(logprobs - logprobs_old), A = advantages, sg = stop-gradient, |y| = the row's
+    number of mask-1 tokens:
+        ppo        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     arXiv 1707.06347, eq. 7
+                   with clip_c, at most -A clip_c where A < 0             arXiv 1912.09729, eq. 5
+        gspo       with r = sg[s] pi / sg[pi], s = (prod r)^(1/|y|)       arXiv 2507.18071, token
+        gmpo       -mean(A) (prod r')^(1/|y|) at every token of the row,  arXiv 2507.20673
+                   log r' = min(log r, clip_high) if A >= 0 else max(log r, -clip_low): LOG bounds
+        cispo      -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi     arXiv 2506.13585
                    (bounds around 1, as in verl and slime; TRL's is an absolute cap)
-        reinforce  -A log pi; logprobs_old enters only the stats               Williams 1992
-    gspo (clip 3e-4, 4e-4) and gmpo are their papers' under aggregate's "seq-mean-token-mean". With logprobs_old =
-    logprobs.detach(), r is exactly 1 and all five have REINFORCE's gradient (gmpo if A is constant along a row).
+        reinforce  -A log pi; logprobs_old enters only the stats          Williams 1992
+    gspo (clip 3e-4, 4e-4) and gmpo are their papers' under aggregate's "seq-mean-token-mean". With
+    logprobs_old = logprobs.detach(), r is exactly 1 and all five have REINFORCE's gradient (gmpo if
+    A is constant along a row).
 
-    stats: ratio (r; gspo, gmpo: the row's), ppo_kl (-log r: k1 of KL(old, new)), clipfrac (the bound is active: no
-    gradient, for cispo a reduced one), clipfrac_lower (the dual clip is). ValueError: unknown kind, or clip_c <= 1.
+    stats: ratio (r; gspo, gmpo: the row's), ppo_kl (-log r: k1 of KL(old, new)), clipfrac (the
+    bound is active: no gradient, for cispo a reduced one), clipfrac_lower (the dual clip is).
+    ValueError: unknown kind, or clip_c <= 1.
     """
     _check("policy loss", kind, POLICY_LOSSES)
     if clip_c is not None and clip_c <= 1:
-        raise ValueError(f"clip_c bounds the ratio of tokens with A < 0 from above: {clip_c} must be greater than 1")
+        raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     mask = mask.bool()
-    logprobs, logprobs_old, advantages = _masked(mask, logprobs, logprobs_old.detach(), advantages.detach())
+    logprobs, logprobs_old, advantages = _masked(
+        mask, logprobs, logprobs_old.detach(), advantages.detach())
     length = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-    log_ratio = (logprobs - logprobs_old).clamp(-20, 20)  # far beyond any clip, and exp cannot overflow
+    difference = logprobs - logprobs_old
+    log_ratio = difference.clamp(-20, 20)  # far beyond any clip; exp can't overflow
     ratio = log_ratio.exp()
     clipped = clipped_lower = torch.zeros_like(mask)
-
     if kind in ("ppo", "gspo"):
         if kind == "gspo":  # the row's value, with each token's own gradient
-            log_row = (logprobs - logprobs_old).detach().sum(-1, keepdim=True) / length  # (B, 1)
+            log_row = difference.detach().sum(-1, keepdim=True) / length  # (B, 1)
             ratio = (log_row + (logprobs - logprobs.detach())).clamp(max=10).exp()
         free, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
         loss, clipped = torch.maximum(free, bounded), bounded > free
@@ -205,60 +227,61 @@ def policy_loss(kind: str, logprobs: Tensor, logprobs_old: Tensor, advantages: T
             clipped_lower = (advantages < 0) & (loss > -advantages * clip_c)
             loss = torch.where(clipped_lower, -advantages * clip_c, loss)
     elif kind == "gmpo":
-        bounded = torch.where(advantages >= 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+        bounded = torch.where(advantages >= 0, log_ratio.clamp(max=clip_high),
+                              log_ratio.clamp(min=-clip_low))
         clipped = bounded != log_ratio
-        ratio = (bounded.sum(-1, keepdim=True) / length).exp().expand_as(bounded)
+        ratio = (bounded.sum(-1, keepdim=True) / length).exp()  # (B, 1)
         loss = -advantages.sum(-1, keepdim=True) / length * ratio
     elif kind == "cispo":
         weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
         clipped = weight != ratio
-        loss = -weight * advantages * logprobs  # a token beyond the bounds keeps its gradient: the point of CISPO
+        loss = -weight * advantages * logprobs  # a token beyond the bounds keeps its gradient
     else:
         loss = -advantages * logprobs
+    return _result(mask, loss, ratio=ratio, ppo_kl=logprobs_old - logprobs, clipfrac=clipped,
+                   clipfrac_lower=clipped_lower)
 
-    stats = {"ratio": ratio, "ppo_kl": logprobs_old - logprobs, "clipfrac": clipped, "clipfrac_lower": clipped_lower}
-    return torch.where(mask, loss, 0), {k: torch.where(mask, v.detach().to(loss.dtype), 0) for k, v in stats.items()}
 
-
-@torch.no_grad()
+@no_grad
 def rollout_correction(kind: str, logprobs_old: Tensor, logprobs_rollout: Tensor, mask: Tensor,
-                       low: float, high: float) -> tuple[Tensor, Stats]:
-    """Importance weights from the engine's policy to the trainer's, all (B, T) -> weights of the loss (B, T), stats.
+                       low: float, high: float) -> LossAndStats:
+    """Importance weights from the engine's policy to the trainer's, all (B, T) -> (B, T), stats.
 
-    With rho = exp(logprobs_old - logprobs_rollout), per token or, for seq_*, the product over the row's mask-1 tokens:
+    With rho = exp(logprobs_old - logprobs_rollout), per token or, for seq_*, the product over the
+    row's mask-1 tokens:
         none             1
-        tis, seq_tis     min(rho, high)                         truncated importance sampling (IMPALA, arXiv 1802.01561)
-        icepop           rho inside [low, high], 0 outside      IcePop, arXiv 2510.18855 (there 0.5 and 5)
+        tis, seq_tis     min(rho, high)                     truncated, arXiv 1802.01561
+        icepop           rho inside [low, high], 0 outside  arXiv 2510.18855 (there 0.5 and 5)
         seq_mask         the same with the row's rho
-    What gets weight 0 still counts in `aggregate`'s denominators: dropping a token must not make the others heavier.
-    Decoupled PPO (AReaL, arXiv 2505.24298) is policy_loss times "icepop" with low = 0.
+    What gets weight 0 still counts in `aggregate`'s denominators: dropping a token must not make
+    the others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop", low = 0.
 
-    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho), rollout_clipped (cut to high),
-    rollout_dropped (set to 0), rollout_weight and rollout_weight_sq, whose global means give the effective sample size
-    as a fraction, mean(weight)^2 / mean(weight_sq). Raises ValueError on an unknown kind.
+    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho),
+    rollout_clipped (cut to high), rollout_dropped (set to 0), rollout_weight and rollout_weight_sq,
+    whose global means give the effective sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
     """
     _check("rollout correction", kind, ROLLOUT_CORRECTIONS)
     mask = mask.bool()
     logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     log_ratio = logprobs_old - logprobs_rollout
     if kind.startswith("seq_"):
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
     ratio = log_ratio.clamp(-20, 20).exp()
     clipped = dropped = torch.zeros_like(mask)
     weights = torch.ones_like(ratio)
-    if kind in ("tis", "seq_tis"):
+    if kind.endswith("tis"):
         clipped, weights = ratio > high, ratio.clamp(max=high)
     elif kind != "none":
         dropped = (ratio < low) | (ratio > high)
         weights = torch.where(dropped, 0, ratio)
-    stats = {"rollout_kl": logprobs_rollout - logprobs_old, "rollout_ratio": ratio, "rollout_clipped": clipped,
-             "rollout_dropped": dropped, "rollout_weight": weights, "rollout_weight_sq": weights.square()}
-    return torch.where(mask, weights, 0), {k: torch.where(mask, v.to(ratio.dtype), 0) for k, v in stats.items()}
+    return _result(mask, weights, rollout_kl=logprobs_rollout - logprobs_old, rollout_ratio=ratio,
+                   rollout_clipped=clipped, rollout_dropped=dropped, rollout_weight=weights,
+                   rollout_weight_sq=weights.square())
 
 
 def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor,
-               clip: float | None) -> tuple[Tensor, Stats]:
-    """PPO's clipped value loss; all (B, T) -> per-token loss (B, T), stats (arXiv 2005.12729, sec. 3).
+               clip: float | None) -> LossAndStats:
+    """PPO's clipped value loss; all (B, T) -> loss (B, T), stats (arXiv 2005.12729, sec. 3).
 
         1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)    clip=None: 1/2 (V - R)^2
 
@@ -266,51 +289,48 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
     """
     mask = mask.bool()
     values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
-    free = bounded = (values - returns).square()
+    error = values - returns
+    free = bounded = error.square()
     if clip is not None:
         bounded = (values_old + (values - values_old).clamp(-clip, clip) - returns).square()
-    stats = {"value_clipfrac": (bounded > free).to(free.dtype), "value_error": (values - returns).abs().detach()}
-    return 0.5 * torch.maximum(free, bounded), stats
+    return _result(mask, 0.5 * torch.maximum(free, bounded), value_clipfrac=bounded > free,
+                   value_error=error.abs())
 
 
-@torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce = lambda sums: sums) -> Tensor:
-    """1 - var(R - V) / var(R) over mask-1 tokens, (B, T) -> scalar: 1 is a perfect critic, 0 as good as a constant.
-
-    `reduce` as in `whiten`, to make it the whole batch's. 0 where the returns do not vary.
-    """
-    mask = mask.bool()
-    pair = torch.stack(_masked(mask, returns - values, returns)).double()  # (2, B, T)
-    n = reduce(mask.sum().double()).clamp(min=1)
-    mean = reduce(pair.sum((1, 2))) / n  # (2,)
-    error, total = reduce(torch.where(mask, pair - mean[:, None, None], 0).square().sum((1, 2)))
+@no_grad
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor,
+                       reduce: Callable = lambda sums: sums) -> Tensor:
+    """1 - var(R - V) / var(R) over mask-1 tokens, (B, T) -> scalar: 1 is a perfect critic, 0 as
+    good as a constant, or returns that do not vary. `reduce` as in `whiten`."""
+    pair = torch.stack([returns - values, returns])  # (2, B, T)
+    error, total = _moments(pair, mask.bool(), reduce)[2]
     return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
 
 
-# ---- KL to the reference ---------------------------------------------------------------------------------------------
+# ---- KL to the reference -------------------------------------------------------------------------
 
 
 def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
-    """KL(pi, pi_ref) per token sampled from pi, any shape -> the same (Schulman, joschu.net/blog/kl-approx.html).
+    """KL(pi, pi_ref) per token sampled from pi, any shape (joschu.net/blog/kl-approx.html).
 
     With d = logprobs - logprobs_ref:
-        k1         d                   unbiased; as a loss its expected gradient is 0, so it belongs in the reward
+        k1         d                   unbiased; its gradient is 0 in the mean: for the reward only
         abs        |d|
         k2         d^2 / 2             biased value, right gradient (arXiv 2510.01555)
-        k3         exp(-d) - 1 + d     unbiased, never negative, low variance (GRPO, arXiv 2402.03300, eq. 4); d clamped
-                                       to +-20 and the result to 10, without gradient beyond
+        k3         exp(-d) - 1 + d     unbiased, >= 0, low variance (arXiv 2402.03300, eq. 4); d
+                                       clamped to +-20, the result to 10, without gradient beyond
         k1+, k3+   the value of k1 or k3 with the gradient of k2 (straight through)
-    Raises ValueError on an unknown kind.
     """
     _check("KL estimate", kind, KL_ESTIMATES)
     d = logprobs - logprobs_ref.detach()
-    # There is no mask here, and a later one (aggregate) stops values but not the 0 * NaN in our own backward. So what
-    # is not finite takes no gradient, yet keeps its value: at a token that counts, a NaN must stay loud.
+    # There is no mask here, and a later one (aggregate) stops values but not the 0 * NaN in our own
+    # backward. So what is not finite takes no gradient, yet keeps its value: a NaN must stay loud.
     finite = d.isfinite()
     safe = torch.where(finite, d, 0)
     x = (-safe).clamp(-20, 20)
     k2 = 0.5 * safe.square()
-    value = {"k1": safe, "abs": safe.abs(), "k2": k2, "k3": (x.exp() - 1 - x).clamp(max=10)}[kind.rstrip("+")]
+    value = {"k1": safe, "abs": safe.abs(), "k2": k2,
+             "k3": (x.exp() - 1 - x).clamp(max=10)}[kind.rstrip("+")]
     if kind.endswith("+"):
         value = value.detach() + (k2 - k2.detach())
     return torch.where(finite, value, d.detach())
@@ -318,7 +338,7 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
 
 @dataclass
 class AdaptiveKL:
-    """A coefficient that steers the KL to `target` (arXiv 1909.08593, sec. 2.2); after n trajectories of mean KL `kl`
+    """A coefficient that steers the KL to `target` (arXiv 1909.08593); after n trajectories of `kl`
 
         coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
 
@@ -337,11 +357,12 @@ class AdaptiveKL:
         return float(self.coef)
 
 
-# ---- From per-token losses to one number -----------------------------------------------------------------------------
+# ---- From per-token losses to one number ---------------------------------------------------------
 
 
-def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean", n_tokens: float | Tensor | None = None,
-              n_seqs: float | Tensor | None = None, max_len: int | None = None) -> Tensor:
+def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
+              n_tokens: float | Tensor | None = None, n_seqs: float | Tensor | None = None,
+              max_len: int | None = None) -> Tensor:
     """The sum of x (B, T) over mask-1 tokens, divided by GLOBAL counts -> scalar.
 
         token-mean                 sum / n_tokens                      DAPO, arXiv 2503.14476
@@ -350,15 +371,14 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean", n_tokens: float
         seq-mean-token-mean        sum of row means / n_seqs           GRPO, arXiv 2402.03300
         seq-mean-token-sum-norm    sum / (n_seqs max_len)              Dr. GRPO, arXiv 2503.20783
 
-    n_tokens, n_seqs (rows with any mask-1 token): of the whole mini-batch, over its micro-batches and all ranks. Then
-    the parts ADD UP to the whole, and no way to cut it (between rows) changes the gradient. By default they are those
-    of this mask, and max_len is its width. Raises ValueError on an unknown mode.
-    """
+    n_tokens, n_seqs (rows with any mask-1 token): of the whole mini-batch, over its micro-batches
+    and all ranks. Then the parts ADD UP to the whole, and no way to cut it (between rows) changes
+    the gradient. By default they are those of this mask, and max_len is its width."""
     _check("aggregation", mode, AGGREGATIONS)
     mask = mask.bool()
-    x = torch.where(mask, x, 0)  # without any mask-1 token still a graph: a filler must run its backward too (DDP)
+    x = torch.where(mask, x, 0)  # even if all 0 still a graph: a filler runs its backward too (DDP)
     lengths = mask.sum(-1)  # (B,)
-    count = torch.ones_like(lengths.sum())
+    count = 1
     if mode == "token-mean":
         count = lengths.sum() if n_tokens is None else n_tokens
     elif mode.startswith("seq-mean"):
@@ -366,81 +386,83 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean", n_tokens: float
     if mode == "seq-mean-token-mean":
         x = x / lengths.clamp(min=1)[:, None]
     if mode == "seq-mean-token-sum-norm":
-        count = count * (mask.shape[1] if max_len is None else max_len)
+        count = count * (max_len or mask.shape[1])
     return x.sum() / torch.as_tensor(count, device=x.device).clamp(min=1)
 
 
-# ---- Token log-probabilities without the logits ----------------------------------------------------------------------
+# ---- Token log-probabilities without the logits --------------------------------------------------
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int = 1024,
-                   entropy: bool = False, vocab_size: int | None = None,
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
+                   chunk: int = 1024, entropy: bool = False, vocab_size: int | None = None,
                    banned: Sequence[int] = ()) -> Tensor | tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at targets, (T, H), (V, H), (T,) -> (T,), or with entropy=True both
-    (logprobs, entropy), both differentiable. With z = the logits over the temperature and y = the target:
+    """log softmax(hidden @ weight.T / temperature) at targets, (T, H), (V, H), (T,) -> (T,), or
+    with entropy=True both (logprobs, entropy), both differentiable. With z = the logits over the
+    temperature and y = the target:
 
-        lse = log sum_v exp z_v,    logprob = z_y - lse,    entropy = -sum_v p_v log p_v,    log p_v = z_v - lse
+        lse = log sum exp z,   log p = z - lse,   logprob = log p_y,   entropy = -sum p log p
 
-    Logits exist `chunk` VOCABULARY columns at a time, (T, chunk), forward and again in backward: a block's rows of
-    weight's gradient are complete after one product (chunks of tokens would need a float32 (V, H) to add them up), and
-    for any T a block is the same fraction of the logits, chunk / V. `chunk` is an upper bound: no block exceeds V / 64
-    columns (or 256), so that three float32 blocks, the most alive at a time, are under 5% of the logits (V > 16k).
+    Logits exist `chunk` VOCABULARY columns at a time, (T, chunk), forward and again in backward: a
+    block's rows of weight's gradient are complete after one product (chunks of tokens would need a
+    float32 (V, H) to add them up), and for any T a block is the same fraction of the logits,
+    chunk / V. `chunk` is an upper bound: no block exceeds V / 64 columns (or 256), so that three
+    float32 blocks, the most alive at a time, are under 5% of the logits (V > 16k).
 
-    Half-precision operands give float32 logits and results; float64 stays float64. As in a linear layer, hidden follows
-    autocast; weight is cast to hidden's dtype. Either may be frozen; weight may be a tied embedding. Ids >= vocab_size
-    and those in `banned` get no probability, as in the engine (a padded vocabulary, the placeholder of images); a
-    target among them has logprob -inf.
-    Raises ValueError unless temperature and chunk are positive.
+    Half-precision operands give float32 logits and results; float64 stays float64. As in a linear
+    layer, hidden follows autocast; weight is cast to hidden's dtype. Either may be frozen; weight
+    may be a tied embedding. Ids >= vocab_size and those in `banned` get no probability, as in the
+    engine (a padded vocabulary, the placeholder of images); a target among them has logprob -inf.
     """
     if temperature <= 0 or chunk <= 0:
         raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    vocab = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    vocab = min(vocab_size or len(weight), len(weight))
     columns = min(chunk, max(vocab // 64, 256))
     edges = [-1, *sorted(banned), vocab]  # blocks are cut at the ids that are left out
     blocks = [(start, min(start + columns, stop)) for before, stop in zip(edges, edges[1:])
               for start in range(before + 1, stop, columns)]
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, temperature, blocks, entropy)
-    return (logprobs, entropies) if entropy else logprobs
+    both = _TokenLogprobs.apply(hidden, weight, targets, temperature, blocks, entropy)
+    return both if entropy else both[0]
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; in float32 for half-precision operands, which is what tensor cores accumulate in anyway."""
+    """a @ b; in float32 for half-precision operands, in which tensor cores accumulate anyway."""
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype not in (torch.bfloat16, torch.float16):
             return a @ b
         return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
+def _block(hidden, weight, targets, temperature, start, stop):
+    """A block's logits (T, n), weights (n, H); is the target inside (T,), which column (T, 1)?"""
+    w = weight[start:stop].to(hidden.dtype)
+    logits = _matmul(hidden, w.T)
+    if temperature != 1:
+        logits /= temperature
+    inside = (targets >= start) & (targets < stop)
+    return logits, w, inside, (targets - start).clamp(0, stop - start - 1)[:, None]
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def block(hidden, weight, targets, temperature, start, stop):
-        """One block's logits (T, n) and weights (n, H); is the target inside, (T,), and in which column, (T, 1)?"""
-        w = weight[start:stop].to(hidden.dtype)
-        logits = _matmul(hidden, w.T)
-        if temperature != 1:
-            logits /= temperature
-        inside = (targets >= start) & (targets < stop)
-        return logits, w, inside, (targets - start).clamp(0, stop - start - 1)[:, None]
-
-    @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, blocks, with_entropy):
-        lses, entropies = [], []  # per block, (T,): log sum exp z, and the entropy of the block's own softmax
+        lses, entropies = [], []  # per block, (T,): log sum exp z; its softmax's entropy
         target_logits = float("-inf")
         for start, stop in blocks:
-            logits, _, inside, column = _TokenLogprobs.block(hidden, weight, targets, temperature, start, stop)
+            logits, _, inside, column = _block(hidden, weight, targets, temperature, start, stop)
             target_logits = torch.where(inside, logits.gather(1, column).squeeze(1), target_logits)
             lses.append(logits.logsumexp(-1))
             if with_entropy:
                 logp = logits.sub_(lses[-1][:, None])
                 entropies.append(-logp.exp().mul_(logp).sum(-1))
                 del logp
-            del logits  # here and below: a name left bound would keep this block alive while the next is computed
+            del logits  # here and below: a name left bound keeps this block alive beside the next
         lses = torch.stack(lses)  # (blocks, T)
-        lse = lses.logsumexp(0)  # of all columns, in one rounding more than one pass over them would take
+        lse = lses.logsumexp(0)  # of all columns, in one rounding more than one pass would take
         entropy = None
-        if with_entropy:  # of the choice of a block, and then of a column in it: sums of one sign, so nothing cancels
+        if with_entropy:  # of a block's choice, then of a column in it: one sign, nothing cancels
             log_share = lses - lse  # of each block in the probability, (blocks, T)
             entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
@@ -451,19 +473,20 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        """dz = g (onehot(y) - p) - g' p (log p + entropy), with g = grad_logprobs and g' = grad_entropy."""
+        """dz = g (onehot(y) - p) - g' p (log p + entropy), g = grad_logprobs, g' = grad_entropy."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         g = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         for start, stop in ctx.blocks:
-            dz, w, inside, column = _TokenLogprobs.block(hidden, weight, targets, ctx.temperature, start, stop)
+            dz, w, inside, column = _block(hidden, weight, targets, ctx.temperature, start, stop)
             dz -= lse[:, None]  # log p; in place from here on, memory being the point
             if grad_entropy is None:
                 dz.exp_().mul_(-g[:, None])
             else:
                 p = dz.exp()
-                dz.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(g[:, None]).mul_(p).neg_()
+                dz.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(g[:, None])
+                dz.mul_(p).neg_()
                 del p
             dz.scatter_add_(1, column, torch.where(inside, g, 0)[:, None])
             if ctx.temperature != 1:
@@ -474,4 +497,4 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight[start:stop] = _matmul(dz.T, hidden)
             del dz
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None  # cast by autograd
