@@ -1090,7 +1090,7 @@ class Pool:
             if output.extra["prompt"] in self.filtered:
                 output.extra["filtered"] = True
         self.seconds, self.statistics = 0.0, Counter()
-        if not any(1 in output.response_mask for output in phase.sampled):
+        if not any(1 in output.response_mask for output in phase.trained):
             counts = dict(phase.counts)
             raise RuntimeError(f"{self.kind}-{self.step:08d} brought nothing to learn from: "
                                f"{counts}; {phase.first_error()}")
