@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import contextlib
-import dataclasses
 import difflib
 import hashlib
 import inspect
@@ -36,7 +35,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -47,8 +46,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    HfArgumentParser,
+    PreTrainedModel,
+    get_scheduler,
+    set_seed,
+)
 
 import data
 import losses
@@ -108,7 +120,7 @@ class Range(NamedTuple):
 
 
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
-NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)
+NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # of every number without a rule
 AT_LEAST_1 = Range("be at least 1", lambda x: x >= 1)
 SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
@@ -117,11 +129,9 @@ DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 def flag(default, help: str, allowed=(), only: str = ""):
     """A flag; allowed: a Range or choices; only: the setting of another flag without which it has
     no effect, "name" (is set), "name=a|b" or "name!=a"."""
-    if allowed and not isinstance(allowed, Range):
-        help += f" ({' | '.join(map(str, allowed))})"
-    return dataclasses.field(
-        default=default, metadata={"help": help, "allowed": allowed, "only": only}
-    )
+    if not isinstance(allowed, Range):
+        help += f" ({' | '.join(map(str, allowed))})" * bool(allowed)
+    return field(default=default, metadata={"help": help, "allowed": allowed, "only": only})
 
 
 def preset(help: str, allowed=(), only: str = ""):
@@ -145,7 +155,7 @@ class Args:
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     # algorithm
     algo: str = flag("grpo", "a preset for the flags marked [preset]", tuple(PRESETS))
-    num_steps: int = flag(40, "training steps: rollout + update", NOT_NEGATIVE)
+    num_steps: int = flag(40, "training steps: rollout + update")
     prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks", POSITIVE)
     group_size: int = flag(8, "trajectories per prompt", POSITIVE)
     prompts_per_mini_batch: int | None = flag(
@@ -160,39 +170,38 @@ class Args:
     # objective
     policy_loss: str | None = preset("policy-gradient objective", losses.POLICY_LOSSES)
     clip_low: float | None = preset("lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm",
-                                    NOT_NEGATIVE, "policy_loss!=reinforce")
+                                    (), "policy_loss!=reinforce")
     clip_high: float | None = preset("upper clip of the ratio, 1 + clip_high; gmpo: of its "
-                                     "logarithm", NOT_NEGATIVE, "policy_loss!=reinforce")
+                                     "logarithm", (), "policy_loss!=reinforce")
     clip_c: float = flag(0.0, "dual clip, the largest ratio that counts where A < 0 (3 is usual); "
-                         "0: off", NOT_NEGATIVE, "policy_loss=ppo|gspo")
+                         "0: off", (), "policy_loss=ppo|gspo")
     loss_agg: str | None = preset("how per-token losses become one number", losses.AGGREGATIONS)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus", NOT_NEGATIVE)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     mask_truncated: bool = flag(False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str | None = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, with "
         "--max_staleness decoupled PPO, which is icepop with --correction_low 0",
         losses.ROLLOUT_CORRECTIONS)
     correction_low: float | None = flag(
-        None, f"least importance ratio kept; low and high: {CORRECTION_BOUNDS}", NOT_NEGATIVE,
+        None, f"least importance ratio kept; low and high: {CORRECTION_BOUNDS}", (),
         "rollout_correction=icepop|seq_mask")
     correction_high: float | None = flag(
         None, "largest importance ratio: clamped (tis) or dropped (icepop, seq_mask)", POSITIVE,
         "rollout_correction")
     # reward
     kl_coef: float | None = preset(
-        "weight of the KL to the starting model; 0: no reference model is loaded", NOT_NEGATIVE)
+        "weight of the KL to the starting model; 0: no reference model is loaded")
     kl_in: str | None = preset("a term of the objective, or token by token of the reward",
                                ("loss", "reward"), "kl_coef")
     kl_kind: str | None = preset("k1 is for the reward: a loss of no gradient",
                                  losses.KL_ESTIMATES, "kl_coef")
     kl_target: float = flag(0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: "
-                            "constant", NOT_NEGATIVE, "kl_in=reward")
+                            "constant", (), "kl_in=reward")
     kl_horizon: int = flag(10_000, "trajectories over which kl_coef adapts", POSITIVE, "kl_target")
-    reward_clip: float = flag(0.0, "clip the task's reward to [-c, c]; turn rewards stay; 0: off",
-                              NOT_NEGATIVE)
+    reward_clip: float = flag(0.0, "clip the task's reward to [-c, c]; turn rewards stay; 0: off")
     overlong_buffer: float | None = preset(
         "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
-        "(DAPO: 0.2); 0: off", NOT_NEGATIVE)
+        "(DAPO: 0.2); 0: off")
     max_gen_batches: int | None = preset(
         "dynamic sampling: groups without signal are replaced by fresh prompts, until so many "
         "times prompts_per_step are drawn; 1: off", POSITIVE)
@@ -200,16 +209,15 @@ class Args:
                               "rewards) | any key of the reward", (), "max_gen_batches!=1")
     # critic (gae)
     value_clip: float = flag(0.5, "clip of the value update", POSITIVE, "adv_estimator=gae")
-    critic_warmup: int = flag(0, "first steps, in which only the critic learns", NOT_NEGATIVE,
+    critic_warmup: int = flag(0, "first steps, in which only the critic learns", (),
                               "adv_estimator=gae")
     critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3",
-                                   NOT_NEGATIVE, "adv_estimator=gae")
+                                   (), "adv_estimator=gae")
     # optimiser
-    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4",
-                            NOT_NEGATIVE)
+    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4")
     lr_schedule: str = flag("constant", "down to 0 at num_steps", ("constant", "linear", "cosine"))
-    warmup_steps: int = flag(0, "steps of linear warm-up", NOT_NEGATIVE)
-    weight_decay: float = flag(0.0, "AdamW", NOT_NEGATIVE)
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    weight_decay: float = flag(0.0, "AdamW")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
         16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
@@ -228,26 +236,26 @@ class Args:
     max_model_len: int | None = flag(
         None, "the engine's window; default: max_prompt_tokens + max_response_tokens")
     max_assistant_turns: int = flag(
-        8, "then the trajectory ends with stop reason max_turns; 0: no limit", NOT_NEGATIVE)
-    max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit", NOT_NEGATIVE)
+        8, "then the trajectory ends with stop reason max_turns; 0: no limit")
+    max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
     reward_timeout: float = flag(
-        300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit", NOT_NEGATIVE)
+        300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
     trajectory_timeout: float = flag(
         0.0, "seconds for a whole trajectory, which ends as it is then; with --max_staleness "
-        "updates count; 0: no limit", NOT_NEGATIVE)
+        "updates count; 0: no limit")
     max_parallel_calls: int = flag(
         8, "tool calls of one turn that are executed; the model is told about the others", POSITIVE)
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut", POSITIVE)
     tool_response_truncate_side: str = flag(
         "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
-    sampling_args: str | None = flag(
-        None, 'further sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}')
+    sampling_args: str = flag(
+        "{}", 'further sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}')
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(
         0, "a rollout ends when its batch is full, the rest goes on after the update, so many "
-        "versions behind at most", NOT_NEGATIVE)
+        "versions behind at most")
     oversample: float = flag(
         1.0, "with --max_staleness: prompts under way, a multiple of prompts_per_step", AT_LEAST_1)
     # engine
@@ -262,22 +270,21 @@ class Args:
         0.5, "share of the GPU for the engine while it is awake", SHARE)
     sleep_level: int = flag(
         2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2))
-    engine_args: str | None = flag(None, "further arguments of vllm.LLM as one JSON object")
+    engine_args: str = flag("{}", "further arguments of vllm.LLM as one JSON object")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
                             "with --tp also what the ranks sampled")
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools")
     # evaluation, checkpoints, log
     eval_every: int = flag(10, "steps between evaluations; there is always one before and one "
-                           "after; 0: only those", NOT_NEGATIVE)
-    eval_temperature: float = flag(0.0, "0: greedy", NOT_NEGATIVE)
+                           "after; 0: only those")
+    eval_temperature: float = flag(0.0, "0: greedy")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
-    eval_sampling_args: str | None = flag(None, "like --sampling_args, in evaluation")
-    save_every: int = flag(20, "steps between checkpoints; 0: none but at the end", NOT_NEGATIVE)
+    eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
+    save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
     resume: bool = flag(False, "go on from the latest checkpoint in output_dir")
-    show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never",
-                           NOT_NEGATIVE)
+    show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
     wandb_project: str | None = flag(None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
     def __post_init__(self):
@@ -307,10 +314,10 @@ class Args:
 
     def describe_algo(self) -> str:
         """The preset's flags and their values, those that the user changed marked *."""
-        values = (PRESETS["grpo"] | PRESETS[self.algo]).items()
-        changed = {name: "*" * (getattr(self, name) != value) for name, value in values}
-        text = ", ".join(f"{name}{mark} {getattr(self, name)}" for name, mark in changed.items())
-        return text + (" (* changed)" if any(changed.values()) else "")
+        values = PRESETS["grpo"] | PRESETS[self.algo]
+        text = ", ".join(f"{name}{'*' * (getattr(self, name) != value)} {getattr(self, name)}"
+                         for name, value in values.items())
+        return text + " (* changed)" * ("*" in text)
 
     def sampling(self) -> dict:
         """Sampling parameters in training."""
@@ -327,8 +334,6 @@ class Args:
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Args from the command line. Raises BadInput on an unknown, abbreviated or mistyped flag."""
-    from transformers import HfArgumentParser
-
     class Parser(HfArgumentParser):
         def add_argument(self, *names, allowed=None, only="", **settings):  # not argparse's rules
             name = names[0].strip("-")
@@ -343,9 +348,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     parser = Parser(Args, allow_abbrev=False, description=__doc__.split("\n")[0])
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        name, known = unknown[0].split("=")[0], [f"--{field.name}" for field in dataclasses.fields(Args)]
-        close = difflib.get_close_matches(name, known, n=1)
-        close = close or [k for k in known if k.startswith(name)]
+        name, known = unknown[0].split("=")[0], [f"--{flag.name}" for flag in fields(Args)]
+        close = difflib.get_close_matches(name, known) or [x for x in known if x.startswith(name)]
         hint = f": did you mean {close[0]}?" if close else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
     return Args(**vars(namespace))
@@ -353,32 +357,32 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def check_args(args: Args) -> None:
     """Raises BadInput where a flag breaks its rules, or flags contradict each other."""
-    for field in dataclasses.fields(Args):
-        name, value, allowed = field.name, getattr(args, field.name), field.metadata["allowed"]
-        if isinstance(allowed, Range):
-            need(value is None or allowed.holds(value), f"--{name} {value} must {allowed.words}")
-        elif allowed:
+    unset = args.preset_values() | args.correction_bounds()
+    for flag in fields(Args):
+        name, value = flag.name, getattr(args, flag.name)
+        allowed, only = flag.metadata["allowed"], flag.metadata["only"]
+        if allowed and not isinstance(allowed, Range):
             choices = ", ".join(map(str, allowed))
             need(value in allowed, f"--{name} {value}: choose from {choices}")
-    unset = args.preset_values() | args.correction_bounds()
-    for field in dataclasses.fields(Args):  # without effect a flag is a mistake, seen in results
-        name, only = field.name, field.metadata["only"]
-        if only and getattr(args, name) != unset.get(name, field.default):
-            used, words = holds(only, args)
-            need(used, f"--{name} has an effect only with {words}")
+        elif isinstance(value, (int, float)):
+            words, holds = allowed or NOT_NEGATIVE
+            need(holds(value), f"--{name} {value} must {words}")
+        if only and value != unset.get(name, flag.default):
+            used, setting = has_effect(only, args)  # without it's a mistake, seen in results alone
+            need(used, f"--{name} has an effect only with {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
     for name in ("engine_args", "sampling_args", "eval_sampling_args"):
         try:
-            parameters = json.loads(getattr(args, name) or "{}")
+            parameters = json.loads(getattr(args, name))
         except ValueError as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if parameters:
+        if parameters:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
 
 
-def holds(rule: str, args: Args) -> tuple[bool, str]:
+def has_effect(rule: str, args: Args) -> tuple[bool, str]:
     """Whether a flag's `only` is so, and how to say it."""
     name, sign, values = re.fullmatch(r"(\w+)(=|!=|)(.*)", rule).groups()
     value, values = str(getattr(args, name)), values.split("|")
@@ -448,8 +452,8 @@ def check_engine_args(name: str, arguments: dict) -> None:
         need(key in EngineArgs.__dataclass_fields__, f"--{name}: vLLM has no argument {key}")
 
 
-def sampling_args(text: str | None) -> dict:
-    parameters = json.loads(text or "{}")
+def sampling_args(text: str) -> dict:
+    parameters = json.loads(text)
     if isinstance(parameters.get("stop"), str):  # vLLM takes both; agents may count on a list
         parameters["stop"] = [parameters["stop"]]
     return parameters
@@ -499,8 +503,6 @@ def task_model(task: ModuleType, args: Args) -> str:
     folder = cache / f"{source.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     if folder.is_dir():
         return str(folder)
-    from transformers import set_seed
-
     if dist.get_rank() == 0:
         print(f"building the task's model, once: {folder}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
@@ -530,8 +532,6 @@ def from_pretrained(auto_class, args: Args, problem: str, **settings):
 def check_model(args: Args):
     """The model's configuration; sets args.max_model_len. Raises BadInput if args.model is not a
     model, its window is too short, or it has what the trainer doesn't implement."""
-    from transformers import AutoConfig
-
     model = f"--model {args.model}"
     need(not Path(args.model).is_dir() or (Path(args.model) / "config.json").is_file(),
          f"{model}: the folder has no config.json, so it is not a model")
@@ -557,8 +557,6 @@ def check_model(args: Args):
 
 def stop_token_ids(args: Args, tokenizer) -> list[int]:
     """The tokenizer's EOS and those of the model's generation_config."""
-    from transformers import GenerationConfig
-
     try:
         eos = GenerationConfig.from_pretrained(args.model).eos_token_id
     except OSError:  # a model without a generation_config.json
@@ -574,8 +572,6 @@ def load_processor(args: Args, config):
 
     Raises BadInput for a vision model whose packed forward pass is not implemented: data.Vision.
     """
-    from transformers import AutoModel, AutoProcessor
-
     if getattr(config, "vision_config", None) is None:
         return None
     need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
@@ -585,13 +581,13 @@ def load_processor(args: Args, config):
          "out can't be replayed")
     data.without_torchvision()
     # The engine's settings: both must agree.
-    settings = json.loads(args.engine_args or "{}").get("mm_processor_kwargs") or {}
+    settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     problem = "has vision, but its processor can't be loaded"
     processor = from_pretrained(AutoProcessor, args, problem, **settings)
     known = {*vars(processor.image_processor), "min_pixels", "max_pixels"}  # these set `size`
-    unknown = sorted(set(settings) - known)
-    need(not unknown, f"--engine_args: mm_processor_kwargs has {unknown[:1]}, which is no setting "
-         "of the image processor")
+    for name in settings:
+        need(name in known, f"--engine_args: mm_processor_kwargs has {name}, which is no setting "
+             "of the image processor")
     processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
     return processor
 
@@ -642,8 +638,6 @@ class Policy(Net):
     def __init__(
         self, args: Args, vocab_size: int | None = None, vision: data.Vision | None = None
     ):
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
         super().__init__(AutoModelForImageTextToText if vision else AutoModelForCausalLM, args, vision)
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
@@ -662,8 +656,6 @@ class Critic(Net):
     """V(state before each sampled token): a backbone of its own, a zero-initialised linear head."""
 
     def __init__(self, args: Args, vision: data.Vision | None = None):
-        from transformers import AutoModel
-
         super().__init__(AutoModel, args, vision)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -706,8 +698,6 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
     model doesn't say what its layers are.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import PreTrainedModel
 
     models = [module for module in net.modules() if isinstance(module, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
@@ -743,8 +733,6 @@ class Learner:
 
 def learner(net: Net, lr: float, num_steps: int, args: Args, accelerator) -> Learner:
     """Shards or wraps a network, and makes its optimiser; num_steps: in which it learns."""
-    from transformers import get_scheduler
-
     if args.shard:
         wrapped = shard(net, args, accelerator.device)
     else:
@@ -877,7 +865,8 @@ def correction(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, arg
 def value_objective(batch: dict, args: Args) -> Callable:
     def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
         old, returns = (batch[name][rows].to(mask.device) for name in ("values", "returns"))
-        return losses.value_loss(output[0], old, returns, mask, args.value_clip)
+        loss, stats = losses.value_loss(output[0], old, returns, mask, args.value_clip)
+        return loss, stats | {"vf_loss": loss.detach()}
 
     return objective
 
@@ -1191,7 +1180,7 @@ class Run:
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     done: int = 0  # steps
     pool: Pool | None = None  # None with --replay
-    background: Background = dataclasses.field(default_factory=Background)
+    background: Background = field(default_factory=Background)
 
     @property
     def folder(self) -> Path:
@@ -1269,8 +1258,6 @@ def quiet_libraries() -> None:
 
 def load_tokenizer(args: Args) -> tuple:
     """(processor or None, tokenizer) of args.model, which is checked first."""
-    from transformers import AutoTokenizer
-
     processor = load_processor(args, check_model(args))
     if processor:
         return processor, processor.tokenizer
@@ -1279,8 +1266,6 @@ def load_tokenizer(args: Args) -> tuple:
 
 def build_networks(args: Args, accelerator, vocab_size: int, vision: data.Vision | None) -> tuple:
     """Policy, and critic and reference where they are used."""
-    from accelerate.utils import set_seed
-
     data.register_packed_attention()
     n_steps = args.num_steps - args.critic_warmup
     policy = Policy(args, vocab_size, vision)
@@ -1498,12 +1483,10 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         metrics |= {"rollout/staleness_mean": mean(age), "rollout/staleness_max": age.max().item()}
     if args.rollout_correction != "none":
         _, stats = correction(old, rollout, mask, args)
-        means = {name: mean(x[mask]) for name, x in stats.items()}
-        for name in ("kl", "ratio", "clipped", "dropped"):
-            metrics[f"rollout/{name}"] = means[f"rollout_{name}"]
-        metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
-        weight, square = means["rollout_weight"], means["rollout_weight_sq"]  # of the tokens
-        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
+        means = {name.replace("_", "/", 1): mean(x[mask]) for name, x in stats.items()}
+        weight, square = means.pop("rollout/weight"), means.pop("rollout/weight_sq")
+        metrics |= means | {"rollout/ratio_max": stats["rollout_ratio"].max().item()}
+        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0  # a share
     if args.adv_estimator == "remax":
         baselines = {output.extra["prompt"] for output in phase.greedy}
         metrics["rollout/missing_baselines"] = len(set(groups.tolist()) - baselines)
@@ -1529,33 +1512,32 @@ def warn(run: Run, metrics: dict, n_groups: int, first: bool) -> None:
 def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     """Epochs x mini-batches x packed micro-batches; losses over global counts. Returns metrics.
 
-    Sets batch["logprobs_old"] where nothing was recomputed: it is the update's own.
+    Sets batch["logprobs_old"] where nothing was recomputed: the update's own.
     """
-    args, accelerator = run.args, run.accelerator
-    train_policy, seen = step >= args.critic_warmup, torch.zeros_like(batch["response_mask"])
-    if train_policy and args.updates_per_rollout == 1:
-        batch.pop("logprobs_old", None)
-    actor, value = policy_objective(batch, args, seen), value_objective(batch, args)
-    lr = run.policy.set_lr(step - args.critic_warmup)
-    updates: list[dict] = []
-    for rows in mini_batches(len(batch["response_mask"]), step, args):
-        updates.append({})
-        if train_policy:
-            stats = optimise(run.policy, actor, batch, rows, args, accelerator, args.loss_agg)
-            updates[-1] |= {f"actor/{name}": x for name, x in stats.items()}
-        if run.critic:
-            run.critic.set_lr(step)
-            stats = optimise(run.critic, value, batch, rows, args, accelerator)
-            stats["vf_loss"] = stats.pop("loss")
-            updates[-1] |= {f"critic/{name}": x for name, x in stats.items()}
+    args, seen = run.args, torch.zeros_like(batch["response_mask"])
+    lr, learning = run.policy.set_lr(step - args.critic_warmup), []
+    if step >= args.critic_warmup:
+        if args.updates_per_rollout == 1:
+            batch.pop("logprobs_old", None)
+        objective = policy_objective(batch, args, seen)
+        learning.append(("actor", run.policy, objective, args.loss_agg))
+    if run.critic:
+        run.critic.set_lr(step)
+        learning.append(("critic", run.critic, value_objective(batch, args), "token-mean"))
+    updates = []
+    for rows in mini_batches(len(seen), step, args):
+        updates.append({"actor/lr": lr})
+        for name, *learner, loss_agg in learning:
+            stats = optimise(*learner, batch, rows, args, run.accelerator, loss_agg)
+            updates[-1] |= {f"{name}/{key}": x for key, x in stats.items()}
     if "logprobs_old" not in batch:
         batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
     if run.critic:
         returns, mask = batch["returns"], batch["response_mask"]
-        variance = losses.explained_variance(batch["values"], returns, mask)
-        metrics["critic/explained_var"] = variance.item()
-    return metrics | {"actor/lr": lr}
+        explained = losses.explained_variance(batch["values"], returns, mask)
+        metrics["critic/explained_var"] = explained.item()
+    return metrics
 
 
 def main(args: Args) -> None:
