@@ -3,7 +3,6 @@
 torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT
 """
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -88,5 +87,5 @@ if __name__ == "__main__":
     kinds = (("token-mean", "ppo"), ("seq-mean-token-mean", "gspo"), ("seq-mean-token-sum-norm", "gmpo"))
     cases = [(tokens, *kind) for tokens in (60, 130, 4096) for kind in kinds]
     results = {case: gradients(accelerator, model, *case[:2], policy_loss=case[2]) for case in cases}
-    if int(os.environ["RANK"]) == 0:
+    if dist.get_rank() == 0:
         torch.save(results, out)

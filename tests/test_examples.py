@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPO
-from test_rollout import KEPT, hf_model, wake
+from conftest import KEPT, REPO
+from test_rollout import hf_model, wake
 
 import agent_loop
 import data
