@@ -7,10 +7,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: runs with several
 import asyncio
 import contextlib
 import json
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -20,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 REPO = Path(__file__).parent.parent
+HANGS = 300  # seconds after which something hangs; nothing a slow machine does takes a fraction of it
 # A short run of the task for the tests.
-TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--num_steps", "6", "--prompts_per_step", "4",
-        "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32",
+SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})  # of --engine_args; the default's 1 GB is written at once
+TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--engine_args", SMALL_CACHE,
+        "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32",
         "--tokens_per_micro_batch", "256",
         "--eval_every", "3", "--save_every", "2"]  # fmt: skip
 sys.path.insert(0, str(REPO / "examples"))
@@ -66,7 +71,12 @@ def tokenizer(tiny_model):
 def args(tiny_model):
     from train import Args
 
-    return Args(model=tiny_model, dtype="float32", max_prompt_tokens=64, max_response_tokens=64, max_model_len=128)
+    return Args(model=tiny_model, dtype="float32", max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
+                engine_args=SMALL_CACHE)  # fmt: skip
+
+
+# Engines besides the session's: collecting one would take down the process group, which all of them share.
+KEPT: list = []
 
 
 @pytest.fixture(scope="session")
@@ -124,9 +134,14 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
 
 
 def clean_env() -> dict[str, str]:
-    """This process's environment without what its own engine needed."""
+    """This process's environment without what its own engine needed.
+
+    vLLM notes down what it finds out about each model class, in a process of its own (12 s): once is enough.
+    """
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {k: v for k, v in os.environ.items() if k not in own} | {"OMP_NUM_THREADS": "1"}
+    caches = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    env = {"VLLM_CACHE_ROOT": f"{caches}/vllm"} | {k: v for k, v in os.environ.items() if k not in own}
+    return env | {"OMP_NUM_THREADS": "1"}
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -137,14 +152,86 @@ def torchrun(ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(port)]
 
 
+class Forked:
+    """A process that the zygote forked: what the tests use of subprocess.Popen."""
+
+    def __init__(self, *argv, cache: Path, env: dict[str, str]):
+        self.returncode, self.output = None, tempfile.TemporaryFile()
+        self.answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = json.dumps({"argv": list(map(str, argv)), "env": env}).encode()
+        socket.send_fds(zygote(cache), [request], [self.output.fileno(), theirs.fileno()])
+        theirs.close()
+        self.pid = int(self.answers.recv(64))
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self.answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            self.returncode = os.waitstatus_to_exitcode(int(self.answers.recv(64)))
+            self.answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.printed(), None
+
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return os.pread(self.output.fileno(), 1 << 30, 0).decode(errors="replace")
+
+    def send_signal(self, which: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, which)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+ZYGOTE: list[tuple[subprocess.Popen, socket.socket]] = []
+
+
+def zygote(cache: Path) -> socket.socket:
+    """The connection to tests/zygote.py, started by the first who asks; Hugging Face looks for the cache at import."""
+    if not ZYGOTE:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "tests/zygote.py", str(theirs.fileno())]
+        env = clean_env() | {"XDG_CACHE_HOME": str(cache)}
+        process = subprocess.Popen(command, cwd=REPO, env=env, pass_fds=[theirs.fileno()], start_new_session=True,
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # fmt: skip
+        theirs.close()
+        ZYGOTE.append((process, mine))
+    return ZYGOTE[0][1]
+
+
+def end_zygote() -> None:
+    for process, connection in ZYGOTE:
+        connection.close()
+        process.wait()
+    ZYGOTE.clear()
+
+
+def pytest_terminal_summary(terminalreporter):
+    end_zygote()  # so that its CPU time counts
+    own, children = (resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    terminalreporter.write_line(f"user CPU time {own + children:.0f} s: {own:.0f} s here, {children:.0f} s in children")
+
+
 @contextlib.contextmanager
-def started(*flags: str, by: str = "python", cache: Path, **env: str):
+def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py", **env: str):
     """A training process in a session of its own; whatever is left of it is killed at the end."""
-    launchers = {"python": [], "accelerate": ["-m", "accelerate.commands.launch"], "torchrun": torchrun(2)}
-    env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | env
-    process = subprocess.Popen([sys.executable, *launchers[by], "train.py", *map(str, flags)], cwd=REPO, env=env,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               start_new_session=True)  # fmt: skip
+    env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | {name: str(value) for name, value in env.items()}
+    if by == "fork":
+        process = Forked(script, *flags, cache=cache, env=env)
+    else:
+        launchers = {"python": [], "accelerate": ["-m", "accelerate.commands.launch"], "torchrun": torchrun(2)}
+        process = subprocess.Popen([sys.executable, *launchers[by], script, *map(str, flags)], cwd=REPO, env=env,
+                                   text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   start_new_session=True)  # fmt: skip
     try:
         yield process
     finally:
@@ -152,11 +239,27 @@ def started(*flags: str, by: str = "python", cache: Path, **env: str):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(*flags: str, by: str = "python", cache: Path, code: int = 0, **env: str) -> str:
-    with started(*flags, by=by, cache=cache, **env) as process:
-        output, _ = process.communicate(timeout=400)
-    assert process.returncode == code, output
-    return output
+@contextlib.contextmanager
+def two_ranks(*flags: str, **more: str):
+    """Two `started` processes as a launcher starts them: ranks 0 and 1 of one group."""
+    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": torchrun(2)[-1]}
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(started(*flags, **more, **group, RANK=i, LOCAL_RANK=i)) for i in range(2)]
+
+
+def run(*flags: str, by: str = "fork", code: int = 0, **more: str) -> str:
+    """The output of a training process that ends with this code. by: as for `started`, or "ranks": two of them.
+
+    "fork" is a process that has what "python" would import already; test_train.py shows that nothing else differs.
+    """
+    with contextlib.ExitStack() as stack:
+        if by == "ranks":
+            processes = stack.enter_context(two_ranks(*flags, **more))
+        else:
+            processes = [stack.enter_context(started(*flags, by=by, **more))]
+        outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(outputs)
+    return outputs[0]
 
 
 def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
@@ -167,10 +270,10 @@ def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
     ]
 
 
-def wait_for(condition, seconds: float = 200) -> None:
+def wait_for(condition, seconds: float = HANGS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited too long"
+        assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.02)
 
 

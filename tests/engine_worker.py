@@ -22,8 +22,10 @@ PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i 
 
 
 def main(model: str, tp: int, out: str) -> None:
-    dist.init_process_group("gloo")
-    args = Args(model=model, dtype="float32", tp=tp, max_model_len=128, max_response_tokens=64, check_sync=True)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", **alone)
+    args = Args(model=model, dtype="float32", tp=tp, max_model_len=128, max_response_tokens=64, check_sync=True,
+                engine_args='{"kv_cache_memory_bytes": 33554432}')  # fmt: skip
     engine, background = Engine(model, args, torch.device("cpu")), Background()
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 

@@ -3,7 +3,6 @@
 torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT
 """
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -56,14 +55,11 @@ def gradients(
     generator = torch.Generator().manual_seed(0)
     batch["advantages"] = torch.randn(shape, generator=generator)
     batch["logprobs_ref"] = -5 + torch.randn(shape, generator=generator)
-    policy = train.Policy(args)
-    if args.shard:
-        policy = train.shard(policy, args, accelerator.device)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    if not args.shard:
-        policy, optimizer = accelerator.prepare(policy, optimizer)
+    learner = train.learner(train.Policy(args), 0.1, 1, args, accelerator)
+    policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
+    learner.optimizer = optimizer
     if not on_policy:
-        batch["logprobs_old"] = train.score_tokens(accelerator.unwrap_model(policy), batch, args, accelerator.device)
+        batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)
         batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some ratios beyond the clip
     kept = {}
     zero_grad = optimizer.zero_grad
@@ -74,7 +70,7 @@ def gradients(
 
     optimizer.zero_grad = keep_gradients
     objective = train.policy_objective(batch, args, torch.zeros(shape))
-    metrics = train.optimise(policy, optimizer, objective, batch, list(range(19)), args, accelerator, args.loss_agg)
+    metrics = train.optimise(learner, objective, batch, list(range(19)), args, accelerator, args.loss_agg)
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
@@ -88,5 +84,5 @@ if __name__ == "__main__":
     kinds = (("token-mean", "ppo"), ("seq-mean-token-mean", "gspo"), ("seq-mean-token-sum-norm", "gmpo"))
     cases = [(tokens, *kind) for tokens in (60, 130, 4096) for kind in kinds]
     results = {case: gradients(accelerator, model, *case[:2], policy_loss=case[2]) for case in cases}
-    if int(os.environ["RANK"]) == 0:
+    if dist.get_rank() == 0:
         torch.save(results, out)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import generate
 from gradient_worker import gradients, whole
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import data
@@ -128,7 +129,7 @@ def logprobs_after_sync(engine: rollout.Engine, background, policy: train.Policy
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, outputs)
     batch = data.collate([output for part in every for output in part])
-    scores = train.score_tokens(policy, batch, args, device)
+    scores = train.score_tokens(policy, batch, args)
     return (scores - batch["logprobs_rollout"]).abs()[batch["response_mask"].bool()].tolist()
 
 
@@ -141,7 +142,7 @@ def compare_sync(accelerator, *models: str) -> dict:
         data.register_packed_attention()
         KEPT.append(engine)
         policy = policy_of(args, accelerator.device)
-        units = [m for m in policy.modules() if train.is_sharded(m)]
+        units = [m for m in policy.modules() if isinstance(m, FSDPModule)]
         result = sync_and_look(engine, policy)
         result["units"] = [sum(p.numel() for p in unit.parameters()) for unit in units]
         result["difference"] = logprobs_after_sync(engine, background, policy, args, accelerator.device)

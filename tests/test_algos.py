@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -115,9 +114,9 @@ OUTPUTS = [
 
 
 def prepared(args: Args, kl_coef: float = 0.0, **tensors):
-    batch, rollouts = data.collate(OUTPUTS) | tensors, data.by_rollout(OUTPUTS)
-    metrics = train.shape_rewards(batch, rollouts, kl_coef, args)
-    return batch, rollouts, metrics
+    batch = data.collate(OUTPUTS) | tensors | {"rollouts": data.by_rollout(OUTPUTS)}
+    metrics = train.shape_rewards(batch, kl_coef, args)
+    return batch, batch["rollouts"], metrics
 
 
 def test_rewards_of_rollouts():
@@ -140,15 +139,14 @@ def test_shaping_moves_rewards_and_token_rewards_alike():
     expected[3, 0], expected[4, 7] = 1.5, -1.0  # on the last sampled token
     close(batch["token_rewards"], expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(0.1875)}
-    shorter, penalty = train.shaping(data.by_rollout([output(0, 0, "1" * 7, 0.5)]), args)
-    close((shorter, penalty), (torch.tensor([0.25]), torch.tensor([-0.25])))
+    close(train.overlong(data.by_rollout([output(0, 0, "1" * 7, 0.5)]), args), torch.tensor([-0.25]))
 
 
 def test_a_segment_with_a_reward_of_its_own_is_clipped_by_itself():
     outputs = [output(0, 0, "11", 0.3), output(0, 0, "11", 10.0, segment=1)]
-    batch, rollouts = data.collate(outputs), data.by_rollout(outputs)
-    train.shape_rewards(batch, rollouts, 0.0, Args(reward_clip=1.0))
-    assert rollouts.rewards.tolist() == [1.0]
+    batch = data.collate(outputs) | {"rollouts": data.by_rollout(outputs)}
+    train.shape_rewards(batch, 0.0, Args(reward_clip=1.0))
+    assert batch["rollouts"].rewards.tolist() == [1.0]
     close(batch["token_rewards"], torch.tensor([[0, 0.3], [0, 1.0]]))
 
 
@@ -173,8 +171,10 @@ ROLLOUT_OF = [0, 1, 1, 2, 3]
 
 def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     args = Args(**flags)
-    batch, rollouts, _ = prepared(args, values=torch.zeros_like(MASK) if values is None else values)
-    return train.estimate_advantages(batch, rollouts, list(greedy), args), batch
+    batch, _, _ = prepared(args, values=torch.zeros_like(MASK) if values is None else values)
+    for baseline in greedy:
+        baseline.extra["greedy"] = True
+    return train.estimate_advantages(batch, Phase(outputs=list(greedy)), args), batch
 
 
 @pytest.mark.parametrize(
@@ -219,54 +219,7 @@ def test_whitening_is_over_the_tokens_of_the_batch():
     close(tokens, (raw - raw.mean()) / raw.std(), atol=1e-6, rtol=1e-5)
 
 
-# ---------------------------------------------------------------- dynamic sampling
-
-
-def collected(outcome, monkeypatch, **flags):
-    """collect() over a rollout that only makes up rewards: outcome(prompt, sample), None for a failed trajectory."""
-    calls = []
-
-    def made_up(place, rows, step, group_size, sampling, kind="train", first=0, wait=True):
-        calls.append((first, [row["index"] for row in rows]))
-        outputs = [output(first + i, j, "1", reward) for i in range(len(rows)) for j in range(group_size)
-                   if (reward := outcome(first + i, j)) is not None]  # fmt: skip
-        return Phase(outputs=outputs, statistics=Counter(tokens=len(outputs)), seconds=1.0)
-
-    monkeypatch.setattr(train, "rollout", made_up)
-    args = Args(algo="dapo", prompts_per_step=4, group_size=2, **flags)
-    run = SimpleNamespace(rows=[{"index": i} for i in range(10)], place=SimpleNamespace(pool=None), prompts_drawn=6)
-    phase, rows, outputs = train.collect(run, args, step=3)
-    return phase, rows, outputs, calls, run, args
-
-
-def test_groups_without_signal_are_replaced_by_the_next_prompts(monkeypatch):
-    silent = {1, 2, 4}
-    phase, rows, outputs, calls, run, args = collected(lambda i, j: float(i not in silent and j), monkeypatch)
-    assert [(first, len(drawn)) for first, drawn in calls] == [(0, 4), (4, 2), (6, 1)]
-    order = data.prompt_order(10, 6, 7, args.seed)
-    assert [row["index"] for row in rows] == order == sum((drawn for _, drawn in calls), [])
-    assert sorted({o.extra["prompt"] for o in outputs}) == [0, 3, 5, 6] and len(outputs) == 8
-    assert {o.extra["prompt"] for o in phase.outputs if o.extra.get("filtered")} == silent
-    assert len(phase.outputs) == phase.tokens == 14 and phase.seconds == 3.0
-    assert run.prompts_drawn == 6  # the step is not done yet
-
-
-def test_after_the_limit_groups_without_signal_fill_the_batch(monkeypatch):
-    phase, _, outputs, calls, _, _ = collected(lambda i, j: float(i == 5 and j), monkeypatch, max_gen_batches=3)
-    assert [(first, len(drawn)) for first, drawn in calls] == [(0, 4), (4, 4), (8, 3)]
-    assert sorted({o.extra["prompt"] for o in outputs}) == [0, 1, 2, 5]
-    assert [o.extra["prompt"] for o in outputs] == [0, 0, 1, 1, 2, 2, 5, 5]  # in order, as everywhere
-
-
-def test_without_dynamic_sampling_every_group_stays(monkeypatch):
-    phase, _, outputs, calls, _, _ = collected(lambda i, j: 0.0, monkeypatch, max_gen_batches=1)
-    assert len(calls) == 1 and outputs == phase.outputs and len(outputs) == 8
-
-
-def test_failed_members_leave_a_group_without_signal(monkeypatch):
-    _, _, outputs, calls, _, _ = collected(lambda i, j: None if (i, j) in {(0, 1), (2, 0), (2, 1)} else j, monkeypatch)
-    assert [len(drawn) for _, drawn in calls] == [4, 2]
-    assert sorted({o.extra["prompt"] for o in outputs}) == [1, 3, 4, 5]
+# ---------------------------------------------------------------- dynamic sampling: see also test_async.py
 
 
 def test_filter_metric():
@@ -282,14 +235,19 @@ def test_filter_metric():
     assert signal("acc", *segments, output(3, 1, "1", {"score": 1.0, "acc": 1})) == set()  # the last one's counts
 
 
-def test_scores_follow_the_trajectories_whose_reward_came():
-    outputs = [output(0, 0, "1", 1.0), output(0, 1, "11111", math.nan), output(1, 0, "11", 2.0)]
-    phase = Phase(outputs=[outputs[0], outputs[2]])  # the long one's reward failed, although it is not None
-    scores = {"values": torch.arange(15.0).view(3, 5)}
-    kept, batch = train.graded(outputs, phase, scores)
-    assert kept == [outputs[0], outputs[2]]
+def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
+    outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
+    phase = Phase(outputs=list(outputs))
+
+    def grade(run, phase):  # the long one's reward failed
+        outputs[0].reward, outputs[2].reward, phase.outputs = 1.0, 2.0, [outputs[0], outputs[2]]
+
+    monkeypatch.setattr(train, "grade", grade)
+    batch = data.collate(phase.trained) | {"values": torch.arange(15.0).view(3, 5)}
+    batch = train.grade_batch(SimpleNamespace(engine=True), phase, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]] and batch["rewards"].tolist() == [1.0, 2.0]
-    assert batch["values"].tolist() == [[0, 1], [10, 11]]
+    assert batch["values"].tolist() == [[0, 1], [10, 11]] and batch["rollouts"].rewards.tolist() == [1.0, 2.0]
+    assert batch["token_rewards"].tolist() == [[1, 0], [0, 2]]
 
 
 # ---------------------------------------------------------------- objectives

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import lines, metrics_of, run, started, wait_for
+from conftest import HANGS, SMALL_CACHE, lines, metrics_of, run, started, wait_for
 from conftest import make_run as stage
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 from test_train import children
@@ -64,7 +64,7 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
         for _ in range(n_steps):
             engine.step()  # a token of each request
         if version == 0:
-            assert calls["short"].result(timeout=10).versions == [0] * 5
+            assert calls["short"].result(timeout=HANGS).versions == [0] * 5
             with pytest.raises(RuntimeError, match="unfinished"):
                 engine.sleep()
         engine.sleep(keep=True)
@@ -77,8 +77,8 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
     wake(engine, models[2], 2)
     while engine.pending:
         engine.step()
-    assert calls["long"].result(timeout=10).versions == [0] * 7 + [1] * 9 + [2] * 14
-    assert calls["late"].result(timeout=10).versions == [1] * 9 + [2] * 3
+    assert calls["long"].result(timeout=HANGS).versions == [0] * 7 + [1] * 9 + [2] * 14
+    assert calls["late"].result(timeout=HANGS).versions == [1] * 9 + [2] * 3
     for call in calls.values():
         out = call.result()
         given = types.SimpleNamespace(
@@ -106,11 +106,11 @@ def test_of_calls_made_at_once_the_oldest_token_counts(engine, background, model
             engine.step()
         engine.sleep(keep=True)
         assert engine.oldest["a"] == 0  # of the one that is suspended
-    assert calls[1].result(timeout=10).versions == [1, 1, 2, 2]
+    assert calls[1].result(timeout=HANGS).versions == [1, 1, 2, 2]
     wake(engine, models[3], 3)
     while engine.pending:
         engine.step()
-    calls[0].result(timeout=10)
+    calls[0].result(timeout=HANGS)
     assert engine.oldest["a"] == 0
     engine.sleep()
 
@@ -139,7 +139,8 @@ def test_new_trajectories_leave_room_for_the_suspended(engine, background, model
     monkeypatch.setattr(rollout_file, "KV_FULL", usable)
     while engine.pending:
         engine.step()
-    assert suspended.result(timeout=10).versions == [0] * 5 + [1] * 7 and new.result(timeout=10).versions == [1] * 12
+    assert suspended.result(timeout=HANGS).versions == [0] * 5 + [1] * 7
+    assert new.result(timeout=HANGS).versions == [1] * 12
     engine.sleep()
 
 
@@ -268,19 +269,19 @@ class Run:
 
     def open(self, *gates: tuple[int, str]) -> None:
         for gate in gates:
-            wait_for(lambda gate=gate: self.task.at[gate] == 2, 20)
+            wait_for(lambda gate=gate: self.task.at[gate] == 2)
             self.background.loop.call_soon_threadsafe(self.task.gates[gate].set)
-        wait_for(lambda: not any(self.task.at[gate] for gate in gates), 20)
+        wait_for(lambda: not any(self.task.at[gate] for gate in gates))
 
     def held(self, *gates: tuple[int, str]) -> None:
         """Waits until both trajectories of these groups, and no others, are at these gates."""
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: +self.task.at == dict.fromkeys(gates, 2), 20)
+            wait_for(lambda: +self.task.at == dict.fromkeys(gates, 2))
         assert +self.task.at == dict.fromkeys(gates, 2)
 
     def done(self, n: int) -> None:
         """Waits until the agent loops have brought so many groups to their end."""
-        wait_for(lambda: self.pool.n_ended("done") == n, 20)
+        wait_for(lambda: self.pool.n_ended("done") == n)
 
     def nothing_is_left(self) -> None:
         engine = self.engine
@@ -360,7 +361,7 @@ def test_every_prompt_is_trained_on_once_and_none_is_drawn_for_nothing(make_run)
         phase = run.step(step)
         assert not +phase.counts and len(prompts(phase)) == 2
         trained += prompts(phase)
-        wait_for(lambda step=step: run.pool.n_started == 2 * min(step + 2, 5), 20)
+        wait_for(lambda step=step: run.pool.n_started == 2 * min(step + 2, 5))
     assert sorted(trained) == list(range(10))
     wake(run.engine, run.models[5], 5)
     run.pool.end()
@@ -538,7 +539,7 @@ def test_settling_for_an_evaluation(make_run, monkeypatch):
     phase = run.step(1)
     assert prompts(phase) == [1, 3]
     assert [o.response_versions for o in phase.outputs] == [[v] * 6 + [-1] * 3 + [1] * 6 for v in (0, 0, 1, 1)]
-    wait_for(lambda: len(task.created) == 4 * 2 + 6 + 2 * 2, 20)  # 4 and 5 have come
+    wait_for(lambda: len(task.created) == 4 * 2 + 6 + 2 * 2)  # 4 and 5 have come
     run.open((4, START))
     wake(run.engine, run.models[2], 2)
     monkeypatch.setattr(rollout_file, "all_gather", lambda x: [x, None])  # another rank was told to stop
@@ -665,7 +666,8 @@ def test_flags_that_do_not_go_with_staleness(flags, message):
 
 SLOW = ["--task", "tests/tiny_task.py", "--agent", "slow_turns", "--num_steps", "6", "--prompts_per_step", "4",
         "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32", "--tokens_per_micro_batch",
-        "256", "--eval_every", "0", "--max_staleness", "2", "--oversample", "2"]  # fmt: skip
+        "256", "--engine_args", SMALL_CACHE, "--eval_every", "0", "--max_staleness", "2",
+        "--oversample", "2"]  # fmt: skip
 
 
 def rollouts_of(folder, step: int) -> list[dict]:
@@ -739,10 +741,10 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         wait_for((out / "checkpoints/step_000009/step.json").exists)
         family = children(process.pid)
         os.kill(process.pid, signal.SIGINT)  # while groups are under way: there always are
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=HANGS)
     assert "resuming after step 6" in output, output
     assert "stopping" in output
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 10)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
     rows = metrics_of(out)
     done = rows[-1]["step"]
     assert [row["step"] for row in rows] == list(range(done + 1))

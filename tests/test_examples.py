@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import REPO, make_run
-from test_rollout import KEPT, hf_model, wake
+from conftest import KEPT, REPO, make_run
+from test_rollout import hf_model, wake
 
 import agent_loop
 import data

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import vision_task
-from conftest import run
+from conftest import KEPT, SMALL_CACHE, run
 from PIL import Image
-from test_rollout import KEPT
 from vision_task import Looker, picture
 
 import agent_loop
@@ -47,8 +46,9 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def args(model):
     return train.Args(
-        model=model, dtype="float32", max_prompt_tokens=128, max_response_tokens=128, max_model_len=256, max_images=4
-    )
+        model=model, dtype="float32", max_prompt_tokens=128, max_response_tokens=128, max_model_len=256, max_images=4,
+        engine_args=SMALL_CACHE,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -775,18 +775,19 @@ def test_the_examples_warm_up(engine, background, args, processor, policy, tmp_p
 
 FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "2", "--prompts_per_step", "4",
          "--group_size", "2", "--max_prompt_tokens", "96", "--max_response_tokens", "64", "--lr", "1e-2",
-         "--eval_every", "0", "--show_every", "1"]  # fmt: skip
+         "--eval_every", "0", "--show_every", "1", "--engine_args", SMALL_CACHE]  # fmt: skip
 
 
 @pytest.mark.parametrize("by, more, env", [
     # one micro-batch; every model that scores; several updates on what the first has cached
-    ("python", ["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2", "--epochs", "2"], {}),
+    ("fork", ["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2", "--epochs", "2"], {}),
     # micro-batches of one or two trajectories on two ranks, some without any image; fillers
-    ("torchrun", ["--tokens_per_micro_batch", "160", "--gradient_checkpointing"], {}),
+    ("ranks", ["--tokens_per_micro_batch", "160", "--gradient_checkpointing"], {}),
     # the same, sharded: ranks without an image gather the tower's layers as well
-    ("torchrun", ["--tokens_per_micro_batch", "160", "--shard", "--check_sync"], {}),
+    ("ranks", ["--tokens_per_micro_batch", "160", "--shard", "--check_sync"], {}),
     # the processor's settings are the engine's
-    ("python", ["--tokens_per_micro_batch", "160", "--engine_args", '{"mm_processor_kwargs": {"max_pixels": 3136}}'],
+    ("fork", ["--tokens_per_micro_batch", "160", "--engine_args",
+                json.dumps(json.loads(SMALL_CACHE) | {"mm_processor_kwargs": {"max_pixels": 3136}})],
      {"VISION_TASK_IMAGES": "all"}),
 ])  # fmt: skip
 def test_train_with_images(by, more, env, cache, tmp_path):

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from conftest import generate, make_run
+from conftest import KEPT, generate, make_run
 from transformers import AutoModelForCausalLM
 
 import data
@@ -38,7 +38,6 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-KEPT: list[Engine] = []
 PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
 
 

@@ -4,10 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -24,23 +21,18 @@ from agent_loop import BadInput
 from train import Args
 
 
-def two_ranks(what: str, out: Path, *models: str) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-               str(30100 + os.getpid() % 300), "tests/sharding_worker.py", what, out, *models]  # fmt: skip
-    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of this process's engine
-    env = {k: v for k, v in os.environ.items() if k not in own} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def two_ranks(what: str, out: Path, cache: Path, *models: str) -> dict:
+    run(what, out, *models, script="tests/sharding_worker.py", by="ranks", cache=cache)
     return torch.load(out, weights_only=False)
 
 
 # ---------------------------------------------------------------- the same training
 
 
-def test_sharded_gradient_is_the_whole_ones(tiny_model, untied_model, tmp_path, process_group):
+def test_sharded_gradient_is_the_whole_ones(tiny_model, untied_model, cache, tmp_path, process_group):
     from accelerate import Accelerator
 
-    found = two_ranks("gradients", tmp_path / "out", tiny_model, untied_model)
+    found = two_ranks("gradients", tmp_path / "out", cache, tiny_model, untied_model)
     for model in (tiny_model, untied_model):
         for name, (_, more) in CASES.items():
             one = gradients(Accelerator(cpu=True), model, 4096, "token-mean", **more)  # one rank, one micro-batch
@@ -85,9 +77,9 @@ def test_sharded_run_is_the_unsharded_one_and_resumes_to_the_last_digit(cache, t
              "--tokens_per_micro_batch", "64", "--save_every", "1",
              "--keep_checkpoints", "5", "--gradient_checkpointing"]  # fmt: skip
     plain, sharded, resumed = tmp_path / "plain", tmp_path / "sharded", tmp_path / "resumed"
-    run(*flags, "--output_dir", plain, by="torchrun", cache=cache)
+    run(*flags, "--output_dir", plain, by="ranks", cache=cache)
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # what accelerate launch sets by the config
-    run(*flags, "--check_sync", "--output_dir", sharded, by="torchrun", cache=cache, **fsdp)
+    run(*flags, "--check_sync", "--output_dir", sharded, by="ranks", cache=cache, **fsdp)
     rows, expected = metrics_of(sharded), metrics_of(plain)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row, other in zip(rows, expected, strict=True):
@@ -109,7 +101,7 @@ def test_sharded_run_is_the_unsharded_one_and_resumes_to_the_last_digit(cache, t
     for step in (2, 3):
         shutil.rmtree(resumed / f"checkpoints/step_00000{step}")
     shutil.rmtree(resumed / "final")
-    again = run(*flags, "--shard", "--resume", "--output_dir", resumed, by="torchrun", cache=cache)
+    again = run(*flags, "--shard", "--resume", "--output_dir", resumed, by="ranks", cache=cache)
     assert "resuming after step 1" in again
     assert metrics_of(resumed) == rows
     for name, tensor in load_file(resumed / "final/model.safetensors").items():
@@ -119,8 +111,8 @@ def test_sharded_run_is_the_unsharded_one_and_resumes_to_the_last_digit(cache, t
 # ---------------------------------------------------------------- the weight sync
 
 
-def test_sync_from_a_sharded_policy(tiny_model, untied_model, tmp_path):
-    found = two_ranks("sync", tmp_path / "out", tiny_model, untied_model)
+def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
+    found = two_ranks("sync", tmp_path / "out", cache, tiny_model, untied_model)
     assert len(found) == 3
     for (model, dtype), result in found.items():
         names = [name for name, _ in hf_model(model).named_parameters()]
@@ -140,8 +132,8 @@ def test_sync_from_a_sharded_policy(tiny_model, untied_model, tmp_path):
         expect_named(result["errors"])
 
 
-def test_sync_into_a_tensor_parallel_engine(tiny_model, tmp_path):
-    found = two_ranks("tp", tmp_path / "out", tiny_model)
+def test_sync_into_a_tensor_parallel_engine(tiny_model, cache, tmp_path):
+    found = two_ranks("tp", tmp_path / "out", cache, tiny_model)
     assert set(found) == {True, False}
     for errors in found.values():
         expect_named(errors)

@@ -1,27 +1,23 @@
 """--tp: ranks that share an engine give the tokens and logprobs of one rank alone; a whole training run on them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, clean_env, metrics_of, run, torchrun
+from conftest import TINY, metrics_of, run
 from engine_worker import PROMPTS
 
 
-def outputs(model: str, tp: int, out) -> list:
-    command = [sys.executable, *torchrun(tp), "tests/engine_worker.py", model, str(tp), str(out)]
-    done = subprocess.run(command, cwd=REPO, env=clean_env(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def outputs(model: str, tp: int, out, cache) -> list:
+    run(model, tp, out, script="tests/engine_worker.py", by="ranks" if tp == 2 else "fork", cache=cache)
     return torch.load(out, weights_only=True)
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
-def test_two_ranks_sample_what_one_does(model, request, tmp_path):
+def test_two_ranks_sample_what_one_does(model, request, cache, tmp_path):
     path = request.getfixturevalue(model)
-    alone, team = (outputs(path, tp, tmp_path / f"{tp}.pt") for tp in (1, 2))
+    alone, team = (outputs(path, tp, tmp_path / f"{tp}.pt", cache) for tp in (1, 2))
     assert len(alone) == len(team) == 2 * (len(PROMPTS) + 1)  # for each of two versions of the weights
     refused = [result for result in alone if isinstance(result, str)]
     assert len(refused) == 2 and all("ValueError" in text for text in refused)
@@ -40,7 +36,7 @@ def test_two_ranks_sample_what_one_does(model, request, tmp_path):
 
 def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(cache, tmp_path):
     flags = [*TINY, "--num_steps", "2", "--check_sync", "--algo", "ppo"]
-    printed = run(*flags, "--tp", "2", "--output_dir", tmp_path / "team", by="torchrun", cache=cache)
+    printed = run(*flags, "--tp", "2", "--output_dir", tmp_path / "team", by="ranks", cache=cache)
     assert "eval reward" in printed
     run(*flags, "--output_dir", tmp_path / "alone", cache=cache)
     for team, alone in zip(metrics_of(tmp_path / "team"), metrics_of(tmp_path / "alone"), strict=True):
@@ -54,7 +50,7 @@ def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(cache, tmp_path):
 
 def test_an_asynchronous_run_on_a_team(cache, tmp_path):
     flags = ["--tp", "2", "--max_staleness", "1", "--oversample", "1.5", "--check_sync", "--eval_every", "2"]
-    run(*TINY, *flags, "--num_steps", "4", "--output_dir", tmp_path / "run", by="torchrun", cache=cache)
+    run(*TINY, *flags, "--num_steps", "4", "--output_dir", tmp_path / "run", by="ranks", cache=cache)
     rows = metrics_of(tmp_path / "run", timings=True)[1:]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:  # one engine, however many ranks share it

@@ -43,7 +43,7 @@ class TwoTurns(AgentLoopBase):
             if turn == 0:
                 if "TINY_TASK_BLOCKS" in os.environ:
                     Path(os.environ["TINY_TASK_BLOCKS"]).touch()
-                    time.sleep(60)
+                    time.sleep(3600)
                 await self.between()
                 trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
                 trajectory.user_turns += 1

@@ -1,0 +1,98 @@
+"""Started once by conftest.py: imports torch, transformers and vLLM once, then forks a process for each run of a script.
+
+Importing them is nearly all the CPU time of a short run. A forked process is otherwise a process of its own: session,
+arguments, environment, output, exit code and death by a signal are those of `python SCRIPT ARGUMENTS` in the repository.
+
+One message asks for one process: JSON, and the descriptors of its output and of a socket for the answers: its id, then
+its exit status as waitpid gives it. The end of the connection ends this process.
+"""
+
+import atexit
+import gc
+import json
+import os
+import socket
+import sys
+import types
+from pathlib import Path
+
+REPO = Path(__file__).parent.parent
+# What train.py and the engine set before these imports.
+os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def import_all() -> dict[str, str]:
+    """What a run imports, of others' packages alone; returns the environment variables that these imports set."""
+    before = dict(os.environ)
+    import accelerate  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.fsdp  # noqa: F401
+    import vllm.model_executor.models.qwen2  # noqa: F401
+    import vllm.v1.attention.backends.cpu_attn  # noqa: F401
+    import vllm.v1.core.sched.scheduler  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def serve(control: socket.socket) -> tuple[dict, int, socket.socket]:
+    """Returns in the forked processes only: what to run, and the two descriptors."""
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, 1 << 20, 2)
+        if not message:
+            break
+        if os.fork() == 0:
+            control.close()
+            answers = socket.socket(fileno=descriptors[1])
+            if (child := os.fork()) == 0:
+                return json.loads(message), descriptors[0], answers
+            os.close(descriptors[0])
+            _, status = os.waitpid(child, 0)
+            answers.send(str(status).encode())
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):  # raises where there is none left, which can't be: just forked
+            pass
+    try:
+        while True:  # so that their CPU time is this process's children's
+            os.wait()
+    except ChildProcessError:
+        os._exit(0)
+
+
+def become(request: dict, output: int, answers: socket.socket, imported: dict[str, str]):
+    """This process as if it had just been started; returns the code to run in its new __main__."""
+    atexit.register(gc.unfreeze)  # what is not freed at the end, some extension modules report
+    os.setsid()
+    answers.send(str(os.getpid()).encode())
+    answers.close()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(imported | request["env"])
+    os.chdir(REPO)
+    file = REPO / request["argv"][0]
+    sys.argv, sys.path[0] = request["argv"], str(file.parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = str(file)
+    main.__builtins__ = __builtins__
+    sys.modules["__main__"] = main
+    return compile(file.read_bytes(), str(file), "exec"), vars(main)
+
+
+if __name__ == "__main__":
+    THIS = sys.modules["__main__"]  # its globals must live on
+    IMPORTED = import_all()
+    tasks = os.listdir("/proc/self/task")
+    assert len(tasks) == 1, f"a process with {len(tasks)} threads is not one to fork"
+    gc.collect()
+    gc.freeze()  # the collector would write to every object, and copy its page
+    REQUEST = serve(socket.socket(fileno=int(sys.argv[1])))
+    exec(*become(*REQUEST, IMPORTED))
