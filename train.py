@@ -1483,9 +1483,10 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         metrics |= {"rollout/staleness_mean": mean(age), "rollout/staleness_max": age.max().item()}
     if args.rollout_correction != "none":
         _, stats = correction(old, rollout, mask, args)
-        means = {name.replace("_", "/", 1): mean(x[mask]) for name, x in stats.items()}
-        weight, square = means.pop("rollout/weight"), means.pop("rollout/weight_sq")
-        metrics |= means | {"rollout/ratio_max": stats["rollout_ratio"].max().item()}
+        means = {name: mean(x[mask]) for name, x in stats.items()}
+        weight, square = means.pop("rollout_weight"), means.pop("rollout_weight_sq")
+        metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
+        metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
         metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0  # a share
     if args.adv_estimator == "remax":
         baselines = {output.extra["prompt"] for output in phase.greedy}

@@ -27,8 +27,8 @@ HANGS = 300  # seconds after which something hangs; nothing a slow machine does 
 # A short run of the task for the tests.
 SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})  # of --engine_args; the default's 1 GB is written at once
 TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--engine_args", SMALL_CACHE,
-        "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32",
-        "--tokens_per_micro_batch", "256",
+        "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32",
+        "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
         "--eval_every", "3", "--save_every", "2"]  # fmt: skip
 sys.path.insert(0, str(REPO / "examples"))
 

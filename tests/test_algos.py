@@ -85,7 +85,7 @@ def test_correction_bounds_follow_the_kind():
         ({"algo": "cispo", "clip_c": 3.0}, "--clip_c has an effect only with --policy_loss ppo or gspo"),
         ({"clip_c": 0.5}, "--clip_c 0.5 bounds a ratio from above"),
         ({"kl_coef": 0.1, "kl_target": 0.1}, "--kl_target has an effect only with --kl_in reward"),
-        ({"filter_metric": "acc"}, "--filter_metric has an effect only with --max_gen_batches above 1"),
+        ({"filter_metric": "acc"}, "--filter_metric has an effect only with a --max_gen_batches other than 1"),
         ({"overlong_buffer": 32.0}, "--overlong_buffer 32.0 is a share"),
         ({"rollout_correction": "icepop", "correction_low": 6.0}, "--correction_low must not exceed"),
         ({"rollout_correction": "clip"}, "--rollout_correction clip: choose from none, tis"),

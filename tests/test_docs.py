@@ -131,8 +131,7 @@ def test_every_metric_is_documented():
         found |= set(re.findall(r'"([a-z_]+/[a-z_]+)"', source))
     assert "reward/mean" in found and "rollout/logp_diff_max" in found
     documented = set(re.findall(r"`([a-z_]+/\w+)`", (REPO / "docs/log.md").read_text()))
-    leaving = {"rollout/stale_groups", "timing/greedy_s"}  # until asynchronous rollout and ReMax are redone
-    assert found - leaving <= documented, sorted(found - leaving - documented)
+    assert found <= documented, sorted(found - documented)
 
 
 def test_presets_are_as_documented():

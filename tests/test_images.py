@@ -13,6 +13,7 @@ import torch
 import vision_task
 from conftest import KEPT, SMALL_CACHE, run
 from PIL import Image
+from transformers import AutoConfig
 from vision_task import Looker, picture
 
 import agent_loop
@@ -35,6 +36,10 @@ PLACE, START, STOP = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 SEEN = START + PLACE + STOP
 
 
+def load_processor(args: train.Args):
+    return train.load_processor(args, AutoConfig.from_pretrained(args.model))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("models") / "vision"
@@ -53,7 +58,7 @@ def args(model):
 
 @pytest.fixture(scope="module")
 def processor(args):
-    return train.load_processor(args)
+    return load_processor(args)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +248,7 @@ def test_its_relatives_agree_with_the_engine_too(build, model, args, background,
     for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(f"{model}/{name}", tmp_path)
     args = replace(args, model=str(tmp_path))
-    processor = train.load_processor(args)
+    processor = load_processor(args)
     assert type(processor).__name__.lower().startswith(build.__name__.removeprefix("like_").replace("_", ""))
     stops, vocab = [processor.tokenizer.eos_token_id], len(processor.tokenizer)
     engine = Engine(args.model, args, torch.device("cpu"), stops, vocab, processor.image_token_id)
@@ -706,7 +711,7 @@ def test_an_output_without_its_images_is_a_failure(processor):
 def test_unknown_processor_settings_are_refused(args):
     for settings in ({"images_kwargs": {"do_normalize": False}}, {"maxpixels": 3136}):
         with pytest.raises(BadInput, match="no setting of the image processor"):
-            train.load_processor(replace(args, engine_args=json.dumps({"mm_processor_kwargs": settings})))
+            load_processor(replace(args, engine_args=json.dumps({"mm_processor_kwargs": settings})))
 
 
 def test_models_that_see_otherwise_are_refused(tmp_path):
@@ -714,7 +719,7 @@ def test_models_that_see_otherwise_are_refused(tmp_path):
 
     LlavaConfig().save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="like Qwen2.5-VL"):
-        train.load_processor(train.Args(model=str(tmp_path)))
+        load_processor(train.Args(model=str(tmp_path)))
 
 
 # ---------------------------------------------------------------- examples/vision.py
@@ -751,7 +756,7 @@ def test_the_examples_warm_up(engine, background, args, processor, policy, tmp_p
     torch.manual_seed(0)
     vision.random.seed(0)
     vision.build_model(tmp_path, num_batches=10)
-    own = train.load_processor(train.Args(model=str(tmp_path)))
+    own = load_processor(train.Args(model=str(tmp_path)))
     warm = train.Policy(train.Args(model=str(tmp_path)), len(own.tokenizer), data.Vision(own))
     train.sync(engine, warm, 0)
     rows = data.filter_overlong(data.load_rows(vision, "val"), own.tokenizer, vision, args, own)[:8]
@@ -804,8 +809,8 @@ def test_train_with_images(by, more, env, cache, tmp_path):
 
     # What was trained is what the next run starts from: processor, tower and all.
     policy = train.Args(model=str(tmp_path / "run" / "final"))
-    processor = train.load_processor(policy)
-    assert processor.chat_template == train.load_processor(policy).tokenizer.chat_template
+    processor = load_processor(policy)
+    assert processor.chat_template == load_processor(policy).tokenizer.chat_template
     out = processor(text=[SEEN], images=[picture(1, 56, 56)])
     assert out["input_ids"][0].count(processor.image_token_id) == 4
 

@@ -9,15 +9,26 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import time
 import types
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, KEPT, REPO, SMALL_CACHE, TINY, generate, lines, metrics_of, run, started, two_ranks, wait_for
+from conftest import (
+    HANGS,
+    KEPT,
+    REPO,
+    SMALL_CACHE,
+    TINY,
+    generate,
+    lines,
+    metrics_of,
+    run,
+    started,
+    two_ranks,
+    wait_for,
+)
 from gradient_worker import gradients
 
 import agent_loop
