@@ -39,6 +39,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 REPO = Path(__file__).parent.parent
 sys.path[:1] = [str(REPO), str(REPO / "examples")]  # not this folder: `import trl` must not find bench/trl.py
 
+from types import SimpleNamespace
+
 import calculator as example
 import torch
 import torch.distributed as dist
@@ -46,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from agent_loop import ToolAgentLoop, register
-from rollout import Background, Engine, Workplace, rollout
+from rollout import Background, Engine, rollout
 
 TURNS, FASTEST, SLOWEST = 4, 0.1, 1.0
 MAX_RESPONSE = 128  # tokens of a trajectory of the built-in task, on both sides
@@ -170,12 +172,13 @@ def main() -> None:
     steps = iter(range(10**9))  # a rollout of its own name each time
 
     def phase(task, agent: str, part: list[dict], sampling: dict):
-        place.task, args.agent = task, agent
-        result = rollout(place, part, next(steps), group_size, sampling)
+        run.task, args.agent = task, agent
+        result = rollout(run, part, next(steps), group_size, sampling)
         assert len(result.outputs) == len(part) * group_size and not result.errors, result.counts
         return result
 
-    place = Workplace(engine, Background(), None, tokenizer, None, args, dist.HashStore())
+    run = SimpleNamespace(engine=engine, background=Background(), task=None, tokenizer=tokenizer, processor=None,
+                          args=args, store=dist.HashStore(), stop=SimpleNamespace(requested=lambda: False))  # fmt: skip
 
     # -- 1: four turns
 
@@ -188,7 +191,7 @@ def main() -> None:
             part = rows[i : i + wave]
             if lock_step:
                 task.together = asyncio.Barrier(len(part) * group_size).wait
-            tokens += phase(task, "fixed_turns", part, sampling).tokens
+            tokens += phase(task, "fixed_turns", part, sampling).statistics["tokens"]
         seconds = time.perf_counter() - started
         assert tokens == options.trajectories * TURNS * options.tokens
         return seconds

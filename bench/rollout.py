@@ -24,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 REPO = Path(__file__).parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "examples")]
 
+from types import SimpleNamespace
+
 import calculator
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from agent_loop import Interaction, ToolAgentLoop, register, render, turn_suffix
-from rollout import Background, Engine, Workplace, rollout
+from rollout import Background, Engine, rollout
 
 ANSWER = "Go on."  # what the simulated user says
 
@@ -107,7 +109,8 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
     tokenizer = AutoTokenizer.from_pretrained(engine.args.model)
     task = types.SimpleNamespace(reward=calculator.reward, INTERACTIONS=[User(turns)])
     rows = calculator.load("train")[: options.prompts]
-    place = Workplace(engine, Background(), task, tokenizer, None, engine.args, dist.HashStore())
+    run = SimpleNamespace(engine=engine, background=Background(), task=task, tokenizer=tokenizer, processor=None,
+                          args=engine.args, store=dist.HashStore(), stop=SimpleNamespace(requested=lambda: False))  # fmt: skip
     sampling = {"temperature": 1.0, "max_tokens": options.tokens, "ignore_eos": True}
     said = [*rows[0]["prompt"], {"role": "assistant", "content": ""}]
     suffix = turn_suffix(tokenizer, said, [{"role": "user", "content": ANSWER}], {tokenizer.eos_token_id}, ended=False)
@@ -116,11 +119,11 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
     def phase(step: int) -> float:
         engine.core.reset_prefix_cache()
         started = time.perf_counter()
-        result = rollout(place, rows, step, options.group_size, sampling)
+        result = rollout(run, rows, step, options.group_size, sampling)
         seconds = time.perf_counter() - started
-        assert result.tokens == n * turns * options.tokens and not result.errors, result.counts
+        assert result.statistics["tokens"] == n * turns * options.tokens and not result.errors, result.counts
         idle.append(train.phase_metrics(result, engine)["throughput/idle_share"])
-        return result.tokens / seconds
+        return result.statistics["tokens"] / seconds
 
     from vllm import SamplingParams
 

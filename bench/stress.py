@@ -22,11 +22,13 @@ os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 REPO = Path(__file__).parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "examples")]
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
 from agent_loop import Tool, ToolAgentLoop, ToolResponse, register, tool_parser
-from rollout import Background, Engine, Phase, Workplace, rollout
+from rollout import Background, Engine, Phase, rollout
 
 TURNS = 3
 
@@ -115,9 +117,10 @@ def stress(model: str, args, tokenizer, n_prompts: int, group_size: int) -> tupl
     engine.wake_kv()
     prompt = [{"role": "user", "content": "What is 12+34?"}]
     rows = [{"prompt": prompt, "agent_name": "chaos", "index": i} for i in range(n_prompts)]
-    place = Workplace(engine, Background(), task, tokenizer, None, args, dist.HashStore())
+    run = SimpleNamespace(engine=engine, background=Background(), task=task, tokenizer=tokenizer, processor=None,
+                          args=args, store=dist.HashStore(), stop=SimpleNamespace(requested=lambda: False))  # fmt: skip
     started = time.monotonic()
-    phase = rollout(place, rows, 0, group_size, {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True})
+    phase = rollout(run, rows, 0, group_size, {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True})
     seconds = time.monotonic() - started
     engine.sleep()
     return phase, chaos, engine, seconds

@@ -65,6 +65,7 @@ def done(pipe, parts: dict[str, float]) -> None:
 
 
 def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
+    import data
     import train
 
     def step_over(log, metrics: dict) -> None:
@@ -73,11 +74,11 @@ def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
         names["length"] = "response_length/mean"
         done(pipe, {name: metrics.get(key, 0.0) for name, key in names.items()})
 
-    write, train.Log.metrics = train.Log.metrics, step_over  # main's last call in a step
+    write, data.Log.metrics = data.Log.metrics, step_over  # main's last call in a step
     args = train.Args(
         task=__file__, model=options.model, output_dir=f"{folder}/flatrl", num_steps=10**6, eval_every=0, save_every=0,
         show_every=0, prompts_per_step=options.prompts, group_size=options.group_size, lr=options.lr,
-        max_response_tokens=options.tokens, sampling_args=None if options.free else '{"ignore_eos": true}',
+        max_response_tokens=options.tokens, sampling_args="{}" if options.free else '{"ignore_eos": true}',
         max_model_len=512 + options.tokens, tokens_per_micro_batch=options.micro_batch, engine_args=options.engine_args,
     )  # fmt: skip
     with open(os.devnull, "w") as file, contextlib.redirect_stdout(file):
