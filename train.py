@@ -26,6 +26,7 @@ import json
 import logging
 import math
 import re
+import select
 import shutil
 import signal
 import sys
@@ -162,57 +163,52 @@ class Args:
         None, "share of a rollout in one optimiser step; default: all (on-policy)", POSITIVE)
     epochs: int = flag(1, "passes over each rollout", POSITIVE)
     # advantages
-    adv_estimator: str | None = preset("advantage estimator", ADV_ESTIMATORS)
-    whiten_advantages: bool | None = preset(
-        "to mean 0 and variance 1 over all tokens of the batch: true | false")
+    adv_estimator: str = preset("advantage estimator", ADV_ESTIMATORS)
+    whiten_advantages: bool = preset("to mean 0 and variance 1 over the batch's tokens")
     gamma: float = flag(1.0, "discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
     lam: float = flag(1.0, "gae: its lambda", DISCOUNT, "adv_estimator=gae")
     # objective
-    policy_loss: str | None = preset("policy-gradient objective", losses.POLICY_LOSSES)
-    clip_low: float | None = preset("lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm",
-                                    (), "policy_loss!=reinforce")
-    clip_high: float | None = preset("upper clip of the ratio, 1 + clip_high; gmpo: of its "
-                                     "logarithm", (), "policy_loss!=reinforce")
-    clip_c: float = flag(0.0, "dual clip, the largest ratio that counts where A < 0 (3 is usual); "
-                         "0: off", (), "policy_loss=ppo|gspo")
-    loss_agg: str | None = preset("how per-token losses become one number", losses.AGGREGATIONS)
+    policy_loss: str = preset("policy-gradient objective", losses.POLICY_LOSSES)
+    clip_low: float = preset("lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm",
+                             only="policy_loss!=reinforce")
+    clip_high: float = preset("upper clip of the ratio, 1 + clip_high; gmpo: of its logarithm",
+                              only="policy_loss!=reinforce")
+    clip_c: float = flag(0.0, "dual clip, the largest ratio where A < 0 (3 is usual); 0: off",
+                         only="policy_loss=ppo|gspo")
+    loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     mask_truncated: bool = flag(False, "no loss on trajectories cut off by a length or turn limit")
-    rollout_correction: str | None = flag(
+    rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, with "
-        "--max_staleness decoupled PPO, which is icepop with --correction_low 0",
-        losses.ROLLOUT_CORRECTIONS)
-    correction_low: float | None = flag(
-        None, f"least importance ratio kept; low and high: {CORRECTION_BOUNDS}", (),
-        "rollout_correction=icepop|seq_mask")
-    correction_high: float | None = flag(
+        "--max_staleness icepop from 0 (decoupled PPO)", losses.ROLLOUT_CORRECTIONS)
+    correction_low: float = flag(None, f"least ratio kept; low, high: {CORRECTION_BOUNDS}",
+                                 only="rollout_correction=icepop|seq_mask")
+    correction_high: float = flag(
         None, "largest importance ratio: clamped (tis) or dropped (icepop, seq_mask)", POSITIVE,
         "rollout_correction")
     # reward
-    kl_coef: float | None = preset(
-        "weight of the KL to the starting model; 0: no reference model is loaded")
-    kl_in: str | None = preset("a term of the objective, or token by token of the reward",
-                               ("loss", "reward"), "kl_coef")
-    kl_kind: str | None = preset("k1 is for the reward: a loss of no gradient",
-                                 losses.KL_ESTIMATES, "kl_coef")
-    kl_target: float = flag(0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: "
-                            "constant", (), "kl_in=reward")
+    kl_coef: float = preset("weight of the KL to the starting model; 0: no reference is loaded")
+    kl_in: str = preset("a term of the objective, or token by token of the reward",
+                        ("loss", "reward"), "kl_coef")
+    kl_kind: str = preset("k1 is for the reward: a loss of no gradient", losses.KL_ESTIMATES,
+                          "kl_coef")
+    kl_target: float = flag(0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off",
+                            only="kl_in=reward")
     kl_horizon: int = flag(10_000, "trajectories over which kl_coef adapts", POSITIVE, "kl_target")
     reward_clip: float = flag(0.0, "clip the task's reward to [-c, c]; turn rewards stay; 0: off")
-    overlong_buffer: float | None = preset(
-        "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
-        "(DAPO: 0.2); 0: off")
-    max_gen_batches: int | None = preset(
+    overlong_buffer: float = preset("last share of max_response_tokens, over which the reward "
+                                    "falls linearly by up to 1 (DAPO: 0.2); 0: off")
+    max_gen_batches: int = preset(
         "dynamic sampling: groups without signal are replaced by fresh prompts, until so many "
         "times prompts_per_step are drawn; 1: off", POSITIVE)
     filter_metric: str = flag("outcome", "what must differ in a group: outcome | total (with turn "
-                              "rewards) | any key of the reward", (), "max_gen_batches!=1")
+                              "rewards) | a key of the reward", only="max_gen_batches!=1")
     # critic (gae)
     value_clip: float = flag(0.5, "clip of the value update", POSITIVE, "adv_estimator=gae")
-    critic_warmup: int = flag(0, "first steps, in which only the critic learns", (),
-                              "adv_estimator=gae")
+    critic_warmup: int = flag(0, "first steps, in which only the critic learns",
+                              only="adv_estimator=gae")
     critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3",
-                                   (), "adv_estimator=gae")
+                                   only="adv_estimator=gae")
     # optimiser
     lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4")
     lr_schedule: str = flag("constant", "down to 0 at num_steps", ("constant", "linear", "cosine"))
@@ -228,8 +224,7 @@ class Args:
     # trajectories
     agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
-    temperature: float = flag(
-        1.0, "sampling temperature in training; the trainer's logprobs use it too", POSITIVE)
+    temperature: float = flag(1.0, "of sampling in training, and in the trainer's logprobs", POSITIVE)
     max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted", POSITIVE)
     max_response_tokens: int = flag(
         128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
@@ -242,32 +237,26 @@ class Args:
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
     reward_timeout: float = flag(
         300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
-    trajectory_timeout: float = flag(
-        0.0, "seconds for a whole trajectory, which ends as it is then; with --max_staleness "
-        "updates count; 0: no limit")
+    trajectory_timeout: float = flag(0.0, "seconds for a whole trajectory, which ends as it is "
+                                     "then; with --max_staleness updates count; 0: no limit")
     max_parallel_calls: int = flag(
         8, "tool calls of one turn that are executed; the model is told about the others", POSITIVE)
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut", POSITIVE)
     tool_response_truncate_side: str = flag(
         "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
-    sampling_args: str = flag(
-        "{}", 'further sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}')
+    sampling_args: str = flag("{}", 'more sampling parameters of vLLM: {"stop": ["</answer>"]}')
     # asynchronous rollout (AReaL)
-    max_staleness: int = flag(
-        0, "a rollout ends when its batch is full, the rest goes on after the update, so many "
-        "versions behind at most")
+    max_staleness: int = flag(0, "a rollout ends when its batch is full, the rest goes on after "
+                              "the update, so many versions behind at most")
     oversample: float = flag(
         1.0, "with --max_staleness: prompts under way, a multiple of prompts_per_step", AT_LEAST_1)
     # engine
     max_images: int = flag(8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
-    tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism); each trains its "
-                   "own share", POSITIVE)
+    tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE)
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once", POSITIVE)
-    max_concurrent: int = flag(
-        1024, "trajectories under way on one rank; one that waits for a tool decodes nothing",
-        POSITIVE)
-    gpu_memory_utilization: float = flag(
-        0.5, "share of the GPU for the engine while it is awake", SHARE)
+    max_concurrent: int = flag(1024, "trajectories under way on one rank; one that waits for a "
+                               "tool decodes nothing", POSITIVE)
+    gpu_memory_utilization: float = flag(0.5, "the engine's share of the GPU while awake", SHARE)
     sleep_level: int = flag(
         2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2))
     engine_args: str = flag("{}", "further arguments of vllm.LLM as one JSON object")
@@ -276,8 +265,7 @@ class Args:
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools")
     # evaluation, checkpoints, log
-    eval_every: int = flag(10, "steps between evaluations; there is always one before and one "
-                           "after; 0: only those")
+    eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
     eval_temperature: float = flag(0.0, "0: greedy")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
@@ -602,10 +590,9 @@ class Net(nn.Module):
     def __init__(self, auto_class, args: Args, vision: data.Vision | None):
         super().__init__()
         attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
-        self.model, self.vision = auto_class.from_pretrained(
-            args.model, attn_implementation=attention, dtype=torch.float32,
-            trust_remote_code=args.trust_remote_code,
-        ), vision
+        self.vision = vision
+        self.model = from_pretrained(auto_class, args, "can't be loaded for training",
+                                     attn_implementation=attention, dtype=torch.float32)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -697,14 +684,12 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
     returns logprobs in it, and takes no reference without an optimiser. Raises BadInput if the
     model doesn't say what its layers are.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
     models = [module for module in net.modules() if isinstance(module, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
          "_no_split_modules")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
@@ -731,13 +716,16 @@ class Learner:
         return group["lr"]
 
 
-def learner(net: Net, lr: float, num_steps: int, args: Args, accelerator) -> Learner:
-    """Shards or wraps a network, and makes its optimiser; num_steps: in which it learns."""
+def wrap(net: Net, args: Args, accelerator, frozen: bool = False) -> nn.Module:
+    """The network on the device: sharded, or wrapped by accelerate."""
     if args.shard:
-        wrapped = shard(net, args, accelerator.device)
-    else:
-        wrapped = accelerator.prepare_model(net)
-        net = accelerator.unwrap_model(wrapped)
+        return shard(net, args, accelerator.device)
+    return accelerator.prepare_model(net, evaluation_mode=frozen)
+
+
+def learner(net: Net, lr: float, num_steps: int, args: Args, accelerator) -> Learner:
+    """The wrapped network and its optimiser; num_steps: in which it learns."""
+    wrapped = wrap(net, args, accelerator)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=args.weight_decay)
     kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
     (factor,) = get_scheduler(kind, optimizer, args.warmup_steps, num_steps).lr_lambdas
@@ -750,21 +738,21 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def shares(batch: dict, rows: list[int], args: Args) -> tuple[list[list[int]], int]:
+def shares(batch: dict, rows: list[int], args: Args) -> list[tuple[list[int], bool]]:
     """This rank's micro-batches of some global rows: balanced over ranks by tokens, then cut by the
     token budget.
 
-    All ranks get the same number, because DDP counts backward passes. The second value says how
-    many of mine are real; the rest are fillers, whose loss is weighted 0.
+    All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
+    whose loss is weighted 0.
     """
     lengths, cuts = batch["lengths"].tolist(), []
     for share in data.balance([lengths[row] for row in rows], dist.get_world_size()):
         share = [rows[i] for i in share]
         cut = data.micro_batches([lengths[row] for row in share], args.tokens_per_micro_batch)
-        cuts.append([[share[i] for i in micro] for micro in cut])
+        cuts.append([([share[i] for i in micro], True) for micro in cut])
     mine = cuts[dist.get_rank()]
-    filler = [min(rows, key=lambda row: lengths[row])]
-    return mine + [filler] * (max(map(len, cuts)) - len(mine)), len(mine)
+    filler = [min(rows, key=lambda row: lengths[row])], False
+    return mine + [filler] * (max(map(len, cuts)) - len(mine))
 
 
 @torch.no_grad()
@@ -773,43 +761,50 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     """
     result = torch.zeros_like(batch["response_mask"])
     device = next(net.parameters()).device
-    micros, n_real = shares(batch, list(range(len(result))), args)
-    for i, rows in enumerate(micros):
-        if i < n_real or isinstance(net, FSDPModule):  # sharded: every rank has to gather
-            out = net(data.pack_rows(batch, rows, device))
-        if i < n_real:
-            result[rows] = out[0].float().cpu()
+    for rows, real in shares(batch, list(range(len(result))), args):
+        scores = net(data.pack_rows(batch, rows, device))[0].float().cpu()
+        if real:
+            result[rows] = scores
     return all_sum(result)
+
+
+COLUMNS = """response_mask advantages logprobs_rollout logprobs_old logprobs_ref values
+    returns""".split()
 
 
 def optimise(
     learner: Learner, objective: Callable, batch: dict, rows: list[int], args: Args, accelerator,
     loss_agg: str = "token-mean",
-) -> dict[str, float]:
+) -> tuple[dict[str, float], torch.Tensor]:
     """One optimiser step on some global rows.
 
-    objective(model output, rows, mask (b, T)) -> per-token loss (b, T), stats. Losses are summed
-    over micro-batches and ranks and divided by global counts, so that no way to cut the batch
-    changes the gradient (loss_agg: see losses.aggregate; its max_len is --max_response_tokens, the
-    same for every batch). Returns the loss, grad_norm and the token means of the stats. Raises
-    RuntimeError if the gradient is not finite.
+    objective(numbers, part, args) -> per-token loss (b, T), stats; numbers: the network's; part:
+    the batch's COLUMNS of a micro-batch. Losses are summed over micro-batches and ranks and divided
+    by global counts, so that no way to cut the batch changes the gradient (loss_agg: see
+    losses.aggregate; its max_len is --max_response_tokens, the same for every batch). Returns the
+    loss, grad_norm and the token means of the stats; and the network's first number of this rank's
+    tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite.
     """
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
-    micros, n_real = shares(batch, rows, args)
+    micros, seen = shares(batch, rows, args), torch.zeros_like(batch["response_mask"])
     sums: Counter[str] = Counter()
-    for i, micro in enumerate(micros):
-        mask = batch["response_mask"][micro].to(device) * (i < n_real)  # (b, T)
+    for i, (micro, real) in enumerate(micros):
+        part = {name: batch[name][micro].to(device) for name in COLUMNS if name in batch}
+        mask = part["response_mask"] = part["response_mask"] * real  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
         wait = i < len(micros) - 1 and not isinstance(model, FSDPModule)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
-            loss, stats = objective(model(data.pack_rows(batch, micro, device)), micro, mask)
+            numbers = model(data.pack_rows(batch, micro, device))
+            loss, stats = objective(numbers, part, args)
             limit = args.max_response_tokens
             loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, limit)
             accelerator.backward(loss * dist.get_world_size())  # DDP and FSDP average over ranks
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
+        if real:
+            seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
     if not math.isfinite(grad_norm):
@@ -819,41 +814,29 @@ def optimise(
         learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
     values = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
-    return dict(zip(sums, values, strict=True)) | {"grad_norm": grad_norm}
+    return dict(zip(sums, values)) | {"grad_norm": grad_norm}, seen
 
 
-def policy_objective(batch: dict, args: Args, seen: torch.Tensor) -> Callable:
+def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
     """--policy_loss, weighed by --rollout_correction, minus the entropy bonus, plus the KL to the
-    reference.
+    reference: per token (b, T), and stats.
 
-    The logprobs of the forward pass are kept in `seen` (B, T), a CPU tensor. In a batch without
-    logprobs_old they are those: there is nothing to recompute, and the ratio is exactly 1.
+    Without logprobs_old those of this forward pass are the old ones: there is nothing to recompute,
+    and the ratio is exactly 1.
     """
-
-    def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        logprobs, entropy = output  # (b, T)
-        fresh = torch.where(mask.bool(), logprobs.detach(), 0)
-        seen[rows] += fresh.float().cpu()  # +=: a filler repeats a row
-
-        def column(name: str) -> torch.Tensor:
-            return batch[name][rows].to(mask.device)
-
-        old = column("logprobs_old") if "logprobs_old" in batch else logprobs.detach()
-        loss, stats = losses.policy_loss(
-            args.policy_loss, logprobs, old, column("advantages"), mask, args.clip_low,
-            args.clip_high, args.clip_c or None,
-        )
-        loss = loss * correction(old, column("logprobs_rollout"), mask, args)[0]
-        stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
-        if args.entropy_coef:
-            loss = loss - args.entropy_coef * entropy
-        if args.kl_coef and args.kl_in == "loss":
-            logprobs_ref = torch.where(mask.bool(), column("logprobs_ref"), logprobs.detach())
-            kl = losses.kl_estimate(logprobs, logprobs_ref, args.kl_kind)
-            loss, stats["kl"] = loss + args.kl_coef * kl, kl.detach()
-        return loss, stats
-
-    return objective
+    logprobs, entropy = numbers  # (b, T)
+    mask, old = part["response_mask"], part.get("logprobs_old", logprobs.detach())
+    loss, stats = losses.policy_loss(args.policy_loss, logprobs, old, part["advantages"], mask,
+                                     args.clip_low, args.clip_high, args.clip_c or None)
+    loss = loss * correction(old, part["logprobs_rollout"], mask, args)[0]
+    stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * entropy
+    if args.kl_coef and args.kl_in == "loss":
+        logprobs_ref = torch.where(mask.bool(), part["logprobs_ref"], logprobs.detach())
+        kl = losses.kl_estimate(logprobs, logprobs_ref, args.kl_kind)
+        loss, stats["kl"] = loss + args.kl_coef * kl, kl.detach()
+    return loss, stats
 
 
 def correction(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, args: Args):
@@ -862,13 +845,11 @@ def correction(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, arg
     return losses.rollout_correction(args.rollout_correction, old, rollout, mask, low, high)
 
 
-def value_objective(batch: dict, args: Args) -> Callable:
-    def objective(output, rows: list[int], mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        old, returns = (batch[name][rows].to(mask.device) for name in ("values", "returns"))
-        loss, stats = losses.value_loss(output[0], old, returns, mask, args.value_clip)
-        return loss, stats | {"vf_loss": loss.detach()}
-
-    return objective
+def value_objective(numbers: list[torch.Tensor], part: dict, args: Args):
+    """losses.value_loss per token (b, T), and stats."""
+    loss, stats = losses.value_loss(numbers[0], part["values"], part["returns"],
+                                    part["response_mask"], args.value_clip)
+    return loss, stats | {"vf_loss": loss.detach()}
 
 
 def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
@@ -885,25 +866,16 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
-def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor) of every parameter, tied ones once: the transformers model's own
     names are those that vLLM knows.
 
-    Of a sharded policy one unit at a time is whole, in the dtype it computes in; a tensor must not
-    be kept beyond the next one. All ranks go through it together.
+    Of a sharded policy one parameter at a time is whole, gathered in dtype; it must not be kept
+    beyond the next one. All ranks go through it together.
     """
-    if not isinstance(policy, FSDPModule):
-        yield from ((name, p.detach()) for name, p in policy.model.named_parameters())
-        return
-    units = [(path, x) for path, x in policy.named_modules() if isinstance(x, FSDPModule)]
-    for path, unit in units[1:] + units[:1]:  # the root last
-        unit.unshard()
-        try:
-            for name, p in unit.named_parameters(prefix=path):
-                if not isinstance(p, DTensor):  # those of units inside are still sharded
-                    yield name.removeprefix("model."), p.detach()
-        finally:
-            unit.reshard()
+    for name, p in policy.model.named_parameters():
+        p = p.detach()
+        yield name, p.to(dtype).full_tensor() if isinstance(p, DTensor) else p
 
 
 def check_sync(engine: Engine, policy: Policy) -> None:
@@ -942,7 +914,7 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     started = time.perf_counter()
     torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
-    engine.load_weights(named_weights(policy), version)
+    engine.load_weights(named_weights(policy, getattr(torch, engine.args.dtype)), version)
     if engine.args.check_sync:
         check_sync(engine, policy)
     if torch.cuda.is_available():
@@ -1058,59 +1030,51 @@ class Stop:
     Second: at once."""
 
     def __init__(self, store: dist.Store):
-        self.store, self.told, self.first, self.asked = store, False, 0.0, 0.0
+        self.store, self.told, self.told_at, self.asked_at = store, False, 0.0, 0.0
         self.over = False  # the run is: ranks may go
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.signalled)
-        # Of a launcher's children alone: a shell may close.
-        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
-        watched = all_gather(os.getpid()), os.getppid() if launched else None
-        threading.Thread(target=self.watch, args=watched, daemon=True).start()
+        watched = {os.pidfd_open(pid): f"rank {rank} (process {pid})"
+                   for rank, pid in enumerate(all_gather(os.getpid()))}
+        if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+            watched[os.pidfd_open(os.getppid())] = None  # a launcher: a shell may close
+        threading.Thread(target=self.watch, args=(watched,), daemon=True).start()
 
     def signalled(self, number=None, frame=None) -> None:
         now = time.monotonic()
-        if self.told and now - self.first > 1:  # launchers pass on the Ctrl-C that we got already
+        if self.told and now - self.told_at > 1:  # launchers pass on the Ctrl-C that we got already
             os._exit(130)
         if not self.told:
-            self.told, self.first = True, now
+            self.told, self.told_at = True, now
             if dist.get_rank() == 0:
                 message = "saving the last completed step (once more to stop at once)"
                 print(f"\nstopping: {message}", file=sys.stderr, flush=True)
 
-    def watch(self, pids: list[int], launcher: int | None) -> None:
+    def watch(self, watched: dict[int, str | None]) -> None:
         """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
         the run when the launcher is: accelerate's leaves at the first Ctrl-C."""
-        while not self.over:
-            time.sleep(0.5)
-            for rank, pid in enumerate(pids):
-                if not alive(pid) and not self.over and threading.main_thread().is_alive():
-                    print(f"rank {rank} (process {pid}) is gone: rank {dist.get_rank()} ends too",
-                          file=sys.stderr, flush=True)
-                    os._exit(1)
-            if launcher and os.getppid() != launcher:
-                self.told, launcher = True, None
+        while watched:
+            gone = watched.pop(select.select(watched, [], [])[0][0])
+            if gone is None:
+                self.told = True
                 signal.alarm(600)  # save, and be gone
+            elif not self.over and threading.main_thread().is_alive():
+                message = f"{gone} is gone: rank {dist.get_rank()} ends too"
+                print(message, file=sys.stderr, flush=True)
+                os._exit(1)
 
     def requested(self) -> bool:
         """Whether any rank was told to stop; asks the others at most twice a second."""
         if self.told:
             self.store.set("stop", "1")
-        elif time.monotonic() - self.asked > 0.5:
-            self.asked = time.monotonic()
+        elif time.monotonic() - self.asked_at > 0.5:
+            self.asked_at = time.monotonic()
             self.told = self.store.check(["stop"])
         return self.told
 
     def agree(self) -> None:
         """Raises Stopped on all ranks if one was told to stop; they all call it."""
         gather_unless_stopped(None, self.requested())
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a dead one that its parent has not asked about yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
 
 
 def start_processes(args: Args):
@@ -1134,10 +1098,9 @@ def start_processes(args: Args):
     need(dist.get_world_size() % args.tp == 0, f"--tp {args.tp} must divide the number of "
          f"processes, {dist.get_world_size()}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = [store.port]
-    dist.broadcast_object_list(port)  # the main rank's
+    port = all_gather(store.port)[0]
     if dist.get_rank() > 0:
-        store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
     return accelerator, store
 
 
@@ -1276,10 +1239,7 @@ def build_networks(args: Args, accelerator, vocab_size: int, vision: data.Vision
         critic = learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(args, vocab_size, vision).requires_grad_(False)
-        if args.shard:
-            shard(reference, args, accelerator.device)
-        else:
-            reference = accelerator.prepare_model(reference, evaluation_mode=True)
+        reference = wrap(reference, args, accelerator, frozen=True)
     set_seed(args.seed)  # building the engine drew from the generators
     return policy, critic, reference
 
@@ -1379,11 +1339,10 @@ def clipping(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
     return outcomes.clamp(-clip, clip) - outcomes
 
 
-def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor | float:
+def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
     """What --overlong_buffer adds to the rewards of rollouts, (N,)."""
-    limit = args.max_response_tokens
-    buffer = max(1, round(args.overlong_buffer * limit))
-    return losses.overlong_penalty(rollouts.longest, limit, buffer) if args.overlong_buffer else 0.0
+    limit, share = args.max_response_tokens, args.overlong_buffer
+    return losses.overlong_penalty(rollouts.longest, limit, max(1, round(share * limit))) * bool(share)
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
@@ -1395,7 +1354,7 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
     which AdaptiveKL steers.
     """
     mask, rollouts = batch["response_mask"], batch["rollouts"]
-    penalty = torch.zeros_like(rollouts.rewards) + overlong(rollouts, args)
+    penalty = overlong(rollouts, args)
     rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
     added = clipping(batch["outcomes"], args) + penalty[rollouts.index]  # (B,)
     rows = mask.any(-1).nonzero()[:, 0]
@@ -1515,24 +1474,23 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
 
     Sets batch["logprobs_old"] where nothing was recomputed: the update's own.
     """
-    args, seen = run.args, torch.zeros_like(batch["response_mask"])
-    lr, learning = run.policy.set_lr(step - args.critic_warmup), []
+    args, learning = run.args, []
+    lr = run.policy.set_lr(step - args.critic_warmup)
     if step >= args.critic_warmup:
         if args.updates_per_rollout == 1:
             batch.pop("logprobs_old", None)
-        objective = policy_objective(batch, args, seen)
-        learning.append(("actor", run.policy, objective, args.loss_agg))
+        learning.append(("actor", run.policy, policy_objective, args.loss_agg))
     if run.critic:
         run.critic.set_lr(step)
-        learning.append(("critic", run.critic, value_objective(batch, args), "token-mean"))
+        learning.append(("critic", run.critic, value_objective, "token-mean"))
     updates = []
-    for rows in mini_batches(len(seen), step, args):
+    for rows in mini_batches(len(batch["lengths"]), step, args):
         updates.append({"actor/lr": lr})
         for name, *learner, loss_agg in learning:
-            stats = optimise(*learner, batch, rows, args, run.accelerator, loss_agg)
+            stats, seen = optimise(*learner, batch, rows, args, run.accelerator, loss_agg)
             updates[-1] |= {f"{name}/{key}": x for key, x in stats.items()}
-    if "logprobs_old" not in batch:
-        batch["logprobs_old"] = all_sum(seen)
+            if "logprobs_old" not in batch:
+                batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
     if run.critic:
         returns, mask = batch["returns"], batch["response_mask"]
