@@ -12,13 +12,16 @@ advantages and mini-batches are cut globally, and each rank then works on its ow
 """
 
 import functools
+import hashlib
 import inspect
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 import weakref
 from bisect import bisect
@@ -32,11 +35,20 @@ from types import ModuleType
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    set_seed,
+)
 
 from agent_loop import (
     AgentLoopOutput,
@@ -241,6 +253,118 @@ def _permutation(n_rows, epoch, seed):
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
+# ---------------------------------------------------------------- the model's files
+
+
+def task_model(task: ModuleType, args) -> str:
+    """The folder of the model that the task's build_model makes, built once and cached.
+
+    The key holds everything the result depends on. Built in a temporary folder and renamed, so that
+    a half-built model is never found; of two jobs that build at once, the first to finish wins.
+    """
+    source = Path(inspect.getsourcefile(task.build_model))  # tasks that import it share the model
+    key = [source.read_text(), args.seed, torch.get_num_threads(), torch.cuda.is_available(),
+           versions()]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
+    folder = cache / f"{source.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return str(folder)
+    if dist.get_rank() == 0:
+        print(f"building the task's model, once: {folder}", flush=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
+        temporary = Path(parent, "model")
+        temporary.mkdir()
+        set_seed(args.seed)
+        task.build_model(str(temporary))
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    return str(folder)
+
+
+def from_pretrained(auto_class, args, problem: str, **settings):
+    """A part of args.model. Raises BadInput, with the problem, if it can't be loaded."""
+    try:
+        trust = args.trust_remote_code
+        return auto_class.from_pretrained(args.model, trust_remote_code=trust, **settings)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"--model {args.model} {problem}: {reason}") from None
+
+
+def load_config(args):
+    """The model's configuration; sets args.max_model_len. Raises BadInput if args.model is not a
+    model, its window is too short, or it has what the trainer doesn't implement."""
+    model = f"--model {args.model}"
+    need(not Path(args.model).is_dir() or (Path(args.model) / "config.json").is_file(),
+         f"{model}: the folder has no config.json, so it is not a model")
+    problem = "is neither a model folder nor a model that can be loaded"
+    config = from_pretrained(AutoConfig, args, problem)
+    text = config.get_text_config()
+    window = getattr(text, "max_position_embeddings", None)
+    needed = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
+    need(not window or needed <= window, "--max_prompt_tokens + --max_response_tokens (or "
+         f"--max_model_len) is {needed}, but the model's window is {window} tokens")
+    args.max_model_len = needed
+    heads = getattr(text, "num_attention_heads", args.tp)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    need(heads % args.tp == 0 and (kv_heads % args.tp == 0 or args.tp % kv_heads == 0),
+         f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} key-value "
+         "heads")
+    # What scales or caps the logits outside the head would make the trainer's logprobs wrong.
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        need(getattr(text, name, None) in (None, 1),
+             f"{model} sets {name}, which the trainer's logprobs don't implement")
+    return config
+
+
+def stop_token_ids(args, tokenizer) -> list[int]:
+    """The tokenizer's EOS and those of the model's generation_config."""
+    try:
+        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
+    except OSError:  # a model without a generation_config.json
+        eos = None
+    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    need(ids, f"--model {args.model} has no end-of-sequence token: set eos_token in its "
+         "tokenizer_config.json")
+    return sorted(ids)
+
+
+def load_tokenizer(args) -> tuple:
+    """(processor, or None of a text model; tokenizer) of args.model, which is checked first."""
+    processor = load_processor(args, load_config(args))
+    if processor:
+        return processor, processor.tokenizer
+    return None, from_pretrained(AutoTokenizer, args, "has no tokenizer that can be loaded")
+
+
+def load_processor(args, config):
+    """The processor of a vision-language model; None of a text model.
+
+    Raises BadInput for a vision model whose packed forward pass is not implemented: data.Vision.
+    """
+    if getattr(config, "vision_config", None) is None:
+        return None
+    need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
+         f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are "
+         "supported")
+    need(not args.replay, "--replay: the files have no pixels, so what a model with vision rolled "
+         "out can't be replayed")
+    # The engine's settings: both must agree.
+    settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
+    problem = "has vision, but its processor can't be loaded"
+    processor = from_pretrained(AutoProcessor, args, problem, **settings)
+    known = {*vars(processor.image_processor), "min_pixels", "max_pixels"}  # these set `size`
+    for name in settings:
+        need(name in known, f"--engine_args: mm_processor_kwargs has {name}, which is no setting "
+             "of the image processor")
+    processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
+    return processor
+
+
 # ---------------------------------------------------------------- batches
 
 
@@ -430,6 +554,23 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
         return next(k for k, total in enumerate(totals) if total + length <= max_tokens)
 
     return [share for share in _deal(lengths, len(lengths), first_fit) if share]
+
+
+def shares(batch: dict, rows: list[int], max_tokens: int) -> list[tuple[list[int], bool]]:
+    """This rank's micro-batches of some global rows: balanced over ranks by tokens, then cut by the
+    token budget.
+
+    All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
+    whose loss is weighted 0.
+    """
+    lengths, cuts = batch["lengths"].tolist(), []
+    for share in balance([lengths[row] for row in rows], dist.get_world_size()):
+        share = [rows[i] for i in share]
+        cut = micro_batches([lengths[row] for row in share], max_tokens)
+        cuts.append([([share[i] for i in micro], True) for micro in cut])
+    mine = cuts[dist.get_rank()]
+    filler = [min(rows, key=lambda row: lengths[row])], False
+    return mine + [filler] * (max(map(len, cuts)) - len(mine))
 
 
 def _deal(lengths, n, choose):

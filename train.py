@@ -1,9 +1,9 @@
-"""flatrl: multi-turn reinforcement learning of language models on one host. Read `main`, at the end.
+"""flatrl: multi-turn reinforcement learning of language models on one host. Read `main`, the end.
 
-    accelerate launch train.py                                   # the built-in task, minutes on a CPU
-    accelerate launch train.py --algo dapo --clip_high 0.3       # a preset of flags, each still yours
+    accelerate launch train.py                                # the built-in task, minutes on a CPU
+    accelerate launch train.py --algo dapo --clip_high 0.3    # a preset of flags, each still yours
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
-    torchrun --nproc_per_node 2 train.py                         # two ranks on a CPU
+    torchrun --nproc_per_node 2 train.py                      # two ranks on a CPU
 
 One process per GPU holds a vLLM engine and the policy, and switches between rollout and update.
 This file has the flags, the networks, one optimiser step, evaluation and checkpoints; the algorithm
@@ -19,8 +19,6 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
 
 import contextlib
 import difflib
-import hashlib
-import inspect
 import itertools
 import json
 import logging
@@ -30,7 +28,6 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -50,13 +47,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
     HfArgumentParser,
     PreTrainedModel,
     get_scheduler,
@@ -111,8 +104,7 @@ ADV_ESTIMATORS = (*GROUP_ESTIMATORS, "remax", "reinforce_pp", "gae")
 CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
                      "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0)}
 
-# ---------------------------------------------------------------- flags, and their rules beside them
-
+# ---------------------------------------------------------------- flags, with their rules
 
 
 class Range(NamedTuple):
@@ -224,7 +216,8 @@ class Args:
     # trajectories
     agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
-    temperature: float = flag(1.0, "of sampling in training, and in the trainer's logprobs", POSITIVE)
+    temperature: float = flag(1.0, "of sampling in training; the trainer's logprobs use it too",
+                              POSITIVE)
     max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted", POSITIVE)
     max_response_tokens: int = flag(
         128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
@@ -350,8 +343,7 @@ def check_args(args: Args) -> None:
         name, value = flag.name, getattr(args, flag.name)
         allowed, only = flag.metadata["allowed"], flag.metadata["only"]
         if allowed and not isinstance(allowed, Range):
-            choices = ", ".join(map(str, allowed))
-            need(value in allowed, f"--{name} {value}: choose from {choices}")
+            need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
         elif isinstance(value, (int, float)):
             words, holds = allowed or NOT_NEGATIVE
             need(holds(value), f"--{name} {value} must {words}")
@@ -426,15 +418,14 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
 
 
 def check_engine_args(name: str, arguments: dict) -> None:
-    """Raises BadInput on what vLLM does not know, what has a flag of its own, and what colocation
-    depends on."""
+    """Raises BadInput on what vLLM does not know, has a flag here, or colocation depends on."""
     from vllm import EngineArgs
 
-    own = {"tokenizer": "model", "tensor_parallel_size": "tp"}
+    flags = {"tokenizer": "model", "tensor_parallel_size": "tp"}
     fixed = """distributed_executor_backend logprobs_mode enable_sleep_mode pipeline_parallel_size
         data_parallel_size limit_mm_per_prompt""".split()
     for key in arguments:
-        flag = own.get(key, key)
+        flag = flags.get(key, key)
         need(flag not in vars(Args), f"--{name}: {key} is --{flag}")
         need(key not in fixed, f"--{name}: {key} is not the user's to choose here")
         need(key in EngineArgs.__dataclass_fields__, f"--{name}: vLLM has no argument {key}")
@@ -447,137 +438,35 @@ def sampling_args(text: str) -> dict:
     return parameters
 
 
-OWN_SAMPLING = """temperature n seed logprobs prompt_logprobs flat_logprobs detokenize
-    output_kind""".split()
-NEUTRAL_SAMPLING = "stop stop_token_ids max_tokens ignore_eos include_stop_str_in_output".split()
+FIXED_SAMPLING = set("""temperature n seed logprobs prompt_logprobs flat_logprobs detokenize
+    output_kind""".split())
+NEUTRAL_SAMPLING = set("""stop stop_token_ids max_tokens ignore_eos
+    include_stop_str_in_output""".split())
 
 
 def check_sampling(name: str, parameters: dict) -> None:
-    """Raises BadInput on what vLLM does not know, has a flag of its own or is not the user's to set.
+    """Raises BadInput on what vLLM does not know or is not to be set here.
 
     Warns of what changes the distribution in training: the trainer computes
     log softmax(logits / temperature).
     """
-    own = ", ".join(sorted(set(parameters) & set(OWN_SAMPLING)))
-    need(not own, f"--{name}: {own} can't be set here; temperature and seed are flags of their own")
+    fixed = ", ".join(sorted(FIXED_SAMPLING & set(parameters)))
+    need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags of their "
+         "own")
     from vllm import SamplingParams
 
     try:
         SamplingParams(**parameters)
     except Exception as error:  # vLLM's own have no base that says so
         raise BadInput(f"--{name}: {str(error).splitlines()[0]}") from None
-    others = ", ".join(sorted(set(parameters) - set(NEUTRAL_SAMPLING)))
+    others = ", ".join(sorted(set(parameters) - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
-        warnings.warn(
-            f"--sampling_args {others}: the engine samples from another distribution than the one "
-            "whose logprobs the trainer computes; see rollout/logp_diff_mean, and consider "
-            "--rollout_correction", stacklevel=2,
-        )
+        warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "
+                      "than the one whose logprobs the trainer computes; see "
+                      "rollout/logp_diff_mean, and consider --rollout_correction", stacklevel=2)
 
 
-# ---------------------------------------------------------------- models
-
-
-def task_model(task: ModuleType, args: Args) -> str:
-    """The folder of the model that the task's build_model makes, built once and cached.
-
-    The key holds everything the result depends on. Built in a temporary folder and renamed, so that
-    a half-built model is never found; of two jobs that build at once, the first to finish wins.
-    """
-    source = Path(inspect.getsourcefile(task.build_model))  # tasks that import it share the model
-    key = [source.read_text(), args.seed, torch.get_num_threads(), torch.cuda.is_available(),
-           data.versions()]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
-    folder = cache / f"{source.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    if folder.is_dir():
-        return str(folder)
-    if dist.get_rank() == 0:
-        print(f"building the task's model, once: {folder}", flush=True)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
-        temporary = Path(parent, "model")
-        temporary.mkdir()
-        set_seed(args.seed)
-        task.build_model(str(temporary))
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    return str(folder)
-
-
-def from_pretrained(auto_class, args: Args, problem: str, **settings):
-    """A part of args.model. Raises BadInput, with the problem, if it can't be loaded."""
-    try:
-        trust = args.trust_remote_code
-        return auto_class.from_pretrained(args.model, trust_remote_code=trust, **settings)
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadInput(f"--model {args.model} {problem}: {reason}") from None
-
-
-def check_model(args: Args):
-    """The model's configuration; sets args.max_model_len. Raises BadInput if args.model is not a
-    model, its window is too short, or it has what the trainer doesn't implement."""
-    model = f"--model {args.model}"
-    need(not Path(args.model).is_dir() or (Path(args.model) / "config.json").is_file(),
-         f"{model}: the folder has no config.json, so it is not a model")
-    problem = "is neither a model folder nor a model that can be loaded"
-    config = from_pretrained(AutoConfig, args, problem)
-    text = config.get_text_config()
-    window = getattr(text, "max_position_embeddings", None)
-    needed = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
-    need(not window or needed <= window, "--max_prompt_tokens + --max_response_tokens (or "
-         f"--max_model_len) is {needed}, but the model's window is {window} tokens")
-    args.max_model_len = needed
-    heads = getattr(text, "num_attention_heads", args.tp)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    need(heads % args.tp == 0 and (kv_heads % args.tp == 0 or args.tp % kv_heads == 0),
-         f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} key-value "
-         "heads")
-    # What scales or caps the logits outside the head would make the trainer's logprobs wrong.
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        need(getattr(text, name, None) in (None, 1),
-             f"{model} sets {name}, which the trainer's logprobs don't implement")
-    return config
-
-
-def stop_token_ids(args: Args, tokenizer) -> list[int]:
-    """The tokenizer's EOS and those of the model's generation_config."""
-    try:
-        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
-    except OSError:  # a model without a generation_config.json
-        eos = None
-    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    need(ids, f"--model {args.model} has no end-of-sequence token: set eos_token in its "
-         "tokenizer_config.json")
-    return sorted(ids)
-
-
-def load_processor(args: Args, config):
-    """The processor of a vision-language model; None of a text model.
-
-    Raises BadInput for a vision model whose packed forward pass is not implemented: data.Vision.
-    """
-    if getattr(config, "vision_config", None) is None:
-        return None
-    need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-         f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are "
-         "supported")
-    need(not args.replay, "--replay: the files have no pixels, so what a model with vision rolled "
-         "out can't be replayed")
-    data.without_torchvision()
-    # The engine's settings: both must agree.
-    settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    problem = "has vision, but its processor can't be loaded"
-    processor = from_pretrained(AutoProcessor, args, problem, **settings)
-    known = {*vars(processor.image_processor), "min_pixels", "max_pixels"}  # these set `size`
-    for name in settings:
-        need(name in known, f"--engine_args: mm_processor_kwargs has {name}, which is no setting "
-             "of the image processor")
-    processor.tokenizer.chat_template = processor.chat_template or processor.tokenizer.chat_template
-    return processor
+# ---------------------------------------------------------------- networks
 
 
 class Net(nn.Module):
@@ -591,8 +480,8 @@ class Net(nn.Module):
         super().__init__()
         attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
         self.vision = vision
-        self.model = from_pretrained(auto_class, args, "can't be loaded for training",
-                                     attn_implementation=attention, dtype=torch.float32)
+        self.model = data.from_pretrained(auto_class, args, "can't be loaded for training",
+                                          attn_implementation=attention, dtype=torch.float32)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -622,10 +511,9 @@ class Net(nn.Module):
 class Policy(Net):
     """Log-probabilities and entropies of the sampled tokens."""
 
-    def __init__(
-        self, args: Args, vocab_size: int | None = None, vision: data.Vision | None = None
-    ):
-        super().__init__(AutoModelForImageTextToText if vision else AutoModelForCausalLM, args, vision)
+    def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
+        auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        super().__init__(auto_class, args, vision)
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
              "which token_logprobs doesn't implement")
@@ -633,16 +521,14 @@ class Policy(Net):
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
 
     def read(self, hidden, targets):
-        return losses.token_logprobs(
-            hidden, self.head[0].weight, targets, self.temperature, entropy=True,
-            vocab_size=self.vocab_size, banned=self.banned,
-        )
+        return losses.token_logprobs(hidden, self.head[0].weight, targets, self.temperature,
+                                     entropy=True, vocab_size=self.vocab_size, banned=self.banned)
 
 
 class Critic(Net):
     """V(state before each sampled token): a backbone of its own, a zero-initialised linear head."""
 
-    def __init__(self, args: Args, vision: data.Vision | None = None):
+    def __init__(self, args: Args, vision=None):
         super().__init__(AutoModel, args, vision)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -738,30 +624,14 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def shares(batch: dict, rows: list[int], args: Args) -> list[tuple[list[int], bool]]:
-    """This rank's micro-batches of some global rows: balanced over ranks by tokens, then cut by the
-    token budget.
-
-    All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
-    whose loss is weighted 0.
-    """
-    lengths, cuts = batch["lengths"].tolist(), []
-    for share in data.balance([lengths[row] for row in rows], dist.get_world_size()):
-        share = [rows[i] for i in share]
-        cut = data.micro_batches([lengths[row] for row in share], args.tokens_per_micro_batch)
-        cuts.append([([share[i] for i in micro], True) for micro in cut])
-    mine = cuts[dist.get_rank()]
-    filler = [min(rows, key=lambda row: lengths[row])], False
-    return mine + [filler] * (max(map(len, cuts)) - len(mine))
-
-
 @torch.no_grad()
 def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     """Logprobs (of a Policy) or values (of a Critic) of every sampled token, on every rank: (B, T).
     """
     result = torch.zeros_like(batch["response_mask"])
     device = next(net.parameters()).device
-    for rows, real in shares(batch, list(range(len(result))), args):
+    everything = list(range(len(result)))
+    for rows, real in data.shares(batch, everything, args.tokens_per_micro_batch):
         scores = net(data.pack_rows(batch, rows, device))[0].float().cpu()
         if real:
             result[rows] = scores
@@ -788,8 +658,8 @@ def optimise(
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
-    micros, seen = shares(batch, rows, args), torch.zeros_like(batch["response_mask"])
-    sums: Counter[str] = Counter()
+    micros = data.shares(batch, rows, args.tokens_per_micro_batch)
+    sums, seen = Counter(), torch.zeros_like(batch["response_mask"])
     for i, (micro, real) in enumerate(micros):
         part = {name: batch[name][micro].to(device) for name in COLUMNS if name in batch}
         mask = part["response_mask"] = part["response_mask"] * real  # (b, T)
@@ -798,8 +668,7 @@ def optimise(
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             numbers = model(data.pack_rows(batch, micro, device))
             loss, stats = objective(numbers, part, args)
-            limit = args.max_response_tokens
-            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, limit)
+            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, args.max_response_tokens)
             accelerator.backward(loss * dist.get_world_size())  # DDP and FSDP average over ranks
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
@@ -808,8 +677,8 @@ def optimise(
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
     if not math.isfinite(grad_norm):
-        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the "
-                           "weights are spoilt")
+        reason = "training stops here, before the weights are spoilt"
+        raise RuntimeError(f"the gradient norm is {grad_norm}: {reason}")
     if n_tokens:  # momentum and weight decay would move the weights without any
         learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
@@ -866,16 +735,15 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
-def named_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor) of every parameter, tied ones once: the transformers model's own
     names are those that vLLM knows.
 
-    Of a sharded policy one parameter at a time is whole, gathered in dtype; it must not be kept
-    beyond the next one. All ranks go through it together.
+    Of a sharded policy one parameter at a time is whole; it must not be kept beyond the next one. All ranks go through it together.
     """
     for name, p in policy.model.named_parameters():
         p = p.detach()
-        yield name, p.to(dtype).full_tensor() if isinstance(p, DTensor) else p
+        yield name, p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def check_sync(engine: Engine, policy: Policy) -> None:
@@ -886,26 +754,25 @@ def check_sync(engine: Engine, policy: Policy) -> None:
     """
     held, rows = engine.checksums(), []
     parameters = dict(policy.model.named_parameters())
+    if missing := parameters.keys() - held.keys():
+        raise RuntimeError(f"--check_sync: {min(missing)} was not sent, or the engine holds "
+                           "nothing of that name")
     for name, p in parameters.items():
-        if name not in held:
-            raise RuntimeError(f"--check_sync: {name} was not sent, or the engine holds nothing of "
-                               "that name")
         x = p.detach()
-        if isinstance(x, DTensor):  # cast before it is gathered: see `shard`
+        if isinstance(x, DTensor):
             x = x.to_local().to(getattr(torch, engine.args.dtype))
         rows.append(torch.stack([checksum(x.to(held[name][0])), (~x.isfinite()).sum()]))
     sums = torch.stack(rows).cpu()
     if isinstance(policy, FSDPModule):
         all_sum(sums)
-    for (name, p), (expected, bad) in zip(parameters.items(), sums.tolist(), strict=True):
+    for (name, p), (expected, bad) in zip(parameters.items(), sums.tolist()):
         _, found, numel = held[name]
         if bad:
             raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
         copies = numel // p.numel()  # ranks of a tensor parallel group may hold one each
         if (found - expected * copies) % 2**64:
-            raise RuntimeError(
-                f"--check_sync: the engine's {name} is not the trainer's after the weight sync"
-            )
+            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's after the "
+                               "weight sync")
 
 
 def sync(engine: Engine, policy: Policy, version: int) -> float:
@@ -914,7 +781,7 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     started = time.perf_counter()
     torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
-    engine.load_weights(named_weights(policy, getattr(torch, engine.args.dtype)), version)
+    engine.load_weights(named_weights(policy), version)
     if engine.args.check_sync:
         check_sync(engine, policy)
     if torch.cuda.is_available():
@@ -928,10 +795,7 @@ def evaluate(run: "Run", step: int) -> dict:
     """Mean reward on the validation rows, with evaluation's own sampling parameters."""
     args = run.args
     sync(run.engine, run.policy.net, step)
-    if step == args.num_steps:
-        run.pool.end()
-    else:
-        run.pool.settle()
+    run.pool.end() if step == args.num_steps else run.pool.settle()
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     sampling |= sampling_args(args.eval_sampling_args)
     phase = rollout(run, run.rows["val"], step, 1, sampling, kind="eval")
@@ -939,10 +803,8 @@ def evaluate(run: "Run", step: int) -> dict:
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     means = data.describe(phase.outputs)
     names = ("reward", "response_length", "num_turns")
-    return {f"eval/{name}": means[f"{name}/mean"] for name in names} | {
-        "eval/failed": sum(phase.counts.values()),
-        "timing/eval_s": phase.seconds,
-    }
+    metrics = {f"eval/{name}": means[f"{name}/mean"] for name in names}
+    return metrics | {"eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -1094,9 +956,10 @@ def start_processes(args: Args):
     precision = "bf16" if args.dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
     if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
-    need(dist.get_world_size() % args.tp == 0, f"--tp {args.tp} must divide the number of "
-         f"processes, {dist.get_world_size()}")
+        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=PATIENCE, **alone)
+    n_ranks = dist.get_world_size()
+    need(n_ranks % args.tp == 0, f"--tp {args.tp} must divide the number of processes, {n_ranks}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = all_gather(store.port)[0]
     if dist.get_rank() > 0:
@@ -1180,13 +1043,13 @@ def setup(args: Args) -> Run:
     quiet_libraries()
     accelerator, store = start_processes(args)
     with accelerator.main_process_first():
-        args.model = args.model or task_model(task, args)
-    processor, tokenizer = load_tokenizer(args)
+        args.model = args.model or data.task_model(task, args)
+    processor, tokenizer = data.load_tokenizer(args)
     read = rows
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in read}
     if getattr(task, "TOOLS", None):
-        tool_parser(args.tool_parser, tokenizer)  # an unknown one is found here, not in trajectories
+        tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
     checkpoint = prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     done = state.get("step", 0)
@@ -1194,7 +1057,7 @@ def setup(args: Args) -> Run:
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
     engine = None if args.replay else Engine(
-        args.model, args, accelerator.device, stop_token_ids(args, tokenizer), vocab_size,
+        args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id,
     )
     networks = build_networks(args, accelerator, vocab_size, vision)
@@ -1219,20 +1082,11 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def load_tokenizer(args: Args) -> tuple:
-    """(processor or None, tokenizer) of args.model, which is checked first."""
-    processor = load_processor(args, check_model(args))
-    if processor:
-        return processor, processor.tokenizer
-    return None, from_pretrained(AutoTokenizer, args, "has no tokenizer that can be loaded")
-
-
-def build_networks(args: Args, accelerator, vocab_size: int, vision: data.Vision | None) -> tuple:
+def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
     """Policy, and critic and reference where they are used."""
     data.register_packed_attention()
     n_steps = args.num_steps - args.critic_warmup
-    policy = Policy(args, vocab_size, vision)
-    policy = learner(policy, args.lr, n_steps, args, accelerator)
+    policy = learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
         critic = Critic(args, vision)
@@ -1253,8 +1107,8 @@ def banner(run: Run, read: dict[str, list[dict]]) -> str:
     note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
     steps = f"resuming after step {run.done} of {args.num_steps}" if run.done else \
         f"{args.num_steps} steps"
-    return f"""{args.task}: {kept["train"]} training rows ({dropped["train"]} overlong ones dropped), \
-{kept["val"]} validation rows ({dropped["val"]} dropped)
+    return f"""{args.task}: {kept["train"]} training rows ({dropped["train"]} overlong ones \
+dropped), {kept["val"]} validation rows ({dropped["val"]} dropped)
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
 {run.accelerator.device.type}
 {args.algo}: {args.describe_algo()}
@@ -1475,7 +1329,7 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     Sets batch["logprobs_old"] where nothing was recomputed: the update's own.
     """
     args, learning = run.args, []
-    lr = run.policy.set_lr(step - args.critic_warmup)
+    lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if step >= args.critic_warmup:
         if args.updates_per_rollout == 1:
             batch.pop("logprobs_old", None)

@@ -159,7 +159,7 @@ def main() -> None:
         task=str(REPO / "examples/calculator.py"), model=options.model, max_num_seqs=slots, max_concurrent=slots
     )
     args.dtype = "bfloat16" if device.type == "cuda" else "float32"
-    args.model = args.model or train.task_model(example, args, is_main=True)
+    args.model = args.model or data.task_model(example, args)
     args.max_response_tokens = max(MAX_RESPONSE, TURNS * options.tokens + (TURNS - 1) * 64)  # room for tool responses
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -69,8 +69,8 @@ def gradients(
         zero_grad(**kwargs)
 
     optimizer.zero_grad = keep_gradients
-    objective = train.policy_objective(batch, args, torch.zeros(shape))
-    metrics = train.optimise(learner, objective, batch, list(range(19)), args, accelerator, args.loss_agg)
+    rows = list(range(19))
+    metrics, _ = train.optimise(learner, train.policy_objective, batch, rows, args, accelerator, args.loss_agg)
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)

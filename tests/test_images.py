@@ -37,7 +37,7 @@ SEEN = START + PLACE + STOP
 
 
 def load_processor(args: train.Args):
-    return train.load_processor(args, AutoConfig.from_pretrained(args.model))
+    return data.load_processor(args, AutoConfig.from_pretrained(args.model))
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +317,7 @@ def test_a_micro_batch_without_images_still_has_a_gradient_for_every_parameter(a
     found = gradients(policy, batch, [[0]])
     assert all(not gradient.any() for name, gradient in found.items() if "visual" in name)
     critic = train.Critic(args, policy.vision)
-    critic(data.pack_rows(batch, [0], torch.device("cpu"))).sum().backward()
+    critic(data.pack_rows(batch, [0], torch.device("cpu")))[0].sum().backward()
     assert all(p.grad is not None for p in critic.parameters())
 
 
