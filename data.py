@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import warnings
 import weakref
 from bisect import bisect
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
@@ -36,31 +38,20 @@ from types import ModuleType
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_state
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-    set_seed,
+    AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig, set_seed,
 )
 
 from agent_loop import (
-    AgentLoopOutput,
-    BadInput,
-    agent_loop_class,
-    expand,
-    load_image,
-    open_image,
-    render,
-    row_kwargs,
-    task_interaction,
-    task_tools,
+    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, row_kwargs,
+    task_interaction, task_tools,
 )
 
 Outputs = list[AgentLoopOutput]
@@ -881,3 +872,98 @@ def git_hash() -> str:
         return subprocess.run(command, **how).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+# ---------------------------------------------------------------- the files of a run
+# One format for plain and sharded networks (torch.distributed.checkpoint): --resume works on any
+# number of ranks, with or without --shard. All randomness and every learning rate is a function of
+# --seed and the step, so that no generator's or schedule's state is saved.
+
+
+def prepare_folder(args) -> Path | None:
+    """output_dir, and the checkpoint to resume from. An earlier run there is moved aside, never
+    overwritten."""
+    folder = Path(args.output_dir)
+    if args.resume:
+        found = checkpoints(folder / "checkpoints")
+        need(found, f"--resume: no checkpoint in {folder}; start without --resume, or give the "
+             "run's --output_dir")
+        return found[-1]
+    dist.barrier()
+    if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
+        names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
+        aside = folder.rename(next(name for name in names if not name.exists()))
+        print(f"{folder} held an earlier run: moved to {aside}", flush=True)
+    dist.barrier()
+    return None
+
+
+def training_state(run, saved: Iterable[str] = ()) -> dict:
+    """State dicts of what learns. An optimiser that made no step yet (--critic_warmup) has none,
+    unless it is about to be loaded: its name is in `saved`."""
+    state = {}
+    for name, learner in run.learners.items():
+        state[name] = dcp_state.get_model_state_dict(learner.net)
+        if learner.optimizer.state or f"{name}_optimizer" in saved:
+            state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
+                learner.net, learner.optimizer
+            )
+    return state
+
+
+def save_checkpoint(run) -> None:
+    """What learns, after run.done steps; complete or not there at all, for it is renamed last."""
+    folder = run.folder / "checkpoints"
+    target, temporary = (folder / f"{dot}step_{run.done:06d}" for dot in ("", "."))
+    if target.is_dir():
+        return
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed in here
+    state = training_state(run)
+    dcp.save(state, checkpoint_id=temporary)
+    if dist.get_rank() == 0:
+        about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state)}
+        about |= run.pool.to_resume(run.done) if run.pool else {}
+        (temporary / "step.json").write_text(json.dumps(about))
+        os.rename(temporary, target)
+        for old in checkpoints(folder)[: -run.args.keep_checkpoints]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path.parent for path in folder.glob("step_*/step.json"))
+
+
+def load_checkpoint(run, folder: Path, parts: list[str]) -> None:
+    """Loads what `save_checkpoint` saved; parts: of it, as step.json has them."""
+    state = training_state(run, parts)
+    dcp.load(state, checkpoint_id=folder)
+    for name, learner in run.learners.items():
+        dcp_state.set_model_state_dict(learner.net, state[name])
+        if f"{name}_optimizer" in parts:
+            optimizer = state[f"{name}_optimizer"]
+            dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
+
+
+def save_policy(run, folder: Path) -> None:
+    """The policy in Hugging Face format, for from_pretrained and vLLM, with its tokenizer or
+    processor, written by the main rank.
+
+    All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into
+    host memory.
+    """
+    model = run.policy.net.model
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = dcp_state.get_model_state_dict(model, options=options)
+    if dist.get_rank() > 0:
+        return
+    tied_once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: x for name, x in state.items() if name in tied_once}
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary, state_dict=state)
+    (run.processor or run.tokenizer).save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(temporary, folder)

@@ -19,13 +19,11 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
 
 import contextlib
 import difflib
-import itertools
 import json
 import logging
 import math
 import re
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -41,41 +39,22 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    HfArgumentParser,
-    PreTrainedModel,
-    get_scheduler,
-    set_seed,
+    AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, HfArgumentParser,
+    PreTrainedModel, get_scheduler, set_seed,
 )
+from transformers.utils.logging import disable_progress_bar
 
 import data
 import losses
 from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
-    PATIENCE,
-    Background,
-    Engine,
-    Phase,
-    Pool,
-    Stopped,
-    all_gather,
-    checksum,
-    gather_unless_stopped,
-    grade,
-    read_rollouts,
-    rollout,
-    rollouts_file,
-    seed_of,
-    training_pool,
+    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, checksum, gather_unless_stopped,
+    grade, read_rollouts, rollout, rollouts_file, seed_of, training_pool,
 )
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
@@ -586,22 +565,6 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
 # ---------------------------------------------------------------- forward and backward over a batch
 
 
-@dataclass
-class Learner:
-    """A network in training: `wrapped` (by accelerate) is the one to call with gradients."""
-
-    net: Policy | Critic
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    lr: float
-    lr_factor: Callable[[int], float]  # of updated steps: resuming needs no scheduler's state
-
-    def set_lr(self, step: int) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * self.lr_factor(step)
-        return group["lr"]
-
-
 def wrap(net: Net, args: Args, accelerator, frozen: bool = False) -> nn.Module:
     """The network on the device: sharded, or wrapped by accelerate."""
     if args.shard:
@@ -609,13 +572,24 @@ def wrap(net: Net, args: Args, accelerator, frozen: bool = False) -> nn.Module:
     return accelerator.prepare_model(net, evaluation_mode=frozen)
 
 
-def learner(net: Net, lr: float, num_steps: int, args: Args, accelerator) -> Learner:
-    """The wrapped network and its optimiser; num_steps: in which it learns."""
-    wrapped = wrap(net, args, accelerator)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=args.weight_decay)
-    kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
-    (factor,) = get_scheduler(kind, optimizer, args.warmup_steps, num_steps).lr_lambdas
-    return Learner(net, wrapped, optimizer, lr, factor)
+class Learner:
+    """A network and its optimiser; `wrapped` is the one to call with gradients.
+
+    num_steps: in which it learns. The learning rate is a function of the step: resuming needs no
+    scheduler's state.
+    """
+
+    def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
+        self.net, self.lr, self.wrapped = net, lr, wrap(net, args, accelerator)
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay)
+        kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
+        scheduler = get_scheduler(kind, self.optimizer, args.warmup_steps, num_steps)
+        (self.lr_factor,) = scheduler.lr_lambdas
+
+    def set_lr(self, step: int) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * self.lr_factor(step)
+        return group["lr"]
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -668,7 +642,8 @@ def optimise(
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             numbers = model(data.pack_rows(batch, micro, device))
             loss, stats = objective(numbers, part, args)
-            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, args.max_response_tokens)
+            limit = args.max_response_tokens
+            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, limit)
             accelerator.backward(loss * dist.get_world_size())  # DDP and FSDP average over ranks
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
@@ -739,7 +714,8 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor) of every parameter, tied ones once: the transformers model's own
     names are those that vLLM knows.
 
-    Of a sharded policy one parameter at a time is whole; it must not be kept beyond the next one. All ranks go through it together.
+    Of a sharded policy one parameter at a time is whole: it must not be kept beyond the next one,
+    and all ranks go through them together.
     """
     for name, p in policy.model.named_parameters():
         p = p.detach()
@@ -807,83 +783,6 @@ def evaluate(run: "Run", step: int) -> dict:
     return metrics | {"eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
 
 
-# ---------------------------------------------------------------- checkpoints
-# One format for plain and sharded networks (torch.distributed.checkpoint): --resume works on any
-# number of ranks, with or without --shard. All randomness and every learning rate is a function of
-# --seed and the step, so that no generator's or schedule's state is saved.
-
-
-def training_state(run: "Run", saved: Iterable[str] = ()) -> dict:
-    """State dicts of what learns. An optimiser that made no step yet (--critic_warmup) has none,
-    unless it is about to be loaded: its name is in `saved`."""
-    state = {}
-    for name, learner in run.learners.items():
-        state[name] = dcp_state.get_model_state_dict(learner.net)
-        if learner.optimizer.state or f"{name}_optimizer" in saved:
-            state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
-                learner.net, learner.optimizer
-            )
-    return state
-
-
-def save_checkpoint(run: "Run") -> None:
-    """What learns, after run.done steps; complete or not there at all, for it is renamed last."""
-    folder = run.folder / "checkpoints"
-    target, temporary = (folder / f"{dot}step_{run.done:06d}" for dot in ("", "."))
-    if target.is_dir():
-        return
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed in here
-    state = training_state(run)
-    dcp.save(state, checkpoint_id=temporary)
-    if dist.get_rank() == 0:
-        about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state)}
-        about |= run.pool.to_resume(run.done) if run.pool else {}
-        (temporary / "step.json").write_text(json.dumps(about))
-        os.rename(temporary, target)
-        for old in checkpoints(folder)[: -run.args.keep_checkpoints]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path.parent for path in folder.glob("step_*/step.json"))
-
-
-def load_checkpoint(run: "Run", folder: Path, parts: list[str]) -> None:
-    """Loads what `save_checkpoint` saved; parts: of it, as step.json has them."""
-    state = training_state(run, parts)
-    dcp.load(state, checkpoint_id=folder)
-    for name, learner in run.learners.items():
-        dcp_state.set_model_state_dict(learner.net, state[name])
-        if f"{name}_optimizer" in parts:
-            optimizer = state[f"{name}_optimizer"]
-            dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
-
-
-def save_policy(run: "Run", folder: Path) -> None:
-    """The policy in Hugging Face format, for from_pretrained and vLLM, with its tokenizer or
-    processor, written by the main rank.
-
-    All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into
-    host memory.
-    """
-    model = run.policy.net.model
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = dcp_state.get_model_state_dict(model, options=options)
-    if dist.get_rank() > 0:
-        return
-    tied_once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    state = {name: x for name, x in state.items() if name in tied_once}
-    temporary = folder.with_name(f".{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=state)
-    (run.processor or run.tokenizer).save_pretrained(temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(temporary, folder)
-
-
 # ---------------------------------------------------------------- start and end of a process
 
 
@@ -934,10 +833,6 @@ class Stop:
             self.told = self.store.check(["stop"])
         return self.told
 
-    def agree(self) -> None:
-        """Raises Stopped on all ranks if one was told to stop; they all call it."""
-        gather_unless_stopped(None, self.requested())
-
 
 def start_processes(args: Args):
     """Accelerator and store of all ranks, in one process group; of a single process too. Sets
@@ -965,24 +860,6 @@ def start_processes(args: Args):
     if dist.get_rank() > 0:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
     return accelerator, store
-
-
-def prepare_folder(args: Args) -> Path | None:
-    """output_dir, and the checkpoint to resume from. An earlier run there is moved aside, never
-    overwritten."""
-    folder = Path(args.output_dir)
-    if args.resume:
-        found = checkpoints(folder / "checkpoints")
-        need(found, f"--resume: no checkpoint in {folder}; start without --resume, or give the "
-             "run's --output_dir")
-        return found[-1]
-    dist.barrier()
-    if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
-        names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
-        aside = folder.rename(next(name for name in names if not name.exists()))
-        print(f"{folder} held an earlier run: moved to {aside}", flush=True)
-    dist.barrier()
-    return None
 
 
 @dataclass
@@ -1040,7 +917,9 @@ def setup(args: Args) -> Run:
     rows = {"train": data.load_rows(task, "train", args.train_files),
             "val": data.load_rows(task, "val", args.val_files)}
     fill_in_defaults(args)
-    quiet_libraries()
+    disable_progress_bar()  # of loading and saving weights
+    for name in ("torch.distributed.checkpoint", "accelerate.utils.other"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     accelerator, store = start_processes(args)
     with accelerator.main_process_first():
         args.model = args.model or data.task_model(task, args)
@@ -1050,7 +929,7 @@ def setup(args: Args) -> Run:
             for split in read}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
-    checkpoint = prepare_folder(args)
+    checkpoint = data.prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     done = state.get("step", 0)
     log, stop = data.open_log(args, accelerator.is_main_process, tokenizer, done), Stop(store)
@@ -1066,7 +945,7 @@ def setup(args: Args) -> Run:
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
               vocab_size, *networks, kl, done)
     if checkpoint:
-        load_checkpoint(run, checkpoint, state["parts"])
+        data.load_checkpoint(run, checkpoint, state["parts"])
     if engine:
         drawn = state.get("prompts_drawn", 0)
         run.pool = training_pool(run, done, drawn, state.get("unfinished", ()))
@@ -1074,23 +953,15 @@ def setup(args: Args) -> Run:
     return run
 
 
-def quiet_libraries() -> None:
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of loading and saving weights
-    for name in ("torch.distributed.checkpoint", "accelerate.utils.other"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
     """Policy, and critic and reference where they are used."""
     data.register_packed_attention()
     n_steps = args.num_steps - args.critic_warmup
-    policy = learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
+    policy = Learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
         critic = Critic(args, vision)
-        critic = learner(critic, args.critic_lr, args.num_steps, args, accelerator)
+        critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(args, vocab_size, vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
@@ -1123,16 +994,16 @@ def finish(run: Run, start: int) -> None:
     if run.pool:
         run.pool.end()
     if done > start and not args.rollout_only:
-        save_checkpoint(run)
+        data.save_checkpoint(run)
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
     elif done == args.num_steps:
-        save_policy(run, folder / "final")
+        data.save_policy(run, folder / "final")
         evals = [f"{reward:.3f}" for reward in log.evals]
         summary = f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}; " * bool(evals)
         log.say(f"{summary}the trained policy is in {folder / 'final'}")
     else:
-        saved = checkpoints(folder / "checkpoints")
+        saved = data.checkpoints(folder / "checkpoints")
         more = "; the same command with --resume goes on from there" * bool(saved)
         log.say(f"stopped after step {done}{more}")
     log.close()
@@ -1196,7 +1067,8 @@ def clipping(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
 def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
     """What --overlong_buffer adds to the rewards of rollouts, (N,)."""
     limit, share = args.max_response_tokens, args.overlong_buffer
-    return losses.overlong_penalty(rollouts.longest, limit, max(1, round(share * limit))) * bool(share)
+    buffer = max(1, round(share * limit))
+    return losses.overlong_penalty(rollouts.longest, limit, buffer) * bool(share)
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
@@ -1277,8 +1149,8 @@ def mask_truncated(batch: dict) -> None:
 
 def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     """What the outputs that were learned from say about the engine and about groups."""
-    mask, groups, versions = batch["response_mask"].bool(), batch["rollouts"].groups, batch["versions"]
-    old, rollout = batch["logprobs_old"], batch["logprobs_rollout"]
+    mask, groups = batch["response_mask"].bool(), batch["rollouts"].groups
+    old, rollout, versions = (batch[x] for x in ("logprobs_old", "logprobs_rollout", "versions"))
     # Trainer against engine: with other weights' tokens they differ rightly.
     difference = (old - rollout).abs()[mask & (versions == version)]
     sizes = groups.unique(return_counts=True)[1]
@@ -1360,7 +1232,7 @@ def main(args: Args) -> None:
         if start == 0 and run.engine and not args.rollout_only:
             log.metrics({"step": 0} | evaluate(run, 0))
         for step in range(start, args.num_steps):
-            run.stop.agree()
+            gather_unless_stopped(None, run.stop.requested())
             # ---- 1. rollout: the engine takes the policy's weights; agent loops run until the
             # batch is full
             started = time.perf_counter()
@@ -1405,7 +1277,7 @@ def main(args: Args) -> None:
             if args.show_every and step % args.show_every == 0:
                 log.show(phase.outputs[0])
             if args.save_every and run.done % args.save_every == 0:
-                save_checkpoint(run)
+                data.save_checkpoint(run)
             del phase, batch  # a step's images go before the next step's come
     finish(run, start)
 

@@ -55,7 +55,7 @@ def gradients(
     generator = torch.Generator().manual_seed(0)
     batch["advantages"] = torch.randn(shape, generator=generator)
     batch["logprobs_ref"] = -5 + torch.randn(shape, generator=generator)
-    learner = train.learner(train.Policy(args), 0.1, 1, args, accelerator)
+    learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizer = optimizer
     if not on_policy:
