@@ -842,17 +842,16 @@ def start_processes(args: Args):
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
     cpu_only = use_cpu or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
-    if "RANK" in os.environ and not dist.is_initialized():
+    if not dist.is_initialized():
         if not cpu_only:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=PATIENCE)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        where = {} if "RANK" in os.environ else alone
+        dist.init_process_group(backend, timeout=PATIENCE, **where)
     if args.dtype == "auto":
         args.dtype = "float32" if cpu_only else "bfloat16"
     precision = "bf16" if args.dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
-    if not dist.is_initialized():
-        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=PATIENCE, **alone)
     n_ranks = dist.get_world_size()
     need(n_ranks % args.tp == 0, f"--tp {args.tp} must divide the number of processes, {n_ranks}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
