@@ -600,8 +600,7 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
-    """Logprobs (of a Policy) or values (of a Critic) of every sampled token, on every rank: (B, T).
-    """
+    """A Policy's logprobs or a Critic's values of every sampled token, on every rank: (B, T)."""
     result = torch.zeros_like(batch["response_mask"])
     device = next(net.parameters()).device
     everything = list(range(len(result)))
@@ -975,16 +974,15 @@ def banner(run: Run, read: dict[str, list[dict]]) -> str:
     dropped = {split: len(rows) - kept[split] for split, rows in read.items()}
     n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
     note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
-    steps = f"resuming after step {run.done} of {args.num_steps}" if run.done else \
-        f"{args.num_steps} steps"
+    resuming = f"resuming after step {run.done} of " if run.done else ""
     return f"""{args.task}: {kept["train"]} training rows ({dropped["train"]} overlong ones \
 dropped), {kept["val"]} validation rows ({dropped["val"]} dropped)
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
 {run.accelerator.device.type}
 {args.algo}: {args.describe_algo()}
 {args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} \
-trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; {steps}; writing \
-{args.output_dir}"""
+trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
+{resuming}{args.num_steps} steps; writing {args.output_dir}"""
 
 
 def finish(run: Run, start: int) -> None:
@@ -1082,9 +1080,8 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
     penalty = overlong(rollouts, args)
     rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
     added = clipping(batch["outcomes"], args) + penalty[rollouts.index]  # (B,)
-    rows = mask.any(-1).nonzero()[:, 0]
-    last = (mask * torch.arange(mask.shape[1])).argmax(-1)  # (B,): where terminal rewards are
-    batch["token_rewards"][rows, last[rows]] += added[rows]
+    last = mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # (B, T): 1 at the last sampled
+    batch["token_rewards"] += last * added[:, None]
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
@@ -1097,8 +1094,7 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
 
 
 def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch.Tensor:
-    """The shaped reward of the greedy rollout of each rollout's prompt, (N,); NaN where it failed.
-    """
+    """The shaped reward of the greedy rollout of each rollout's prompt, (N,); NaN without one."""
     greedy = data.by_rollout(phase.greedy)
     rewards = greedy.rewards + clipping(greedy.outcomes, args) + overlong(greedy, args)
     known = dict(zip(greedy.groups.tolist(), rewards.tolist(), strict=True))
@@ -1117,9 +1113,8 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     rewards, groups = rollouts.rewards, rollouts.groups  # (N,)
     match args.adv_estimator:
         case "gae":
-            advantages, batch["returns"] = losses.gae(
-                token_rewards, batch["values"], mask, args.gamma, args.lam
-            )
+            values = batch["values"]
+            advantages, batch["returns"] = losses.gae(token_rewards, values, mask, args.gamma, args.lam)
         case "reinforce_pp":
             advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma)
         case "grpo":
@@ -1190,8 +1185,8 @@ def warn(run: Run, metrics: dict, n_groups: int, first: bool) -> None:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
     if first and metrics["rollout/zero_std_groups"] == n_groups:
-        run.log.warn_once("every group has equal rewards: see rollouts/ and the README's 'When "
-                          "something is off'")
+        run.log.warn_once("every group has equal rewards: see rollouts/, and 'When something is "
+                          "off' in docs/log.md")
 
 
 def update(run: Run, batch: dict, step: int) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """What only a GPU can show; skipped without CUDA. One command: python -m pytest tests/gpu -s
 
-Memory freed by sleep and given back by wake, 200 times; exact weights after either level; requests that live on over a
-sync; engine against trainer in bfloat16,
-packed attention on CUDA against a padded reference, the sync of a sharded policy, and a run by accelerate's FSDP2
-config on as many GPUs as there are. Models are random, in the shape of Qwen2.5-0.5B.
+Memory freed by sleep and given back by wake, 200 times; exact weights after either level; requests that live on over
+a sync; engine against trainer in bfloat16, packed attention on CUDA against a padded reference, the sync of a sharded
+policy, and a run by accelerate's FSDP2 config on as many GPUs as there are. Models are random, in the shape of
+Qwen2.5-0.5B. Nobody has run these yet.
 """
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -147,7 +148,7 @@ def test_a_suspended_request_goes_on_under_the_next_weights(cuda_engine, backgro
         assert difference < 0.05
 
 
-def test_sharded_policy_syncs_with_one_unit_whole(cuda_engine, model_path):
+def test_sharded_policy_syncs_with_one_parameter_whole(cuda_engine, model_path):
     import data
     import train
 
@@ -157,18 +158,17 @@ def test_sharded_policy_syncs_with_one_unit_whole(cuda_engine, model_path):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.03)
-    units = [sum(p.numel() for p in m.parameters()) for m in policy.modules() if train.is_sharded(m)]
-    largest = max(units[0] - sum(units[1:]), *units[1:])  # elements; the root without the layers
+    largest = max(4 * p.numel() for p in policy.parameters())  # bytes, in float32
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     names = [name for name, _ in train.named_weights(policy)]
     extra = torch.cuda.max_memory_allocated() - before
-    print(f"largest unit {2 * largest / GIB:.2f} GiB in bfloat16, the sync's extra memory {extra / GIB:.2f} GiB")
+    print(f"largest parameter {largest / GIB:.2f} GiB, the sync's extra memory {extra / GIB:.2f} GiB")
     assert len(names) == len(list(policy.model.named_parameters()))
-    assert extra < 3 * 2 * largest  # what is sent, what is received, and a little
+    assert extra < 3 * largest  # what is sent, what is received, and a little
     train.sync(cuda_engine, policy, 0)  # compares checksums
     cuda_engine.sleep()
-    assert torch.cuda.memory_allocated() - before < 2 * largest
+    assert torch.cuda.memory_allocated() - before < largest
 
 
 def test_training_by_accelerates_fsdp2_config(tmp_path):
@@ -183,7 +183,7 @@ def test_training_by_accelerates_fsdp2_config(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["actor/grad_norm"] > 0 and row["rollout/logp_diff_mean"] < 0.05 for row in rows[1:])
-    assert (tmp_path / "run/checkpoints/step_000002/shards").is_dir()
+    assert (tmp_path / "run/checkpoints/step_000002/.metadata").is_file()
 
 
 def test_packed_attention_forward_and_backward_against_eager(process_group):
@@ -195,7 +195,8 @@ def test_packed_attention_forward_and_backward_against_eager(process_group):
     config = Qwen2Config(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
     torch.manual_seed(0)
-    reference = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").cuda()
+    own = copy.deepcopy(config)  # each model keeps its attention in the configuration
+    reference = Qwen2ForCausalLM._from_config(own, attn_implementation="eager").cuda()
     packed = Qwen2ForCausalLM._from_config(config, attn_implementation="packed").cuda().bfloat16()
     packed.load_state_dict(reference.state_dict())
     lengths = [3, 60, 17, 129]
