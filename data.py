@@ -1,11 +1,13 @@
-"""Rows -> prompts; trajectories -> batches -> packed micro-batches; what is logged of them.
+"""Rows -> prompts; trajectories -> batches -> packed micro-batches; what a run reads and writes.
 
     rows        load_task, load_rows, filter_overlong, prompt_order
+    the model   task_model, load_tokenizer, load_processor, from_pretrained
     batches     collate: trajectories -> padded (B, T) tensors, the form people read; add_rewards,
                 select; describe: -> numbers for the log
     packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
     images      Vision: pixels and positions of a vision-language model's packed inputs
     the log     open_log: metrics, rollouts, the table on the terminal; silent but on the main rank
+    the run     prepare_folder, save_checkpoint, load_checkpoint, save_policy
 
 A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows.
