@@ -100,7 +100,7 @@ DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
 def flag(default, help: str, allowed=(), only: str = ""):
     """A flag; allowed: a Range or choices; only: the setting of another flag without which it has
-    no effect, "name" (is set), "name=a|b" or "name!=a"."""
+    no effect, "name" (is set), "name!" (is not), "name=a|b" or "name!=a"."""
     if not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})" * bool(allowed)
     return field(default=default, metadata={"help": help, "allowed": allowed, "only": only})
@@ -216,24 +216,26 @@ class Args:
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut", POSITIVE)
     tool_response_truncate_side: str = flag(
         "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
-    sampling_args: str = flag("{}", 'more sampling parameters of vLLM: {"stop": ["</answer>"]}')
+    sampling_args: str = flag("{}", 'more sampling parameters of vLLM: {"stop": ["</answer>"]}',
+                              only="replay!")
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(0, "a rollout ends when its batch is full, the rest goes on after "
                               "the update, so many versions behind at most")
-    oversample: float = flag(
-        1.0, "with --max_staleness: prompts under way, a multiple of prompts_per_step", AT_LEAST_1)
+    oversample: float = flag(1.0, "with --max_staleness: prompts under way, a multiple of "
+                             "prompts_per_step", AT_LEAST_1, "replay!")
     # engine
     max_images: int = flag(8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
-    tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE)
+    tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE,
+                   "replay!")
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once", POSITIVE)
     max_concurrent: int = flag(1024, "trajectories under way on one rank; one that waits for a "
                                "tool decodes nothing", POSITIVE)
     gpu_memory_utilization: float = flag(0.5, "the engine's share of the GPU while awake", SHARE)
     sleep_level: int = flag(
         2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2))
-    engine_args: str = flag("{}", "further arguments of vllm.LLM as one JSON object")
+    engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="replay!")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
-                            "with --tp also what the ranks sampled")
+                            "with --tp also what the ranks sampled", only="replay!")
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools")
     # evaluation, checkpoints, log
@@ -328,7 +330,7 @@ def check_args(args: Args) -> None:
             need(holds(value), f"--{name} {value} must {words}")
         if only and value != unset.get(name, flag.default):
             used, setting = has_effect(only, args)  # without it's a mistake, seen in results alone
-            need(used, f"--{name} has an effect only with {setting}")
+            need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
     for name in ("engine_args", "sampling_args", "eval_sampling_args"):
@@ -343,25 +345,21 @@ def check_args(args: Args) -> None:
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
     """Whether a flag's `only` is so, and how to say it."""
-    name, sign, values = re.fullmatch(r"(\w+)(=|!=|)(.*)", rule).groups()
+    name, sign, values = re.fullmatch(r"(\w+)(!?=?)(.*)", rule).groups()
     value, values = str(getattr(args, name)), values.split("|")
     if sign == "=":
-        return value in values, f"--{name} {' or '.join(values)}"
+        return value in values, f"with --{name} {' or '.join(values)}"
     if sign == "!=":
-        return value not in values, f"a --{name} other than {values[0]}"
-    return value not in ("0", "0.0", "none"), f"a --{name}"
+        return value not in values, f"with a --{name} other than {values[0]}"
+    given = value not in ("0", "0.0", "none", "None")
+    return given != bool(sign), f"without --{name}" if sign else f"with a --{name}"
 
 
 def cross_flag_rules(args: Args) -> dict[str, bool]:
     """What to change, and whether it is right, of everything that involves several flags."""
     step, mini, estimator = args.prompts_per_step, args.prompts_per_mini_batch, args.adv_estimator
     longest = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
-    with_engine = {
-        f"--{name} has an effect only with an engine, and --replay has none":
-            not args.replay or getattr(args, name) == getattr(Args, name)
-        for name in ("engine_args", "sampling_args", "oversample", "tp", "check_sync")
-    }
-    return with_engine | {
+    return {
         f"--prompts_per_step {step} must be a multiple of --prompts_per_mini_batch {mini}":
             not mini or step % mini == 0,
         f"--adv_estimator {estimator} compares the trajectories of a prompt: --group_size must be "
@@ -735,7 +733,7 @@ def check_sync(engine: Engine, policy: Policy) -> None:
     for name, p in parameters.items():
         x = p.detach()
         if isinstance(x, DTensor):
-            x = x.to_local().to(getattr(torch, engine.args.dtype))
+            x = x.to_local()
         rows.append(torch.stack([checksum(x.to(held[name][0])), (~x.isfinite()).sum()]))
     sums = torch.stack(rows).cpu()
     if isinstance(policy, FSDPModule):
@@ -1113,8 +1111,8 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     rewards, groups = rollouts.rewards, rollouts.groups  # (N,)
     match args.adv_estimator:
         case "gae":
-            values = batch["values"]
-            advantages, batch["returns"] = losses.gae(token_rewards, values, mask, args.gamma, args.lam)
+            inputs = token_rewards, batch["values"], mask
+            advantages, batch["returns"] = losses.gae(*inputs, args.gamma, args.lam)
         case "reinforce_pp":
             advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma)
         case "grpo":

@@ -339,7 +339,7 @@ def test_remax_replays_with_its_baselines_or_not_at_all(cache, tmp_path):
     ({"engine_args": '{"foo": 1}'}, "vLLM has no argument foo"),
     ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size is --tp"),
     ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode is not the user's to choose"),
-    ({"replay": "x", "check_sync": True}, "--check_sync has an effect only with an engine"),
+    ({"replay": "x", "check_sync": True}, "--check_sync has an effect only without --replay"),
     ({"replay": "x", "rollout_only": True}, "give one of them"),
     ({"rollout_only": True, "max_staleness": 1}, "nothing gets stale"),
 ])  # fmt: skip
