@@ -525,7 +525,7 @@ class Vision:
     """
 
     def __init__(self, processor):
-        self.processor = processor
+        self.processor, self.image_token_id = processor.image_processor, processor.image_token_id
         self.pixels = {}  # by the id of a living image
         self.blank = Image.new("RGB", (56, 56))
 
@@ -533,8 +533,7 @@ class Vision:
         """The images' pixel_values (patches, values of a patch) or image_grid_thw (images, 3)."""
         for image in images:
             if id(image) not in self.pixels:
-                pixels = self.processor.image_processor(images=[image], return_tensors="pt")
-                self.pixels[id(image)] = pixels
+                self.pixels[id(image)] = self.processor(images=[image], return_tensors="pt")
                 weakref.finalize(image, self.pixels.pop, id(image))
         return torch.cat([self.pixels[id(image)][name] for image in images])
 
@@ -551,7 +550,7 @@ class Vision:
         device, positions = packed["input_ids"].device, []
         sequences = packed["input_ids"].cpu().split(packed["cu_seqlens"].diff().tolist(), dim=1)
         for ids, images in zip(sequences, packed["images"]):  # (1, L)
-            kinds = (ids == self.processor.image_token_id).int()  # 0 text, 1 image
+            kinds = (ids == self.image_token_id).int()  # 0 text, 1 image
             grid = self._preprocessed("image_grid_thw", images) if images else None  # (images, 3)
             found, _ = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
             positions.append(found)  # (3, 1, L)

@@ -579,7 +579,6 @@ def load_processor(args: Args, config):
          "supported")
     need(not args.replay, "--replay: the files have no pixels, so what a model with vision rolled "
          "out can't be replayed")
-    data.without_torchvision()
     # The engine's settings: both must agree.
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     problem = "has vision, but its processor can't be loaded"
