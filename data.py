@@ -78,11 +78,9 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
         raise BadInput(f"--task {path} does not import: {type(error).__name__}: {error}") from error
     for function in needs:
         more = "; give --model instead" if function == "build_model" else ""
-        need(
-            callable(getattr(module, function, None)),
-            f"--task {path} has no function {function}: a task file defines load(split) and "
-            f"reward(output, row), and build_model(path) if it brings its own model{more}",
-        )
+        need(callable(getattr(module, function, None)),
+             f"--task {path} has no function {function}: a task file defines load(split) and "
+             f"reward(output, row), and build_model(path) if it brings its own model{more}")
     return module
 
 
@@ -131,8 +129,8 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
 
 def _check_row(row, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
-    kind = type(row).__name__
-    need(isinstance(row, dict), f"{name} is a {kind}, not a dict with a column 'prompt'")
+    need(isinstance(row, dict),
+         f"{name} is a {type(row).__name__}, not a dict with a column 'prompt'")
     extra_info = row.get("extra_info") or {}
     row = {"index": extra_info.get("index", i), **row}
     for columns in (row, extra_info):
@@ -165,9 +163,8 @@ def _check_images(row, name):
     for message in row["prompt"]:
         content = message.get("content")
         if images and isinstance(content, str):  # verl's form
-            texts = [text for text in re.split("(<image>)", content) if text]
-            image = {"type": "image"}
-            content = [image if t == "<image>" else {"type": "text", "text": t} for t in texts]
+            content = [{"type": "image"} if text == "<image>" else {"type": "text", "text": text}
+                       for text in re.split("(<image>)", content) if text]
         if isinstance(content, (list, tuple)):
             parts = [_without_none(part) for part in content]
             for part in parts:
@@ -188,9 +185,9 @@ def _check_images(row, name):
 
 def _without_none(x):
     """Parquet gives every row the union of all rows' keys, and None where a row had no such key."""
-    if not isinstance(x, dict):
-        return x
-    return {k: _without_none(v) for k, v in x.items() if v is not None}
+    if isinstance(x, dict):
+        return {k: _without_none(v) for k, v in x.items() if v is not None}
+    return x
 
 
 def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> list[dict]:
@@ -201,7 +198,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
     have none: they get all tools, with empty kwargs.
     """
-    lengths, empty, limit = [], 0, args.max_prompt_tokens
+    lengths, empty = [], 0
     for i, row in enumerate(rows):
         agent_loop_class(row, task, args)
         task_interaction(task, row_kwargs(row, "interaction_kwargs"))
@@ -218,9 +215,9 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     if empty:
         warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
                       stacklevel=2)
-    kept = [row for row, length in zip(rows, lengths) if length <= limit]
-    need(kept, f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens {limit}; "
-         f"raise it (the longest has {max(lengths, default=0)} tokens)")
+    kept = [row for row, length in zip(rows, lengths) if length <= args.max_prompt_tokens]
+    need(kept, f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
+         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths, default=0)} tokens)")
     return kept
 
 
@@ -272,13 +269,13 @@ def by_rollout(outputs: Outputs) -> Rollouts:
     rollouts = [list(segments) for _, segments in itertools.groupby(outputs, key)]
     outcomes = torch.tensor([_outcome(segments[-1]) for segments in rollouts])
     turns = [sum(reward for o in segments for _, reward in o.turn_rewards) for segments in rollouts]
-    index = [n for n, segments in enumerate(rollouts) for _ in segments]
+    index = [n for n, segments in enumerate(rollouts) for _ in segments]  # (B,)
     return Rollouts(
         rewards=outcomes + torch.tensor(turns),
         outcomes=outcomes,
         groups=torch.tensor([segments[0].extra["prompt"] for segments in rollouts]),
         longest=torch.tensor([max(len(o.response_ids) for o in segments) for segments in rollouts]),
-        index=torch.tensor(index, dtype=torch.long),
+        index=torch.tensor(index).long(),
     )
 
 
@@ -465,23 +462,21 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
 
 
 def packed_attention(
-    module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None, max_seqlen=None,
-    sliding_window=None, softcap=None, s_aux=None, **kwargs,
-) -> tuple[Tensor, None]:
+        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
+        max_seqlen=None, sliding_window=None, softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
     as `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
-    applied: a policy gradient needs the network that sampled. Raises ValueError where a model asks
+    applied: a policy gradient needs the network that sampled. Raises BadInput where a model asks
     for what is not implemented here, instead of ignoring it.
     """
     need(cu_seqlens is not None and max_seqlen is not None, "packed attention needs cu_seqlens and "
          "max_seqlen: call the model on what data.pack returns")
     need(sliding_window is None or sliding_window >= max_seqlen,
          f"packed attention has no sliding window ({sliding_window} < {max_seqlen} tokens)")
-    extras = (softcap, s_aux, getattr(module, "sinks", None))
-    need(all(extra is None for extra in extras), "packed attention has neither logit soft caps nor "
-         "attention sinks: this model needs them")
+    need(all(x is None for x in (softcap, s_aux, getattr(module, "sinks", None))),
+         "packed attention has neither logit soft caps nor attention sinks: this model needs them")
     need(getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False,
          "packed attention is causal; this layer is not")
     # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
@@ -552,8 +547,8 @@ class Vision:
         for ids, images in zip(sequences, packed["images"]):  # (1, L)
             kinds = (ids == self.image_token_id).int()  # 0 text, 1 image
             grid = self._preprocessed("image_grid_thw", images) if images else None  # (images, 3)
-            found, _ = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
-            positions.append(found)  # (3, 1, L)
+            positions.append(model.get_rope_index(
+                ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0])  # (3, 1, L)
         encoded = self._encode(model, sum(packed["images"], []), device)
         position_ids = torch.cat(positions, dim=2).to(device)
         return {"position_ids": position_ids, "mm_encoder_outputs": {"image": encoded}}
@@ -594,15 +589,12 @@ class Log:
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
         self.lines, self.warned, self.wandb = 0, set(), None
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        self.metrics_file = self.folder / "metrics.jsonl"
-        rows = []
-        if self.metrics_file.is_file():  # resuming: what came after the checkpoint is done again
-            rows = [row for row in _read_rows(self.metrics_file) if row["step"] <= steps_done]
-            _write_whole(self.metrics_file, _json_lines(rows))
+        file, rows = self.folder / "metrics.jsonl", []
+        if file.is_file():  # resuming: what came after the checkpoint is done again
+            rows = [row for row in _read_rows(file) if row["step"] <= steps_done]
+            _write_whole(file, _json_lines(rows))
         self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
-        about = {
-            "args": asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv
-        }
+        about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
             import wandb
@@ -613,7 +605,7 @@ class Log:
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
-        with self.metrics_file.open("a") as file:
+        with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
         if self.wandb:
             self.wandb.log(_numbers(metrics), step=metrics["step"])
@@ -629,11 +621,11 @@ class Log:
 
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]) -> None:
         """rollouts/<name>.jsonl: a line for each trajectory and each failure; none, no file."""
-        lines = [
-            {"index": o.extra.get("index"), "total_reward": total_reward(o)}
-            | vars(o) | {"images": [image.size for image in o.images]}
-            for o in outputs
-        ]
+        lines = []
+        for o in outputs:
+            line = {"index": o.extra.get("index"), "total_reward": total_reward(o)} | vars(o)
+            images = line.pop("images")
+            lines.append(line | ({"images": len(images)} if images else {}))
         if lines := lines + errors:
             text = _json_lines(lines, default=str, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
@@ -643,8 +635,8 @@ class Log:
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
         tokens = lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]"
         text = re.sub(r"(<\|image_pad\|>)+", tokens, text)
-        end = f"{'-' * 40} reward {total_reward(output):g}, {output.stop_reason} {'-' * 40}"
-        print(f"{'-' * 100}\n{text}\n{end}")
+        print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
+              f"{output.stop_reason} {'-' * 40}")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -692,10 +684,5 @@ def versions() -> dict[str, str]:
 
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    try:
-        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True,
-                                timeout=10)
-        return result.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    folder, flags = Path(__file__).parent, "--always --dirty --abbrev=40 --exclude='*'"
+    return subprocess.getoutput(f"timeout 10 git -C '{folder}' describe {flags} 2>/dev/null")
