@@ -404,7 +404,6 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
     Raises ValueError if one sequence alone is longer than max_tokens.
     """
-
     def first_fit(totals, length):
         if length > max_tokens:
             raise ValueError(f"a sequence of {length} tokens does not fit a micro-batch of "
@@ -462,8 +461,8 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
 
 
 def packed_attention(
-        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
-        max_seqlen=None, sliding_window=None, softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
+        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None, max_seqlen=None,
+        sliding_window=None, softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen

@@ -32,17 +32,19 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 LossAndStats = tuple[Tensor, dict[str, Tensor]]
 
 
-def _masked(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    return [torch.where(mask, x, 0) for x in tensors]
+def _masked(mask, *tensors):
+    """The mask as bool, and the tensors, 0 where it is 0."""
+    mask = mask.bool()
+    return mask, *(torch.where(mask, x, 0) for x in tensors)
 
 
-def _result(mask: Tensor, x: Tensor, **stats: Tensor) -> LossAndStats:
+def _result(mask, x, **stats):
     """x and its stats, 0 where the mask is 0; the stats detached, in the dtype of x."""
     clean = lambda y: torch.where(mask, y, 0)
     return clean(x), {name: clean(y.detach().to(x.dtype)) for name, y in stats.items()}
 
 
-def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check(name, value, choices):
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
@@ -60,8 +62,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float,
     t+1 is the next mask-1 token: V and A are carried over tool and user tokens unchanged, so those
     are invisible. After the last mask-1 token both are 0.
     """
-    mask = mask.bool()
-    rewards, values = _masked(mask, rewards, values)
+    mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
     next_value = next_advantage = advantages.new_zeros(len(mask))  # (B,)
     for t in reversed(range(mask.shape[1])):
@@ -91,33 +92,32 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True,
     """(x - mean) / sqrt(var + 1e-8) over mask-1 tokens, (B, T) -> (B, T); var unbiased;
     shift_mean=False keeps the mean where it was. Mean and var should be the WHOLE batch's: on
     several ranks pass `reduce`, which sums a small tensor over them."""
-    mask = mask.bool()
     centered, mean, squares, n = _moments(x, mask, reduce)
     white = centered * (squares / (n - 1).clamp(min=1) + 1e-8).rsqrt()
-    return torch.where(mask, white if shift_mean else white + mean, 0).to(x.dtype)
+    return torch.where(mask.bool(), white if shift_mean else white + mean, 0).to(x.dtype)
 
 
-def _moments(x: Tensor, mask: Tensor, reduce: Callable) -> tuple[Tensor, ...]:
+def _moments(x, mask, reduce):
     """Of x (..., B, T) over mask-1 tokens, in float64: x minus its mean, the mean, the squares' sum
     around it, and the number of tokens. A second pass, because E[x^2] - mean^2 cancels."""
-    x = torch.where(mask, x, 0).double()
+    mask, x = _masked(mask, x.double())
     n = reduce(mask.sum().double())
     mean = reduce(x.sum((-2, -1))) / n.clamp(min=1)
     centered = torch.where(mask, x - mean[..., None, None], 0)
     return centered, mean, reduce(centered.square().sum((-2, -1))), n
 
 
-def _floating(x: Tensor) -> Tensor:
+def _floating(x):
     return x.to(torch.result_type(x, 1.0))  # whole numbers: the default dtype
 
 
-def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
+def _group_sum(x, groups):
     """The total of each member's group, (N,) -> (N,); labels are any integers in any order."""
     labels, index = torch.unique(groups, return_inverse=True)
     return x.new_zeros(len(labels)).index_add_(0, index, x)[index]
 
 
-def _center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+def _center(rewards, groups):
     """Rewards minus their group's mean, and the group's size. In float64: the float32 mean of eight
     times 0.1 is not quite 0.1, an error that over a std of 0 + eps would be a signal."""
     rewards = rewards.double()
@@ -209,8 +209,7 @@ def policy_loss(
     _check("policy loss", kind, POLICY_LOSSES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
-    mask = mask.bool()
-    logprobs, logprobs_old, advantages = _masked(
+    mask, logprobs, logprobs_old, advantages = _masked(
         mask, logprobs, logprobs_old.detach(), advantages.detach())
     length = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
     difference = logprobs - logprobs_old
@@ -261,8 +260,7 @@ def rollout_correction(kind: str, logprobs_old: Tensor, logprobs_rollout: Tensor
     whose global means give the effective sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
     """
     _check("rollout correction", kind, ROLLOUT_CORRECTIONS)
-    mask = mask.bool()
-    logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
+    mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     log_ratio = logprobs_old - logprobs_rollout
     if kind.startswith("seq_"):
         log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
@@ -287,8 +285,8 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
 
     stats: value_clipfrac (the bound is active: no gradient), value_error (|V - R|).
     """
-    mask = mask.bool()
-    values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
+    mask, values, values_old, returns = _masked(
+        mask, values, values_old.detach(), returns.detach())
     error = values - returns
     free = bounded = error.square()
     if clip is not None:
@@ -303,7 +301,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor,
     """1 - var(R - V) / var(R) over mask-1 tokens, (B, T) -> scalar: 1 is a perfect critic, 0 as
     good as a constant, or returns that do not vary. `reduce` as in `whiten`."""
     pair = torch.stack([returns - values, returns])  # (2, B, T)
-    error, total = _moments(pair, mask.bool(), reduce)[2]
+    error, total = _moments(pair, mask, reduce)[2]
     return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
 
 
@@ -375,8 +373,7 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
     and all ranks. Then the parts ADD UP to the whole, and no way to cut it (between rows) changes
     the gradient. By default they are those of this mask, and max_len is its width."""
     _check("aggregation", mode, AGGREGATIONS)
-    mask = mask.bool()
-    x = torch.where(mask, x, 0)  # even if all 0 still a graph: a filler runs its backward too (DDP)
+    mask, x = _masked(mask, x)  # even if all 0 still a graph: a filler runs its backward too (DDP)
     lengths = mask.sum(-1)  # (B,)
     count = 1
     if mode == "token-mean":
@@ -427,7 +424,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     return both if entropy else both[0]
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _matmul(a, b):
     """a @ b; in float32 for half-precision operands, in which tensor cores accumulate anyway."""
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype not in (torch.bfloat16, torch.float16):
