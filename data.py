@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from types import ModuleType
 
 import numpy as np
@@ -359,14 +359,15 @@ def describe(outputs: Outputs) -> dict:
     """
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | _numbers(o.metrics) for o in outputs]
+    rewards = by_rollout(outputs).rewards
     spread = {
-        "reward/": by_rollout(outputs).rewards.tolist(),
+        "reward/": rewards.tolist(),
         "prompt_length/": [len(o.prompt_ids) for o in outputs],
         "response_length/": [len(o.response_ids) for o in outputs],
         "num_turns/": [o.num_turns for o in outputs],
         **{f"timing/{name}_": [loop[name] for loop in loops] for name in seconds},
     }
-    result = {"reward/std": pstdev(spread["reward/"])}
+    result = {"reward/std": rewards.std(correction=0).item()}
     for name, x in spread.items():
         result |= {name + "mean": fmean(x), name + "min": min(x), name + "max": max(x)}
     sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
@@ -379,10 +380,8 @@ def describe(outputs: Outputs) -> dict:
         result[f"reward_part/{name}"] = fmean(part[name] for part in parts if name in part)
     o, loop = max(zip(outputs, loops), key=lambda pair: sum(pair[1][name] for name in seconds))
     result["timing/slowest"] = {
-        "prompt": o.extra["prompt"], "sample": o.extra["sample"],
-        **{name: loop[name] for name in seconds},
-        "num_turns": o.num_turns, "response_length": len(o.response_ids),
-    }
+        "prompt": o.extra["prompt"], "sample": o.extra["sample"], "num_turns": o.num_turns,
+        "response_length": len(o.response_ids), **{name: loop[name] for name in seconds}}
     return result
 
 
@@ -451,18 +450,16 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
     row, column = mask.nonzero(as_tuple=True)  # (M,) each
     token = cu_seqlens[row] + batch["prompt_lengths"][rows][row] + column  # its position, (M,)
     packed = {
-        "input_ids": ids, "position_ids": positions,
-        "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen,
-        "source": token - 1, "targets": ids[0, token],
-        "at": (row, column), "shape": mask.shape,
-        "images": images if any(images) else [],
-    }
+        "input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen, "source": token - 1, "targets": ids[0, token],
+        "at": (row, column), "shape": mask.shape, "images": images if any(images) else []}
     return tree_map_only(Tensor, lambda x: x.to(device), packed)
 
 
 def packed_attention(
-        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None, max_seqlen=None,
-        sliding_window=None, softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
+        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
+        max_seqlen=None, sliding_window=None, softcap=None, s_aux=None, **kwargs,
+) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
@@ -570,7 +567,7 @@ def open_log(args, is_main: bool, tokenizer, steps_done: int = 0) -> "Log":
 class Log:
     """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
 
-    COLUMNS = """
+    COLUMNS = """\
         reward      reward/mean                 6   .3f
         eval        eval/reward                 6   .3f
         length      response_length/mean        6   .1f
@@ -581,8 +578,7 @@ class Log:
         logp_diff   rollout/logp_diff_max       9   .1e
         tokens/s    throughput/tokens_per_s     8  ,.0f
         rollout_s   timing/rollout_s            9   .2f
-        train_s     timing/train_s              7   .2f
-    """
+        train_s     timing/train_s              7   .2f"""
 
     def __init__(self, args, tokenizer, steps_done: int):
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
@@ -609,7 +605,7 @@ class Log:
         if self.wandb:
             self.wandb.log(_numbers(metrics), step=metrics["step"])
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
-        for title, name, width, form in map(str.split, self.COLUMNS.strip().splitlines()):
+        for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
             cell = format(metrics[name], form) if name in metrics else ""
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
@@ -623,8 +619,9 @@ class Log:
         lines = []
         for o in outputs:
             line = {"index": o.extra.get("index"), "total_reward": total_reward(o)} | vars(o)
-            images = line.pop("images")
-            lines.append(line | ({"images": len(images)} if images else {}))
+            if images := line.pop("images"):
+                line["images"] = len(images)
+            lines.append(line)
         if lines := lines + errors:
             text = _json_lines(lines, default=str, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
@@ -683,5 +680,5 @@ def versions() -> dict[str, str]:
 
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
-    folder, flags = Path(__file__).parent, "--always --dirty --abbrev=40 --exclude='*'"
-    return subprocess.getoutput(f"timeout 10 git -C '{folder}' describe {flags} 2>/dev/null")
+    return subprocess.getoutput(f"timeout 10 git -C '{Path(__file__).parent}' describe --always "
+                                "--dirty --abbrev=40 --exclude='*' 2>/dev/null")

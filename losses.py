@@ -136,7 +136,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     if normalize_std:
         std = (_group_sum(centered.square(), groups) / (size - 1).clamp(min=1)).sqrt()
         centered /= torch.where(std > 0, std + eps, 1)  # so that 0 stays 0 with eps = 0 as well
-    return centered.to(_floating(rewards).dtype)
+    return centered.type_as(_floating(rewards))
 
 
 @no_grad
@@ -146,7 +146,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
         A_i = r_i - mean of the OTHERS in G = (r_i - mean_G) n / (n - 1)    a group of one gets 0
     """
     centered, size = _center(rewards, groups)
-    return (centered * size / (size - 1).clamp(min=1)).to(_floating(rewards).dtype)
+    return (centered * size / (size - 1).clamp(min=1)).type_as(_floating(rewards))
 
 
 @no_grad
@@ -155,10 +155,10 @@ def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
 
         A_i = r_i - sum_G(len r) / sum_G(len)    a group of one gets 0
     """
-    r, lengths = rewards.double(), lengths.double()
-    baseline = _group_sum(lengths * r, groups) / _group_sum(lengths, groups).clamp(min=1)
-    size = _center(r, groups)[1]  # one alone explicitly: len r / len can round off r
-    return torch.where(size == 1, 0, r - baseline).to(_floating(rewards).dtype)
+    lengths = lengths.double()
+    baseline = _group_sum(lengths * rewards, groups) / _group_sum(lengths, groups).clamp(min=1)
+    size = _center(rewards, groups)[1]  # one alone explicitly: len r / len can round off r
+    return torch.where(size == 1, 0, rewards - baseline).type_as(_floating(rewards))
 
 
 @no_grad
@@ -211,14 +211,14 @@ def policy_loss(
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     mask, logprobs, logprobs_old, advantages = _masked(
         mask, logprobs, logprobs_old.detach(), advantages.detach())
-    length = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
+    row_mean = lambda x: x.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
     difference = logprobs - logprobs_old
     log_ratio = difference.clamp(-20, 20)  # far beyond any clip; exp can't overflow
     ratio = log_ratio.exp()
     clipped = clipped_lower = torch.zeros_like(mask)
     if kind in ("ppo", "gspo"):
         if kind == "gspo":  # the row's value, with each token's own gradient
-            log_row = difference.detach().sum(-1, keepdim=True) / length  # (B, 1)
+            log_row = row_mean(difference.detach())
             ratio = (log_row + (logprobs - logprobs.detach())).clamp(max=10).exp()
         free, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
         loss, clipped = torch.maximum(free, bounded), bounded > free
@@ -229,8 +229,8 @@ def policy_loss(
         bounded = torch.where(advantages >= 0, log_ratio.clamp(max=clip_high),
                               log_ratio.clamp(min=-clip_low))
         clipped = bounded != log_ratio
-        ratio = (bounded.sum(-1, keepdim=True) / length).exp()  # (B, 1)
-        loss = -advantages.sum(-1, keepdim=True) / length * ratio
+        ratio = row_mean(bounded).exp()
+        loss = -row_mean(advantages) * ratio
     elif kind == "cispo":
         weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
         clipped = weight != ratio
@@ -300,8 +300,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor,
                        reduce: Callable = lambda sums: sums) -> Tensor:
     """1 - var(R - V) / var(R) over mask-1 tokens, (B, T) -> scalar: 1 is a perfect critic, 0 as
     good as a constant, or returns that do not vary. `reduce` as in `whiten`."""
-    pair = torch.stack([returns - values, returns])  # (2, B, T)
-    error, total = _moments(pair, mask, reduce)[2]
+    error, total = _moments(torch.stack([returns - values, returns]), mask, reduce)[2]
     return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
 
 
