@@ -271,12 +271,10 @@ def by_rollout(outputs: Outputs) -> Rollouts:
     turns = [sum(reward for o in segments for _, reward in o.turn_rewards) for segments in rollouts]
     index = [n for n, segments in enumerate(rollouts) for _ in segments]  # (B,)
     return Rollouts(
-        rewards=outcomes + torch.tensor(turns),
-        outcomes=outcomes,
+        rewards=outcomes + torch.tensor(turns), outcomes=outcomes,
         groups=torch.tensor([segments[0].extra["prompt"] for segments in rollouts]),
         longest=torch.tensor([max(len(o.response_ids) for o in segments) for segments in rollouts]),
-        index=torch.tensor(index).long(),
-    )
+        index=torch.tensor(index).long())
 
 
 def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
@@ -313,8 +311,7 @@ def collate(outputs: Outputs) -> dict:
         "versions": padded(lambda o: o.response_versions, fill=-1),
         "truncated": torch.tensor([o.truncated for o in outputs]),
         "prompt_lengths": torch.tensor([len(o.prompt_ids) for o in outputs]),
-        "response_lengths": torch.tensor([len(o.response_ids) for o in outputs]),
-    }
+        "response_lengths": torch.tensor([len(o.response_ids) for o in outputs])}
     batch["lengths"] = batch["prompt_lengths"] + batch["response_lengths"]
     if any(o.images for o in outputs):
         batch["images"] = [o.images for o in outputs]
@@ -365,8 +362,7 @@ def describe(outputs: Outputs) -> dict:
         "prompt_length/": [len(o.prompt_ids) for o in outputs],
         "response_length/": [len(o.response_ids) for o in outputs],
         "num_turns/": [o.num_turns for o in outputs],
-        **{f"timing/{name}_": [loop[name] for loop in loops] for name in seconds},
-    }
+        **{f"timing/{name}_": [loop[name] for loop in loops] for name in seconds}}
     result = {"reward/std": rewards.std(correction=0).item()}
     for name, x in spread.items():
         result |= {name + "mean": fmean(x), name + "min": min(x), name + "max": max(x)}
@@ -492,8 +488,7 @@ def packed_attention(
     segments = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
                                        enable_gqa=q.shape[1] != k.shape[1])
-        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    ]
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))]
     return torch.cat(segments, dim=2).transpose(1, 2), None
 
 

@@ -60,8 +60,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float,
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},   returns = A + V
 
     t+1 is the next mask-1 token: V and A are carried over tool and user tokens unchanged, so those
-    are invisible. After the last mask-1 token both are 0.
-    """
+    are invisible. After the last mask-1 token both are 0."""
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
     next_value = next_advantage = advantages.new_zeros(len(mask))  # (B,)
@@ -173,8 +172,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
 
         0 up to max_len - buffer tokens, then (max_len - buffer - len) / buffer, -1 from max_len on
 
-    Raises ValueError unless 0 < buffer <= max_len.
-    """
+    Raises ValueError unless 0 < buffer <= max_len."""
     if not 0 < buffer <= max_len:
         raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
     return ((max_len - buffer - _floating(lengths)) / buffer).clamp(-1, 0)
@@ -204,8 +202,7 @@ def policy_loss(
 
     stats: ratio (r; gspo, gmpo: the row's), ppo_kl (-log r: k1 of KL(old, new)), clipfrac (the
     bound is active: no gradient, for cispo a reduced one), clipfrac_lower (the dual clip is).
-    ValueError: unknown kind, or clip_c <= 1.
-    """
+    ValueError: unknown kind, or clip_c <= 1."""
     _check("policy loss", kind, POLICY_LOSSES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
@@ -283,10 +280,8 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
 
         1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)    clip=None: 1/2 (V - R)^2
 
-    stats: value_clipfrac (the bound is active: no gradient), value_error (|V - R|).
-    """
-    mask, values, values_old, returns = _masked(
-        mask, values, values_old.detach(), returns.detach())
+    stats: value_clipfrac (the bound is active: no gradient), value_error (|V - R|)."""
+    mask, values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
     error = values - returns
     free = bounded = error.square()
     if clip is not None:
@@ -339,8 +334,7 @@ class AdaptiveKL:
 
         coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
 
-    A constant coefficient is a plain float: `float(coef)` reads either.
-    """
+    A constant coefficient is a plain float: `float(coef)` reads either."""
 
     coef: float = 0.001
     target: float = 0.1
