@@ -13,12 +13,12 @@ A batch holds every trajectory of a step on every rank (one host, token ids and 
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -84,11 +84,9 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
         raise BadInput(f"--task {path} does not import: {type(error).__name__}: {error}") from error
     for function in needs:
         more = "; give --model instead" if function == "build_model" else ""
-        need(
-            callable(getattr(module, function, None)),
-            f"--task {path} has no function {function}: a task file defines load(split) and "
-            f"reward(output, row), and build_model(path) if it brings its own model{more}",
-        )
+        need(callable(getattr(module, function, None)),
+             f"--task {path} has no function {function}: a task file defines load(split) and "
+             f"reward(output, row), and build_model(path) if it brings its own model{more}")
     return module
 
 
@@ -99,9 +97,8 @@ def read_files(files: list[str]) -> list[dict]:
         from datasets import load_dataset
     except ImportError:
         raise BadInput("--train_files and --val_files need the datasets package: "
-                       "pip install datasets") from None  # fmt: skip
-    kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
-    rows = []
+                       "pip install datasets") from None
+    kinds, rows = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}, []
     for file in files:
         need(Path(file).is_file(), f"{file}: no such file")
         kind = kinds.get(Path(file).suffix)
@@ -127,78 +124,76 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
     source = ", ".join(files) if files else f"load({split!r})"
     rows = read_files(files) if files else task.load(split)
     need(rows is not None, f"{source} returned None, not a list of rows")
-    rows = [check_row(row, i, f"row {i} of {source}") for i, row in enumerate(rows)]
+    rows = [_check_row(row, i, f"row {i} of {source}") for i, row in enumerate(rows)]
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
     for row in rows:
-        if system and row["prompt"][0].get("role") != "system":
+        if system and row["prompt"][0]["role"] != "system":
             row["prompt"].insert(0, {"role": "system", "content": system})
     return rows
 
 
-def check_row(row: dict, i: int, name: str) -> dict:
+def _check_row(row, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
-    kind = type(row).__name__
-    need(isinstance(row, dict), f"{name} is a {kind}, not a dict with a column 'prompt'")
+    need(isinstance(row, dict),
+         f"{name} is a {type(row).__name__}, not a dict with a column 'prompt'")
     extra_info = row.get("extra_info") or {}
     row = {"index": extra_info.get("index", i), **row}
     for columns in (row, extra_info):
         kwargs = columns.keys() & {"tools_kwargs", "interaction_kwargs"}
-        columns |= {k: _without_none(columns[k]) for k in kwargs}
+        columns |= {key: _without_none(columns[key]) for key in kwargs}
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
     prompt = row["prompt"]
-    need(
-        isinstance(prompt, (list, tuple)) and prompt
-        and all(isinstance(message, dict) and "role" in message for message in prompt),
-        f"{name}: 'prompt' must be a list of chat messages, got {str(prompt)[:80]!r}"
-    )  # fmt: skip
+    need(isinstance(prompt, (list, tuple)) and prompt
+         and all(isinstance(message, dict) and "role" in message for message in prompt),
+         f"{name}: 'prompt' must be a list of chat messages, got {prompt!r:.80}")
     row["prompt"] = [_without_none(message) for message in prompt]
-    check_images(row, name)
+    _check_images(row, name)
     return row
 
 
-def check_images(row: dict, name: str) -> None:
+def _check_images(row, name):
     """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL
     images become upright and RGB. Raises BadInput."""
     images = [] if row.get("images") is None else row["images"]
-    is_list = isinstance(images, (list, tuple))
-    need(is_list, f"{name}: 'images' must be a list of images, got a {type(images).__name__}")
-    lazy = (bytes, str, Path, dict)  # opened where they are used
+    need(isinstance(images, (list, tuple)),
+         f"{name}: 'images' must be a list of images, got a {type(images).__name__}")
     try:
-        images = [image if isinstance(image, lazy) else load_image(image) for image in images]
+        images = [image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
+                  for image in images]  # those are opened where they are used
     except ValueError as error:
         raise BadInput(f"{name}: {error}") from None
     if images:
         row["images"] = images
-    count = 0
+    placeholders = 0
     for message in row["prompt"]:
         content = message.get("content")
         if images and isinstance(content, str):  # verl's form
-            texts = [text for text in re.split("(<image>)", content) if text]
-            image = {"type": "image"}
-            content = [image if t == "<image>" else {"type": "text", "text": t} for t in texts]
+            content = [{"type": "image"} if text == "<image>" else {"type": "text", "text": text}
+                       for text in re.split("(<image>)", content) if text]
         if isinstance(content, (list, tuple)):
-            parts = [_without_none(x) if isinstance(x, dict) else {"type": x} for x in content]
+            parts = [_without_none(part) for part in content]
             for part in parts:
-                kind, text = str(part.get("type")), part.get("text")
-                hint = f"a part of a message has type 'text' or 'image', not {kind[:80]!r}"
-                need(kind in ("text", "image"), f"{name}: {hint}")
-                has_text = kind == "image" or isinstance(text, str)
-                need(has_text, f"{name}: a part of type 'text' has no text")
-                count += kind == "image"
-            if all(part["type"] == "text" for part in parts):  # text models' templates: no parts
-                parts = "".join(part["text"] for part in parts)
-            message["content"] = parts
-    found = f"{count} placeholders of images ({{'type': 'image'}} or <image>)"
-    as_many = count == len(images)
-    need(as_many, f"{name}: the prompt has {found}, its column 'images' {len(images)}")
+                match part:
+                    case {"type": "image"} | {"type": "text", "text": str()}:
+                        pass
+                    case _:
+                        raise BadInput(f"{name}: a part of a message is {{'type': 'image'}} or "
+                                       f"{{'type': 'text', 'text': ...}}, not {part!r:.80}")
+            texts = [part["text"] for part in parts if part["type"] == "text"]
+            placeholders += len(parts) - len(texts)
+            # text models' templates know no parts
+            message["content"] = parts if len(texts) < len(parts) else "".join(texts)
+    need(placeholders == len(images),
+         f"{name}: the prompt has {placeholders} placeholders of images ({{'type': 'image'}} or "
+         f"<image>), its column 'images' {len(images)}")
 
 
 def _without_none(x):
     """Parquet gives every row the union of all rows' keys, and None where a row had no such key."""
-    if not isinstance(x, dict):
-        return x
-    return {k: _without_none(v) for k, v in x.items() if v is not None}
+    if isinstance(x, dict):
+        return {k: _without_none(v) for k, v in x.items() if v is not None}
+    return x
 
 
 def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> list[dict]:
@@ -209,36 +204,34 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
     have none: they get all tools, with empty kwargs.
     """
-    kept, longest, empty, limit = [], 0, 0, args.max_prompt_tokens
+    lengths, empty = [], 0
     for i, row in enumerate(rows):
         agent_loop_class(row, task, args)
         task_interaction(task, row_kwargs(row, "interaction_kwargs"))
         kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
-        empty += not kwargs and bool((row.get("extra_info") or {}).get("need_tools_kwargs"))
+        empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
-        too_many = f"{len(images)} images are more than --max_images {args.max_images}"
-        need(len(images) <= args.max_images, f"row {i}: {too_many}")
+        need(len(images) <= args.max_images,
+             f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
         ids = render(tokenizer, row["prompt"], schemas)
         try:
-            length = len(expand(ids, [open_image(image) for image in images], processor))
+            lengths.append(len(expand(ids, [open_image(image) for image in images], processor)))
         except ValueError as error:
             raise BadInput(f"row {i}: {error}") from None
-        longest = max(longest, length)
-        if length <= limit:
-            kept.append(row)
     if empty:
-        message = f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty"
-        warnings.warn(message, stacklevel=2)
-    too_long = f"all {len(rows)} are longer than --max_prompt_tokens {limit}"
-    need(kept, f"no prompt left: {too_long}; raise it (the longest has {longest} tokens)")
+        warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
+                      stacklevel=2)
+    kept = [row for row, length in zip(rows, lengths) if length <= args.max_prompt_tokens]
+    need(kept, f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
+         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths, default=0)} tokens)")
     return kept
 
 
 def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
     """Row numbers at positions start .. start + count - 1 of an endless shuffle, a new permutation
     every epoch. A function of the seed and the position alone: resuming needs no sampler state."""
-    places = (divmod(position, n_rows) for position in range(start, start + count))
-    return [int(_permutation(n_rows, epoch, seed)[i]) for epoch, i in places]
+    return [int(_permutation(n_rows, position // n_rows, seed)[position % n_rows])
+            for position in range(start, start + count)]
 
 
 @functools.lru_cache(maxsize=4)  # asked for one position at a time, and a million rows take 30 ms
@@ -361,7 +354,7 @@ def load_processor(args, config):
 # ---------------------------------------------------------------- batches
 
 
-def outcome(output: AgentLoopOutput) -> float:
+def _outcome(output):
     """The terminal reward; a dict's is its key "score"."""
     terminal = output.reward["score"] if isinstance(output.reward, dict) else output.reward
     return float(terminal or 0.0)
@@ -369,7 +362,7 @@ def outcome(output: AgentLoopOutput) -> float:
 
 def total_reward(output: AgentLoopOutput) -> float:
     """The terminal reward + all turn rewards."""
-    return outcome(output) + sum(reward for _, reward in output.turn_rewards)
+    return _outcome(output) + sum(reward for _, reward in output.turn_rewards)
 
 
 @dataclass
@@ -390,21 +383,16 @@ class Rollouts:
 
 def by_rollout(outputs: Outputs) -> Rollouts:
     """The rollouts of outputs that carry extra["prompt"], ["sample"], ["segment"], so ordered."""
-    keys = [(o.extra["prompt"], o.extra["sample"]) for o in outputs]
-    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
-    outcomes, turns, longest = ([0.0] * len(number) for _ in range(3))
-    for key, o in zip(keys, outputs):  # segments in order: the last one's terminal reward stays
-        n = number[key]
-        outcomes[n] = outcome(o)
-        turns[n] += sum(reward for _, reward in o.turn_rewards)
-        longest[n] = max(longest[n], len(o.response_ids))
+    key = lambda o: (o.extra["prompt"], o.extra["sample"])
+    rollouts = [list(segments) for _, segments in itertools.groupby(outputs, key)]
+    outcomes = torch.tensor([_outcome(segments[-1]) for segments in rollouts])
+    turns = [sum(reward for o in segments for _, reward in o.turn_rewards) for segments in rollouts]
+    index = [n for n, segments in enumerate(rollouts) for _ in segments]  # (B,)
     return Rollouts(
-        rewards=torch.tensor(outcomes) + torch.tensor(turns),
-        outcomes=torch.tensor(outcomes),
-        groups=torch.tensor([prompt for prompt, _ in number], dtype=torch.long),
-        longest=torch.tensor(longest),
-        index=torch.tensor([number[key] for key in keys], dtype=torch.long),
-    )
+        rewards=outcomes + torch.tensor(turns), outcomes=outcomes,
+        groups=torch.tensor([segments[0].extra["prompt"] for segments in rollouts]),
+        longest=torch.tensor([max(len(o.response_ids) for o in segments) for segments in rollouts]),
+        index=torch.tensor(index).long())
 
 
 def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
@@ -417,8 +405,8 @@ def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
     else:
         last = dict(zip(rollouts.index.tolist(), outputs))  # of several outputs the last stays
         values = [output.reward[metric] for output in last.values()]
-    different = set(zip(rollouts.groups.tolist(), values))
-    return {group for group, n in Counter(group for group, _ in different).items() if n > 1}
+    groups, first = rollouts.groups.tolist(), {}
+    return {group for group, x in zip(groups, values) if first.setdefault(group, x) != x}
 
 
 def collate(outputs: Outputs) -> dict:
@@ -430,25 +418,23 @@ def collate(outputs: Outputs) -> dict:
     or turn limit. images: B lists of PIL images, if there are any; all other entries are tensors.
     rewards, outcomes, token_rewards: see `add_rewards`.
     """
+    def padded(read, dtype=torch.long, fill=0):
+        return pad_sequence([torch.tensor(read(o), dtype=dtype) for o in outputs], True, fill)
+
     batch = {
-        "input_ids": _padded([o.prompt_ids + o.response_ids for o in outputs]),
-        "response_ids": _padded([o.response_ids for o in outputs]),
-        "response_mask": _padded([o.response_mask for o in outputs], torch.float32),
-        "logprobs_rollout": _padded([o.response_logprobs for o in outputs], torch.float32),
-        "versions": _padded([o.response_versions for o in outputs], fill=-1),
+        "input_ids": padded(lambda o: o.prompt_ids + o.response_ids),
+        "response_ids": padded(lambda o: o.response_ids),
+        "response_mask": padded(lambda o: o.response_mask, torch.float32),
+        "logprobs_rollout": padded(lambda o: o.response_logprobs, torch.float32),
+        "versions": padded(lambda o: o.response_versions, fill=-1),
         "truncated": torch.tensor([o.truncated for o in outputs]),
         "prompt_lengths": torch.tensor([len(o.prompt_ids) for o in outputs]),
-        "response_lengths": torch.tensor([len(o.response_ids) for o in outputs]),
-    }
+        "response_lengths": torch.tensor([len(o.response_ids) for o in outputs])}
     batch["lengths"] = batch["prompt_lengths"] + batch["response_lengths"]
     if any(o.images for o in outputs):
         batch["images"] = [o.images for o in outputs]
     add_rewards(batch, outputs)
     return batch
-
-
-def _padded(rows, dtype=torch.long, fill=0):
-    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, fill)
 
 
 def add_rewards(batch: dict, outputs: Outputs) -> None:
@@ -458,12 +444,12 @@ def add_rewards(batch: dict, outputs: Outputs) -> None:
     the first); the terminal reward on the last sampled token. rewards (B,): their sums; outcomes
     (B,): terminal rewards alone; both also of a trajectory without any sampled token.
     """
-    batch["outcomes"] = torch.tensor([outcome(o) for o in outputs])
+    batch["outcomes"] = torch.tensor([_outcome(o) for o in outputs])
     batch["rewards"] = torch.tensor([total_reward(o) for o in outputs])
     batch["token_rewards"] = torch.zeros_like(batch["response_mask"])
     for row, o in zip(batch["token_rewards"], outputs, strict=True):
         sampled = [i for i, m in enumerate(o.response_mask) if m]
-        for index, reward in [*o.turn_rewards, (len(o.response_mask), outcome(o))]:
+        for index, reward in [*o.turn_rewards, (len(o.response_mask), _outcome(o))]:
             if sampled:
                 row[sampled[max(bisect(sampled, index) - 1, 0)]] += reward
 
@@ -472,7 +458,7 @@ def select(batch: dict, rows: list[int]) -> dict:
     """The same batch with these rows alone, trimmed to their longest response and sequence."""
     L, T = (max(batch[name][rows].tolist(), default=0) for name in ("lengths", "response_lengths"))
 
-    def part(name: str, x):
+    def part(name, x):
         if isinstance(x, list):
             return [x[row] for row in rows]
         return x[rows] if x.ndim == 1 else x[rows, : L if name == "input_ids" else T]
@@ -486,38 +472,30 @@ def describe(outputs: Outputs) -> dict:
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
     in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*.
     """
+    seconds = ("generate_s", "tool_s")
+    loops = [dict.fromkeys(seconds, 0.0) | _numbers(o.metrics) for o in outputs]
     rewards = by_rollout(outputs).rewards
-    prompts, turns = [len(o.prompt_ids) for o in outputs], [o.num_turns for o in outputs]
-    responses = [len(o.response_ids) for o in outputs]
-    reasons = Counter(o.stop_reason for o in outputs)
-    result = {
-        "reward/mean": rewards.mean().item(), "reward/std": rewards.std(correction=0).item(),
-        "reward/min": rewards.min().item(), "reward/max": rewards.max().item(),
-        "prompt_length/mean": fmean(prompts),
-        "response_length/mean": fmean(responses), "response_length/max": max(responses),
-        "response_length/clipped_ratio": reasons["length"] / len(outputs),
-        "num_turns/mean": fmean(turns), "num_turns/max": max(turns),
-    }  # fmt: skip
-    result |= {f"stop_reason/{name}": n / len(outputs) for name, n in sorted(reasons.items())}
+    spread = {
+        "reward/": rewards.tolist(),
+        "prompt_length/": [len(o.prompt_ids) for o in outputs],
+        "response_length/": [len(o.response_ids) for o in outputs],
+        "num_turns/": [o.num_turns for o in outputs],
+        **{f"timing/{name}_": [loop[name] for loop in loops] for name in seconds}}
+    result = {"reward/std": rewards.std(correction=0).item()}
+    for name, x in spread.items():
+        result |= {name + "mean": fmean(x), name + "min": min(x), name + "max": max(x)}
+    sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
+    for loop in loops:
+        sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
+    result |= {name: total / len(outputs) for name, total in sorted(sums.items())}
+    result["response_length/clipped_ratio"] = sums["stop_reason/length"] / len(outputs)
     parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):
         result[f"reward_part/{name}"] = fmean(part[name] for part in parts if name in part)
-    loops = [{"generate_s": 0.0, "tool_s": 0.0} | _numbers(o.metrics) for o in outputs]
-    for name in sorted(set().union(*loops)):
-        values = [loop.get(name, 0.0) for loop in loops]
-        if name in ("generate_s", "tool_s"):
-            result[f"timing/{name}_min"] = min(values)
-            result[f"timing/{name}_mean"] = fmean(values)
-            result[f"timing/{name}_max"] = max(values)
-        else:
-            result[f"rollout/{name}"] = fmean(values)
-    busy = lambda pair: pair[1]["generate_s"] + pair[1]["tool_s"]
-    o, loop = max(zip(outputs, loops), key=busy)
+    o, loop = max(zip(outputs, loops), key=lambda pair: sum(pair[1][name] for name in seconds))
     result["timing/slowest"] = {
-        "prompt": o.extra["prompt"], "sample": o.extra["sample"],
-        "generate_s": loop["generate_s"], "tool_s": loop["tool_s"],
-        "num_turns": o.num_turns, "response_length": len(o.response_ids),
-    }  # fmt: skip
+        "prompt": o.extra["prompt"], "sample": o.extra["sample"], "num_turns": o.num_turns,
+        "response_length": len(o.response_ids), **{name: loop[name] for name in seconds}}
     return result
 
 
@@ -539,11 +517,10 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
     Raises ValueError if one sequence alone is longer than max_tokens.
     """
-
     def first_fit(totals, length):
         if length > max_tokens:
-            limit = f"a micro-batch of {max_tokens}: raise the budget"
-            raise ValueError(f"a sequence of {length} tokens does not fit {limit}")
+            raise ValueError(f"a sequence of {length} tokens does not fit a micro-batch of "
+                             f"{max_tokens}: raise the budget")
         return next(k for k, total in enumerate(totals) if total + length <= max_tokens)
 
     return [share for share in _deal(lengths, len(lengths), first_fit) if share]
@@ -604,37 +581,31 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
     row, column = mask.nonzero(as_tuple=True)  # (M,) each
     token = cu_seqlens[row] + batch["prompt_lengths"][rows][row] + column  # its position, (M,)
     packed = {
-        "input_ids": ids, "position_ids": positions,
-        "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen,
-        "source": token - 1, "targets": ids[0, token],
-        "at": (row, column), "shape": tuple(mask.shape),
-        "images": images if any(images) else [],
-    }  # fmt: skip
+        "input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens,
+        "max_seqlen": max_seqlen, "source": token - 1, "targets": ids[0, token],
+        "at": (row, column), "shape": mask.shape, "images": images if any(images) else []}
     return tree_map_only(Tensor, lambda x: x.to(device), packed)
 
 
 def packed_attention(
-    module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None, max_seqlen=None,
-    sliding_window=None, softcap=None, s_aux=None, **kwargs,
-) -> tuple[Tensor, None]:  # fmt: skip
+        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
+        max_seqlen=None, sliding_window=None, softcap=None, s_aux=None, **kwargs,
+) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
     as `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
-    applied: a policy gradient needs the network that sampled. Raises ValueError where a model asks
+    applied: a policy gradient needs the network that sampled. Raises BadInput where a model asks
     for what is not implemented here, instead of ignoring it.
     """
-    if cu_seqlens is None or max_seqlen is None:
-        raise ValueError("packed attention needs cu_seqlens and max_seqlen: "
-                         "call the model on what data.pack returns")  # fmt: skip
-    if sliding_window is not None and sliding_window < max_seqlen:
-        raise ValueError("packed attention has no sliding window "
-                         f"({sliding_window} < {max_seqlen} tokens)")  # fmt: skip
-    if softcap is not None or s_aux is not None or getattr(module, "sinks", None) is not None:
-        raise ValueError("packed attention has neither logit soft caps nor attention sinks: "
-                         "this model needs them")  # fmt: skip
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise ValueError("packed attention is causal; this layer is not")
+    need(cu_seqlens is not None and max_seqlen is not None, "packed attention needs cu_seqlens and "
+         "max_seqlen: call the model on what data.pack returns")
+    need(sliding_window is None or sliding_window >= max_seqlen,
+         f"packed attention has no sliding window ({sliding_window} < {max_seqlen} tokens)")
+    need(all(x is None for x in (softcap, s_aux, getattr(module, "sinks", None))),
+         "packed attention has neither logit soft caps nor attention sinks: this model needs them")
+    need(getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False,
+         "packed attention is causal; this layer is not")
     # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
     query, key = query.to(value.dtype), key.to(value.dtype)
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
@@ -644,18 +615,15 @@ def packed_attention(
         repeats = query.shape[1] // key.shape[1]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        new = "window_size" in inspect.signature(varlen_attn).parameters  # not in torch 2.10
-        causal = {"window_size": (-1, 0)} if new else {"is_causal": True}
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling,
-                          **causal)  # fmt: skip
+                          window_size=(-1, 0))  # causal
         return out[None], None
     lengths = cu_seqlens.diff().tolist()
     # split, not slices: a slice's backward fills a tensor of the whole length, for every segment
     segments = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
                                        enable_gqa=q.shape[1] != k.shape[1])
-        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    ]  # fmt: skip
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))]
     return torch.cat(segments, dim=2).transpose(1, 2), None
 
 
@@ -682,14 +650,19 @@ class Vision:
         self.pixels = {}  # by the id of a living image
         self.blank = Image.new("RGB", (56, 56))
 
-    def preprocessed(self, name: str, images: list) -> Tensor:
+    def _preprocessed(self, name, images):
         """The images' pixel_values (patches, values of a patch) or image_grid_thw (images, 3)."""
         for image in images:
-            key = id(image)
-            if key not in self.pixels:
-                self.pixels[key] = self.processor(images=[image], return_tensors="pt")
-                weakref.finalize(image, self.pixels.pop, key)
+            if id(image) not in self.pixels:
+                self.pixels[id(image)] = self.processor(images=[image], return_tensors="pt")
+                weakref.finalize(image, self.pixels.pop, id(image))
         return torch.cat([self.pixels[id(image)][name] for image in images])
+
+    def _encode(self, model, images, device):
+        """The vision tower's output for some images."""
+        pixels = self._preprocessed("pixel_values", images).to(device)
+        grid = self._preprocessed("image_grid_thw", images).to(device)
+        return model.get_image_features(pixels, grid, return_dict=True)
 
     def inputs(self, model, packed: dict) -> dict:
         """For a packed forward pass with images: position_ids (3, 1, S), and what the vision tower
@@ -699,46 +672,18 @@ class Vision:
         sequences = packed["input_ids"].cpu().split(packed["cu_seqlens"].diff().tolist(), dim=1)
         for ids, images in zip(sequences, packed["images"]):  # (1, L)
             kinds = (ids == self.image_token_id).int()  # 0 text, 1 image
-            grid = self.preprocessed("image_grid_thw", images) if images else None  # (images, 3)
-            found, _ = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
-            positions.append(found)  # (3, 1, L)
-        images = self.encode(model, sum(packed["images"], []), device)
+            grid = self._preprocessed("image_grid_thw", images) if images else None  # (images, 3)
+            positions.append(model.get_rope_index(
+                ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0])  # (3, 1, L)
+        encoded = self._encode(model, sum(packed["images"], []), device)
         position_ids = torch.cat(positions, dim=2).to(device)
-        return {"position_ids": position_ids, "mm_encoder_outputs": {"image": images}}
-
-    def encode(self, model, images: list, device):
-        """The vision tower's output for some images."""
-        pixels = self.preprocessed("pixel_values", images).to(device)
-        grid = self.preprocessed("image_grid_thw", images).to(device)
-        return model.get_image_features(pixels, grid, return_dict=True)
+        return {"position_ids": position_ids, "mm_encoder_outputs": {"image": encoded}}
 
     def zero(self, model, device) -> Tensor:
         """0, by way of the vision tower, for a forward pass without images: other ranks may see
         some, and DDP waits for every parameter's gradient, FSDP for every rank's part of it."""
-        outputs = tree_leaves(self.encode(model, [self.blank], device))
-        return 0 * sum(x.float().sum() for x in outputs)
-
-
-def without_torchvision() -> None:
-    """Lets transformers and vLLM process images with Pillow where torchvision is not installed (on
-    CPU). Both want it for Qwen's processors, of which only the video part needs it. To be called
-    before a processor is loaded, and before vLLM imports the model."""
-    from transformers.processing_utils import ProcessorMixin
-    from transformers.utils import is_torchvision_available
-
-    if is_torchvision_available() or hasattr(ProcessorMixin, "video_processor"):
-        return
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
-    from vllm.model_executor.models import registry
-
-    get_all = ProcessorMixin.get_attributes.__func__
-    ProcessorMixin.get_attributes = classmethod(
-        lambda cls: [name for name in get_all(cls) if name != "video_processor"]
-    )
-    # vLLM asks the video processor for sizes and arguments, and takes a function from the module
-    ProcessorMixin.video_processor = property(lambda self: self.image_processor)
-    sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
-    registry._run_in_subprocess = lambda function: function()  # a fresh process: unpatched
+        encoded = self._encode(model, [self.blank], device)
+        return 0 * sum(x.float().sum() for x in tree_leaves(encoded))
 
 
 # ---------------------------------------------------------------- the log
@@ -752,34 +697,30 @@ def open_log(args, is_main: bool, tokenizer, steps_done: int = 0) -> "Log":
 class Log:
     """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
 
-    COLUMNS = """
-        reward      reward/mean                 6.3f
-        eval        eval/reward                 6.3f
-        length      response_length/mean        6.1f
-        turns       num_turns/mean              5.2f
-        entropy     actor/entropy               7.3f
-        clipfrac    actor/clipfrac              8.4f
-        grad        actor/grad_norm             6.3f
-        logp_diff   rollout/logp_diff_max       9.1e
-        tokens/s    throughput/tokens_per_s     8,.0f
-        rollout_s   timing/rollout_s            9.2f
-        train_s     timing/train_s              7.2f
-    """
+    COLUMNS = """\
+        reward      reward/mean                 6   .3f
+        eval        eval/reward                 6   .3f
+        length      response_length/mean        6   .1f
+        turns       num_turns/mean              5   .2f
+        entropy     actor/entropy               7   .3f
+        clipfrac    actor/clipfrac              8   .4f
+        grad        actor/grad_norm             6   .3f
+        logp_diff   rollout/logp_diff_max       9   .1e
+        tokens/s    throughput/tokens_per_s     8  ,.0f
+        rollout_s   timing/rollout_s            9   .2f
+        train_s     timing/train_s              7   .2f"""
 
     def __init__(self, args, tokenizer, steps_done: int):
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
-        self.evals, self.lines, self.warned, self.wandb = [], 0, set(), None
+        self.lines, self.warned, self.wandb = 0, set(), None
         (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        file = self.metrics_file = self.folder / "metrics.jsonl"
+        file, rows = self.folder / "metrics.jsonl", []
         if file.is_file():  # resuming: what came after the checkpoint is done again
-            kept = [line for line in file.read_text().splitlines() if _step_of(line) <= steps_done]
-            write_whole(file, "".join(line + "\n" for line in kept))
-            rows = map(json.loads, kept)
-            self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
-        about = {
-            "args": asdict(args), "git": git_hash(), "versions": versions(), "command": sys.argv
-        }  # fmt: skip
-        write_whole(self.folder / "args.json", json.dumps(about, indent=2))
+            rows = [row for row in _read_rows(file) if row["step"] <= steps_done]
+            _write_whole(file, _json_lines(rows))
+        self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
+        about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
+        _write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
             import wandb
 
@@ -789,16 +730,15 @@ class Log:
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")  # flushed by closing: a kill loses nothing
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
         if self.wandb:
             self.wandb.log(_numbers(metrics), step=metrics["step"])
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
-        for title, name, form in map(str.split, self.COLUMNS.strip().splitlines()):
-            cell = format(metrics.get(name, 0.0), form)
-            width = max(len(title), len(cell))
+        for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
+            cell = format(metrics[name], form) if name in metrics else ""
             titles += f"  {title:>{width}}"
-            line += f"  {cell if name in metrics else '':>{width}}"
+            line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
             print(titles)
         self.lines += 1
@@ -808,22 +748,21 @@ class Log:
         """rollouts/<name>.jsonl: a line for each trajectory and each failure; none, no file."""
         lines = []
         for o in outputs:
-            extra = dict(o.extra)
-            line = {"index": extra.pop("index")} if "index" in extra else {}
-            line |= {"total_reward": total_reward(o)} | vars(o) | {"extra": extra}
-            del line["images"]
-            lines.append(line | ({"images": len(o.images)} if o.images else {}))
+            line = {"index": o.extra.get("index"), "total_reward": total_reward(o)} | vars(o)
+            if images := line.pop("images"):
+                line["images"] = len(images)
+            lines.append(line)
         if lines := lines + errors:
-            texts = [json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines]
-            write_whole(self.folder / "rollouts" / f"{name}.jsonl", "".join(texts))
+            text = _json_lines(lines, default=str, ensure_ascii=False)
+            _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
     def show(self, output: AgentLoopOutput) -> None:
         """One whole trajectory, special tokens included."""
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-        text = re.sub(r"(<\|image_pad\|>)+",
-                      lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)  # fmt: skip
-        end = f"{'-' * 40} reward {total_reward(output):g}, {output.stop_reason} {'-' * 40}"
-        print(f"{'-' * 100}\n{text}\n{end}")
+        tokens = lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]"
+        text = re.sub(r"(<\|image_pad\|>)+", tokens, text)
+        print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
+              f"{output.stop_reason} {'-' * 40}")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -845,14 +784,17 @@ class SilentLog(Log):
     __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
-def _step_of(line):
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):  # a line cut off by the kill
-        return math.inf
+def _json_lines(rows, **options):
+    return "".join(json.dumps(row, **options) + "\n" for row in rows)
 
 
-def write_whole(file: Path, text: str) -> None:
+def _read_rows(file):
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a line cut off by the kill
+            yield json.loads(line)
+
+
+def _write_whole(file, text):
     """Writes a file so that it is never seen half-written."""
     temporary = file.with_name(f".{file.name}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")

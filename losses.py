@@ -32,17 +32,19 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 LossAndStats = tuple[Tensor, dict[str, Tensor]]
 
 
-def _masked(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    return [torch.where(mask, x, 0) for x in tensors]
+def _masked(mask, *tensors):
+    """The mask as bool, and the tensors, 0 where it is 0."""
+    mask = mask.bool()
+    return mask, *(torch.where(mask, x, 0) for x in tensors)
 
 
-def _result(mask: Tensor, x: Tensor, **stats: Tensor) -> LossAndStats:
+def _result(mask, x, **stats):
     """x and its stats, 0 where the mask is 0; the stats detached, in the dtype of x."""
     clean = lambda y: torch.where(mask, y, 0)
     return clean(x), {name: clean(y.detach().to(x.dtype)) for name, y in stats.items()}
 
 
-def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check(name, value, choices):
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
@@ -58,10 +60,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float,
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},   returns = A + V
 
     t+1 is the next mask-1 token: V and A are carried over tool and user tokens unchanged, so those
-    are invisible. After the last mask-1 token both are 0.
-    """
-    mask = mask.bool()
-    rewards, values = _masked(mask, rewards, values)
+    are invisible. After the last mask-1 token both are 0."""
+    mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
     next_value = next_advantage = advantages.new_zeros(len(mask))  # (B,)
     for t in reversed(range(mask.shape[1])):
@@ -91,33 +91,32 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True,
     """(x - mean) / sqrt(var + 1e-8) over mask-1 tokens, (B, T) -> (B, T); var unbiased;
     shift_mean=False keeps the mean where it was. Mean and var should be the WHOLE batch's: on
     several ranks pass `reduce`, which sums a small tensor over them."""
-    mask = mask.bool()
     centered, mean, squares, n = _moments(x, mask, reduce)
     white = centered * (squares / (n - 1).clamp(min=1) + 1e-8).rsqrt()
-    return torch.where(mask, white if shift_mean else white + mean, 0).to(x.dtype)
+    return torch.where(mask.bool(), white if shift_mean else white + mean, 0).to(x.dtype)
 
 
-def _moments(x: Tensor, mask: Tensor, reduce: Callable) -> tuple[Tensor, ...]:
+def _moments(x, mask, reduce):
     """Of x (..., B, T) over mask-1 tokens, in float64: x minus its mean, the mean, the squares' sum
     around it, and the number of tokens. A second pass, because E[x^2] - mean^2 cancels."""
-    x = torch.where(mask, x, 0).double()
+    mask, x = _masked(mask, x.double())
     n = reduce(mask.sum().double())
     mean = reduce(x.sum((-2, -1))) / n.clamp(min=1)
     centered = torch.where(mask, x - mean[..., None, None], 0)
     return centered, mean, reduce(centered.square().sum((-2, -1))), n
 
 
-def _floating(x: Tensor) -> Tensor:
+def _floating(x):
     return x.to(torch.result_type(x, 1.0))  # whole numbers: the default dtype
 
 
-def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
+def _group_sum(x, groups):
     """The total of each member's group, (N,) -> (N,); labels are any integers in any order."""
     labels, index = torch.unique(groups, return_inverse=True)
     return x.new_zeros(len(labels)).index_add_(0, index, x)[index]
 
 
-def _center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+def _center(rewards, groups):
     """Rewards minus their group's mean, and the group's size. In float64: the float32 mean of eight
     times 0.1 is not quite 0.1, an error that over a std of 0 + eps would be a signal."""
     rewards = rewards.double()
@@ -136,7 +135,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     if normalize_std:
         std = (_group_sum(centered.square(), groups) / (size - 1).clamp(min=1)).sqrt()
         centered /= torch.where(std > 0, std + eps, 1)  # so that 0 stays 0 with eps = 0 as well
-    return centered.to(_floating(rewards).dtype)
+    return centered.type_as(_floating(rewards))
 
 
 @no_grad
@@ -146,7 +145,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
         A_i = r_i - mean of the OTHERS in G = (r_i - mean_G) n / (n - 1)    a group of one gets 0
     """
     centered, size = _center(rewards, groups)
-    return (centered * size / (size - 1).clamp(min=1)).to(_floating(rewards).dtype)
+    return (centered * size / (size - 1).clamp(min=1)).type_as(_floating(rewards))
 
 
 @no_grad
@@ -155,10 +154,10 @@ def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
 
         A_i = r_i - sum_G(len r) / sum_G(len)    a group of one gets 0
     """
-    r, lengths = rewards.double(), lengths.double()
-    baseline = _group_sum(lengths * r, groups) / _group_sum(lengths, groups).clamp(min=1)
-    size = _center(r, groups)[1]  # one alone explicitly: len r / len can round off r
-    return torch.where(size == 1, 0, r - baseline).to(_floating(rewards).dtype)
+    lengths = lengths.double()
+    baseline = _group_sum(lengths * rewards, groups) / _group_sum(lengths, groups).clamp(min=1)
+    size = _center(rewards, groups)[1]  # one alone explicitly: len r / len can round off r
+    return torch.where(size == 1, 0, rewards - baseline).type_as(_floating(rewards))
 
 
 @no_grad
@@ -173,8 +172,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
 
         0 up to max_len - buffer tokens, then (max_len - buffer - len) / buffer, -1 from max_len on
 
-    Raises ValueError unless 0 < buffer <= max_len.
-    """
+    Raises ValueError unless 0 < buffer <= max_len."""
     if not 0 < buffer <= max_len:
         raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
     return ((max_len - buffer - _floating(lengths)) / buffer).clamp(-1, 0)
@@ -204,22 +202,20 @@ def policy_loss(
 
     stats: ratio (r; gspo, gmpo: the row's), ppo_kl (-log r: k1 of KL(old, new)), clipfrac (the
     bound is active: no gradient, for cispo a reduced one), clipfrac_lower (the dual clip is).
-    ValueError: unknown kind, or clip_c <= 1.
-    """
+    ValueError: unknown kind, or clip_c <= 1."""
     _check("policy loss", kind, POLICY_LOSSES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
-    mask = mask.bool()
-    logprobs, logprobs_old, advantages = _masked(
+    mask, logprobs, logprobs_old, advantages = _masked(
         mask, logprobs, logprobs_old.detach(), advantages.detach())
-    length = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
+    row_mean = lambda x: x.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
     difference = logprobs - logprobs_old
     log_ratio = difference.clamp(-20, 20)  # far beyond any clip; exp can't overflow
     ratio = log_ratio.exp()
     clipped = clipped_lower = torch.zeros_like(mask)
     if kind in ("ppo", "gspo"):
         if kind == "gspo":  # the row's value, with each token's own gradient
-            log_row = difference.detach().sum(-1, keepdim=True) / length  # (B, 1)
+            log_row = row_mean(difference.detach())
             ratio = (log_row + (logprobs - logprobs.detach())).clamp(max=10).exp()
         free, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
         loss, clipped = torch.maximum(free, bounded), bounded > free
@@ -230,8 +226,8 @@ def policy_loss(
         bounded = torch.where(advantages >= 0, log_ratio.clamp(max=clip_high),
                               log_ratio.clamp(min=-clip_low))
         clipped = bounded != log_ratio
-        ratio = (bounded.sum(-1, keepdim=True) / length).exp()  # (B, 1)
-        loss = -advantages.sum(-1, keepdim=True) / length * ratio
+        ratio = row_mean(bounded).exp()
+        loss = -row_mean(advantages) * ratio
     elif kind == "cispo":
         weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
         clipped = weight != ratio
@@ -261,8 +257,7 @@ def rollout_correction(kind: str, logprobs_old: Tensor, logprobs_rollout: Tensor
     whose global means give the effective sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
     """
     _check("rollout correction", kind, ROLLOUT_CORRECTIONS)
-    mask = mask.bool()
-    logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
+    mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     log_ratio = logprobs_old - logprobs_rollout
     if kind.startswith("seq_"):
         log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
@@ -285,10 +280,8 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
 
         1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)    clip=None: 1/2 (V - R)^2
 
-    stats: value_clipfrac (the bound is active: no gradient), value_error (|V - R|).
-    """
-    mask = mask.bool()
-    values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
+    stats: value_clipfrac (the bound is active: no gradient), value_error (|V - R|)."""
+    mask, values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
     error = values - returns
     free = bounded = error.square()
     if clip is not None:
@@ -302,8 +295,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor,
                        reduce: Callable = lambda sums: sums) -> Tensor:
     """1 - var(R - V) / var(R) over mask-1 tokens, (B, T) -> scalar: 1 is a perfect critic, 0 as
     good as a constant, or returns that do not vary. `reduce` as in `whiten`."""
-    pair = torch.stack([returns - values, returns])  # (2, B, T)
-    error, total = _moments(pair, mask.bool(), reduce)[2]
+    error, total = _moments(torch.stack([returns - values, returns]), mask, reduce)[2]
     return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
 
 
@@ -342,8 +334,7 @@ class AdaptiveKL:
 
         coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
 
-    A constant coefficient is a plain float: `float(coef)` reads either.
-    """
+    A constant coefficient is a plain float: `float(coef)` reads either."""
 
     coef: float = 0.001
     target: float = 0.1
@@ -375,8 +366,7 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
     and all ranks. Then the parts ADD UP to the whole, and no way to cut it (between rows) changes
     the gradient. By default they are those of this mask, and max_len is its width."""
     _check("aggregation", mode, AGGREGATIONS)
-    mask = mask.bool()
-    x = torch.where(mask, x, 0)  # even if all 0 still a graph: a filler runs its backward too (DDP)
+    mask, x = _masked(mask, x)  # even if all 0 still a graph: a filler runs its backward too (DDP)
     lengths = mask.sum(-1)  # (B,)
     count = 1
     if mode == "token-mean":
@@ -427,7 +417,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     return both if entropy else both[0]
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _matmul(a, b):
     """a @ b; in float32 for half-precision operands, in which tensor cores accumulate anyway."""
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype not in (torch.bfloat16, torch.float16):

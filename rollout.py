@@ -214,8 +214,6 @@ class Engine:
         from vllm import LLM
 
         vision = image_token_id is not None
-        if vision:
-            data.without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device, vision))
         if device.type == "cpu" and args.tp > 1:

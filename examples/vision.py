@@ -23,10 +23,37 @@ from transformers import AutoProcessor, GenerationConfig, Qwen2_5_VLConfig, Qwen
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agent_loop import Tool, ToolResponse
-from data import load_rows, without_torchvision
+from data import load_rows
 
 sys.path.insert(0, str(Path(__file__).parent))  # examples/ is no package
 from calculator import CHAT_TEMPLATE, init_model
+
+
+def without_torchvision() -> None:
+    """Let transformers and vLLM process images with Pillow where torchvision does not work (on a CPU, say).
+
+    Both want it for Qwen's processors, of which only the video part needs it. To be called before a processor is
+    loaded, and before vLLM imports the model.
+    """
+    from transformers.processing_utils import ProcessorMixin
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available() or hasattr(ProcessorMixin, "video_processor"):
+        return
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+    from vllm.model_executor.models import registry
+
+    get_all = ProcessorMixin.get_attributes.__func__
+    ProcessorMixin.get_attributes = classmethod(
+        lambda cls: [name for name in get_all(cls) if name != "video_processor"]
+    )
+    # vLLM asks the video processor for sizes and arguments, and takes a function from the module
+    ProcessorMixin.video_processor = property(lambda self: self.image_processor)
+    sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
+    registry._run_in_subprocess = lambda function: function()  # a fresh process: unpatched
+
+
+without_torchvision()
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SYSTEM_PROMPT = "Name the colour: <answer>red</answer>."
@@ -132,7 +159,6 @@ def demonstration(row: dict) -> tuple[list[dict], list]:
 def build_model(path: str | Path, num_batches: int = 300) -> None:
     """Write the default model to the folder `path`: warmed up on demonstrations, on what follows their prompts."""
     model = init_vision_model(path)
-    without_torchvision()
     processor = AutoProcessor.from_pretrained(path)
     assistant = processor.tokenizer.convert_tokens_to_ids("assistant\n")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)

@@ -610,8 +610,8 @@ def test_both_forms_of_a_placeholder():
     (user("<image>"), [5], "row 0 of .* 5 can't be read as an image"),
     (user([{"type": "image"}]), [], "row 0 of .* has 1 placeholders .* 'images' 0"),
     (user("<image>"), "path.png", "row 0 of .* must be a list of images, got a str"),
-    (user([{"type": "video"}]), [], "row 0 of .* 'text' or 'image', not 'video'"),
-    (user(["<image>"]), ["1"], "row 0 of .* 'text' or 'image', not '<image>'"),
+    (user([{"type": "video"}]), [], "row 0 of .* or .* not {'type': 'video'}"),
+    (user(["<image>"]), ["1"], "row 0 of .* or .* not '<image>'"),
 ])  # fmt: skip
 def test_rows_whose_placeholders_do_not_fit_their_images(prompt, images, message):
     with pytest.raises(BadInput, match=message):
