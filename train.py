@@ -910,8 +910,8 @@ def setup(args: Args) -> Run:
     check_sharding(args)
     needed = ("load", "reward") if args.model else ("load", "reward", "build_model")
     task = data.load_task(args.task, needed)
-    rows = {"train": data.load_rows(task, "train", args.train_files),
-            "val": data.load_rows(task, "val", args.val_files)}
+    files = {"train": args.train_files, "val": args.val_files}
+    read = {split: data.load_rows(task, split, files[split]) for split in files}
     fill_in_defaults(args)
     disable_progress_bar()  # of loading and saving weights
     for name in ("torch.distributed.checkpoint", "accelerate.utils.other"):
@@ -920,21 +920,19 @@ def setup(args: Args) -> Run:
     with accelerator.main_process_first():
         args.model = args.model or data.task_model(task, args)
     processor, tokenizer = data.load_tokenizer(args)
-    read = rows
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
-            for split in read}
+            for split in files}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
     checkpoint = data.prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
-    done = state.get("step", 0)
-    log, stop = data.open_log(args, accelerator.is_main_process, tokenizer, done), Stop(store)
+    done, stop = state.get("step", 0), Stop(store)
+    log = data.open_log(args, accelerator.is_main_process, tokenizer, done)
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
     engine = None if args.replay else Engine(
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
-        vision and vision.image_token_id,
-    )
+        vision and vision.image_token_id)
     networks = build_networks(args, accelerator, vocab_size, vision)
     kl_coef = state["kl_coef"] if args.kl_target and state else args.kl_coef
     kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
@@ -966,15 +964,14 @@ def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
 
 
 def banner(run: Run, read: dict[str, list[dict]]) -> str:
-    """What is about to be trained, in a few lines."""
-    args, n_updates = run.args, run.args.updates_per_rollout
-    kept = {split: len(rows) for split, rows in run.rows.items()}
-    dropped = {split: len(rows) - kept[split] for split, rows in read.items()}
+    """What is about to be trained, in a few lines; read: the rows before the overlong ones left."""
+    args, rows, n_updates = run.args, run.rows, run.args.updates_per_rollout
     n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
     note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
     resuming = f"resuming after step {run.done} of " if run.done else ""
-    return f"""{args.task}: {kept["train"]} training rows ({dropped["train"]} overlong ones \
-dropped), {kept["val"]} validation rows ({dropped["val"]} dropped)
+    return f"""{args.task}: {len(rows["train"])} training rows \
+({len(read["train"]) - len(rows["train"])} overlong ones dropped), {len(rows["val"])} validation \
+rows ({len(read["val"]) - len(rows["val"])} dropped)
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
 {run.accelerator.device.type}
 {args.algo}: {args.describe_algo()}
@@ -1029,14 +1026,12 @@ def generate(run: Run, step: int) -> Phase:
 
 def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     """The networks whose numbers for the sampled tokens this step uses."""
-    args = run.args
-    if args.rollout_only:
-        return {}
+    args, critic = run.args, run.critic
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
-    networks = {"logprobs_old": run.policy.net if old else None, "logprobs_ref": run.reference,
-                "values": run.critic and run.critic.net}
-    return {name: net for name, net in networks.items() if net}
+    networks = {"logprobs_old": old and run.policy.net, "logprobs_ref": run.reference,
+                "values": critic and critic.net}
+    return {name: net for name, net in networks.items() if net and not args.rollout_only}
 
 
 def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
@@ -1150,8 +1145,7 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     metrics = {
         "rollout/logp_diff_mean": mean(difference),
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/filtered_groups":
-            len({output.extra["prompt"] for output in phase.sampled}) - len(sizes),
+        "rollout/filtered_groups": len({o.extra["prompt"] for o in phase.sampled}) - len(sizes),
         "rollout/singleton_groups": (sizes == 1).sum().item(),
         "rollout/zero_std_groups": len(sizes) - len(signal),
     }
