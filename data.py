@@ -533,13 +533,13 @@ def shares(batch: dict, rows: list[int], max_tokens: int) -> list[tuple[list[int
     All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
     whose loss is weighted 0.
     """
-    lengths, cuts = batch["lengths"].tolist(), []
-    for share in balance([lengths[row] for row in rows], dist.get_world_size()):
-        share = [rows[i] for i in share]
-        cut = micro_batches([lengths[row] for row in share], max_tokens)
-        cuts.append([([share[i] for i in micro], True) for micro in cut])
+    rows, cuts = torch.tensor(rows), []
+    lengths = batch["lengths"][rows]
+    for share in balance(lengths.tolist(), dist.get_world_size()):
+        cut = micro_batches(lengths[share].tolist(), max_tokens)
+        cuts.append([(rows[share][micro].tolist(), True) for micro in cut])
     mine = cuts[dist.get_rank()]
-    filler = [min(rows, key=lambda row: lengths[row])], False
+    filler = [rows[lengths.argmin()].item()], False
     return mine + [filler] * (max(map(len, cuts)) - len(mine))
 
 

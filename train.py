@@ -669,7 +669,9 @@ def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
     mask, old = part["response_mask"], part.get("logprobs_old", logprobs.detach())
     loss, stats = losses.policy_loss(args.policy_loss, logprobs, old, part["advantages"], mask,
                                      args.clip_low, args.clip_high, args.clip_c or None)
-    loss = loss * correction(old, part["logprobs_rollout"], mask, args)[0]
+    weights, _ = losses.rollout_correction(args.rollout_correction, old, part["logprobs_rollout"],
+                                           mask, args.correction_low, args.correction_high)
+    loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
@@ -678,12 +680,6 @@ def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
         kl = losses.kl_estimate(logprobs, logprobs_ref, args.kl_kind)
         loss, stats["kl"] = loss + args.kl_coef * kl, kl.detach()
     return loss, stats
-
-
-def correction(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, args: Args):
-    """losses.rollout_correction from the engine's logprobs to the trainer's, as flags say."""
-    low, high = args.correction_low, args.correction_high
-    return losses.rollout_correction(args.rollout_correction, old, rollout, mask, low, high)
 
 
 def value_objective(numbers: list[torch.Tensor], part: dict, args: Args):
@@ -697,10 +693,8 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
     """Row numbers of each optimiser step: a new shuffle an epoch, cut globally into equal parts."""
     parts = args.updates_per_rollout // args.epochs
     for epoch in range(args.epochs):
-        order = torch.arange(n_rows)
-        if parts > 1:  # a single mini-batch needs no shuffle: it is one sum
-            generator = torch.Generator().manual_seed(seed_of(args.seed, step, epoch))
-            order = torch.randperm(n_rows, generator=generator)
+        generator = torch.Generator().manual_seed(seed_of(args.seed, step, epoch))
+        order = torch.randperm(n_rows, generator=generator)
         yield from (part.tolist() for part in order.tensor_split(parts) if len(part))
 
 
@@ -954,8 +948,7 @@ def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
     policy = Learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
-        critic = Critic(args, vision)
-        critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
+        critic = Learner(Critic(args, vision), args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(args, vocab_size, vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
@@ -1153,7 +1146,8 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         age = version - versions.masked_fill(versions < 0, version).amin(-1)  # (B,)
         metrics |= {"rollout/staleness_mean": mean(age), "rollout/staleness_max": age.max().item()}
     if args.rollout_correction != "none":
-        _, stats = correction(old, rollout, mask, args)
+        bounds = args.correction_low, args.correction_high
+        _, stats = losses.rollout_correction(args.rollout_correction, old, rollout, mask, *bounds)
         means = {name: mean(x[mask]) for name, x in stats.items()}
         weight, square = means.pop("rollout_weight"), means.pop("rollout_weight_sq")
         metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
