@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -35,6 +35,12 @@ from uuid import uuid4
 
 class BadInput(ValueError):
     """The user's flags, task file, rows or model can't work: train.py shows only its one line."""
+
+
+def require(ok, message: str) -> None:
+    """Raises ValueError with the message unless `ok`."""
+    if not ok:
+        raise ValueError(message)
 
 
 # ---------------------------------------------------------------- what crosses files
@@ -90,18 +96,24 @@ class AgentLoopOutput:
     images: list = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
-        if len(set(lengths.values())) != 1:
-            problem = "the response lists of an AgentLoopOutput must have one length"
-            raise ValueError(f"{problem}, got {lengths}")
-        if not {0, 1}.issuperset(self.response_mask):
-            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
-        if not self.prompt_ids:
-            problem = "the first response token needs a token to be predicted from"
-            raise ValueError(f"prompt_ids is empty: {problem}")
-        if self.stop_reason not in STOP_REASONS:
-            raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
+        require(
+            len(set(lengths.values())) == 1,
+            f"the response lists of an AgentLoopOutput must have one length, got {lengths}",
+        )
+        require(
+            {0, 1}.issuperset(self.response_mask),
+            "response_mask holds 0 (not sampled) and 1 (sampled by the policy)",
+        )
+        require(
+            self.prompt_ids,
+            "prompt_ids is empty: the first response token needs a token to be predicted from",
+        )
+        require(
+            self.stop_reason in STOP_REASONS,
+            f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}",
+        )
 
     @property
     def truncated(self) -> bool:
@@ -116,8 +128,10 @@ def render_text(
 ) -> str:
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
-        remedy = "use an instruct model, or set tokenizer.chat_template"
-        raise BadInput(f"the tokenizer has no chat template: {remedy}")
+        raise BadInput(
+            "the tokenizer has no chat template: use an instruct model, or set "
+            "tokenizer.chat_template"
+        )
     return tokenizer.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
     )
@@ -128,12 +142,12 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> 
     return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
 
 
-def tokenise(tokenizer, text):
+def _tokenise(tokenizer, text):
     # The template writes every special token itself (BOS too): adding them would double them.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-_tokenise_prompt = functools.lru_cache(maxsize=1024)(tokenise)  # a group's members share theirs
+_tokenise_prompt = functools.lru_cache(maxsize=1024)(_tokenise)  # a group's members share theirs
 
 
 class RewritesHistory(ValueError):
@@ -141,7 +155,8 @@ class RewritesHistory(ValueError):
 
 
 def turn_suffix(
-    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended, tools=None
+    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended: bool,
+    tools: list[dict] | None = None,
 ) -> list[int]:
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
@@ -166,8 +181,8 @@ def turn_suffix(
     starts = ((before.rfind(tokenizer.decode([stop])), stop) for stop in stop_token_ids)
     start, stop = max(starts, default=(-1, None))
     if start < 0:  # a template that ends turns with no token at all
-        start, stop = len(before), None
-    ids = tokenise(tokenizer, after[start:])
+        start = len(before)
+    ids = _tokenise(tokenizer, after[start:])
     return ids[1:] if ended and ids[0] == stop else ids
 
 
@@ -194,8 +209,8 @@ def open_image(source):
         name, file = f"{len(source)} bytes", io.BytesIO(source)
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
+        problem = f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}"
+        require(image.width * image.height <= MAX_PIXELS, problem)
         return image
     except Exception as error:  # PIL, the file system and a wrong type each have their own
         raise ValueError(f"{name} can't be read as an image: {error}") from None
@@ -219,7 +234,7 @@ def load_image(source):
 _load_file = functools.lru_cache(maxsize=64)(load_image)
 
 
-def row_image(source):
+def _row_image(source):
     """`load_image` of a row's image, one object for all members of a group: preprocessed once.
 
     A PIL image is what `data.load_rows` has made of it: loaded already.
@@ -228,7 +243,7 @@ def row_image(source):
     return _load_file(source) if isinstance(source, (bytes, str, Path)) else source
 
 
-def image_tokens(images, processor):
+def _image_tokens(images, processor):
     """Tokens that each image takes. Raises ValueError for a shape that the model does not take."""
     sizes = [(image.height, image.width) for image in images]
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
@@ -241,26 +256,25 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     the model does not take.
     """
     if processor is None:  # a text model
-        if images:
-            raise ValueError("there are images, and this model reads text only")
+        require(not images, "there are images, and this model reads text only")
         return ids
     placeholder = processor.image_token_id
-    if (found := ids.count(placeholder)) != len(images):
-        raise ValueError(f"there are {len(images)} images, but {found} placeholders in the text")
-    counts = iter(image_tokens(images, processor))
+    problem = f"{len(images)} images, but {ids.count(placeholder)} placeholders in the text"
+    require(ids.count(placeholder) == len(images), f"there are {problem}")
+    counts = iter(_image_tokens(images, processor))
     return [token for i in ids for token in [i] * (next(counts) if i == placeholder else 1)]
 
 
-def check_images(output: AgentLoopOutput, processor):
+def check_images(output: AgentLoopOutput, processor) -> None:
     """Raises ValueError unless the ids have a placeholder for each token of the output's images."""
     found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
-    expected = sum(image_tokens(output.images, processor))
-    if found != expected:
-        raise ValueError(
-            f"the ids have {found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them "
-            "(see Trajectory)"
-        )
+    expected = sum(_image_tokens(output.images, processor))
+    require(
+        found == expected,
+        f"the ids have {found} placeholders, but the {len(output.images)} images of "
+        f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them "
+        "(see Trajectory)",
+    )
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -309,8 +323,10 @@ class FunctionTool(Tool):
         try:
             self.schema = get_json_schema(function)
         except Exception as error:  # transformers' own exception types differ between its versions
-            needs = "type hints and a Google-style docstring with an Args section"
-            raise BadInput(f"tool {self.name!r} needs {needs}: {error}") from error
+            raise BadInput(
+                f"tool {self.name!r} needs type hints and a Google-style docstring with an Args "
+                f"section: {error}"
+            ) from error
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         try:
@@ -339,11 +355,11 @@ def row_kwargs(row: dict, name: str) -> dict:
 
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     """The tools of a row by name: those its tools_kwargs names, all of the task's without any."""
-    all_tools = [as_tool(tool) for tool in getattr(task, "TOOLS", None) or ()]
-    tools = {tool.name: tool for tool in all_tools}
-    if len(tools) < len(all_tools):
-        names = sorted(tool.name for tool in all_tools)
-        raise BadInput(f"two of the task's TOOLS have the same name: {names}")
+    tools = {}
+    for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
+        if tool.name in tools:
+            raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
+        tools[tool.name] = tool
     if not tools_kwargs:
         return tools
     if unknown := sorted(set(tools_kwargs) - set(tools)):
@@ -373,31 +389,35 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     name = (kwargs or {}).get("name")
     if name is None and len(known) < 2:
         return next(iter(known.values()), None)
-    if not kwargs:
-        return None
-    if name not in known:
-        there = f"the task's INTERACTIONS are {sorted(known)}"
-        problem = f"names {name!r}, but" if name else "needs a 'name':"
-        raise BadInput(f"interaction_kwargs {problem} {there}")
-    return known[name]
+    if kwargs and name not in known:
+        problem = f"names {name!r}, but needs a 'name' of the task's INTERACTIONS: {sorted(known)}"
+        raise BadInput(f"interaction_kwargs {problem}")
+    return known.get(name)
 
 
-def reraise_cancellation(error):
+def _reraise_cancellation(error):
     """Raises `error` again if it cancels the running task; any other of user code is a failure."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
 
-async def contained(coroutine):
-    """Awaits user code; its SystemExit (the event loop's end) and CancelledError become errors."""
+def _failure(error):
+    """The error itself, or a RuntimeError for what would end the event loop (SystemExit), cancel a
+    task or, in the case of StopIteration, not be carried by asyncio."""
+    plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+    return error if plain else RuntimeError(repr(error))
+
+
+async def _contained(coroutine):
+    """Awaits user code; its SystemExit and CancelledError become failures."""
     try:
         return await coroutine
     except BaseException as error:
-        reraise_cancellation(error)
-        raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from None
+        _reraise_cancellation(error)
+        raise _failure(error) from None
 
 
-async def in_thread(function: Callable, *args, **kwargs):
+async def in_thread(function: Callable, *args, **kwargs) -> Any:
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
     asyncio.to_thread's pool is joined when Python exits, so a tool that never returns would keep
@@ -410,15 +430,13 @@ async def in_thread(function: Callable, *args, **kwargs):
         try:
             future.set_result(context.run(function, *args, **kwargs))
         except BaseException as error:
-            # asyncio refuses to carry StopIteration, SystemExit would end the event loop: failures.
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            future.set_exception(error if plain else RuntimeError(repr(error)))
+            future.set_exception(_failure(error))
 
     threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
     return await asyncio.wrap_future(future)
 
 
-async def call(function: Callable, *args, **kwargs):
+async def call(function: Callable, *args, **kwargs) -> Any:
     """Awaits an async function; runs a plain one in a thread: a slow one delays nobody else."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -436,8 +454,7 @@ def finite(value, name: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    require(math.isfinite(number), f"{name} must be a finite number, got {value!r}")
     return number
 
 
@@ -462,44 +479,54 @@ def agent_loop_class(row: dict, task, args) -> type:
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
     if name not in AGENT_LOOPS:
-        choice = f"choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task"
-        raise BadInput(f"no agent loop {name!r}: {choice}")
+        raise BadInput(
+            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) "
+            "to the task"
+        )
     return AGENT_LOOPS[name]
 
 
-class Trajectory(AgentLoopOutput):
-    """An output that still grows; its token lists are appended to only here, in lock step.
+class Trajectory:
+    """Outputs that still grow; their token lists are appended to only here, in lock step.
 
-    `fork` starts a new token sequence where the history was rewritten; `outputs` then has one entry
-    for each. request_ids are prompt and response as the engine is asked, with one placeholder an
-    image; see `expand`.
+    `fork` starts a new token sequence where the history was rewritten; `outputs` has one entry for
+    each. A loop may return the trajectory itself: going through it gives its outputs. request_ids
+    are prompt and response as the engine is asked, with one placeholder an image; see `expand`.
     """
 
-    def __init__(self, messages: list[dict], prompt_ids: list[int], request_ids=None, images=()):
-        given = {"prompt_ids": prompt_ids, "messages": list(messages), "images": list(images)}
-        super().__init__(**given, **{name: [] for name in RESPONSE_LISTS})
+    def __init__(
+        self, messages: list[dict], prompt_ids: list[int], request_ids: list[int] | None = None,
+        images: Sequence = (),
+    ):  # fmt: skip
         self.request_id = uuid4().hex
-        self.request_ids = list(request_ids or prompt_ids)
-        self.finished = []  # AgentLoopOutputs of sequences before the last fork
+        self.messages, self.images = list(messages), list(images)
+        self.metrics, self.extra, self.stop_reason = {}, {}, "stop"
         self.assistant_turns = self.user_turns = 0
         self.ended = True  # whether the last assistant turn ended with a stop token
         self.tool_calls = []  # of the last assistant turn, still to be executed
         self.tools = None  # those with which a chat agent may go on from here
+        self.finished = []  # AgentLoopOutputs of sequences before the last fork
+        self._begin(prompt_ids, request_ids)
 
-    def fork(self, prompt_ids: list[int], request_ids=None):
-        """Ends the token sequence here; another one's prompt is the rewritten history."""
-        self.finished.append(self.output())
-        self.finished[-1].metrics = {}  # they are the trajectory's: on its last output only
+    def _begin(self, prompt_ids, request_ids):
         self.prompt_ids, self.request_ids = prompt_ids, list(request_ids or prompt_ids)
         for name in ("turn_rewards", *RESPONSE_LISTS):
             setattr(self, name, [])
+
+    def fork(self, prompt_ids: list[int], request_ids: list[int] | None = None) -> None:
+        """Ends the token sequence here; another one's prompt is the rewritten history."""
+        # The metrics are the trajectory's: on its last output only.
+        self.finished.append(replace(self.output(), metrics={}))
+        self._begin(prompt_ids, request_ids)
         self.count("forks")
 
-    def add_sampled(self, out: TokenOutput):
+    def add_sampled(self, out: TokenOutput) -> None:
         n = len(out.token_ids)
-        if not n == len(out.logprobs) == len(out.versions):
-            others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
-            raise ValueError(f"the engine returned {n} tokens, but {others}")
+        require(
+            n == len(out.logprobs) == len(out.versions),
+            f"the engine returned {n} tokens, but {len(out.logprobs)} logprobs and "
+            f"{len(out.versions)} versions",
+        )
         self.request_ids += out.token_ids
         self.response_ids += out.token_ids
         self.response_mask += [1] * n
@@ -507,7 +534,7 @@ class Trajectory(AgentLoopOutput):
         self.response_versions += out.versions
         self.assistant_turns += 1
 
-    def add_given(self, ids: list[int], request_ids=None):
+    def add_given(self, ids: list[int], request_ids: list[int] | None = None) -> None:
         """Tokens of a tool, a user or the template; request_ids: with one placeholder an image."""
         self.request_ids += request_ids or ids
         self.response_ids += ids
@@ -515,35 +542,45 @@ class Trajectory(AgentLoopOutput):
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def add_reward(self, reward: float | None):
-        """A reward of the turn just made, at its last token. Raises ValueError if not finite."""
-        if reward := finite(reward or 0.0, "a turn's reward"):
+    def record(
+        self, kind: str, name: str, reward: float | None, metrics: dict | None = None
+    ) -> None:
+        """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
+
+        All or none: ValueError, which names it, if a number is not finite.
+        """
+        reward = finite(reward or 0.0, f"the reward of {kind} {name!r}")
+        numbers = {
+            key: finite(x, f"metric {key!r} of {kind} {name!r}")
+            for key, x in (metrics or {}).items()
+        }
+        for key, number in numbers.items():
+            self.count(f"{kind}/{key}", number)
+        if reward:
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
-    def add_metrics(self, kind: str, metrics: dict):
-        """Adds all of them to the trajectory's, or none: ValueError if one is not finite."""
-        numbers = {f"{kind}/{name}": finite(x, f"metric {name}") for name, x in metrics.items()}
-        for name, number in numbers.items():
-            self.count(name, number)
-
-    def count(self, name: str, n: float = 1):
+    def count(self, name: str, n: float = 1) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + n
 
     def outputs(self) -> list[AgentLoopOutput]:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
-        if not self.finished or 1 in self.response_mask:
-            return [*self.finished, self.output()]
-        last = self.finished[-1]
+        now = self.output()
+        if not self.finished or 1 in now.response_mask:
+            return [*self.finished, now]
+        *earlier, last = self.finished
         end = len(last.response_ids) - 1
-        last.turn_rewards += [(end, reward) for _, reward in self.turn_rewards]
-        last.metrics, last.stop_reason = self.metrics, self.stop_reason
-        return list(self.finished)
+        rewards = last.turn_rewards + [(end, reward) for _, reward in now.turn_rewards]
+        left = {"metrics": now.metrics, "stop_reason": now.stop_reason, "turn_rewards": rewards}
+        return [*earlier, replace(last, **left)]
+
+    def __iter__(self):
+        return iter(self.outputs())
 
     def output(self) -> AgentLoopOutput:
         """The current token sequence, as it is now: all there is without a fork."""
         self.num_turns = self.assistant_turns + self.user_turns + 1
-        now = {f.name: copy.copy(getattr(self, f.name)) for f in fields(AgentLoopOutput)}
-        return AgentLoopOutput(**now)
+        names = vars(self).keys() & {field.name for field in fields(AgentLoopOutput)}
+        return AgentLoopOutput(**{name: copy.copy(getattr(self, name)) for name in names})
 
 
 class AgentLoopBase:
@@ -564,7 +601,7 @@ class AgentLoopBase:
         raise TypeError(f"{type(self).__name__} has no run method")
 
     def start(self, row: dict, tools=None) -> Trajectory:
-        images = [row_image(image) for image in row.get("images") or ()]
+        images = [_row_image(image) for image in row.get("images") or ()]
         return self.begin(row["prompt"], tools, images)
 
     def begin(self, messages: list[dict], tools=None, images=()) -> Trajectory:
@@ -618,10 +655,11 @@ class AgentLoopBase:
             image_data=list(trajectory.images) or None,
         )  # fmt: skip
         prompt = trajectory.prompt_ids + trajectory.response_ids
-        if trajectory.images and out.prompt_ids != prompt:
-            lengths = f"{len(out.prompt_ids)} prompt tokens against {len(prompt)}"
-            problem = "the engine and the processor disagree about the tokens of the images"
-            raise ValueError(f"{problem}: {lengths}")
+        require(
+            not trajectory.images or out.prompt_ids == prompt,
+            "the engine and the processor disagree about the tokens of the images: "
+            f"{len(out.prompt_ids)} prompt tokens against {len(prompt)}",
+        )
         trajectory.add_sampled(out)
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = not stops.isdisjoint(out.token_ids[-1:])
@@ -660,11 +698,10 @@ def tool_parser(name: str, tokenizer):
 
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-        parser.extract_tool_calls("", parser_request("[]"))
+        parser.extract_tool_calls("", _parser_request("[]"))
         return parser
     except KeyError:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        problem = f": choose from {known}"
+        problem = f": choose from {', '.join(sorted(ToolParserManager.list_registered()))}"
     except NotImplementedError:  # those that want vLLM's own chat server around them
         problem = " does not parse plain text: choose another"
     except (RuntimeError, ValueError) as error:  # the tokenizer has no token of this format
@@ -673,7 +710,7 @@ def tool_parser(name: str, tokenizer):
 
 
 @functools.cache
-def parser_request(schemas):
+def _parser_request(schemas):
     """The chat request in which some parsers look up the tools; schemas as JSON, to be cached."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -690,7 +727,7 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     error = "the tool call is not valid JSON with name and arguments"
     malformed = [{"name": "", "arguments": {}, "error": error}]
     try:
-        found = parser.extract_tool_calls(text, parser_request(json.dumps(schemas)))
+        found = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
     except Exception:  # most parsers catch what a model can write, some don't
         return text, malformed
     if not found.tools_called:
@@ -702,28 +739,27 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
         try:
             arguments = json.loads(call.function.arguments)
             arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
-            if not isinstance(arguments, dict):
-                raise ValueError("arguments must be a JSON object")
+            require(isinstance(arguments, dict), "arguments must be a JSON object")
         except (ValueError, RecursionError) as problem:
             arguments, error = {}, f"wrong arguments: {problem}"
         calls.append({"name": clean(call.function.name), "arguments": arguments, "error": error})
     return found.content or "", calls
 
 
-def call_id(turn, i):
+def _call_id(turn, i):
     """Of a turn's i-th call: nine characters, as Mistral's template wants, alike in all runs."""
     return f"{turn:06d}{i:03d}"
 
 
-def function_call(id, name, arguments):
+def _function_call(id, name, arguments):
     """A tool call in an assistant's message, as chat templates want it: arguments as a dict."""
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def calling_message(content, calls, turn):
+def _calling_message(content, calls, turn):
     """The assistant's message that makes these calls."""
-    ids = [call_id(turn, i) for i in range(len(calls))]
-    made = [function_call(id, call["name"], call["arguments"]) for id, call in zip(ids, calls)]
+    ids = [_call_id(turn, i) for i in range(len(calls))]
+    made = [_function_call(id, call["name"], call["arguments"]) for id, call in zip(ids, calls)]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
@@ -763,7 +799,7 @@ class ToolAgentLoop(AgentLoopBase):
             for name, created in self.created.items():
                 if created.done() and not created.exception():
                     reward = self.in_time(self.tool_method, trajectory, name, "calc_reward")
-                    trajectory.add_reward(await reward)
+                    trajectory.record("tool", name, await reward)
         finally:
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
@@ -797,7 +833,7 @@ class ToolAgentLoop(AgentLoopBase):
         parser = self.args.tool_parser
         content, calls = parse_tool_calls(text, parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
-            trajectory.messages[-1] = calling_message(content, calls, trajectory.assistant_turns)
+            trajectory.messages[-1] = _calling_message(content, calls, trajectory.assistant_turns)
         return calls
 
     async def processing_tools(self, trajectory):
@@ -811,13 +847,13 @@ class ToolAgentLoop(AgentLoopBase):
         messages, images = [], []
         for i, (call, response) in enumerate(zip(calls, responses, strict=True)):
             try:
-                trajectory.add_metrics("tool", response.metrics)
-                trajectory.add_reward(response.reward)
-                there, more = len(trajectory.images) + len(images), len(response.images)
+                trajectory.record("tool", call["name"], response.reward, response.metrics)
+                found, more = len(trajectory.images + images), len(response.images)
                 limit = self.args.max_images
-                if more and there + more > limit:
-                    known = f"{there} of {limit} are there"
-                    raise ValueError(f"no room for {more} more images: {known}")
+                require(
+                    not more or found + more <= limit,
+                    f"no room for {more} more images: {found} of {limit} are there",
+                )
             except Exception as error:  # no number, or too many images
                 response = self.failure(trajectory, error)
             content = text = self.shorten(response.text)
@@ -825,9 +861,10 @@ class ToolAgentLoop(AgentLoopBase):
                 content = [{"type": "text", "text": text}] if text else []
                 content += [{"type": "image"} for _ in response.images]
             images += response.images
-            made = call_id(trajectory.assistant_turns, i)  # of malformed ones too: for templates
+            # Malformed calls have an id too: templates want one.
+            id = _call_id(trajectory.assistant_turns, i)
             message = {"role": "tool", "name": call["name"], "content": content}
-            messages.append(message | {"tool_call_id": made})
+            messages.append(message | {"tool_call_id": id})
         return self.answer(trajectory, messages, images)
 
     def failure(self, trajectory, error, counter="tool_errors"):
@@ -844,7 +881,7 @@ class ToolAgentLoop(AgentLoopBase):
             return self.failure(trajectory, error)
         try:
             async with asyncio.timeout(self.args.tool_timeout) as deadline:
-                return await contained(self.execute(trajectory, name, call["arguments"]))
+                return await _contained(self.execute(trajectory, name, call["arguments"]))
         except Exception as error:  # the model's to read, not the run's to die of
             if deadline.expired():
                 late = f"{name} took longer than {self.args.tool_timeout:g} seconds"
@@ -860,34 +897,37 @@ class ToolAgentLoop(AgentLoopBase):
         """A tool's response, its images loaded. Raises whatever the tool raises."""
         if name not in self.created:
             create = self.tool_method(trajectory, name, "create")
-            self.created[name] = asyncio.ensure_future(contained(create))
+            self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
         result = await self.tool_method(trajectory, name, "execute", arguments)
         response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
         if not isinstance(response, ToolResponse):
             response = ToolResponse(str(response))
-        if response.images and self.processor is None:
-            raise ValueError("the tool returned an image, and this agent reads text only")
-        images = [load_image(image) for image in response.images]
+        images = response.images
+        problem = "the tool returned an image, and this agent reads text only"
+        require(self.processor or not images, problem)
+        images = [load_image(image) for image in images]
         if images:
-            image_tokens(images, self.processor)  # raises for a shape that the model does not take
+            _image_tokens(images, self.processor)  # raises for a shape that the model does not take
         reward = response.reward if reward is None else reward
         return ToolResponse(response.text, images, reward, {**response.metrics, **(metrics or {})})
 
     async def in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
         async with asyncio.timeout(self.args.tool_timeout):
-            return await contained(function(*args, **kwargs))
+            return await _contained(function(*args, **kwargs))
 
     def shorten(self, text):
         """At most max_tool_response_tokens of a response: one or both ends, as in verl."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
         text = self.plain(text)
+        if len(text.encode()) <= limit:  # a token is a byte at least
+            return text
         far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
-        left = tokenise(self.tokenizer, text[:far])
+        left = _tokenise(self.tokenizer, text[:far])
         if len(text) <= far and len(left) <= limit:
             return text
-        right = tokenise(self.tokenizer, text[-far:])
+        right = _tokenise(self.tokenizer, text[-far:])
         kept = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]  # at the left end
         right = right[len(right) - (limit - kept) :]
         return f"{self.tokenizer.decode(left[:kept])}...{self.tokenizer.decode(right)}"
@@ -897,8 +937,7 @@ class ToolAgentLoop(AgentLoopBase):
             self.interaction.generate_response,
             trajectory.request_id, trajectory.messages, **self.interaction_kwargs,
         )  # fmt: skip
-        trajectory.add_metrics("interaction", metrics or {})
-        trajectory.add_reward(reward)  # the last turn too has its reward
+        trajectory.record("interaction", self.interaction.name, reward, metrics)
         limit, n = self.args.max_user_turns, self.user_answers
         if done or self.out_of_turns(trajectory) or self.out_of(trajectory, limit, n):
             return None
@@ -915,8 +954,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
-        method = self.tool_method
-        closers = [self.in_time(method, trajectory, name, "release") for name in self.created]
+        release = functools.partial(self.in_time, self.tool_method, trajectory)
+        closers = [release(name, "release") for name in self.created]
         if self.interaction:
             closers.append(self.in_time(self.interaction.finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
@@ -931,14 +970,7 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def image_parts(messages):
-    """The placeholders of images in the messages' contents."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part for part in parts if part["type"] == "image"]
-
-
-def identity(message):
+def _identity(message):
     """What makes two messages the same: not ids and names of tools, which clients add and drop."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["role"], message["content"], json.dumps(calls, sort_keys=True)
@@ -957,8 +989,8 @@ class ChatClient:
     def __init__(self, loop, sampling_params):
         self.loop, self.sampling_params = loop, sampling_params
         self.trajectories = []  # the last one spoke last
-        self.sampling = set()  # calls under way
-        self.images = {}  # by the name in their placeholders: see `row_image`
+        self.tasks = []  # one a call, for those under way at the end
+        self.row_images = []  # numbered by their placeholders: see `number_images`
         self.turns = 0
         self.over = False  # the agent is done
         self.reward = None  # what the task is asked for otherwise
@@ -974,14 +1006,18 @@ class ChatClient:
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
         response_format, content other than text (and, for vision, images as data: URLs).
         """
-        if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
-            known = "n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
-            raise ValueError(f"supported are {known}")
+        require(
+            (n or 1) == 1 and not stream and not response_format
+            and tool_choice in (None, "auto", "none"),
+            "supported are n=1, stream=False, tool_choice 'auto' or 'none', and no response_format",
+        )  # fmt: skip
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        problem = f"max_tokens must be at least 1, not {max_tokens}"
+        require(max_tokens is None or max_tokens >= 1, problem)
         tools = list(tools or ()) if tool_choice != "none" else []
-        trajectory = self.resume([self.message(message) for message in messages], tools)
+        images = []  # of all messages, in the order of their placeholders
+        messages = [self._plain(message, images) for message in messages]
+        trajectory = self._resume(messages, images, tools)
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
@@ -990,76 +1026,72 @@ class ChatClient:
         self.turns += 1
         turn, before = self.turns, len(trajectory.response_ids)
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
-        self.sampling.add(task)
+        self.tasks.append(task)
         try:
             text = await task
         except asyncio.CancelledError as error:
-            reraise_cancellation(error)
+            _reraise_cancellation(error)
             raise OutOfBudget("the trajectory is over") from None
-        finally:
-            self.sampling.discard(task)
         self.exhausted, reply = None, trajectory.messages[-1]
-        for string in sampling.get("stop", ()) if text else ():  # sampled, so a token, but not said
-            text, reply["content"] = (said.split(string)[0] for said in (text, reply["content"]))
+        for string in sampling.get("stop", ()) if text else ():  # sampled, so a token, but not in the reply
+            text, reply["content"] = (x.split(string)[0] for x in (text, reply["content"]))
         if text and tools:
             parser = self.loop.args.tool_parser
             content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
             # A malformed one is text, as from vLLM's server.
             if calls and not any(call["error"] for call in calls):
-                trajectory.messages[-1] = calling_message(content, calls, turn)
+                trajectory.messages[-1] = _calling_message(content, calls, turn)
         trajectory.tools = tools  # others may go on from it now
-        self.put_last(trajectory)
-        return self.completion(trajectory, before, logprobs)
+        self._put_last(trajectory)
+        return self._completion(trajectory, before, logprobs)
 
-    def resume(self, messages, tools):
+    def _resume(self, messages, images, tools):
         """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, n = self.loop, len(image_parts(messages))
-        if n > loop.args.max_images:  # before any is decoded
-            raise ValueError(f"{n} images: supported are {loop.args.max_images}, see --max_images")
+        loop, known = self.loop, [_identity(message) for message in messages]
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
-            self.give_up("max_turns")
-        known = [identity(message) for message in messages]
+            self._give_up("max_turns")
         earlier = [
             t for t in self.trajectories if t.tools == tools and len(t.messages) < len(known)
-            and [identity(message) for message in t.messages] == known[: len(t.messages)]
+            and [_identity(message) for message in t.messages] == known[: len(t.messages)]
         ]  # fmt: skip
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
             new = messages[len(trajectory.messages) :]
+            images = [_row_image(image) for image in images[len(trajectory.images) :]]
             stops = loop.stop_token_ids(self.sampling_params)
-            fits = loop.append(trajectory, new, tools, stops, self.images_of(new))
+            fits = loop.append(trajectory, new, tools, stops, images)
         else:
-            trajectory = loop.begin(messages, tools, self.images_of(messages))
+            trajectory = loop.begin(messages, tools, [_row_image(image) for image in images])
             self.trajectories.append(trajectory)
             fits = loop.room(trajectory) > 0
         if not fits:
-            self.put_last(trajectory)
-            self.give_up("length")
+            self._put_last(trajectory)
+            self._give_up("length")
         trajectory.tools = None  # until its turn is sampled; if that fails, nothing goes on from it
         trajectory.stop_reason = "stop"
         return trajectory
 
-    def put_last(self, trajectory):
+    def _put_last(self, trajectory):
         """Among the trajectories: it spoke last, or had no room to."""
         self.trajectories.sort(key=lambda other: other is trajectory)
 
-    def give_up(self, reason):
+    def _give_up(self, reason):
         self.exhausted = reason
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
-    async def close(self):
+    async def close(self) -> None:
         """Ends the calls that outlived the agent (in threads, tasks, over HTTP), refuses others."""
         self.over = True
-        for task in self.sampling:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self.sampling, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def message(self, message):
+    def _plain(self, message, images):
         """A chat message of any client as templates want it: text or parts, arguments as a dict."""
         message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
         content = message.get("content") or ""
         if not isinstance(content, str):
-            content = [self.part(part) for part in content]
+            content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
         names = [name for name in ("role", "name", "tool_call_id") if message.get(name)]
@@ -1069,43 +1101,43 @@ class ChatClient:
             if isinstance(arguments, str):
                 with suppress(ValueError):  # what the policy wrote, sent back as it was
                     arguments = json.loads(arguments)
-            plain.setdefault("tool_calls", []).append(function_call(call["id"], name, arguments))
+            plain.setdefault("tool_calls", []).append(_function_call(call["id"], name, arguments))
         return plain
 
-    def part(self, part):
-        """A part of a message's content; an image is kept and named in its placeholder."""
-        kind = part.get("type")
+    def _part(self, part, images):
+        """A part of a message's content; the image of a placeholder is added to `images`."""
+        kind, limit = part.get("type"), self.loop.args.max_images
         if kind == "text":
             return part
-        if self.loop.processor is None:
-            raise ValueError("only text content is supported in chat messages")
-        if kind == "image":  # of the row's own prompt: see `place`
-            if part.get("image") in list(self.images):  # a list: it may have no hash
-                return part
-            known = "as the row's prompt has it; send others as image_url"
-            raise ValueError(f"a part of type image is supported {known}")
-        if kind != "image_url":
-            raise ValueError(f"supported in chat messages are text and image_url, not {kind}")
+        require(self.loop.processor, "only text content is supported in chat messages")
+        require(len(images) < limit, f"supported are {limit} images, see --max_images")
+        if kind == "image":
+            number = part.get("image")
+            require(
+                number in range(len(self.row_images)),
+                "a part of type image is supported as the row's prompt has it; send others as "
+                "image_url",
+            )
+            images.append(self.row_images[number])
+            return part
+        require(kind == "image_url", f"supported in chat messages are text and image_url, not {kind}")
         url = part.get("image_url")
         head, _, data = str(url["url"] if isinstance(url, dict) else url).partition(";base64,")
-        if not head.startswith("data:image/"):
-            raise ValueError("of image_urls only data:image/...;base64 is supported")
-        name = hashlib.sha256(data.encode()).hexdigest()
-        self.images[name] = base64.b64decode(data)
-        return {"type": "image", "image": name}
+        problem = "of image_urls only data:image/...;base64 is supported"
+        require(head.startswith("data:image/"), problem)
+        images.append(base64.b64decode(data))
+        return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
-    def place(self, prompt, images):
-        """A row's prompt with its images named in their placeholders, to be sent as it is."""
-        prompt = copy.deepcopy(prompt)
-        for i, (part, image) in enumerate(zip(image_parts(prompt), images, strict=True)):
-            part["image"] = f"image {i} of the row"
-            self.images[part["image"]] = image
+    def number_images(self, prompt, images):
+        """A row's prompt with a number in each image's placeholder, to be sent as it is."""
+        prompt, self.row_images = copy.deepcopy(prompt), list(images)
+        contents = [message.get("content") for message in prompt]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        for number, part in enumerate(part for part in parts if part["type"] == "image"):
+            part["image"] = number
         return prompt
 
-    def images_of(self, messages):
-        return [row_image(self.images[part["image"]]) for part in image_parts(messages)]
-
-    def completion(self, trajectory, before, logprobs):
+    def _completion(self, trajectory, before, logprobs):
         """An openai ChatCompletion of the last turn; before: response tokens before it."""
         from openai.types.chat import ChatCompletion
 
@@ -1119,23 +1151,22 @@ class ChatClient:
         choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
         if logprobs:
             texts = [self.loop.tokenizer.decode([i]) for i in ids]
-            logprobs = trajectory.response_logprobs[before:]
             choice["logprobs"] = {"content": [
                 {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, x in zip(texts, logprobs, strict=True)
+                for text, x in zip(texts, trajectory.response_logprobs[before:], strict=True)
             ]}  # fmt: skip
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        usage["total_tokens"] = len(prompt) + len(ids)
-        return ChatCompletion.model_validate({
-            "id": f"chatcmpl-{trajectory.request_id}-{self.turns}", "object": "chat.completion",
-            "model": "policy", "created": int(time.time()), "choices": [choice],
-            "usage": usage, "prompt_token_ids": prompt,
-        })  # fmt: skip
+        return ChatCompletion(
+            id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
+            model="policy", created=int(time.time()), choices=[choice],
+            usage=usage | {"total_tokens": len(prompt + ids)}, prompt_token_ids=prompt,
+        )  # fmt: skip
 
-    def outputs(self):
+    def outputs(self) -> list[AgentLoopOutput]:
         """All token sequences, those of the trajectory that spoke last at the end."""
         spoke = [trajectory for trajectory in self.trajectories if trajectory.assistant_turns]
-        return [output for trajectory in spoke for output in trajectory.outputs()]
+        spoke.sort(key=lambda t: t.tools is not None)  # first: those whose last turn failed
+        return [output for trajectory in spoke for output in trajectory]
 
 
 class ChatAgentLoop(AgentLoopBase):
@@ -1151,7 +1182,7 @@ class ChatAgentLoop(AgentLoopBase):
     async def run(self, sampling_params, **row):
         client, reward, cut_off = ChatClient(self, sampling_params), None, None
         if row.get("images"):
-            row["prompt"] = client.place(row["prompt"], row["images"])
+            row["prompt"] = client.number_images(row["prompt"], row["images"])
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)
