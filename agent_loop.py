@@ -15,12 +15,12 @@ coroutines of one background thread; hundreds live at once. Names follow verl's 
 import asyncio
 import base64
 import concurrent.futures
-import contextvars
 import copy
 import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import threading
@@ -35,12 +35,6 @@ from uuid import uuid4
 
 class BadInput(ValueError):
     """The user's flags, task file, rows or model can't work: train.py shows only its one line."""
-
-
-def require(ok, message: str) -> None:
-    """Raises ValueError with the message unless `ok`."""
-    if not ok:
-        raise ValueError(message)
 
 
 # ---------------------------------------------------------------- what crosses files
@@ -98,22 +92,14 @@ class AgentLoopOutput:
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
-        require(
-            len(set(lengths.values())) == 1,
-            f"the response lists of an AgentLoopOutput must have one length, got {lengths}",
-        )
-        require(
-            {0, 1}.issuperset(self.response_mask),
-            "response_mask holds 0 (not sampled) and 1 (sampled by the policy)",
-        )
-        require(
-            self.prompt_ids,
-            "prompt_ids is empty: the first response token needs a token to be predicted from",
-        )
-        require(
-            self.stop_reason in STOP_REASONS,
-            f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}",
-        )
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the response lists of an output must have one length, got {lengths}")
+        if not {0, 1}.issuperset(self.response_mask):
+            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
+        if not self.prompt_ids:
+            raise ValueError("prompt_ids is empty: what is the first token predicted from?")
+        if self.stop_reason not in STOP_REASONS:
+            raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
 
     @property
     def truncated(self) -> bool:
@@ -128,10 +114,7 @@ def render_text(
 ) -> str:
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
-        raise BadInput(
-            "the tokenizer has no chat template: use an instruct model, or set "
-            "tokenizer.chat_template"
-        )
+        raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
     return tokenizer.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
     )
@@ -172,18 +155,15 @@ def turn_suffix(
     before = render_text(tokenizer, messages, tools)
     after = render_text(tokenizer, messages + new, tools, True)
     if not after.startswith(before):
-        raise RewritesHistory(
-            "the chat template is not append-only: adding a message changes earlier ones, so the "
-            "turns of this conversation can't be one token sequence"
-        )
+        raise RewritesHistory("the chat template is not append-only: new messages change earlier")
     # Tokenised from the end-of-turn token on: nothing merges across it, and no tokenizer takes what
     # follows for the start of a text (some would put a space there).
-    starts = ((before.rfind(tokenizer.decode([stop])), stop) for stop in stop_token_ids)
-    start, stop = max(starts, default=(-1, None))
+    starts = (before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids)
+    start = max(starts, default=-1)
     if start < 0:  # a template that ends turns with no token at all
         start = len(before)
     ids = _tokenise(tokenizer, after[start:])
-    return ids[1:] if ended and ids[0] == stop else ids
+    return ids[1:] if ended and ids[0] in stop_token_ids else ids
 
 
 # ---------------------------------------------------------------- images
@@ -209,8 +189,8 @@ def open_image(source):
         name, file = f"{len(source)} bytes", io.BytesIO(source)
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
-        problem = f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}"
-        require(image.width * image.height <= MAX_PIXELS, problem)
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
         return image
     except Exception as error:  # PIL, the file system and a wrong type each have their own
         raise ValueError(f"{name} can't be read as an image: {error}") from None
@@ -256,11 +236,12 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     the model does not take.
     """
     if processor is None:  # a text model
-        require(not images, "there are images, and this model reads text only")
+        if images:
+            raise ValueError("there are images, and this model reads text only")
         return ids
     placeholder = processor.image_token_id
-    problem = f"{len(images)} images, but {ids.count(placeholder)} placeholders in the text"
-    require(ids.count(placeholder) == len(images), f"there are {problem}")
+    if (found := ids.count(placeholder)) != len(images):
+        raise ValueError(f"there are {len(images)} images, but {found} placeholders in the text")
     counts = iter(_image_tokens(images, processor))
     return [token for i in ids for token in [i] * (next(counts) if i == placeholder else 1)]
 
@@ -269,12 +250,11 @@ def check_images(output: AgentLoopOutput, processor) -> None:
     """Raises ValueError unless the ids have a placeholder for each token of the output's images."""
     found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     expected = sum(_image_tokens(output.images, processor))
-    require(
-        found == expected,
-        f"the ids have {found} placeholders, but the {len(output.images)} images of "
-        f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them "
-        "(see Trajectory)",
-    )
+    if found != expected:
+        raise ValueError(
+            f"the ids have {found} placeholders, but the {len(output.images)} images of "
+            f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them"
+        )
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -323,10 +303,8 @@ class FunctionTool(Tool):
         try:
             self.schema = get_json_schema(function)
         except Exception as error:  # transformers' own exception types differ between its versions
-            raise BadInput(
-                f"tool {self.name!r} needs type hints and a Google-style docstring with an Args "
-                f"section: {error}"
-            ) from error
+            needs = "type hints and a Google-style docstring with an Args section"
+            raise BadInput(f"tool {self.name!r} needs {needs}: {error}") from error
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         try:
@@ -423,16 +401,16 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
     asyncio.to_thread's pool is joined when Python exits, so a tool that never returns would keep
     the process alive.
     """
-    future, context = concurrent.futures.Future(), contextvars.copy_context()
+    future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a deadline that passes ends the waiting, not the work
 
     def work():
         try:
-            future.set_result(context.run(function, *args, **kwargs))
+            future.set_result(function(*args, **kwargs))
         except BaseException as error:
             future.set_exception(_failure(error))
 
-    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
+    threading.Thread(target=work, daemon=True, name=repr(function)).start()
     return await asyncio.wrap_future(future)
 
 
@@ -454,7 +432,8 @@ def finite(value, name: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    require(math.isfinite(number), f"{name} must be a finite number, got {value!r}")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
 
 
@@ -479,10 +458,8 @@ def agent_loop_class(row: dict, task, args) -> type:
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
     if name not in AGENT_LOOPS:
-        raise BadInput(
-            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) "
-            "to the task"
-        )
+        choice = f"choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task"
+        raise BadInput(f"no agent loop {name!r}: {choice}")
     return AGENT_LOOPS[name]
 
 
@@ -495,9 +472,8 @@ class Trajectory:
     """
 
     def __init__(
-        self, messages: list[dict], prompt_ids: list[int], request_ids: list[int] | None = None,
-        images: Sequence = (),
-    ):  # fmt: skip
+        self, messages: list[dict], prompt_ids: list[int], request_ids: list[int], images: Sequence
+    ):
         self.request_id = uuid4().hex
         self.messages, self.images = list(messages), list(images)
         self.metrics, self.extra, self.stop_reason = {}, {}, "stop"
@@ -509,11 +485,11 @@ class Trajectory:
         self._begin(prompt_ids, request_ids)
 
     def _begin(self, prompt_ids, request_ids):
-        self.prompt_ids, self.request_ids = prompt_ids, list(request_ids or prompt_ids)
+        self.prompt_ids, self.request_ids = prompt_ids, list(request_ids)
         for name in ("turn_rewards", *RESPONSE_LISTS):
             setattr(self, name, [])
 
-    def fork(self, prompt_ids: list[int], request_ids: list[int] | None = None) -> None:
+    def fork(self, prompt_ids: list[int], request_ids: list[int]) -> None:
         """Ends the token sequence here; another one's prompt is the rewritten history."""
         # The metrics are the trajectory's: on its last output only.
         self.finished.append(replace(self.output(), metrics={}))
@@ -522,11 +498,9 @@ class Trajectory:
 
     def add_sampled(self, out: TokenOutput) -> None:
         n = len(out.token_ids)
-        require(
-            n == len(out.logprobs) == len(out.versions),
-            f"the engine returned {n} tokens, but {len(out.logprobs)} logprobs and "
-            f"{len(out.versions)} versions",
-        )
+        if not n == len(out.logprobs) == len(out.versions):
+            others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
+            raise ValueError(f"the engine returned {n} tokens, but {others}")
         self.request_ids += out.token_ids
         self.response_ids += out.token_ids
         self.response_mask += [1] * n
@@ -542,20 +516,15 @@ class Trajectory:
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def record(
-        self, kind: str, name: str, reward: float | None, metrics: dict | None = None
-    ) -> None:
-        """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
+    def record(self, source: str, reward: float | None, metrics: dict | None = None) -> None:
+        """A tool's or interaction's reward of the turn just made, at its last token, and metrics.
 
-        All or none: ValueError, which names it, if a number is not finite.
+        All or none: ValueError, which names the source, if a number is not finite.
         """
-        reward = finite(reward or 0.0, f"the reward of {kind} {name!r}")
-        numbers = {
-            key: finite(x, f"metric {key!r} of {kind} {name!r}")
-            for key, x in (metrics or {}).items()
-        }
+        reward = finite(reward or 0.0, f"the reward of {source}")
+        numbers = {key: finite(x, f"{key!r} of {source}") for key, x in (metrics or {}).items()}
         for key, number in numbers.items():
-            self.count(f"{kind}/{key}", number)
+            self.count(f"{source.split()[0]}/{key}", number)
         if reward:
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
@@ -600,16 +569,13 @@ class AgentLoopBase:
         """Runs one trajectory of a row (its columns, and step, index, rollout_n, validate)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
-    def start(self, row: dict, tools=None) -> Trajectory:
+    def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
+        """A trajectory that begins with row["prompt"] and its row["images"], one a placeholder."""
         images = [_row_image(image) for image in row.get("images") or ()]
-        return self.begin(row["prompt"], tools, images)
+        ids = render(self.tokenizer, row["prompt"], tools)
+        return Trajectory(row["prompt"], expand(ids, images, self.processor), ids, images)
 
-    def begin(self, messages: list[dict], tools=None, images=()) -> Trajectory:
-        """A trajectory that begins with these messages; images: PIL images, one a placeholder."""
-        ids = render(self.tokenizer, messages, tools)
-        return Trajectory(messages, expand(ids, images, self.processor), ids, images)
-
-    def room(self, trajectory, used=None) -> int:
+    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
         """Response tokens that budget and window still take; used: other tokens than its own."""
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
@@ -617,14 +583,16 @@ class AgentLoopBase:
         spent = sum(len(one.response_ids) for one in (*trajectory.finished, trajectory))
         return min(self.args.max_response_tokens - spent, window - used)
 
-    def append(self, trajectory, messages: list[dict], tools, stops: set[int], images=()) -> bool:
+    def append(
+        self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
+        stops: set[int], images: Sequence = (),
+    ) -> bool:  # fmt: skip
         """Appends tool or user messages as a template suffix, or forks where history is rewritten.
 
-        images: PIL images, one for each placeholder in the messages.
-        False if no room would be left for a token of reply: then nothing is appended, and the stop
-        reason is "length".
+        images: one a placeholder. False if there is no room for them and a token of reply: then
+        nothing is appended, and the stop reason is "length".
         """
-        history = trajectory.messages
+        history, images = trajectory.messages, [_row_image(image) for image in images]
         try:
             request = turn_suffix(self.tokenizer, history, messages, stops, trajectory.ended, tools)
             ids = expand(request, images, self.processor)
@@ -642,7 +610,9 @@ class AgentLoopBase:
         trajectory.user_turns += 1
         return True
 
-    async def assistant_turn(self, trajectory, sampling_params: dict) -> str | None:
+    async def assistant_turn(
+        self, trajectory: Trajectory, sampling_params: dict
+    ) -> str | None:
         """Samples one turn; returns its text, special tokens kept, or None if it was cut off."""
         room = self.room(trajectory)
         if room < 1:
@@ -655,21 +625,17 @@ class AgentLoopBase:
             image_data=list(trajectory.images) or None,
         )  # fmt: skip
         prompt = trajectory.prompt_ids + trajectory.response_ids
-        require(
-            not trajectory.images or out.prompt_ids == prompt,
-            "the engine and the processor disagree about the tokens of the images: "
-            f"{len(out.prompt_ids)} prompt tokens against {len(prompt)}",
-        )
+        if trajectory.images and out.prompt_ids != prompt:
+            problem = f"tokens of the images: {len(out.prompt_ids)} against {len(prompt)}"
+            raise ValueError(f"the engine and the processor disagree about the {problem}")
         trajectory.add_sampled(out)
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = not stops.isdisjoint(out.token_ids[-1:])
         content = out.token_ids[:-1] if trajectory.ended else out.token_ids
         text = self.tokenizer.decode(content, skip_special_tokens=True)
         trajectory.messages.append({"role": "assistant", "content": text})
-        if out.stop_reason != "stop":
-            trajectory.stop_reason = out.stop_reason
-            return None
-        return self.tokenizer.decode(content, skip_special_tokens=False)
+        trajectory.stop_reason = out.stop_reason
+        return self.tokenizer.decode(content) if out.stop_reason == "stop" else None
 
     def plain(self, text: str) -> str:
         """`clean`, and nothing in it that the tokenizer takes for the placeholder of an image."""
@@ -677,6 +643,7 @@ class AgentLoopBase:
         return text.replace(self.processor.image_token, " ") if self.processor else text
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
+        """Of the sampling parameters and the tokenizer."""
         stops = sampling_params.get("stop_token_ids") or ()
         return {*stops, self.tokenizer.eos_token_id} - {None}
 
@@ -737,9 +704,10 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     for call in found.tool_calls:
         error = None
         try:
-            arguments = json.loads(call.function.arguments)
-            arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
-            require(isinstance(arguments, dict), "arguments must be a JSON object")
+            readable = json.dumps(json.loads(call.function.arguments), ensure_ascii=False)
+            arguments = json.loads(clean(readable))
+            if not isinstance(arguments, dict):
+                raise ValueError("arguments must be a JSON object")
         except (ValueError, RecursionError) as problem:
             arguments, error = {}, f"wrong arguments: {problem}"
         calls.append({"name": clean(call.function.name), "arguments": arguments, "error": error})
@@ -758,8 +726,10 @@ def _function_call(id, name, arguments):
 
 def _calling_message(content, calls, turn):
     """The assistant's message that makes these calls."""
-    ids = [_call_id(turn, i) for i in range(len(calls))]
-    made = [_function_call(id, call["name"], call["arguments"]) for id, call in zip(ids, calls)]
+    made = [
+        _function_call(_call_id(turn, i), call["name"], call["arguments"])
+        for i, call in enumerate(calls)
+    ]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
@@ -798,8 +768,8 @@ class ToolAgentLoop(AgentLoopBase):
                 trajectory.stop_reason = "timeout"  # what it has so far is kept, and graded
             for name, created in self.created.items():
                 if created.done() and not created.exception():
-                    reward = self.in_time(self.tool_method, trajectory, name, "calc_reward")
-                    trajectory.record("tool", name, await reward)
+                    reward = self._in_time(self._tool_method, trajectory, name, "calc_reward")
+                    trajectory.record(f"tool {name}", await reward)
         finally:
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
@@ -807,7 +777,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def pending(self, trajectory):
         if self.interaction:
             start = self.interaction.start
-            await self.in_time(start, trajectory.request_id, **self.interaction_kwargs)
+            await self._in_time(start, trajectory.request_id, **self.interaction_kwargs)
         return self.generating
 
     async def generating(self, trajectory):
@@ -817,14 +787,13 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
         if not trajectory.tool_calls:
             return self.interacting if self.interaction else None
-        return None if self.out_of_turns(trajectory) else self.processing_tools
+        return None if self._out_of_turns(trajectory) else self.processing_tools
 
-    def out_of_turns(self, trajectory):
-        return self.out_of(trajectory, self.args.max_assistant_turns, trajectory.assistant_turns)
-
-    def out_of(self, trajectory, limit, turns):
+    def _out_of_turns(self, trajectory, user_answers=0):
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
-        if over := 0 < limit <= turns:
+        limits = self.args.max_assistant_turns, self.args.max_user_turns
+        turns = trajectory.assistant_turns, user_answers
+        if over := any(0 < limit <= n for limit, n in zip(limits, turns)):
             trajectory.stop_reason = "max_turns"
         return over
 
@@ -844,80 +813,77 @@ class ToolAgentLoop(AgentLoopBase):
         responses = await asyncio.gather(*(self.call_tool(trajectory, call) for call in calls))
         trajectory.count("tool_s", time.perf_counter() - started)
         trajectory.count("tool_calls", len(calls))
-        messages, images = [], []
-        for i, (call, response) in enumerate(zip(calls, responses, strict=True)):
+        messages, images, limit = [], [], self.args.max_images
+        for i, (call, response) in enumerate(zip(calls, responses)):
             try:
-                trajectory.record("tool", call["name"], response.reward, response.metrics)
-                found, more = len(trajectory.images + images), len(response.images)
-                limit = self.args.max_images
-                require(
-                    not more or found + more <= limit,
-                    f"no room for {more} more images: {found} of {limit} are there",
-                )
+                trajectory.record(f"tool {call['name']}", response.reward, response.metrics)
+                there, more = len(trajectory.images + images), len(response.images)
+                if more and there + more > limit:
+                    problem = f"{there} of {limit} are there"
+                    raise ValueError(f"no room for {more} more images: {problem}")
             except Exception as error:  # no number, or too many images
-                response = self.failure(trajectory, error)
-            content = text = self.shorten(response.text)
+                response = self._failure(trajectory, error)
+            content = text = self._shorten(response.text)
             if response.images:
                 content = [{"type": "text", "text": text}] if text else []
                 content += [{"type": "image"} for _ in response.images]
             images += response.images
-            # Malformed calls have an id too: templates want one.
-            id = _call_id(trajectory.assistant_turns, i)
-            message = {"role": "tool", "name": call["name"], "content": content}
-            messages.append(message | {"tool_call_id": id})
+            messages.append({
+                "role": "tool", "name": call["name"], "content": content,
+                "tool_call_id": _call_id(trajectory.assistant_turns, i),  # if malformed too
+            })  # fmt: skip
         return self.answer(trajectory, messages, images)
 
-    def failure(self, trajectory, error, counter="tool_errors"):
+    def _failure(self, trajectory, error, counter="tool_errors"):
         """What the model reads of a call that went wrong, which is counted."""
         trajectory.count(counter)
         return ToolResponse(f"Error: {error}")
 
     async def call_tool(self, trajectory, call):
         """Executes a call under its deadline; what goes wrong is told to the model and counted."""
-        name, error = call["name"], call["error"]
-        if not error and name not in self.tools:
-            error = f"there is no tool {name!r}; the tools are {sorted(self.tools)}"
-        if error:
-            return self.failure(trajectory, error)
+        name, deadline = call["name"], asyncio.timeout(self.args.tool_timeout)
         try:
-            async with asyncio.timeout(self.args.tool_timeout) as deadline:
-                return await _contained(self.execute(trajectory, name, call["arguments"]))
+            if call["error"]:
+                raise ValueError(call["error"])
+            if name not in self.tools:
+                raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
+            async with deadline:
+                return await _contained(self._execute(trajectory, name, call["arguments"]))
         except Exception as error:  # the model's to read, not the run's to die of
             if deadline.expired():
                 late = f"{name} took longer than {self.args.tool_timeout:g} seconds"
-                return self.failure(trajectory, late, "tool_timeouts")
-            return self.failure(trajectory, str(error) or repr(error))
+                return self._failure(trajectory, late, "tool_timeouts")
+            return self._failure(trajectory, str(error) or repr(error))
 
-    def tool_method(self, trajectory, name, method, *arguments):
+    def _tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
         return getattr(self.tools[name], method)(trajectory.request_id, *arguments, **kwargs)
 
-    async def execute(self, trajectory, name, arguments):
+    async def _execute(self, trajectory, name, arguments):
         """A tool's response, its images loaded. Raises whatever the tool raises."""
         if name not in self.created:
-            create = self.tool_method(trajectory, name, "create")
+            create = self._tool_method(trajectory, name, "create")
             self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
-        result = await self.tool_method(trajectory, name, "execute", arguments)
+        result = await self._tool_method(trajectory, name, "execute", arguments)
         response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
         if not isinstance(response, ToolResponse):
             response = ToolResponse(str(response))
-        images = response.images
-        problem = "the tool returned an image, and this agent reads text only"
-        require(self.processor or not images, problem)
-        images = [load_image(image) for image in images]
+        if response.images and self.processor is None:
+            raise ValueError("the tool returned an image, and this agent reads text only")
+        images = [load_image(image) for image in response.images]
         if images:
             _image_tokens(images, self.processor)  # raises for a shape that the model does not take
         reward = response.reward if reward is None else reward
         return ToolResponse(response.text, images, reward, {**response.metrics, **(metrics or {})})
 
-    async def in_time(self, function, *args, **kwargs):
+    async def _in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
         async with asyncio.timeout(self.args.tool_timeout):
             return await _contained(function(*args, **kwargs))
 
-    def shorten(self, text):
+    def _shorten(self, text):
         """At most max_tool_response_tokens of a response: one or both ends, as in verl."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
         text = self.plain(text)
@@ -933,13 +899,12 @@ class ToolAgentLoop(AgentLoopBase):
         return f"{self.tokenizer.decode(left[:kept])}...{self.tokenizer.decode(right)}"
 
     async def interacting(self, trajectory):
-        done, text, reward, metrics = await self.in_time(
+        done, text, reward, metrics = await self._in_time(
             self.interaction.generate_response,
             trajectory.request_id, trajectory.messages, **self.interaction_kwargs,
         )  # fmt: skip
-        trajectory.record("interaction", self.interaction.name, reward, metrics)
-        limit, n = self.args.max_user_turns, self.user_answers
-        if done or self.out_of_turns(trajectory) or self.out_of(trajectory, limit, n):
+        trajectory.record(f"interaction {self.interaction.name}", reward, metrics)
+        if done or self._out_of_turns(trajectory, self.user_answers):
             return None
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": self.plain(text)}])
@@ -954,10 +919,11 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
-        release = functools.partial(self.in_time, self.tool_method, trajectory)
-        closers = [release(name, "release") for name in self.created]
+        closers = [
+            self._in_time(self._tool_method, trajectory, name, "release") for name in self.created
+        ]
         if self.interaction:
-            closers.append(self.in_time(self.interaction.finalize, trajectory.request_id))
+            closers.append(self._in_time(self.interaction.finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
             if isinstance(result, BaseException):
                 trajectory.count("release_errors")
@@ -970,10 +936,11 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def _identity(message):
-    """What makes two messages the same: not ids and names of tools, which clients add and drop."""
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return message["role"], message["content"], json.dumps(calls, sort_keys=True)
+def _comparable(messages):
+    """What makes messages the same: not ids and names of tools, which clients add and drop."""
+    calls = [[call["function"] for call in m.get("tool_calls", ())] for m in messages]
+    keys = (json.dumps(functions, sort_keys=True) for functions in calls)
+    return [(m["role"], m["content"], key) for m, key in zip(messages, keys)]
 
 
 class ChatClient:
@@ -988,7 +955,7 @@ class ChatClient:
 
     def __init__(self, loop, sampling_params):
         self.loop, self.sampling_params = loop, sampling_params
-        self.trajectories = []  # the last one spoke last
+        self.trajectories = []  # the last one was asked last
         self.tasks = []  # one a call, for those under way at the end
         self.row_images = []  # numbered by their placeholders: see `number_images`
         self.turns = 0
@@ -1006,14 +973,12 @@ class ChatClient:
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
         response_format, content other than text (and, for vision, images as data: URLs).
         """
-        require(
-            (n or 1) == 1 and not stream and not response_format
-            and tool_choice in (None, "auto", "none"),
-            "supported are n=1, stream=False, tool_choice 'auto' or 'none', and no response_format",
-        )  # fmt: skip
+        if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
+            known = "n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
+            raise ValueError(f"supported are {known}")
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
-        problem = f"max_tokens must be at least 1, not {max_tokens}"
-        require(max_tokens is None or max_tokens >= 1, problem)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         tools = list(tools or ()) if tool_choice != "none" else []
         images = []  # of all messages, in the order of their placeholders
         messages = [self._plain(message, images) for message in messages]
@@ -1033,7 +998,7 @@ class ChatClient:
             _reraise_cancellation(error)
             raise OutOfBudget("the trajectory is over") from None
         self.exhausted, reply = None, trajectory.messages[-1]
-        for string in sampling.get("stop", ()) if text else ():  # sampled, so a token, but not in the reply
+        for string in sampling.get("stop", ()) if text else ():  # sampled, not in the reply
             text, reply["content"] = (x.split(string)[0] for x in (text, reply["content"]))
         if text and tools:
             parser = self.loop.args.tool_parser
@@ -1042,38 +1007,30 @@ class ChatClient:
             if calls and not any(call["error"] for call in calls):
                 trajectory.messages[-1] = _calling_message(content, calls, turn)
         trajectory.tools = tools  # others may go on from it now
-        self._put_last(trajectory)
         return self._completion(trajectory, before, logprobs)
 
     def _resume(self, messages, images, tools):
         """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, known = self.loop, [_identity(message) for message in messages]
+        loop, known = self.loop, _comparable(messages)
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         earlier = [
             t for t in self.trajectories if t.tools == tools and len(t.messages) < len(known)
-            and [_identity(message) for message in t.messages] == known[: len(t.messages)]
+            and _comparable(t.messages) == known[: len(t.messages)]
         ]  # fmt: skip
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
-            new = messages[len(trajectory.messages) :]
-            images = [_row_image(image) for image in images[len(trajectory.images) :]]
+            new, images = messages[len(trajectory.messages) :], images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new, tools, stops, images)
         else:
-            trajectory = loop.begin(messages, tools, [_row_image(image) for image in images])
-            self.trajectories.append(trajectory)
+            trajectory = loop.start({"prompt": messages, "images": images}, tools)
             fits = loop.room(trajectory) > 0
+        self.trajectories = [t for t in self.trajectories if t is not trajectory] + [trajectory]
         if not fits:
-            self._put_last(trajectory)
             self._give_up("length")
         trajectory.tools = None  # until its turn is sampled; if that fails, nothing goes on from it
-        trajectory.stop_reason = "stop"
         return trajectory
-
-    def _put_last(self, trajectory):
-        """Among the trajectories: it spoke last, or had no room to."""
-        self.trajectories.sort(key=lambda other: other is trajectory)
 
     def _give_up(self, reason):
         self.exhausted = reason
@@ -1094,13 +1051,12 @@ class ChatClient:
             content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        names = [name for name in ("role", "name", "tool_call_id") if message.get(name)]
-        plain = {name: message[name] for name in names} | {"content": content}
+        plain = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
+        plain["content"] = content
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if isinstance(arguments, str):
-                with suppress(ValueError):  # what the policy wrote, sent back as it was
-                    arguments = json.loads(arguments)
+            with suppress(ValueError, TypeError):  # no JSON, or a dict already: stays as it was
+                arguments = json.loads(arguments)
             plain.setdefault("tool_calls", []).append(_function_call(call["id"], name, arguments))
         return plain
 
@@ -1109,32 +1065,32 @@ class ChatClient:
         kind, limit = part.get("type"), self.loop.args.max_images
         if kind == "text":
             return part
-        require(self.loop.processor, "only text content is supported in chat messages")
-        require(len(images) < limit, f"supported are {limit} images, see --max_images")
-        if kind == "image":
-            number = part.get("image")
-            require(
-                number in range(len(self.row_images)),
-                "a part of type image is supported as the row's prompt has it; send others as "
-                "image_url",
-            )
-            images.append(self.row_images[number])
+        if self.loop.processor is None:
+            raise ValueError("only text content is supported in chat messages")
+        if len(images) == limit:
+            raise ValueError(f"supported are {limit} images, see --max_images")
+        if kind == "image":  # of the row's own prompt: see `number_images`
+            if part.get("image") not in range(len(self.row_images)):
+                known = "as the row's prompt has it; send others as image_url"
+                raise ValueError(f"a part of type image is supported {known}")
+            images.append(self.row_images[part["image"]])
             return part
-        require(kind == "image_url", f"supported in chat messages are text and image_url, not {kind}")
+        if kind != "image_url":
+            raise ValueError(f"supported in chat messages are text and image_url, not {kind}")
         url = part.get("image_url")
         head, _, data = str(url["url"] if isinstance(url, dict) else url).partition(";base64,")
-        problem = "of image_urls only data:image/...;base64 is supported"
-        require(head.startswith("data:image/"), problem)
+        if not head.startswith("data:image/"):
+            raise ValueError("of image_urls only data:image/...;base64 is supported")
         images.append(base64.b64decode(data))
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
     def number_images(self, prompt, images):
         """A row's prompt with a number in each image's placeholder, to be sent as it is."""
         prompt, self.row_images = copy.deepcopy(prompt), list(images)
-        contents = [message.get("content") for message in prompt]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        for number, part in enumerate(part for part in parts if part["type"] == "image"):
-            part["image"] = number
+        numbers = itertools.count()
+        for part in (part for message in prompt for part in message.get("content") or ()):
+            if isinstance(part, dict) and part["type"] == "image":
+                part["image"] = next(numbers)
         return prompt
 
     def _completion(self, trajectory, before, logprobs):
@@ -1163,9 +1119,9 @@ class ChatClient:
         )  # fmt: skip
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """All token sequences, those of the trajectory that spoke last at the end."""
+        """All token sequences: first those whose last turn failed, at the end the last asked."""
         spoke = [trajectory for trajectory in self.trajectories if trajectory.assistant_turns]
-        spoke.sort(key=lambda t: t.tools is not None)  # first: those whose last turn failed
+        spoke.sort(key=lambda trajectory: trajectory.tools is not None)
         return [output for trajectory in spoke for output in trajectory]
 
 
@@ -1180,12 +1136,13 @@ class ChatAgentLoop(AgentLoopBase):
         raise TypeError(f"{type(self).__name__} has no chat method")
 
     async def run(self, sampling_params, **row):
-        client, reward, cut_off = ChatClient(self, sampling_params), None, None
+        client, cut_off = ChatClient(self, sampling_params), None
         if row.get("images"):
             row["prompt"] = client.number_images(row["prompt"], row["images"])
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)
+                client.reward = client.reward if reward is None else reward
         except Exception:  # frameworks wrap our OutOfBudget in errors of their own
             if not client.exhausted and not budget.expired():
                 raise
@@ -1194,6 +1151,6 @@ class ChatAgentLoop(AgentLoopBase):
             await client.close()
         outputs = client.outputs()
         for output in outputs[-1:]:
-            output.reward = client.reward if reward is None else reward
+            output.reward = client.reward
             output.stop_reason = cut_off or output.stop_reason
         return outputs
