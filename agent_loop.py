@@ -20,7 +20,6 @@ import functools
 import hashlib
 import inspect
 import io
-import itertools
 import json
 import math
 import threading
@@ -28,7 +27,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -140,7 +138,7 @@ class RewritesHistory(ValueError):
 def turn_suffix(
     tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended: bool,
     tools: list[dict] | None = None,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
     Renders `messages` (ending with the assistant's) with and without `new`, and takes the
@@ -219,8 +217,7 @@ def _row_image(source):
 
     A PIL image is what `data.load_rows` has made of it: loaded already.
     """
-    source = _file_of(source)
-    return _load_file(source) if isinstance(source, (bytes, str, Path)) else source
+    return source if hasattr(source, "size") else _load_file(_file_of(source))
 
 
 def _image_tokens(images, processor):
@@ -368,8 +365,10 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     if name is None and len(known) < 2:
         return next(iter(known.values()), None)
     if kwargs and name not in known:
-        problem = f"names {name!r}, but needs a 'name' of the task's INTERACTIONS: {sorted(known)}"
-        raise BadInput(f"interaction_kwargs {problem}")
+        raise BadInput(
+            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's INTERACTIONS: "
+            f"{sorted(known)}"
+        )
     return known.get(name)
 
 
@@ -516,15 +515,18 @@ class Trajectory:
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def record(self, source: str, reward: float | None, metrics: dict | None = None) -> None:
-        """A tool's or interaction's reward of the turn just made, at its last token, and metrics.
+    def record(
+        self, kind: str, name: str, reward: float | None, metrics: dict | None = None
+    ) -> None:
+        """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
 
-        All or none: ValueError, which names the source, if a number is not finite.
+        All or none: ValueError, which names it, if a number is not finite.
         """
+        source = f"{kind} {name!r}"
         reward = finite(reward or 0.0, f"the reward of {source}")
-        numbers = {key: finite(x, f"{key!r} of {source}") for key, x in (metrics or {}).items()}
-        for key, number in numbers.items():
-            self.count(f"{source.split()[0]}/{key}", number)
+        metrics = {k: finite(x, f"metric {k!r} of {source}") for k, x in (metrics or {}).items()}
+        for key, number in metrics.items():
+            self.count(f"{kind}/{key}", number)
         if reward:
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
@@ -610,18 +612,16 @@ class AgentLoopBase:
         trajectory.user_turns += 1
         return True
 
-    async def assistant_turn(
-        self, trajectory: Trajectory, sampling_params: dict
-    ) -> str | None:
+    async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
         """Samples one turn; returns its text, special tokens kept, or None if it was cut off."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
             return None
-        max_tokens = min(sampling_params.get("max_tokens") or room, room)
+        limit = min(sampling_params.get("max_tokens") or room, room)
         out = await self.engine.generate(
             request_id=trajectory.request_id, prompt_ids=list(trajectory.request_ids),
-            sampling_params={**sampling_params, "max_tokens": max_tokens},
+            sampling_params={**sampling_params, "max_tokens": limit},
             image_data=list(trajectory.images) or None,
         )  # fmt: skip
         prompt = trajectory.prompt_ids + trajectory.response_ids
@@ -769,7 +769,7 @@ class ToolAgentLoop(AgentLoopBase):
             for name, created in self.created.items():
                 if created.done() and not created.exception():
                     reward = self._in_time(self._tool_method, trajectory, name, "calc_reward")
-                    trajectory.record(f"tool {name}", await reward)
+                    trajectory.record("tool", name, await reward)
         finally:
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
@@ -799,8 +799,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     def parse(self, trajectory, text):
         """A turn's [{"name", "arguments" (a dict), "error"}]; the turn's message gets them too."""
-        parser = self.args.tool_parser
-        content, calls = parse_tool_calls(text, parser, self.tokenizer, self.schemas)
+        content, calls = parse_tool_calls(
+            text, self.args.tool_parser, self.tokenizer, self.schemas
+        )
         if any(call["name"] for call in calls):
             trajectory.messages[-1] = _calling_message(content, calls, trajectory.assistant_turns)
         return calls
@@ -816,13 +817,14 @@ class ToolAgentLoop(AgentLoopBase):
         messages, images, limit = [], [], self.args.max_images
         for i, (call, response) in enumerate(zip(calls, responses)):
             try:
-                trajectory.record(f"tool {call['name']}", response.reward, response.metrics)
+                trajectory.record("tool", call["name"], response.reward, response.metrics)
                 there, more = len(trajectory.images + images), len(response.images)
                 if more and there + more > limit:
                     problem = f"{there} of {limit} are there"
                     raise ValueError(f"no room for {more} more images: {problem}")
             except Exception as error:  # no number, or too many images
-                response = self._failure(trajectory, error)
+                trajectory.count("tool_errors")
+                response = ToolResponse(f"Error: {error}")
             content = text = self._shorten(response.text)
             if response.images:
                 content = [{"type": "text", "text": text}] if text else []
@@ -833,11 +835,6 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, i),  # if malformed too
             })  # fmt: skip
         return self.answer(trajectory, messages, images)
-
-    def _failure(self, trajectory, error, counter="tool_errors"):
-        """What the model reads of a call that went wrong, which is counted."""
-        trajectory.count(counter)
-        return ToolResponse(f"Error: {error}")
 
     async def call_tool(self, trajectory, call):
         """Executes a call under its deadline; what goes wrong is told to the model and counted."""
@@ -850,10 +847,11 @@ class ToolAgentLoop(AgentLoopBase):
             async with deadline:
                 return await _contained(self._execute(trajectory, name, call["arguments"]))
         except Exception as error:  # the model's to read, not the run's to die of
+            problem = str(error) or repr(error)
             if deadline.expired():
-                late = f"{name} took longer than {self.args.tool_timeout:g} seconds"
-                return self._failure(trajectory, late, "tool_timeouts")
-            return self._failure(trajectory, str(error) or repr(error))
+                problem = f"{name} took longer than {self.args.tool_timeout:g} seconds"
+            trajectory.count("tool_timeouts" if deadline.expired() else "tool_errors")
+            return ToolResponse(f"Error: {problem}")
 
     def _tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
@@ -890,20 +888,21 @@ class ToolAgentLoop(AgentLoopBase):
         if len(text.encode()) <= limit:  # a token is a byte at least
             return text
         far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
-        left = _tokenise(self.tokenizer, text[:far])
-        if len(text) <= far and len(left) <= limit:
+        if len(text) > 2 * far:
+            text = f"{text[:far]}...{text[-far:]}"
+        ids = _tokenise(self.tokenizer, text)
+        if len(ids) <= limit:
             return text
-        right = _tokenise(self.tokenizer, text[-far:])
         kept = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]  # at the left end
-        right = right[len(right) - (limit - kept) :]
-        return f"{self.tokenizer.decode(left[:kept])}...{self.tokenizer.decode(right)}"
+        left, right = ids[:kept], ids[len(ids) - limit + kept :]
+        return f"{self.tokenizer.decode(left)}...{self.tokenizer.decode(right)}"
 
     async def interacting(self, trajectory):
         done, text, reward, metrics = await self._in_time(
             self.interaction.generate_response,
             trajectory.request_id, trajectory.messages, **self.interaction_kwargs,
         )  # fmt: skip
-        trajectory.record(f"interaction {self.interaction.name}", reward, metrics)
+        trajectory.record("interaction", self.interaction.name, reward, metrics)
         if done or self._out_of_turns(trajectory, self.user_answers):
             return None
         self.user_answers += 1
@@ -936,11 +935,10 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def _comparable(messages):
-    """What makes messages the same: not ids and names of tools, which clients add and drop."""
-    calls = [[call["function"] for call in m.get("tool_calls", ())] for m in messages]
-    keys = (json.dumps(functions, sort_keys=True) for functions in calls)
-    return [(m["role"], m["content"], key) for m, key in zip(messages, keys)]
+def _identity(message):
+    """What makes two messages the same: not ids and names of tools, which clients add and drop."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"], json.dumps(calls, sort_keys=True)
 
 
 class ChatClient:
@@ -953,11 +951,10 @@ class ChatClient:
     OutOfBudget when the trajectory is used up.
     """
 
-    def __init__(self, loop, sampling_params):
-        self.loop, self.sampling_params = loop, sampling_params
+    def __init__(self, loop, sampling_params, row_images=()):
+        self.loop, self.sampling_params, self.row_images = loop, sampling_params, row_images
         self.trajectories = []  # the last one was asked last
         self.tasks = []  # one a call, for those under way at the end
-        self.row_images = []  # numbered by their placeholders: see `number_images`
         self.turns = 0
         self.over = False  # the agent is done
         self.reward = None  # what the task is asked for otherwise
@@ -1011,12 +1008,12 @@ class ChatClient:
 
     def _resume(self, messages, images, tools):
         """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, known = self.loop, _comparable(messages)
+        loop, known = self.loop, [_identity(message) for message in messages]
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         earlier = [
             t for t in self.trajectories if t.tools == tools and len(t.messages) < len(known)
-            and _comparable(t.messages) == known[: len(t.messages)]
+            and [_identity(message) for message in t.messages] == known[: len(t.messages)]
         ]  # fmt: skip
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
@@ -1026,7 +1023,9 @@ class ChatClient:
         else:
             trajectory = loop.start({"prompt": messages, "images": images}, tools)
             fits = loop.room(trajectory) > 0
-        self.trajectories = [t for t in self.trajectories if t is not trajectory] + [trajectory]
+        if fits or earlier:  # it is the last one asked
+            others = [t for t in self.trajectories if t is not trajectory]
+            self.trajectories = [*others, trajectory]
         if not fits:
             self._give_up("length")
         trajectory.tools = None  # until its turn is sampled; if that fails, nothing goes on from it
@@ -1069,29 +1068,18 @@ class ChatClient:
             raise ValueError("only text content is supported in chat messages")
         if len(images) == limit:
             raise ValueError(f"supported are {limit} images, see --max_images")
-        if kind == "image":  # of the row's own prompt: see `number_images`
+        if kind == "image":  # of the row's own prompt, numbered by ChatAgentLoop
             if part.get("image") not in range(len(self.row_images)):
                 known = "as the row's prompt has it; send others as image_url"
                 raise ValueError(f"a part of type image is supported {known}")
             images.append(self.row_images[part["image"]])
             return part
-        if kind != "image_url":
-            raise ValueError(f"supported in chat messages are text and image_url, not {kind}")
         url = part.get("image_url")
         head, _, data = str(url["url"] if isinstance(url, dict) else url).partition(";base64,")
         if not head.startswith("data:image/"):
-            raise ValueError("of image_urls only data:image/...;base64 is supported")
+            raise ValueError("supported are text and image_url, only data:image/...;base64")
         images.append(base64.b64decode(data))
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
-
-    def number_images(self, prompt, images):
-        """A row's prompt with a number in each image's placeholder, to be sent as it is."""
-        prompt, self.row_images = copy.deepcopy(prompt), list(images)
-        numbers = itertools.count()
-        for part in (part for message in prompt for part in message.get("content") or ()):
-            if isinstance(part, dict) and part["type"] == "image":
-                part["image"] = next(numbers)
-        return prompt
 
     def _completion(self, trajectory, before, logprobs):
         """An openai ChatCompletion of the last turn; before: response tokens before it."""
@@ -1102,8 +1090,8 @@ class ChatClient:
         message = copy.deepcopy(trajectory.messages[-1])
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        reason = "length" if trajectory.stop_reason == "length" else "stop"
-        reason = "tool_calls" if "tool_calls" in message else reason
+        reason = "tool_calls" if "tool_calls" in message else trajectory.stop_reason
+        reason = "stop" if reason == "abort" else reason
         choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
         if logprobs:
             texts = [self.loop.tokenizer.decode([i]) for i in ids]
@@ -1136,9 +1124,12 @@ class ChatAgentLoop(AgentLoopBase):
         raise TypeError(f"{type(self).__name__} has no chat method")
 
     async def run(self, sampling_params, **row):
-        client, cut_off = ChatClient(self, sampling_params), None
-        if row.get("images"):
-            row["prompt"] = client.number_images(row["prompt"], row["images"])
+        images = row.get("images") or ()
+        client, cut_off = ChatClient(self, sampling_params, images), None
+        if images:  # numbered, so that the agent may send any of them again
+            parts = (p for m in row["prompt"] for p in m.get("content") or () if isinstance(p, dict))
+            for number, part in enumerate(p for p in parts if p["type"] == "image"):
+                part["image"] = number
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)
