@@ -69,8 +69,7 @@ class AgentLoopOutput:
     turns + user/tool turns + 1, as in verl. images: PIL images in the order of their placeholders,
     which the ids have in full, one for each token of an image.
 
-    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, prompt_ids
-    is empty, or the stop reason is unknown.
+    Raises ValueError if the lists differ in length, the mask, the prompt or the stop reason is bad.
     """
 
     prompt_ids: list[int]
@@ -141,21 +140,18 @@ def turn_suffix(
 ) -> list[int]:  # fmt: skip
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
-    Renders `messages` (ending with the assistant's) with and without `new`, and takes the
-    difference from the template's last end-of-turn token on: the newline that many templates put
-    after that token is not sampled by the policy, and would be lost if the difference were taken
-    from the end of the rendering (verl#6501). `ended` says whether the policy sampled a stop token;
-    if not (a stop string), the end-of-turn token belongs to the suffix.
+    The difference of two renderings, with and without `new`, from the template's last end-of-turn
+    token on: the newline that many templates put after that token is not sampled by the policy, and
+    would be lost if the difference were taken from the end of the first (verl#6501). `ended`: the
+    policy sampled a stop token; else (a stop string) the end-of-turn token belongs to the suffix.
 
-    Raises RewritesHistory if the template changes earlier messages when new ones are added (Qwen3
-    drops reasoning).
+    Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning).
     """
     before = render_text(tokenizer, messages, tools)
     after = render_text(tokenizer, messages + new, tools, True)
     if not after.startswith(before):
         raise RewritesHistory("the chat template is not append-only: new messages change earlier")
-    # Tokenised from the end-of-turn token on: nothing merges across it, and no tokenizer takes what
-    # follows for the start of a text (some would put a space there).
+    # Nothing merges across that token, nor is what follows taken for the start of a text.
     starts = (before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids)
     start = max(starts, default=-1)
     if start < 0:  # a template that ends turns with no token at all
@@ -174,8 +170,8 @@ MAX_PIXELS = 64_000_000  # 256 MB decoded
 def open_image(source):
     """A PIL image of a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
 
-    Of a file only the header is read: enough for its size. Raises ValueError if it is no image in
-    one of IMAGE_FORMATS, or has more than MAX_PIXELS.
+    Of a file only the header is read. Raises ValueError unless it has one of IMAGE_FORMATS and at
+    most MAX_PIXELS.
     """
     from PIL import Image
 
@@ -215,7 +211,7 @@ _load_file = functools.lru_cache(maxsize=64)(load_image)
 def _row_image(source):
     """`load_image` of a row's image, one object for all members of a group: preprocessed once.
 
-    A PIL image is what `data.load_rows` has made of it: loaded already.
+    A PIL image is loaded already, by `data.load_rows`.
     """
     return source if hasattr(source, "size") else _load_file(_file_of(source))
 
@@ -229,8 +225,7 @@ def _image_tokens(images, processor):
 def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     """Repeats the one placeholder of each image for every token it takes: what the model is fed.
 
-    Raises ValueError if there are not as many placeholders as images, or an image has a shape that
-    the model does not take.
+    Raises ValueError unless there is one an image, each of a shape that the model takes.
     """
     if processor is None:  # a text model
         if images:
@@ -379,8 +374,7 @@ def _reraise_cancellation(error):
 
 
 def _failure(error):
-    """The error itself, or a RuntimeError for what would end the event loop (SystemExit), cancel a
-    task or, in the case of StopIteration, not be carried by asyncio."""
+    """A RuntimeError for what ends the event loop, cancels tasks or is not carried by asyncio."""
     plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if plain else RuntimeError(repr(error))
 
@@ -397,8 +391,7 @@ async def _contained(coroutine):
 async def in_thread(function: Callable, *args, **kwargs) -> Any:
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
-    asyncio.to_thread's pool is joined when Python exits, so a tool that never returns would keep
-    the process alive.
+    Python waits for asyncio.to_thread's when it exits: for a tool that never returns, forever.
     """
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a deadline that passes ends the waiting, not the work
@@ -490,8 +483,7 @@ class Trajectory:
 
     def fork(self, prompt_ids: list[int], request_ids: list[int]) -> None:
         """Ends the token sequence here; another one's prompt is the rewritten history."""
-        # The metrics are the trajectory's: on its last output only.
-        self.finished.append(replace(self.output(), metrics={}))
+        self.finished.append(replace(self.output(), metrics={}))  # the last output has them all
         self._begin(prompt_ids, request_ids)
         self.count("forks")
 
@@ -515,9 +507,7 @@ class Trajectory:
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def record(
-        self, kind: str, name: str, reward: float | None, metrics: dict | None = None
-    ) -> None:
+    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None = None):
         """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
 
         All or none: ValueError, which names it, if a number is not finite.
@@ -535,14 +525,13 @@ class Trajectory:
 
     def outputs(self) -> list[AgentLoopOutput]:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
-        now = self.output()
-        if not self.finished or 1 in now.response_mask:
-            return [*self.finished, now]
-        *earlier, last = self.finished
-        end = len(last.response_ids) - 1
-        rewards = last.turn_rewards + [(end, reward) for _, reward in now.turn_rewards]
-        left = {"metrics": now.metrics, "stop_reason": now.stop_reason, "turn_rewards": rewards}
-        return [*earlier, replace(last, **left)]
+        *earlier, last = [*self.finished, self.output()]
+        if earlier and 1 not in last.response_mask:
+            before, end = earlier.pop(), len(self.finished[-1].response_ids) - 1
+            rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
+            ends = {"metrics": last.metrics, "stop_reason": last.stop_reason}
+            last = replace(before, turn_rewards=rewards, **ends)
+        return [*earlier, last]
 
     def __iter__(self):
         return iter(self.outputs())
@@ -594,7 +583,7 @@ class AgentLoopBase:
         images: one a placeholder. False if there is no room for them and a token of reply: then
         nothing is appended, and the stop reason is "length".
         """
-        history, images = trajectory.messages, [_row_image(image) for image in images]
+        images, history = [_row_image(image) for image in images], trajectory.messages
         try:
             request = turn_suffix(self.tokenizer, history, messages, stops, trajectory.ended, tools)
             ids = expand(request, images, self.processor)
@@ -799,9 +788,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def parse(self, trajectory, text):
         """A turn's [{"name", "arguments" (a dict), "error"}]; the turn's message gets them too."""
-        content, calls = parse_tool_calls(
-            text, self.args.tool_parser, self.tokenizer, self.schemas
-        )
+        content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
             trajectory.messages[-1] = _calling_message(content, calls, trajectory.assistant_turns)
         return calls
@@ -1127,8 +1114,9 @@ class ChatAgentLoop(AgentLoopBase):
         images = row.get("images") or ()
         client, cut_off = ChatClient(self, sampling_params, images), None
         if images:  # numbered, so that the agent may send any of them again
-            parts = (p for m in row["prompt"] for p in m.get("content") or () if isinstance(p, dict))
-            for number, part in enumerate(p for p in parts if p["type"] == "image"):
+            parts = [part for message in row["prompt"] for part in message.get("content") or ()]
+            parts = [part for part in parts if isinstance(part, dict) and part["type"] == "image"]
+            for number, part in enumerate(parts):
                 part["image"] = number
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
