@@ -507,7 +507,7 @@ class Trajectory:
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None = None):
+    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None) -> None:
         """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
 
         All or none: ValueError, which names it, if a number is not finite.
@@ -758,7 +758,7 @@ class ToolAgentLoop(AgentLoopBase):
             for name, created in self.created.items():
                 if created.done() and not created.exception():
                     reward = self._in_time(self._tool_method, trajectory, name, "calc_reward")
-                    trajectory.record("tool", name, await reward)
+                    trajectory.record("tool", name, await reward, None)
         finally:
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
@@ -780,9 +780,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _out_of_turns(self, trajectory, user_answers=0):
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
-        limits = self.args.max_assistant_turns, self.args.max_user_turns
-        turns = trajectory.assistant_turns, user_answers
-        if over := any(0 < limit <= n for limit, n in zip(limits, turns)):
+        over = 0 < self.args.max_assistant_turns <= trajectory.assistant_turns
+        if over := over or 0 < self.args.max_user_turns <= user_answers:
             trajectory.stop_reason = "max_turns"
         return over
 
@@ -805,10 +804,9 @@ class ToolAgentLoop(AgentLoopBase):
         for i, (call, response) in enumerate(zip(calls, responses)):
             try:
                 trajectory.record("tool", call["name"], response.reward, response.metrics)
-                there, more = len(trajectory.images + images), len(response.images)
-                if more and there + more > limit:
-                    problem = f"{there} of {limit} are there"
-                    raise ValueError(f"no room for {more} more images: {problem}")
+                seen, more = len(trajectory.images + images), len(response.images)
+                if more and seen + more > limit:
+                    raise ValueError(f"no room for {more} more images: {seen} of {limit} are there")
             except Exception as error:  # no number, or too many images
                 trajectory.count("tool_errors")
                 response = ToolResponse(f"Error: {error}")
@@ -1084,13 +1082,14 @@ class ChatClient:
             texts = [self.loop.tokenizer.decode([i]) for i in ids]
             choice["logprobs"] = {"content": [
                 {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, x in zip(texts, trajectory.response_logprobs[before:], strict=True)
+                for text, x in zip(texts, trajectory.response_logprobs[before:])
             ]}  # fmt: skip
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        usage["total_tokens"] = len(prompt + ids)
         return ChatCompletion(
             id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
             model="policy", created=int(time.time()), choices=[choice],
-            usage=usage | {"total_tokens": len(prompt + ids)}, prompt_token_ids=prompt,
+            usage=usage, prompt_token_ids=prompt,
         )  # fmt: skip
 
     def outputs(self) -> list[AgentLoopOutput]:

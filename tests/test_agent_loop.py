@@ -1286,7 +1286,7 @@ def test_a_loop_may_return_its_trajectory(play, tokenizer, monkeypatch):
             trajectory = self.start(row)
             trajectory.extra["mood"] = "good"
             await self.assistant_turn(trajectory, sampling_params)
-            trajectory.record("tool", "notes", 0.5)
+            trajectory.record("tool", "notes", 0.5, None)
             if row["forks"]:
                 prompt = encode(tokenizer, "rewritten")
                 trajectory.fork(prompt, prompt)
