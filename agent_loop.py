@@ -15,7 +15,6 @@ coroutines of one background thread; hundreds live at once. Names follow verl's 
 import asyncio
 import base64
 import concurrent.futures
-import contextvars
 import copy
 import functools
 import hashlib
@@ -27,8 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from uuid import uuid4
 
@@ -71,8 +69,7 @@ class AgentLoopOutput:
     turns + user/tool turns + 1, as in verl. images: PIL images in the order of their placeholders,
     which the ids have in full, one for each token of an image.
 
-    Raises ValueError if the lists disagree in length, a mask entry is neither 0 nor 1, prompt_ids
-    is empty, or the stop reason is unknown.
+    Raises ValueError if the lists differ in length, the mask, the prompt or the stop reason is bad.
     """
 
     prompt_ids: list[int]
@@ -90,16 +87,14 @@ class AgentLoopOutput:
     images: list = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
         if len(set(lengths.values())) != 1:
-            problem = "the response lists of an AgentLoopOutput must have one length"
-            raise ValueError(f"{problem}, got {lengths}")
+            raise ValueError(f"the response lists of an output must have one length, got {lengths}")
         if not {0, 1}.issuperset(self.response_mask):
             raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
         if not self.prompt_ids:
-            problem = "the first response token needs a token to be predicted from"
-            raise ValueError(f"prompt_ids is empty: {problem}")
+            raise ValueError("prompt_ids is empty: what is the first token predicted from?")
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
 
@@ -116,8 +111,7 @@ def render_text(
 ) -> str:
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
-        remedy = "use an instruct model, or set tokenizer.chat_template"
-        raise BadInput(f"the tokenizer has no chat template: {remedy}")
+        raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
     return tokenizer.apply_chat_template(
         messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
     )
@@ -128,12 +122,12 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> 
     return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
 
 
-def tokenise(tokenizer, text):
+def _tokenise(tokenizer, text):
     # The template writes every special token itself (BOS too): adding them would double them.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-_tokenise_prompt = functools.lru_cache(maxsize=1024)(tokenise)  # a group's members share theirs
+_tokenise_prompt = functools.lru_cache(maxsize=1024)(_tokenise)  # a group's members share theirs
 
 
 class RewritesHistory(ValueError):
@@ -141,34 +135,29 @@ class RewritesHistory(ValueError):
 
 
 def turn_suffix(
-    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended, tools=None
-) -> list[int]:
+    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended: bool,
+    tools: list[dict] | None = None,
+) -> list[int]:  # fmt: skip
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
-    Renders `messages` (ending with the assistant's) with and without `new`, and takes the
-    difference from the template's last end-of-turn token on: the newline that many templates put
-    after that token is not sampled by the policy, and would be lost if the difference were taken
-    from the end of the rendering (verl#6501). `ended` says whether the policy sampled a stop token;
-    if not (a stop string), the end-of-turn token belongs to the suffix.
+    The difference of two renderings, with and without `new`, from the template's last end-of-turn
+    token on: the newline that many templates put after that token is not sampled by the policy, and
+    would be lost if the difference were taken from the end of the first (verl#6501). `ended`: the
+    policy sampled a stop token; else (a stop string) the end-of-turn token belongs to the suffix.
 
-    Raises RewritesHistory if the template changes earlier messages when new ones are added (Qwen3
-    drops reasoning).
+    Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning).
     """
     before = render_text(tokenizer, messages, tools)
     after = render_text(tokenizer, messages + new, tools, True)
     if not after.startswith(before):
-        raise RewritesHistory(
-            "the chat template is not append-only: adding a message changes earlier ones, so the "
-            "turns of this conversation can't be one token sequence"
-        )
-    # Tokenised from the end-of-turn token on: nothing merges across it, and no tokenizer takes what
-    # follows for the start of a text (some would put a space there).
-    starts = ((before.rfind(tokenizer.decode([stop])), stop) for stop in stop_token_ids)
-    start, stop = max(starts, default=(-1, None))
+        raise RewritesHistory("the chat template is not append-only: new messages change earlier")
+    # Nothing merges across that token, nor is what follows taken for the start of a text.
+    starts = (before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids)
+    start = max(starts, default=-1)
     if start < 0:  # a template that ends turns with no token at all
-        start, stop = len(before), None
-    ids = tokenise(tokenizer, after[start:])
-    return ids[1:] if ended and ids[0] == stop else ids
+        start = len(before)
+    ids = _tokenise(tokenizer, after[start:])
+    return ids[1:] if ended and ids[0] in stop_token_ids else ids
 
 
 # ---------------------------------------------------------------- images
@@ -181,8 +170,8 @@ MAX_PIXELS = 64_000_000  # 256 MB decoded
 def open_image(source):
     """A PIL image of a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
 
-    Of a file only the header is read: enough for its size. Raises ValueError if it is no image in
-    one of IMAGE_FORMATS, or has more than MAX_PIXELS.
+    Of a file only the header is read. Raises ValueError unless it has one of IMAGE_FORMATS and at
+    most MAX_PIXELS.
     """
     from PIL import Image
 
@@ -219,16 +208,15 @@ def load_image(source):
 _load_file = functools.lru_cache(maxsize=64)(load_image)
 
 
-def row_image(source):
+def _row_image(source):
     """`load_image` of a row's image, one object for all members of a group: preprocessed once.
 
-    A PIL image is what `data.load_rows` has made of it: loaded already.
+    A PIL image is loaded already, by `data.load_rows`.
     """
-    source = _file_of(source)
-    return _load_file(source) if isinstance(source, (bytes, str, Path)) else source
+    return source if hasattr(source, "size") else _load_file(_file_of(source))
 
 
-def image_tokens(images, processor):
+def _image_tokens(images, processor):
     """Tokens that each image takes. Raises ValueError for a shape that the model does not take."""
     sizes = [(image.height, image.width) for image in images]
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
@@ -237,8 +225,7 @@ def image_tokens(images, processor):
 def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     """Repeats the one placeholder of each image for every token it takes: what the model is fed.
 
-    Raises ValueError if there are not as many placeholders as images, or an image has a shape that
-    the model does not take.
+    Raises ValueError unless there is one an image, each of a shape that the model takes.
     """
     if processor is None:  # a text model
         if images:
@@ -247,19 +234,18 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     placeholder = processor.image_token_id
     if (found := ids.count(placeholder)) != len(images):
         raise ValueError(f"there are {len(images)} images, but {found} placeholders in the text")
-    counts = iter(image_tokens(images, processor))
+    counts = iter(_image_tokens(images, processor))
     return [token for i in ids for token in [i] * (next(counts) if i == placeholder else 1)]
 
 
-def check_images(output: AgentLoopOutput, processor):
+def check_images(output: AgentLoopOutput, processor) -> None:
     """Raises ValueError unless the ids have a placeholder for each token of the output's images."""
     found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
-    expected = sum(image_tokens(output.images, processor))
+    expected = sum(_image_tokens(output.images, processor))
     if found != expected:
         raise ValueError(
             f"the ids have {found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them "
-            "(see Trajectory)"
+            f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them"
         )
 
 
@@ -339,11 +325,11 @@ def row_kwargs(row: dict, name: str) -> dict:
 
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     """The tools of a row by name: those its tools_kwargs names, all of the task's without any."""
-    all_tools = [as_tool(tool) for tool in getattr(task, "TOOLS", None) or ()]
-    tools = {tool.name: tool for tool in all_tools}
-    if len(tools) < len(all_tools):
-        names = sorted(tool.name for tool in all_tools)
-        raise BadInput(f"two of the task's TOOLS have the same name: {names}")
+    tools = {}
+    for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
+        if tool.name in tools:
+            raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
+        tools[tool.name] = tool
     if not tools_kwargs:
         return tools
     if unknown := sorted(set(tools_kwargs) - set(tools)):
@@ -373,52 +359,54 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     name = (kwargs or {}).get("name")
     if name is None and len(known) < 2:
         return next(iter(known.values()), None)
-    if not kwargs:
-        return None
-    if name not in known:
-        there = f"the task's INTERACTIONS are {sorted(known)}"
-        problem = f"names {name!r}, but" if name else "needs a 'name':"
-        raise BadInput(f"interaction_kwargs {problem} {there}")
-    return known[name]
+    if kwargs and name not in known:
+        raise BadInput(
+            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's INTERACTIONS: "
+            f"{sorted(known)}"
+        )
+    return known.get(name)
 
 
-def reraise_cancellation(error):
+def _reraise_cancellation(error):
     """Raises `error` again if it cancels the running task; any other of user code is a failure."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
 
-async def contained(coroutine):
-    """Awaits user code; its SystemExit (the event loop's end) and CancelledError become errors."""
+def _failure(error):
+    """A RuntimeError for what ends the event loop, cancels tasks or is not carried by asyncio."""
+    plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+    return error if plain else RuntimeError(repr(error))
+
+
+async def _contained(coroutine):
+    """Awaits user code; its SystemExit and CancelledError become failures."""
     try:
         return await coroutine
     except BaseException as error:
-        reraise_cancellation(error)
-        raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from None
+        _reraise_cancellation(error)
+        raise _failure(error) from None
 
 
-async def in_thread(function: Callable, *args, **kwargs):
+async def in_thread(function: Callable, *args, **kwargs) -> Any:
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
-    asyncio.to_thread's pool is joined when Python exits, so a tool that never returns would keep
-    the process alive.
+    Python waits for asyncio.to_thread's when it exits: for a tool that never returns, forever.
     """
-    future, context = concurrent.futures.Future(), contextvars.copy_context()
+    future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a deadline that passes ends the waiting, not the work
 
     def work():
         try:
-            future.set_result(context.run(function, *args, **kwargs))
+            future.set_result(function(*args, **kwargs))
         except BaseException as error:
-            # asyncio refuses to carry StopIteration, SystemExit would end the event loop: failures.
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            future.set_exception(error if plain else RuntimeError(repr(error)))
+            future.set_exception(_failure(error))
 
-    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "tool")).start()
+    threading.Thread(target=work, daemon=True, name=repr(function)).start()
     return await asyncio.wrap_future(future)
 
 
-async def call(function: Callable, *args, **kwargs):
+async def call(function: Callable, *args, **kwargs) -> Any:
     """Awaits an async function; runs a plain one in a thread: a slow one delays nobody else."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -467,35 +455,39 @@ def agent_loop_class(row: dict, task, args) -> type:
     return AGENT_LOOPS[name]
 
 
-class Trajectory(AgentLoopOutput):
-    """An output that still grows; its token lists are appended to only here, in lock step.
+class Trajectory:
+    """Outputs that still grow; their token lists are appended to only here, in lock step.
 
-    `fork` starts a new token sequence where the history was rewritten; `outputs` then has one entry
-    for each. request_ids are prompt and response as the engine is asked, with one placeholder an
-    image; see `expand`.
+    `fork` starts a new token sequence where the history was rewritten; `outputs` has one entry for
+    each. A loop may return the trajectory itself: going through it gives its outputs. request_ids
+    are prompt and response as the engine is asked, with one placeholder an image; see `expand`.
     """
 
-    def __init__(self, messages: list[dict], prompt_ids: list[int], request_ids=None, images=()):
-        given = {"prompt_ids": prompt_ids, "messages": list(messages), "images": list(images)}
-        super().__init__(**given, **{name: [] for name in RESPONSE_LISTS})
+    def __init__(
+        self, messages: list[dict], prompt_ids: list[int], request_ids: list[int], images: Sequence
+    ):
         self.request_id = uuid4().hex
-        self.request_ids = list(request_ids or prompt_ids)
-        self.finished = []  # AgentLoopOutputs of sequences before the last fork
+        self.messages, self.images = list(messages), list(images)
+        self.metrics, self.extra, self.stop_reason = {}, {}, "stop"
         self.assistant_turns = self.user_turns = 0
         self.ended = True  # whether the last assistant turn ended with a stop token
         self.tool_calls = []  # of the last assistant turn, still to be executed
         self.tools = None  # those with which a chat agent may go on from here
+        self.finished = []  # AgentLoopOutputs of sequences before the last fork
+        self._begin(prompt_ids, request_ids)
 
-    def fork(self, prompt_ids: list[int], request_ids=None):
-        """Ends the token sequence here; another one's prompt is the rewritten history."""
-        self.finished.append(self.output())
-        self.finished[-1].metrics = {}  # they are the trajectory's: on its last output only
-        self.prompt_ids, self.request_ids = prompt_ids, list(request_ids or prompt_ids)
+    def _begin(self, prompt_ids, request_ids):
+        self.prompt_ids, self.request_ids = prompt_ids, list(request_ids)
         for name in ("turn_rewards", *RESPONSE_LISTS):
             setattr(self, name, [])
+
+    def fork(self, prompt_ids: list[int], request_ids: list[int]) -> None:
+        """Ends the token sequence here; another one's prompt is the rewritten history."""
+        self.finished.append(replace(self.output(), metrics={}))  # the last output has them all
+        self._begin(prompt_ids, request_ids)
         self.count("forks")
 
-    def add_sampled(self, out: TokenOutput):
+    def add_sampled(self, out: TokenOutput) -> None:
         n = len(out.token_ids)
         if not n == len(out.logprobs) == len(out.versions):
             others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
@@ -507,7 +499,7 @@ class Trajectory(AgentLoopOutput):
         self.response_versions += out.versions
         self.assistant_turns += 1
 
-    def add_given(self, ids: list[int], request_ids=None):
+    def add_given(self, ids: list[int], request_ids: list[int] | None = None) -> None:
         """Tokens of a tool, a user or the template; request_ids: with one placeholder an image."""
         self.request_ids += request_ids or ids
         self.response_ids += ids
@@ -515,35 +507,40 @@ class Trajectory(AgentLoopOutput):
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def add_reward(self, reward: float | None):
-        """A reward of the turn just made, at its last token. Raises ValueError if not finite."""
-        if reward := finite(reward or 0.0, "a turn's reward"):
+    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None) -> None:
+        """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
+
+        All or none: ValueError, which names it, if a number is not finite.
+        """
+        source = f"{kind} {name!r}"
+        reward = finite(reward or 0.0, f"the reward of {source}")
+        metrics = {k: finite(x, f"metric {k!r} of {source}") for k, x in (metrics or {}).items()}
+        for key, number in metrics.items():
+            self.count(f"{kind}/{key}", number)
+        if reward:
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
-    def add_metrics(self, kind: str, metrics: dict):
-        """Adds all of them to the trajectory's, or none: ValueError if one is not finite."""
-        numbers = {f"{kind}/{name}": finite(x, f"metric {name}") for name, x in metrics.items()}
-        for name, number in numbers.items():
-            self.count(name, number)
-
-    def count(self, name: str, n: float = 1):
+    def count(self, name: str, n: float = 1) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + n
 
     def outputs(self) -> list[AgentLoopOutput]:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
-        if not self.finished or 1 in self.response_mask:
-            return [*self.finished, self.output()]
-        last = self.finished[-1]
-        end = len(last.response_ids) - 1
-        last.turn_rewards += [(end, reward) for _, reward in self.turn_rewards]
-        last.metrics, last.stop_reason = self.metrics, self.stop_reason
-        return list(self.finished)
+        *earlier, last = [*self.finished, self.output()]
+        if earlier and 1 not in last.response_mask:
+            before, end = earlier.pop(), len(self.finished[-1].response_ids) - 1
+            rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
+            ends = {"metrics": last.metrics, "stop_reason": last.stop_reason}
+            last = replace(before, turn_rewards=rewards, **ends)
+        return [*earlier, last]
+
+    def __iter__(self):
+        return iter(self.outputs())
 
     def output(self) -> AgentLoopOutput:
         """The current token sequence, as it is now: all there is without a fork."""
         self.num_turns = self.assistant_turns + self.user_turns + 1
-        now = {f.name: copy.copy(getattr(self, f.name)) for f in fields(AgentLoopOutput)}
-        return AgentLoopOutput(**now)
+        names = vars(self).keys() & {field.name for field in fields(AgentLoopOutput)}
+        return AgentLoopOutput(**{name: copy.copy(getattr(self, name)) for name in names})
 
 
 class AgentLoopBase:
@@ -563,16 +560,13 @@ class AgentLoopBase:
         """Runs one trajectory of a row (its columns, and step, index, rollout_n, validate)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
-    def start(self, row: dict, tools=None) -> Trajectory:
-        images = [row_image(image) for image in row.get("images") or ()]
-        return self.begin(row["prompt"], tools, images)
+    def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
+        """A trajectory that begins with row["prompt"] and its row["images"], one a placeholder."""
+        images = [_row_image(image) for image in row.get("images") or ()]
+        ids = render(self.tokenizer, row["prompt"], tools)
+        return Trajectory(row["prompt"], expand(ids, images, self.processor), ids, images)
 
-    def begin(self, messages: list[dict], tools=None, images=()) -> Trajectory:
-        """A trajectory that begins with these messages; images: PIL images, one a placeholder."""
-        ids = render(self.tokenizer, messages, tools)
-        return Trajectory(messages, expand(ids, images, self.processor), ids, images)
-
-    def room(self, trajectory, used=None) -> int:
+    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
         """Response tokens that budget and window still take; used: other tokens than its own."""
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
@@ -580,14 +574,16 @@ class AgentLoopBase:
         spent = sum(len(one.response_ids) for one in (*trajectory.finished, trajectory))
         return min(self.args.max_response_tokens - spent, window - used)
 
-    def append(self, trajectory, messages: list[dict], tools, stops: set[int], images=()) -> bool:
+    def append(
+        self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
+        stops: set[int], images: Sequence = (),
+    ) -> bool:  # fmt: skip
         """Appends tool or user messages as a template suffix, or forks where history is rewritten.
 
-        images: PIL images, one for each placeholder in the messages.
-        False if no room would be left for a token of reply: then nothing is appended, and the stop
-        reason is "length".
+        images: one a placeholder. False if there is no room for them and a token of reply: then
+        nothing is appended, and the stop reason is "length".
         """
-        history = trajectory.messages
+        images, history = [_row_image(image) for image in images], trajectory.messages
         try:
             request = turn_suffix(self.tokenizer, history, messages, stops, trajectory.ended, tools)
             ids = expand(request, images, self.processor)
@@ -605,33 +601,30 @@ class AgentLoopBase:
         trajectory.user_turns += 1
         return True
 
-    async def assistant_turn(self, trajectory, sampling_params: dict) -> str | None:
+    async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
         """Samples one turn; returns its text, special tokens kept, or None if it was cut off."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
             return None
-        max_tokens = min(sampling_params.get("max_tokens") or room, room)
+        limit = min(sampling_params.get("max_tokens") or room, room)
         out = await self.engine.generate(
             request_id=trajectory.request_id, prompt_ids=list(trajectory.request_ids),
-            sampling_params={**sampling_params, "max_tokens": max_tokens},
+            sampling_params={**sampling_params, "max_tokens": limit},
             image_data=list(trajectory.images) or None,
         )  # fmt: skip
         prompt = trajectory.prompt_ids + trajectory.response_ids
         if trajectory.images and out.prompt_ids != prompt:
-            lengths = f"{len(out.prompt_ids)} prompt tokens against {len(prompt)}"
-            problem = "the engine and the processor disagree about the tokens of the images"
-            raise ValueError(f"{problem}: {lengths}")
+            problem = f"tokens of the images: {len(out.prompt_ids)} against {len(prompt)}"
+            raise ValueError(f"the engine and the processor disagree about the {problem}")
         trajectory.add_sampled(out)
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = not stops.isdisjoint(out.token_ids[-1:])
         content = out.token_ids[:-1] if trajectory.ended else out.token_ids
         text = self.tokenizer.decode(content, skip_special_tokens=True)
         trajectory.messages.append({"role": "assistant", "content": text})
-        if out.stop_reason != "stop":
-            trajectory.stop_reason = out.stop_reason
-            return None
-        return self.tokenizer.decode(content, skip_special_tokens=False)
+        trajectory.stop_reason = out.stop_reason
+        return self.tokenizer.decode(content) if out.stop_reason == "stop" else None
 
     def plain(self, text: str) -> str:
         """`clean`, and nothing in it that the tokenizer takes for the placeholder of an image."""
@@ -639,6 +632,7 @@ class AgentLoopBase:
         return text.replace(self.processor.image_token, " ") if self.processor else text
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
+        """Of the sampling parameters and the tokenizer."""
         stops = sampling_params.get("stop_token_ids") or ()
         return {*stops, self.tokenizer.eos_token_id} - {None}
 
@@ -660,11 +654,10 @@ def tool_parser(name: str, tokenizer):
 
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-        parser.extract_tool_calls("", parser_request("[]"))
+        parser.extract_tool_calls("", _parser_request("[]"))
         return parser
     except KeyError:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        problem = f": choose from {known}"
+        problem = f": choose from {', '.join(sorted(ToolParserManager.list_registered()))}"
     except NotImplementedError:  # those that want vLLM's own chat server around them
         problem = " does not parse plain text: choose another"
     except (RuntimeError, ValueError) as error:  # the tokenizer has no token of this format
@@ -673,7 +666,7 @@ def tool_parser(name: str, tokenizer):
 
 
 @functools.cache
-def parser_request(schemas):
+def _parser_request(schemas):
     """The chat request in which some parsers look up the tools; schemas as JSON, to be cached."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -690,7 +683,7 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     error = "the tool call is not valid JSON with name and arguments"
     malformed = [{"name": "", "arguments": {}, "error": error}]
     try:
-        found = parser.extract_tool_calls(text, parser_request(json.dumps(schemas)))
+        found = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
     except Exception:  # most parsers catch what a model can write, some don't
         return text, malformed
     if not found.tools_called:
@@ -700,8 +693,8 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     for call in found.tool_calls:
         error = None
         try:
-            arguments = json.loads(call.function.arguments)
-            arguments = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))
+            readable = json.dumps(json.loads(call.function.arguments), ensure_ascii=False)
+            arguments = json.loads(clean(readable))
             if not isinstance(arguments, dict):
                 raise ValueError("arguments must be a JSON object")
         except (ValueError, RecursionError) as problem:
@@ -710,20 +703,22 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     return found.content or "", calls
 
 
-def call_id(turn, i):
+def _call_id(turn, i):
     """Of a turn's i-th call: nine characters, as Mistral's template wants, alike in all runs."""
     return f"{turn:06d}{i:03d}"
 
 
-def function_call(id, name, arguments):
+def _function_call(id, name, arguments):
     """A tool call in an assistant's message, as chat templates want it: arguments as a dict."""
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def calling_message(content, calls, turn):
+def _calling_message(content, calls, turn):
     """The assistant's message that makes these calls."""
-    ids = [call_id(turn, i) for i in range(len(calls))]
-    made = [function_call(id, call["name"], call["arguments"]) for id, call in zip(ids, calls)]
+    made = [
+        _function_call(_call_id(turn, i), call["name"], call["arguments"])
+        for i, call in enumerate(calls)
+    ]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
@@ -762,8 +757,8 @@ class ToolAgentLoop(AgentLoopBase):
                 trajectory.stop_reason = "timeout"  # what it has so far is kept, and graded
             for name, created in self.created.items():
                 if created.done() and not created.exception():
-                    reward = self.in_time(self.tool_method, trajectory, name, "calc_reward")
-                    trajectory.add_reward(await reward)
+                    reward = self._in_time(self._tool_method, trajectory, name, "calc_reward")
+                    trajectory.record("tool", name, await reward, None)
         finally:
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
@@ -771,7 +766,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def pending(self, trajectory):
         if self.interaction:
             start = self.interaction.start
-            await self.in_time(start, trajectory.request_id, **self.interaction_kwargs)
+            await self._in_time(start, trajectory.request_id, **self.interaction_kwargs)
         return self.generating
 
     async def generating(self, trajectory):
@@ -781,23 +776,20 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
         if not trajectory.tool_calls:
             return self.interacting if self.interaction else None
-        return None if self.out_of_turns(trajectory) else self.processing_tools
+        return None if self._out_of_turns(trajectory) else self.processing_tools
 
-    def out_of_turns(self, trajectory):
-        return self.out_of(trajectory, self.args.max_assistant_turns, trajectory.assistant_turns)
-
-    def out_of(self, trajectory, limit, turns):
+    def _out_of_turns(self, trajectory, user_answers=0):
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
-        if over := 0 < limit <= turns:
+        over = 0 < self.args.max_assistant_turns <= trajectory.assistant_turns
+        if over := over or 0 < self.args.max_user_turns <= user_answers:
             trajectory.stop_reason = "max_turns"
         return over
 
     def parse(self, trajectory, text):
         """A turn's [{"name", "arguments" (a dict), "error"}]; the turn's message gets them too."""
-        parser = self.args.tool_parser
-        content, calls = parse_tool_calls(text, parser, self.tokenizer, self.schemas)
+        content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
-            trajectory.messages[-1] = calling_message(content, calls, trajectory.assistant_turns)
+            trajectory.messages[-1] = _calling_message(content, calls, trajectory.assistant_turns)
         return calls
 
     async def processing_tools(self, trajectory):
@@ -808,61 +800,56 @@ class ToolAgentLoop(AgentLoopBase):
         responses = await asyncio.gather(*(self.call_tool(trajectory, call) for call in calls))
         trajectory.count("tool_s", time.perf_counter() - started)
         trajectory.count("tool_calls", len(calls))
-        messages, images = [], []
-        for i, (call, response) in enumerate(zip(calls, responses, strict=True)):
+        messages, images, limit = [], [], self.args.max_images
+        for i, (call, response) in enumerate(zip(calls, responses)):
             try:
-                trajectory.add_metrics("tool", response.metrics)
-                trajectory.add_reward(response.reward)
-                there, more = len(trajectory.images) + len(images), len(response.images)
-                limit = self.args.max_images
-                if more and there + more > limit:
-                    known = f"{there} of {limit} are there"
-                    raise ValueError(f"no room for {more} more images: {known}")
+                trajectory.record("tool", call["name"], response.reward, response.metrics)
+                seen, more = len(trajectory.images + images), len(response.images)
+                if more and seen + more > limit:
+                    raise ValueError(f"no room for {more} more images: {seen} of {limit} are there")
             except Exception as error:  # no number, or too many images
-                response = self.failure(trajectory, error)
-            content = text = self.shorten(response.text)
+                trajectory.count("tool_errors")
+                response = ToolResponse(f"Error: {error}")
+            content = text = self._shorten(response.text)
             if response.images:
                 content = [{"type": "text", "text": text}] if text else []
                 content += [{"type": "image"} for _ in response.images]
             images += response.images
-            made = call_id(trajectory.assistant_turns, i)  # of malformed ones too: for templates
-            message = {"role": "tool", "name": call["name"], "content": content}
-            messages.append(message | {"tool_call_id": made})
+            messages.append({
+                "role": "tool", "name": call["name"], "content": content,
+                "tool_call_id": _call_id(trajectory.assistant_turns, i),  # if malformed too
+            })  # fmt: skip
         return self.answer(trajectory, messages, images)
-
-    def failure(self, trajectory, error, counter="tool_errors"):
-        """What the model reads of a call that went wrong, which is counted."""
-        trajectory.count(counter)
-        return ToolResponse(f"Error: {error}")
 
     async def call_tool(self, trajectory, call):
         """Executes a call under its deadline; what goes wrong is told to the model and counted."""
-        name, error = call["name"], call["error"]
-        if not error and name not in self.tools:
-            error = f"there is no tool {name!r}; the tools are {sorted(self.tools)}"
-        if error:
-            return self.failure(trajectory, error)
+        name, deadline = call["name"], asyncio.timeout(self.args.tool_timeout)
         try:
-            async with asyncio.timeout(self.args.tool_timeout) as deadline:
-                return await contained(self.execute(trajectory, name, call["arguments"]))
+            if call["error"]:
+                raise ValueError(call["error"])
+            if name not in self.tools:
+                raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
+            async with deadline:
+                return await _contained(self._execute(trajectory, name, call["arguments"]))
         except Exception as error:  # the model's to read, not the run's to die of
+            problem = str(error) or repr(error)
             if deadline.expired():
-                late = f"{name} took longer than {self.args.tool_timeout:g} seconds"
-                return self.failure(trajectory, late, "tool_timeouts")
-            return self.failure(trajectory, str(error) or repr(error))
+                problem = f"{name} took longer than {self.args.tool_timeout:g} seconds"
+            trajectory.count("tool_timeouts" if deadline.expired() else "tool_errors")
+            return ToolResponse(f"Error: {problem}")
 
-    def tool_method(self, trajectory, name, method, *arguments):
+    def _tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
         return getattr(self.tools[name], method)(trajectory.request_id, *arguments, **kwargs)
 
-    async def execute(self, trajectory, name, arguments):
+    async def _execute(self, trajectory, name, arguments):
         """A tool's response, its images loaded. Raises whatever the tool raises."""
         if name not in self.created:
-            create = self.tool_method(trajectory, name, "create")
-            self.created[name] = asyncio.ensure_future(contained(create))
+            create = self._tool_method(trajectory, name, "create")
+            self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
-        result = await self.tool_method(trajectory, name, "execute", arguments)
+        result = await self._tool_method(trajectory, name, "execute", arguments)
         response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
         if not isinstance(response, ToolResponse):
             response = ToolResponse(str(response))
@@ -870,37 +857,38 @@ class ToolAgentLoop(AgentLoopBase):
             raise ValueError("the tool returned an image, and this agent reads text only")
         images = [load_image(image) for image in response.images]
         if images:
-            image_tokens(images, self.processor)  # raises for a shape that the model does not take
+            _image_tokens(images, self.processor)  # raises for a shape that the model does not take
         reward = response.reward if reward is None else reward
         return ToolResponse(response.text, images, reward, {**response.metrics, **(metrics or {})})
 
-    async def in_time(self, function, *args, **kwargs):
+    async def _in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
         async with asyncio.timeout(self.args.tool_timeout):
-            return await contained(function(*args, **kwargs))
+            return await _contained(function(*args, **kwargs))
 
-    def shorten(self, text):
+    def _shorten(self, text):
         """At most max_tool_response_tokens of a response: one or both ends, as in verl."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
         text = self.plain(text)
-        far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
-        left = tokenise(self.tokenizer, text[:far])
-        if len(text) <= far and len(left) <= limit:
+        if len(text.encode()) <= limit:  # a token is a byte at least
             return text
-        right = tokenise(self.tokenizer, text[-far:])
+        far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
+        if len(text) > 2 * far:
+            text = f"{text[:far]}...{text[-far:]}"
+        ids = _tokenise(self.tokenizer, text)
+        if len(ids) <= limit:
+            return text
         kept = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]  # at the left end
-        right = right[len(right) - (limit - kept) :]
-        return f"{self.tokenizer.decode(left[:kept])}...{self.tokenizer.decode(right)}"
+        left, right = ids[:kept], ids[len(ids) - limit + kept :]
+        return f"{self.tokenizer.decode(left)}...{self.tokenizer.decode(right)}"
 
     async def interacting(self, trajectory):
-        done, text, reward, metrics = await self.in_time(
+        done, text, reward, metrics = await self._in_time(
             self.interaction.generate_response,
             trajectory.request_id, trajectory.messages, **self.interaction_kwargs,
         )  # fmt: skip
-        trajectory.add_metrics("interaction", metrics or {})
-        trajectory.add_reward(reward)  # the last turn too has its reward
-        limit, n = self.args.max_user_turns, self.user_answers
-        if done or self.out_of_turns(trajectory) or self.out_of(trajectory, limit, n):
+        trajectory.record("interaction", self.interaction.name, reward, metrics)
+        if done or self._out_of_turns(trajectory, self.user_answers):
             return None
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": self.plain(text)}])
@@ -915,10 +903,11 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
-        method = self.tool_method
-        closers = [self.in_time(method, trajectory, name, "release") for name in self.created]
+        closers = [
+            self._in_time(self._tool_method, trajectory, name, "release") for name in self.created
+        ]
         if self.interaction:
-            closers.append(self.in_time(self.interaction.finalize, trajectory.request_id))
+            closers.append(self._in_time(self.interaction.finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
             if isinstance(result, BaseException):
                 trajectory.count("release_errors")
@@ -931,14 +920,7 @@ class OutOfBudget(RuntimeError):
     """No tokens ("length") or turns ("max_turns") are left for another reply."""
 
 
-def image_parts(messages):
-    """The placeholders of images in the messages' contents."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part for part in parts if part["type"] == "image"]
-
-
-def identity(message):
+def _identity(message):
     """What makes two messages the same: not ids and names of tools, which clients add and drop."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["role"], message["content"], json.dumps(calls, sort_keys=True)
@@ -954,11 +936,10 @@ class ChatClient:
     OutOfBudget when the trajectory is used up.
     """
 
-    def __init__(self, loop, sampling_params):
-        self.loop, self.sampling_params = loop, sampling_params
-        self.trajectories = []  # the last one spoke last
-        self.sampling = set()  # calls under way
-        self.images = {}  # by the name in their placeholders: see `row_image`
+    def __init__(self, loop, sampling_params, row_images=()):
+        self.loop, self.sampling_params, self.row_images = loop, sampling_params, row_images
+        self.trajectories = []  # the last one was asked last
+        self.tasks = []  # one a call, for those under way at the end
         self.turns = 0
         self.over = False  # the agent is done
         self.reward = None  # what the task is asked for otherwise
@@ -981,7 +962,9 @@ class ChatClient:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         tools = list(tools or ()) if tool_choice != "none" else []
-        trajectory = self.resume([self.message(message) for message in messages], tools)
+        images = []  # of all messages, in the order of their placeholders
+        messages = [self._plain(message, images) for message in messages]
+        trajectory = self._resume(messages, images, tools)
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
@@ -990,122 +973,100 @@ class ChatClient:
         self.turns += 1
         turn, before = self.turns, len(trajectory.response_ids)
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
-        self.sampling.add(task)
+        self.tasks.append(task)
         try:
             text = await task
         except asyncio.CancelledError as error:
-            reraise_cancellation(error)
+            _reraise_cancellation(error)
             raise OutOfBudget("the trajectory is over") from None
-        finally:
-            self.sampling.discard(task)
         self.exhausted, reply = None, trajectory.messages[-1]
-        for string in sampling.get("stop", ()) if text else ():  # sampled, so a token, but not said
-            text, reply["content"] = (said.split(string)[0] for said in (text, reply["content"]))
+        for string in sampling.get("stop", ()) if text else ():  # sampled, not in the reply
+            text, reply["content"] = (x.split(string)[0] for x in (text, reply["content"]))
         if text and tools:
             parser = self.loop.args.tool_parser
             content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
             # A malformed one is text, as from vLLM's server.
             if calls and not any(call["error"] for call in calls):
-                trajectory.messages[-1] = calling_message(content, calls, turn)
+                trajectory.messages[-1] = _calling_message(content, calls, turn)
         trajectory.tools = tools  # others may go on from it now
-        self.put_last(trajectory)
-        return self.completion(trajectory, before, logprobs)
+        return self._completion(trajectory, before, logprobs)
 
-    def resume(self, messages, tools):
+    def _resume(self, messages, images, tools):
         """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, n = self.loop, len(image_parts(messages))
-        if n > loop.args.max_images:  # before any is decoded
-            raise ValueError(f"{n} images: supported are {loop.args.max_images}, see --max_images")
+        loop, known = self.loop, [_identity(message) for message in messages]
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
-            self.give_up("max_turns")
-        known = [identity(message) for message in messages]
+            self._give_up("max_turns")
         earlier = [
             t for t in self.trajectories if t.tools == tools and len(t.messages) < len(known)
-            and [identity(message) for message in t.messages] == known[: len(t.messages)]
+            and [_identity(message) for message in t.messages] == known[: len(t.messages)]
         ]  # fmt: skip
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
-            new = messages[len(trajectory.messages) :]
+            new, images = messages[len(trajectory.messages) :], images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
-            fits = loop.append(trajectory, new, tools, stops, self.images_of(new))
+            fits = loop.append(trajectory, new, tools, stops, images)
         else:
-            trajectory = loop.begin(messages, tools, self.images_of(messages))
-            self.trajectories.append(trajectory)
+            trajectory = loop.start({"prompt": messages, "images": images}, tools)
             fits = loop.room(trajectory) > 0
+        if fits or earlier:  # it is the last one asked
+            others = [t for t in self.trajectories if t is not trajectory]
+            self.trajectories = [*others, trajectory]
         if not fits:
-            self.put_last(trajectory)
-            self.give_up("length")
+            self._give_up("length")
         trajectory.tools = None  # until its turn is sampled; if that fails, nothing goes on from it
-        trajectory.stop_reason = "stop"
         return trajectory
 
-    def put_last(self, trajectory):
-        """Among the trajectories: it spoke last, or had no room to."""
-        self.trajectories.sort(key=lambda other: other is trajectory)
-
-    def give_up(self, reason):
+    def _give_up(self, reason):
         self.exhausted = reason
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
-    async def close(self):
+    async def close(self) -> None:
         """Ends the calls that outlived the agent (in threads, tasks, over HTTP), refuses others."""
         self.over = True
-        for task in self.sampling:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self.sampling, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def message(self, message):
+    def _plain(self, message, images):
         """A chat message of any client as templates want it: text or parts, arguments as a dict."""
         message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
         content = message.get("content") or ""
         if not isinstance(content, str):
-            content = [self.part(part) for part in content]
+            content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        names = [name for name in ("role", "name", "tool_call_id") if message.get(name)]
-        plain = {name: message[name] for name in names} | {"content": content}
+        plain = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
+        plain["content"] = content
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if isinstance(arguments, str):
-                with suppress(ValueError):  # what the policy wrote, sent back as it was
-                    arguments = json.loads(arguments)
-            plain.setdefault("tool_calls", []).append(function_call(call["id"], name, arguments))
+            with suppress(ValueError, TypeError):  # no JSON, or a dict already: stays as it was
+                arguments = json.loads(arguments)
+            plain.setdefault("tool_calls", []).append(_function_call(call["id"], name, arguments))
         return plain
 
-    def part(self, part):
-        """A part of a message's content; an image is kept and named in its placeholder."""
-        kind = part.get("type")
+    def _part(self, part, images):
+        """A part of a message's content; the image of a placeholder is added to `images`."""
+        kind, limit = part.get("type"), self.loop.args.max_images
         if kind == "text":
             return part
         if self.loop.processor is None:
             raise ValueError("only text content is supported in chat messages")
-        if kind == "image":  # of the row's own prompt: see `place`
-            if part.get("image") in list(self.images):  # a list: it may have no hash
-                return part
-            known = "as the row's prompt has it; send others as image_url"
-            raise ValueError(f"a part of type image is supported {known}")
-        if kind != "image_url":
-            raise ValueError(f"supported in chat messages are text and image_url, not {kind}")
+        if len(images) == limit:
+            raise ValueError(f"supported are {limit} images, see --max_images")
+        if kind == "image":  # of the row's own prompt, numbered by ChatAgentLoop
+            if part.get("image") not in range(len(self.row_images)):
+                known = "as the row's prompt has it; send others as image_url"
+                raise ValueError(f"a part of type image is supported {known}")
+            images.append(self.row_images[part["image"]])
+            return part
         url = part.get("image_url")
         head, _, data = str(url["url"] if isinstance(url, dict) else url).partition(";base64,")
         if not head.startswith("data:image/"):
-            raise ValueError("of image_urls only data:image/...;base64 is supported")
-        name = hashlib.sha256(data.encode()).hexdigest()
-        self.images[name] = base64.b64decode(data)
-        return {"type": "image", "image": name}
+            raise ValueError("supported are text and image_url, only data:image/...;base64")
+        images.append(base64.b64decode(data))
+        return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
-    def place(self, prompt, images):
-        """A row's prompt with its images named in their placeholders, to be sent as it is."""
-        prompt = copy.deepcopy(prompt)
-        for i, (part, image) in enumerate(zip(image_parts(prompt), images, strict=True)):
-            part["image"] = f"image {i} of the row"
-            self.images[part["image"]] = image
-        return prompt
-
-    def images_of(self, messages):
-        return [row_image(self.images[part["image"]]) for part in image_parts(messages)]
-
-    def completion(self, trajectory, before, logprobs):
+    def _completion(self, trajectory, before, logprobs):
         """An openai ChatCompletion of the last turn; before: response tokens before it."""
         from openai.types.chat import ChatCompletion
 
@@ -1114,28 +1075,28 @@ class ChatClient:
         message = copy.deepcopy(trajectory.messages[-1])
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        reason = "length" if trajectory.stop_reason == "length" else "stop"
-        reason = "tool_calls" if "tool_calls" in message else reason
+        reason = "tool_calls" if "tool_calls" in message else trajectory.stop_reason
+        reason = "stop" if reason == "abort" else reason
         choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
         if logprobs:
             texts = [self.loop.tokenizer.decode([i]) for i in ids]
-            logprobs = trajectory.response_logprobs[before:]
             choice["logprobs"] = {"content": [
                 {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, x in zip(texts, logprobs, strict=True)
+                for text, x in zip(texts, trajectory.response_logprobs[before:])
             ]}  # fmt: skip
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        usage["total_tokens"] = len(prompt) + len(ids)
-        return ChatCompletion.model_validate({
-            "id": f"chatcmpl-{trajectory.request_id}-{self.turns}", "object": "chat.completion",
-            "model": "policy", "created": int(time.time()), "choices": [choice],
-            "usage": usage, "prompt_token_ids": prompt,
-        })  # fmt: skip
+        usage["total_tokens"] = len(prompt + ids)
+        return ChatCompletion(
+            id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
+            model="policy", created=int(time.time()), choices=[choice],
+            usage=usage, prompt_token_ids=prompt,
+        )  # fmt: skip
 
-    def outputs(self):
-        """All token sequences, those of the trajectory that spoke last at the end."""
+    def outputs(self) -> list[AgentLoopOutput]:
+        """All token sequences: first those whose last turn failed, at the end the last asked."""
         spoke = [trajectory for trajectory in self.trajectories if trajectory.assistant_turns]
-        return [output for trajectory in spoke for output in trajectory.outputs()]
+        spoke.sort(key=lambda trajectory: trajectory.tools is not None)
+        return [output for trajectory in spoke for output in trajectory]
 
 
 class ChatAgentLoop(AgentLoopBase):
@@ -1149,12 +1110,17 @@ class ChatAgentLoop(AgentLoopBase):
         raise TypeError(f"{type(self).__name__} has no chat method")
 
     async def run(self, sampling_params, **row):
-        client, reward, cut_off = ChatClient(self, sampling_params), None, None
-        if row.get("images"):
-            row["prompt"] = client.place(row["prompt"], row["images"])
+        images = row.get("images") or ()
+        client, cut_off = ChatClient(self, sampling_params, images), None
+        if images:  # numbered, so that the agent may send any of them again
+            parts = [part for message in row["prompt"] for part in message.get("content") or ()]
+            parts = [part for part in parts if isinstance(part, dict) and part["type"] == "image"]
+            for number, part in enumerate(parts):
+                part["image"] = number
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)
+                client.reward = client.reward if reward is None else reward
         except Exception:  # frameworks wrap our OutOfBudget in errors of their own
             if not client.exhausted and not budget.expired():
                 raise
@@ -1163,6 +1129,6 @@ class ChatAgentLoop(AgentLoopBase):
             await client.close()
         outputs = client.outputs()
         for output in outputs[-1:]:
-            output.reward = client.reward if reward is None else reward
+            output.reward = client.reward
             output.stop_reason = cut_off or output.stop_reason
         return outputs

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import agent_loop
 from agent_loop import (
     AGENT_LOOPS,
     STOP_REASONS,
@@ -564,6 +565,27 @@ def test_which_end_of_a_tool_response_stays(play, side, said):
     assert_response(output, engine, turn + END, tool_turn(said), "ok" + END)
 
 
+@pytest.mark.parametrize(
+    "text, cut, tokenised", [("0123456789", False, 0), ("01234567890", True, 1), ("€" * 4, True, 1)]
+)
+def test_a_short_tool_response_is_not_even_tokenised(play, monkeypatch, text, cut, tokenised):
+    """No token is less than a byte, so that a text of few bytes fits unseen."""
+    seen, tokenise = [], agent_loop._tokenise
+    monkeypatch.setattr(agent_loop, "_tokenise", lambda tokenizer, text: seen.append(text) or tokenise(tokenizer, text))
+    output, _ = play(call("notes"), "ok", task=task_of(Notes(text)), max_tool_response_tokens=10)
+    assert seen.count(text) == tokenised
+    assert (output.messages[2]["content"] == text) == (not cut)
+
+
+def test_of_a_huge_tool_response_only_the_ends_are_tokenised(play, monkeypatch):
+    seen, tokenise = [], agent_loop._tokenise
+    monkeypatch.setattr(agent_loop, "_tokenise", lambda tokenizer, text: seen.append(text) or tokenise(tokenizer, text))
+    notes = Notes("01234" + "x" * 10**6 + "56789")
+    output, _ = play(call("notes"), "ok", task=task_of(notes), max_tool_response_tokens=10)
+    assert output.messages[2]["content"] == "01234...56789"
+    assert max(map(len, seen)) < 2000
+
+
 def test_a_response_of_few_characters_and_many_tokens_is_cut(play, tokenizer):
     notes = Notes("€" * 20)  # 60 tokens
     output, _ = play(call("notes"), "ok", task=task_of(notes), max_tool_response_tokens=30)
@@ -904,6 +926,25 @@ def test_a_reward_or_metric_that_is_no_number_costs_no_trajectory(play, answer):
     assert output.stop_reason == "stop"
 
 
+@pytest.mark.parametrize("answer, said", [
+    (("fine", math.nan, {}), "Error: the reward of tool 'notes' must be a finite number, got nan"),
+    (("fine", 1.0, {"rows": math.inf}), "Error: metric 'rows' of tool 'notes' must be a finite number, got inf"),
+])  # fmt: skip
+def test_a_number_that_is_not_finite_names_its_tool(play, answer, said):
+    output, _ = play(call("notes"), "bye", task=task_of(Notes(answer)))
+    assert output.messages[2]["content"] == said
+    assert (output.turn_rewards, output.metrics["tool_errors"], "tool/rows" in output.metrics) == ([], 1, False)
+
+
+def test_a_reward_that_is_not_finite_names_the_tool_or_interaction_that_ends_the_run(play):
+    with pytest.raises(ValueError, match="the reward of tool 'notes' must be a finite number, got inf"):
+        play(call("notes"), "bye", task=task_of(Notes(calc_reward=math.inf)))
+    quiz = Quiz((True, "", math.nan, {}))
+    with pytest.raises(ValueError, match="the reward of interaction 'quiz' must be a finite number, got nan"):
+        play("3", task=quiz_task(quiz), row=quiz_row())
+    assert quiz.events[-1] == "finalize"
+
+
 def test_a_tuple_of_the_wrong_length_is_a_failed_call(play):
     output, _ = play(call("notes"), "bye", task=task_of(Notes(("text", 1.0))))
     assert output.metrics["tool_errors"] == 1
@@ -1235,6 +1276,37 @@ def test_a_registered_loop_is_found_and_gets_the_row(play, monkeypatch):
         "prompt": PROMPT, "agent_name": "parrot", "colour": "green", "step": 3, "index": 0, "rollout_n": 1,
         "validate": False, "sampling": {"temperature": 2.0}, "task": CALCULATOR, "processor": None,
     }  # fmt: skip
+
+
+def test_a_loop_may_return_its_trajectory(play, tokenizer, monkeypatch):
+    """Going through it, as the rollout does with whatever is no AgentLoopOutput, gives its outputs."""
+
+    class Returns(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            trajectory = self.start(row)
+            trajectory.extra["mood"] = "good"
+            await self.assistant_turn(trajectory, sampling_params)
+            trajectory.record("tool", "notes", 0.5, None)
+            if row["forks"]:
+                prompt = encode(tokenizer, "rewritten")
+                trajectory.fork(prompt, prompt)
+                await self.assistant_turn(trajectory, sampling_params)
+            return trajectory
+
+    monkeypatch.setitem(AGENT_LOOPS, "returns", Returns)
+    trajectory, engine = play("hello", row={"agent_name": "returns", "forks": False})
+    assert not isinstance(trajectory, AgentLoopOutput)  # so that one inside a list is refused by name
+    (output,) = trajectory
+    assert_response(output, engine, "hello" + END)
+    assert type(output) is AgentLoopOutput and output == trajectory.output()
+    assert (output.num_turns, output.extra, output.turn_rewards) == (2, {"mood": "good"}, [(5, 0.5)])
+
+    trajectory, engine = play("hello", "again", row={"agent_name": "returns", "forks": True})
+    first, second = trajectory
+    assert [first, second] == trajectory.outputs() == list(trajectory)
+    assert tokenizer.decode(first.response_ids) == "hello" + END and first.turn_rewards == [(5, 0.5)]
+    assert tokenizer.decode(second.prompt_ids + second.response_ids) == "rewrittenagain" + END
+    assert (first.metrics, second.metrics, second.turn_rewards) == ({}, {"forks": 1}, [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ be compared, token by token, with what the engine saw. Everything runs on one Ba
 """
 
 import asyncio
+import base64
 import copy
 import dataclasses
+import io
 import json
 import random
 import socket
@@ -17,6 +19,7 @@ import chat_endpoint
 import httpx
 import openai
 import pytest
+from PIL import Image
 from test_agent_loop import (
     ANSWER,
     ASSISTANT,
@@ -710,6 +713,96 @@ def test_a_failing_engine_is_raised(play):
 
     with pytest.raises(RuntimeError, match="out of memory"):
         play(chat, SUM, RuntimeError("out of memory"))
+
+
+@pytest.mark.parametrize("how", ["the engine fails", "the agent gives up"])
+def test_a_conversation_that_failed_stands_first(play, how):
+    """The task's reward is asked of the last output: never of one whose last question has no answer."""
+
+    async def chat(client, prompt, **row):
+        plan = await ask(client, *prompt)
+        helper = await ask(client, user("Help."))
+        if how == "the engine fails":
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await ask(client, user("Help."), helper, user("More."))
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask(client, user("Help."), helper, user("More.")), 0.1)
+        assert plan.content == "plan"
+        return 0.5
+
+    fails = RuntimeError("out of memory") if how == "the engine fails" else HANGS
+    (failed, whole), engine = play(chat, "plan", "yes", fails)
+    assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
+    assert [m["content"] for m in whole.messages] == ["What is 1+1?", "plan"]
+    assert [failed.reward, whole.reward] == [None, 0.5]
+
+
+def test_the_last_asked_is_last_though_it_had_no_room(play):
+    """A helper's conversation is over; the main one's next question does not fit, which ends the run."""
+
+    async def chat(client, prompt, **row):
+        plan = await ask(client, *prompt)
+        await ask(client, user("Help."))
+        await ask(client, *prompt, plan, user("x" * 5000))
+
+    (helper, main), engine = play(chat, "plan", "yes", max_model_len=1000)
+    assert [helper.messages[-1]["content"], main.messages[-1]["content"]] == ["yes", "plan"]
+    assert [helper.stop_reason, main.stop_reason] == ["stop", "length"]
+
+
+def pixels(*colours: int) -> list[dict]:
+    """Content parts: an image of one pixel for each colour."""
+    parts = []
+    for colour in colours:
+        file = io.BytesIO()
+        Image.new("RGB", (1, 1), (colour, 0, 0)).save(file, "png")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
+
+
+def test_images_are_kept_as_long_as_a_conversation_needs_them(tokenizer, monkeypatch):
+    """max_images bound each conversation, the same image counting each time; refused ones leave nothing behind."""
+
+    class Seeing(ChatAgentLoop):
+        async def chat(self, client, prompt, **row):
+            for colours in ([7] * 4, range(1000)):
+                with pytest.raises(ValueError, match="supported are 3 images"):
+                    await ask(client, {"role": "user", "content": pixels(*colours)})
+            assert len(decoded) == 3 + 3  # no more than the limit of either
+            question = {"role": "user", "content": pixels(7, 7)}
+            reply = await ask(client, question)
+            with pytest.raises(ValueError, match="supported are 3 images"):
+                await ask(client, question, reply, question)
+            for _ in range(2):
+                await ask(client, question)
+            clients.append(client)
+
+    decoded, clients, decode = [], [], base64.b64decode
+    monkeypatch.setattr(base64, "b64decode", lambda data: decoded.append(data) or decode(data))
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}#{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    (placeholder,) = encode(tokenizer, "#")
+    processor = SimpleNamespace(image_token="#", image_token_id=placeholder)
+    processor._get_num_multimodal_tokens = lambda image_sizes: {"num_image_tokens": [2] * len(image_sizes)}
+
+    class Sees(Engine):
+        async def generate(self, *, prompt_ids, image_data, **request):
+            out = await super().generate(prompt_ids=prompt_ids, **request)
+            twice = [i for i in prompt_ids for _ in range(1 + (i == placeholder))]
+            return dataclasses.replace(out, prompt_ids=twice)
+
+    engine = Sees(tokenizer, ("a", "b", "c"))
+    args = Args(max_response_tokens=2000, max_assistant_turns=0, max_images=3)
+    outputs = run(Seeing(engine, tokenizer, processor, SimpleNamespace(), args).run({}, prompt=PROMPT))
+    assert [[i.getpixel((0, 0)) for i in output.images] for output in outputs] == [[(7, 0, 0)] * 2] * 3
+    assert [output.prompt_ids.count(placeholder) for output in outputs] == [4] * 3
+    (client,) = clients
+    assert len(client.trajectories) == 3 and not any(isinstance(x, (bytes, dict)) for x in vars(client).values() if x)
 
 
 def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
