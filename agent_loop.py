@@ -15,6 +15,7 @@ coroutines of one background thread; hundreds live at once. Names follow verl's 
 import asyncio
 import base64
 import concurrent.futures
+import contextvars
 import copy
 import functools
 import hashlib
@@ -393,12 +394,12 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
 
     Python waits for asyncio.to_thread's when it exits: for a tool that never returns, forever.
     """
-    future = concurrent.futures.Future()
+    future, context = concurrent.futures.Future(), contextvars.copy_context()
     future.set_running_or_notify_cancel()  # a deadline that passes ends the waiting, not the work
 
     def work():
         try:
-            future.set_result(function(*args, **kwargs))
+            future.set_result(context.run(function, *args, **kwargs))
         except BaseException as error:
             future.set_exception(_failure(error))
 
