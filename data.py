@@ -135,8 +135,7 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
 
 def _check_row(row, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
-    need(isinstance(row, dict),
-         f"{name} is a {type(row).__name__}, not a dict with a column 'prompt'")
+    need(isinstance(row, dict), f"{name} is no dict with a column 'prompt': {row!r:.80}")
     extra_info = row.get("extra_info") or {}
     row = {"index": extra_info.get("index", i), **row}
     for columns in (row, extra_info):
@@ -215,7 +214,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
         ids = render(tokenizer, row["prompt"], schemas)
         try:
-            lengths.append(len(expand(ids, [open_image(image) for image in images], processor)))
+            lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
         except ValueError as error:
             raise BadInput(f"row {i}: {error}") from None
     if empty:
@@ -387,12 +386,11 @@ def by_rollout(outputs: Outputs) -> Rollouts:
     rollouts = [list(segments) for _, segments in itertools.groupby(outputs, key)]
     outcomes = torch.tensor([_outcome(segments[-1]) for segments in rollouts])
     turns = [sum(reward for o in segments for _, reward in o.turn_rewards) for segments in rollouts]
-    index = [n for n, segments in enumerate(rollouts) for _ in segments]  # (B,)
     return Rollouts(
         rewards=outcomes + torch.tensor(turns), outcomes=outcomes,
         groups=torch.tensor([segments[0].extra["prompt"] for segments in rollouts]),
         longest=torch.tensor([max(len(o.response_ids) for o in segments) for segments in rollouts]),
-        index=torch.tensor(index).long())
+        index=torch.tensor([n for n, segments in enumerate(rollouts) for _ in segments]).long())
 
 
 def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
@@ -474,21 +472,25 @@ def describe(outputs: Outputs) -> dict:
     """
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | _numbers(o.metrics) for o in outputs]
-    rewards = by_rollout(outputs).rewards
-    spread = {
-        "reward/": rewards.tolist(),
-        "prompt_length/": [len(o.prompt_ids) for o in outputs],
-        "response_length/": [len(o.response_ids) for o in outputs],
-        "num_turns/": [o.num_turns for o in outputs],
-        **{f"timing/{name}_": [loop[name] for loop in loops] for name in seconds}}
-    result = {"reward/std": rewards.std(correction=0).item()}
-    for name, x in spread.items():
-        result |= {name + "mean": fmean(x), name + "min": min(x), name + "max": max(x)}
+    columns = {
+        "reward": by_rollout(outputs).rewards.tolist(),
+        "prompt_length": [len(o.prompt_ids) for o in outputs],
+        "response_length": [len(o.response_ids) for o in outputs],
+        "num_turns": [o.num_turns for o in outputs]}
+    statistics, result = {"mean": fmean, "std": np.std, "min": min, "max": max}, {}
+    for metric in ("reward/mean", "reward/std", "reward/min", "reward/max", "prompt_length/mean",
+                   "response_length/mean", "response_length/max", "num_turns/mean",
+                   "num_turns/max"):
+        column, how = metric.split("/")
+        result[metric] = statistics[how](columns[column])
+    for name in seconds:
+        for how in ("min", "mean", "max"):
+            result[f"timing/{name}_{how}"] = statistics[how]([loop[name] for loop in loops])
     sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
     for loop in loops:
         sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
     result |= {name: total / len(outputs) for name, total in sorted(sums.items())}
-    result["response_length/clipped_ratio"] = sums["stop_reason/length"] / len(outputs)
+    result["response_length/clipped_ratio"] = fmean(o.stop_reason == "length" for o in outputs)
     parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):
         result[f"reward_part/{name}"] = fmean(part[name] for part in parts if name in part)
@@ -515,8 +517,7 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Cuts indices into micro-batches of at most max_tokens tokens: each to the first with room.
 
-    Raises ValueError if one sequence alone is longer than max_tokens.
-    """
+    Raises ValueError if one sequence alone is longer than max_tokens."""
     def first_fit(totals, length):
         if length > max_tokens:
             raise ValueError(f"a sequence of {length} tokens does not fit a micro-batch of "
@@ -676,14 +677,14 @@ class Vision:
             positions.append(model.get_rope_index(
                 ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0])  # (3, 1, L)
         encoded = self._encode(model, sum(packed["images"], []), device)
-        position_ids = torch.cat(positions, dim=2).to(device)
-        return {"position_ids": position_ids, "mm_encoder_outputs": {"image": encoded}}
+        return {"position_ids": torch.cat(positions, dim=2).to(device),
+                "mm_encoder_outputs": {"image": encoded}}
 
     def zero(self, model, device) -> Tensor:
         """0, by way of the vision tower, for a forward pass without images: other ranks may see
         some, and DDP waits for every parameter's gradient, FSDP for every rank's part of it."""
-        encoded = self._encode(model, [self.blank], device)
-        return 0 * sum(x.float().sum() for x in tree_leaves(encoded))
+        outputs = self._encode(model, [self.blank], device)
+        return 0 * sum(x.float().sum() for x in tree_leaves(outputs))
 
 
 # ---------------------------------------------------------------- the log
@@ -759,8 +760,8 @@ class Log:
     def show(self, output: AgentLoopOutput) -> None:
         """One whole trajectory, special tokens included."""
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-        tokens = lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]"
-        text = re.sub(r"(<\|image_pad\|>)+", tokens, text)
+        text = re.sub(r"(<\|image_pad\|>)+",
+                      lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
         print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
               f"{output.stop_reason} {'-' * 40}")
 

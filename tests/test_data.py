@@ -707,10 +707,8 @@ def test_describe_by_hand():
     got = data.describe(outputs)
     assert got == {
         "reward/mean": 0.875, "reward/std": 0.125, "reward/min": 0.75, "reward/max": 1.0,
-        "prompt_length/mean": 2, "prompt_length/min": 2, "prompt_length/max": 2,
-        "response_length/mean": 3, "response_length/min": 2, "response_length/max": 4,
-        "response_length/clipped_ratio": 0.5,
-        "num_turns/mean": 2, "num_turns/min": 2, "num_turns/max": 2,
+        "prompt_length/mean": 2, "response_length/mean": 3, "response_length/max": 4,
+        "response_length/clipped_ratio": 0.5, "num_turns/mean": 2, "num_turns/max": 2,
         "stop_reason/length": 0.5, "stop_reason/stop": 0.5, "reward_part/style": 3, "rollout/tool_calls": 1,
         "timing/generate_s_min": 0, "timing/generate_s_mean": 2, "timing/generate_s_max": 4,
         "timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5,
