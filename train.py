@@ -310,8 +310,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     parser = Parser(Args, allow_abbrev=False, description=__doc__.split("\n")[0])
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        name, known = unknown[0].split("=")[0], [f"--{flag.name}" for flag in fields(Args)]
-        close = difflib.get_close_matches(name, known) or [x for x in known if x.startswith(name)]
+        known = [f"--{flag.name}" for flag in fields(Args)]
+        close = difflib.get_close_matches(unknown[0].split("=")[0], known)
         hint = f": did you mean {close[0]}?" if close else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
     return Args(**vars(namespace))
@@ -647,7 +647,7 @@ def optimise(
         if real:
             seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
+    grad_norm = float(whole(grad_norm))
     if not math.isfinite(grad_norm):
         reason = "training stops here, before the weights are spoilt"
         raise RuntimeError(f"the gradient norm is {grad_norm}: {reason}")
@@ -701,6 +701,11 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor, gathered from all ranks if it is sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor) of every parameter, tied ones once: the transformers model's own
     names are those that vLLM knows.
@@ -708,38 +713,26 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     Of a sharded policy one parameter at a time is whole: it must not be kept beyond the next one,
     and all ranks go through them together.
     """
-    for name, p in policy.model.named_parameters():
-        p = p.detach()
-        yield name, p.full_tensor() if isinstance(p, DTensor) else p
+    yield from ((name, whole(p.detach())) for name, p in policy.model.named_parameters())
 
 
 def check_sync(engine: Engine, policy: Policy) -> None:
-    """--check_sync: checksums of the trainer's own parameters, taken from the shards without
-    gathering them, against those of what the engine holds now, fused as it may be.
+    """--check_sync: checksums of the trainer's parameters against those of what the engine holds
+    now, fused as it may be.
 
     Raises RuntimeError naming the first parameter that differs, was not sent or is not finite.
     """
-    held, rows = engine.checksums(), []
-    parameters = dict(policy.model.named_parameters())
-    if missing := parameters.keys() - held.keys():
-        raise RuntimeError(f"--check_sync: {min(missing)} was not sent, or the engine holds "
-                           "nothing of that name")
-    for name, p in parameters.items():
-        x = p.detach()
-        if isinstance(x, DTensor):
-            x = x.to_local()
-        rows.append(torch.stack([checksum(x.to(held[name][0])), (~x.isfinite()).sum()]))
-    sums = torch.stack(rows).cpu()
-    if isinstance(policy, FSDPModule):
-        all_sum(sums)
-    for (name, p), (expected, bad) in zip(parameters.items(), sums.tolist()):
-        _, found, numel = held[name]
-        if bad:
+    checksums = engine.checksums()
+    for name, p in policy.model.named_parameters():
+        x = whole(p.detach())
+        if bad := (~x.isfinite()).sum().item():
             raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
-        copies = numel // p.numel()  # ranks of a tensor parallel group may hold one each
-        if (found - expected * copies) % 2**64:
-            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's after the "
-                               "weight sync")
+        if name not in checksums:
+            raise RuntimeError(f"--check_sync: {name} was not sent, or vLLM names it otherwise")
+        dtype, found, numel = checksums[name]
+        copies = numel // x.numel()  # ranks of a tensor parallel group may hold one each
+        if (found - checksum(x.to(dtype)).item() * copies) % 2**64:
+            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's")
 
 
 def sync(engine: Engine, policy: Policy, version: int) -> float:
