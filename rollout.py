@@ -73,7 +73,7 @@ def seed_of(*parts) -> int:
 
 def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
     """Every rank's x (anything that pickles), in the order of ranks."""
-    parts: list = [None] * dist.get_world_size(group)
+    parts = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, x, group=group)
     return parts
 
@@ -127,13 +127,13 @@ class _Request:
     prompt_ids: list[int]
     params: dict
     images: list | None
-    future: asyncio.Future | None = None  # None on the followers of a --tp team
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, version) at suspensions
+    future: asyncio.Future | None  # None on the followers of a --tp team
+    versions: list[int] = field(default_factory=list)  # of its tokens, as far as they are counted
 
     @property
-    def n_counted(self) -> int:
-        """Tokens that the statistics have already."""
-        return self.spans[-1][0] if self.spans else 0
+    def given_up(self):
+        """Nobody awaits it any more."""
+        return self.future is not None and self.future.cancelled()
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
@@ -172,7 +172,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     return arguments | json.loads(args.engine_args or "{}")
 
 
-def _prepare_vllm(device: torch.device, tp: int) -> None:
+def _prepare_vllm(device, tp):
     """Environment and patches that vLLM needs before an engine is built."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
     settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS=1, RANK=0, LOCAL_RANK=0,
@@ -213,11 +213,8 @@ class Engine:
         _prepare_vllm(device, args.tp)
         from vllm import LLM
 
-        vision = image_token_id is not None
-        if vision:
-            data.without_torchvision()
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
-        self.llm = LLM(**vllm_arguments(model, args, device, vision))
+        self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         if device.type == "cpu" and args.tp > 1:
             dist.barrier()  # every rank has mapped the shared memory: it is gone with the last one
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
@@ -226,37 +223,39 @@ class Engine:
         # Set here because building an engine sets up vLLM's logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
-        if vocab_size or vision:
-            self.llm.apply_model(lambda net: _limit_vocabulary(net, vocab_size, image_token_id))
+        padding = vocab_size and slice(vocab_size, None)
+        never = [ids for ids in (padding, image_token_id) if ids is not None]
+        self.llm.apply_model(lambda net: _never_sample(net, never))
         self.version = -1
-        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's
-        self.leader, self.team = _team(args.tp)
+        self.sent = {}  # by the last sync: Hugging Face name -> the engine's
+        self.leader, self.team = dist.get_rank() % args.tp == 0, None  # consecutive ranks
+        if args.tp > 1:
+            self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
         self.told = 0.0  # when the leader last told its followers what to do
-        self.lock = threading.Condition()  # guards the next five, which both threads touch
+        self.lock = threading.Condition()  # guards the next three, which both threads touch
         self.inbox: list[_Request] = []
-        self.live: set[str] = set()  # trajectories whose agent loop runs
-        self.cached: Counter[str] = Counter()  # live trajectory -> its tokens in the KV cache
-        self.poked = self.cancelled = False  # `step` is to return; a request was given up
-        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; the background's
+        self.live: dict[str, int] = {}  # trajectory whose agent loop runs -> tokens in the KV cache
+        self.poked = False  # `step` is to return
+        self.turns = Counter()  # trajectory -> calls so far; the background's
         # Main thread only, from here on.
         self.waiting: list[_Request] = []  # for room in the KV cache
         self.running: dict[str, _Request] = {}  # in vLLM
-        self.oldest: dict[str, int] = {}  # trajectory -> least version of its sampled tokens
-        self.statistics: Counter[str] = Counter()  # since the engine was built: see Phase
-        self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare
+        self.oldest: dict[str, int] = {}  # trajectory -> version of its first sampled token
+        self.statistics = Counter()  # since the engine was built: see Phase
+        self.digest = hashlib.blake2b()  # of all tokens sampled, for --check_sync to compare
         self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state
         self.state = "awake"
         self.sleep()
 
     # -- states
 
-    def _require(self, state: str) -> None:
+    def _require(self, state):
         if self.state != state:
             raise RuntimeError(
                 f"the engine is {self.state!r}, this call needs {state!r}: see rollout.py's top"
             )
 
-    def _become(self, state: str) -> None:
+    def _become(self, state):
         self.state = state
         self.memory[state] = memory()
 
@@ -275,13 +274,7 @@ class Engine:
         failed, came twice or did not arrive; the engine then stays unusable.
         """
         self._require("weights")
-        loaded = self.llm.apply_model(lambda model: _load(model, named_tensors))
-        ((self.sent, missing),) = loaded
-        if missing:
-            raise RuntimeError(
-                "weight sync incomplete, these parameters of the engine got no tensor: "
-                f"{sorted(missing)}"
-            )
+        (self.sent,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if not self.core.reset_prefix_cache():  # while a request holds blocks: keys would be stale
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.core.reset_encoder_cache()  # what the old weights made of images
@@ -300,8 +293,7 @@ class Engine:
         sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
         if self.team:
             dist.all_reduce(sums, group=self.team)
-        rows = zip(held.items(), sums.tolist(), strict=True)
-        return {name: (x.dtype, *row) for (name, x), row in rows}
+        return {name: (held[name].dtype, *row) for name, row in zip(held, sums.tolist())}
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
@@ -320,10 +312,9 @@ class Engine:
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
-                raise RuntimeError(
-                    f"{len(self.requests)} requests are unfinished: end the rollout first"
-                )
-            self.cached.clear()
+                n = len(self.requests)
+                raise RuntimeError(f"{n} requests are unfinished: end the rollout first")
+            self.live = dict.fromkeys(self.live, 0)
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
@@ -337,13 +328,15 @@ class Engine:
         """Notes, and counts, how far each request has come under the weights about to go."""
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
-            if request and (n := state.detokenizer.num_output_tokens()) > request.n_counted:
-                self.statistics["tokens"] += n - request.n_counted
-                request.spans.append((n, self.version))
-                self._sampled(request.request_id, self.version)
+            if request:
+                self._count(request, state.detokenizer.num_output_tokens())
 
-    def _sampled(self, trajectory: str, version: int) -> None:
-        self.oldest[trajectory] = min(version, self.oldest.get(trajectory, version))
+    def _count(self, request, n_tokens):
+        """The request has so many tokens now; those not counted yet are of this version."""
+        if new := n_tokens - len(request.versions):
+            request.versions += [self.version] * new
+            self.statistics["tokens"] += new
+            self.oldest.setdefault(request.request_id, self.version)
 
     def close(self) -> None:
         """Ends vLLM, and with it this process's process group: the last thing a run does."""
@@ -378,23 +371,19 @@ class Engine:
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
-        try:
-            return await request.future
-        except asyncio.CancelledError:
-            with self.lock:
-                self.cancelled = True
-                self.lock.notify()
-            raise
+        result = await request.future
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def enter(self, trajectory: str) -> None:
         """A trajectory starts: with --deterministic the engine waits until it asks for tokens."""
         with self.lock:
-            self.live.add(trajectory)
+            self.live[trajectory] = 0
 
     def leave(self, trajectory: str) -> None:
         with self.lock:
-            self.live.discard(trajectory)
-            self.cached.pop(trajectory, None)
+            self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
             self.lock.notify()
 
@@ -408,15 +397,16 @@ class Engine:
 
     @property
     def requests(self) -> list[_Request]:
-        return [*self.inbox, *self.waiting, *self.running.values()]
+        requests = (*self.inbox, *self.waiting, *self.running.values())
+        return [request for request in requests if not request.given_up]
 
     @property
     def pending(self) -> set[str]:
         """Trajectories that wait for tokens."""
         return {request.request_id for request in self.requests}
 
-    def _has_work(self) -> bool:
-        if self.args.deterministic and not self.live <= self.pending:
+    def _has_work(self):
+        if self.args.deterministic and not self.live.keys() <= self.pending:
             return False  # one is still thinking: what it asks next must join this very step
         return bool(self.inbox or self.waiting or self.running)
 
@@ -428,119 +418,101 @@ class Engine:
         self._require("awake")
         started = time.perf_counter()
         with self.lock:
-            self.lock.wait_for(lambda: self.poked or self.cancelled or self._has_work(), timeout)
+            self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
             n = 0
             while not self.running and len(self.inbox) > n:  # idle so far: a whole wave is coming,
                 n = len(self.inbox)  # and a start with its first few would cost model steps
                 self.lock.wait(0.002)
-            work = not (self.poked or self.cancelled) and self._has_work()
-            self.poked = False
+            work, self.poked = self._has_work() and not self.poked, False
             if work:
                 arrived, self.inbox = self.inbox, []
                 if self.args.deterministic:
                     arrived.sort(key=lambda request: (request.request_id, request.turn))
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        self._advance(self._drop_cancelled(), self._fitting() if work else [], work)
+        self._advance(self._take_fitting() if work else [], work)
 
-    def _drop_cancelled(self) -> list[str]:
-        """Forgets requests that nobody awaits any more; the ids of those vLLM has to abort."""
-        with self.lock:
-            if not self.cancelled:
-                return []
-            self.cancelled = False
-            self.inbox = [request for request in self.inbox if not request.future.cancelled()]
-        self.waiting = [request for request in self.waiting if not request.future.cancelled()]
-        return [id for id, request in self.running.items() if request.future.cancelled()]
-
-    def _fitting(self) -> list[_Request]:
+    def _take_fitting(self):
         """Takes from the queue what starts now; first come, first served.
 
         Turns of trajectories under way, then new ones while the KV cache has room, so that what is
         cached for a trajectory is not thrown out while its tools run.
         """
-        if not self.waiting:
-            return []
+        waiting = [request for request in self.waiting if not request.given_up]
+        fitting, self.waiting = [], []
+        if not waiting:
+            return fitting
         cache = self.core.vllm_config.cache_config
         scheduler = self.core.engine_core.engine_core.scheduler
         free = KV_FULL - scheduler.kv_cache_manager.usage  # those under way still grow
         room = free * cache.num_gpu_blocks * cache.block_size  # tokens
         room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back
-        asking = {request.request_id for request in (*self.waiting, *self.running.values())}
+        asking = {request.request_id for request in (*waiting, *self.running.values())}
         with self.lock:
-            room -= sum(n for name, n in self.cached.items() if name not in asking)  # tools run
-        fitting = [request for request in self.waiting if request.turn]
-        new = [request for request in self.waiting if not request.turn]
-        room -= sum(len(request.prompt_ids) for request in fitting)
-        while new and (room > len(new[0].prompt_ids) or not (fitting or self.running)):
-            room -= len(new[0].prompt_ids)
-            fitting.append(new.pop(0))
-        self.waiting = new
+            room -= sum(n for name, n in self.live.items() if name not in asking)  # tools run
+        for request in sorted(waiting, key=lambda request: request.turn == 0):
+            room -= len(request.prompt_ids)
+            fits = request.turn or room > 0 or not (fitting or self.running)
+            (fitting if fits else self.waiting).append(request)
         return fitting
 
-    def _advance(self, aborted: list[str], added: list[_Request], step: bool) -> None:
-        """What all ranks of a team do in lock step: aborts, additions, one model step if needed."""
+    def _advance(self, added=(), step=False, aborted=None):
+        """What all ranks of a team do in lock step: aborts (of calls given up, unless told which),
+        additions, one model step if needed."""
+        if aborted is None:
+            aborted = [id for id, request in self.running.items() if request.given_up]
         step, now = step and bool(added or self.running), time.monotonic()
         if not (aborted or added or step) and not (self.team and now - self.told > 0.5):
             return
         if self.team:  # in idle times twice a second: a follower that only waits hears no signal
             self.told = now
-            requests = [(r.id, r.request_id, r.turn, r.prompt_ids, r.params, r.images)
-                        for r in added]
-            dist.broadcast_object_list([(aborted, requests, step)], group=self.team, group_src=0)
+            copies = [dataclasses.replace(request, future=None) for request in added]
+            self._broadcast((aborted, copies, step))
         results = self._run(aborted, added, step)
-        if not results:
-            return
 
         def resume():
             for request, result in results:
-                if request.future.done():
-                    continue
-                if isinstance(result, Exception):
-                    request.future.set_exception(result)
-                else:
+                if not request.future.done():
                     request.future.set_result(result)
 
-        loop = results[0][0].future.get_loop()
-        loop.call_soon_threadsafe(resume)  # the other thread wakes up once a step, not a request
+        if results:  # the other thread wakes up once a step, not a request
+            results[0][0].future.get_loop().call_soon_threadsafe(resume)
+
+    def _broadcast(self, command=None):
+        """What the team's leader passes, on all its ranks."""
+        commands = [command]
+        dist.broadcast_object_list(commands, group=self.team, group_src=0)
+        return commands[0]
 
     def follow(self, between: Callable[[], Any] = lambda: None) -> None:
         """Does what the leader of this rank's team does, until it calls `dismiss`.
 
         Calls `between` before each step.
         """
-        while True:
-            command: list = [None]
-            dist.broadcast_object_list(command, group=self.team, group_src=0)
-            if command[0] is None:
-                return
+        while command := self._broadcast():
             between()
-            aborted, requests, step = command[0]
-            self._run(aborted, [_Request(*request) for request in requests], step)
+            self._run(*command)
 
     def dismiss(self) -> None:
-        """The end of a rollout: drops cancelled calls, and lets followers return from `follow`."""
-        self._advance(self._drop_cancelled(), [], False)
+        """The end of a rollout: aborts calls given up, and lets followers return from `follow`."""
+        self._advance()
         if self.team:
-            dist.broadcast_object_list([None], group=self.team, group_src=0)
+            self._broadcast()
 
     def check_team(self) -> None:
         """With --check_sync: raises RuntimeError unless all ranks of a team sampled the same."""
         if self.team and self.args.check_sync:
             if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
-                raise RuntimeError(
-                    f"the ranks of a --tp team sampled different tokens in version {self.version}"
-                )
+                problem = "the ranks of a --tp team sampled different tokens"
+                raise RuntimeError(f"{problem} in version {self.version}")
 
-    def _run(
-        self, aborted: list[str], added: list[_Request], step: bool
-    ) -> list[tuple[_Request, TokenOutput | Exception]]:
-        """What came to its end: finished requests, and those that vLLM refuses."""
+    def _run(self, aborted, added, step):
+        """(request, result) of those that came to their end: a TokenOutput, or vLLM's refusal."""
         if aborted:
             self.core.abort_request(aborted)
         for id in aborted:
             self.running.pop(id, None)
-        results: list[tuple[_Request, TokenOutput | Exception]] = []
+        results = []
         for request in added:
             try:
                 self._admit(request)
@@ -552,7 +524,7 @@ class Engine:
                 results.append((request, self._result(request, output)))
         return results
 
-    def _admit(self, request: _Request) -> None:
+    def _admit(self, request):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -569,42 +541,37 @@ class Engine:
         self.core.add_request(request.id, prompt, params)
         self.running[request.id] = request
 
-    def _result(self, request: _Request, output) -> TokenOutput:
-        completion = output.outputs[0]
-        ids, reason = list(completion.token_ids), completion.finish_reason
-        versions: list[int] = []
-        for n, version in [*request.spans, (len(ids), self.version)]:  # n were there when it went
-            versions += [version] * (n - len(versions))
-        n_prompt, n_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
-        new = len(ids) - request.n_counted
-        self.statistics += Counter(tokens=new, prompt_tokens=n_prompt, cached_tokens=n_cached)
-        if ids:
-            self._sampled(request.request_id, versions[0])
+    def _result(self, request, output):
+        completion, n_cached = output.outputs[0], output.num_cached_tokens or 0
+        ids, prompt_ids = list(completion.token_ids), list(output.prompt_token_ids)
+        self._count(request, len(ids))
+        self.statistics += Counter(prompt_tokens=len(prompt_ids), cached_tokens=n_cached)
         with self.lock:
             if request.request_id in self.live:
-                self.cached[request.request_id] += n_prompt - n_cached + len(ids)
+                self.live[request.request_id] += len(prompt_ids) - n_cached + len(ids)
         if self.args.check_sync:
             self.digest.update(repr((request.id, ids)).encode())
+        reason = completion.finish_reason
         return TokenOutput(
             token_ids=ids,
             logprobs=list(completion.logprobs.logprobs),
-            versions=versions,
+            versions=request.versions,
             stop_reason=reason if reason in ("stop", "length") else "abort",
-            prompt_ids=list(output.prompt_token_ids),
+            prompt_ids=prompt_ids,
         )
 
     def drain(self) -> None:
         """Gives up every request, for the end of a run."""
         with self.lock:
             requests = self.requests
-            for queue in (self.inbox, self.waiting, self.live, self.cached):
+            for queue in (self.inbox, self.waiting, self.live):
                 queue.clear()
-        self._advance(list(self.running), [], False)
+        self._advance(aborted=list(self.running))
         for request in requests:
             request.future.get_loop().call_soon_threadsafe(request.future.cancel)
 
 
-def _name_shared_memory() -> None:
+def _name_shared_memory():
     """CPU: vLLM names a team's shared memory after its init method, for all jobs "env://"."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -614,29 +581,14 @@ def _name_shared_memory() -> None:
     ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
-def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether this rank leads its --tp group of consecutive ranks; the group (None of one)."""
-    if tp == 1:
-        return True, None
-    rank = dist.get_rank()
-    for first in range(0, dist.get_world_size(), tp):  # every rank takes part in making each group
-        ranks = list(range(first, first + tp))
-        group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
-        if rank in ranks:
-            mine = group
-    return rank % tp == 0, mine
-
-
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bit patterns, modulo 2^64: the same in whatever pieces it is summed."""
     bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
-def _load(
-    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]
-) -> tuple[dict[str, str], set[str]]:
-    """Loads; the engine's name of each tensor sent, and the parameters that got none."""
+def _load(model, named_tensors):
+    """Loads, or raises RuntimeError; the engine's name of each tensor that came."""
     from vllm.distributed import get_tp_group
 
     fused, sent, current = _fused(model), {}, "the first parameter"
@@ -663,16 +615,16 @@ def _load(
         loaded = model.load_weights(one_by_one())
     except Exception as error:  # vLLM's own are bare assertions, among others
         raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
-    missing, arrived = set(), set(sent.values())
-    for name, inside in fused.items():
-        if name not in loaded:
-            missing |= inside.keys()
-        elif arrived & inside.keys():  # vLLM calls qkv_proj loaded when q_proj was
-            missing |= inside.keys() - arrived
-    return sent, missing
+    arrived = set(sent.values())
+    missing = [part for name, inside in fused.items() for part in inside if name not in loaded
+               or part not in arrived and arrived & inside.keys()]  # q_proj alone loads qkv_proj
+    if missing:
+        problem = "weight sync incomplete, these parameters of the engine got no tensor"
+        raise RuntimeError(f"{problem}: {sorted(missing)}")
+    return sent
 
 
-def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+def _fused(model):
     """Each parameter of the engine: those it consists of by their names before fusing (q, k and v
     of qkv), as rows of it, this rank's share; most consist of themselves."""
     fused = {}
@@ -682,31 +634,23 @@ def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
         names = getattr(model, "packed_modules_mapping", {}).get(module, ())
         rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
         if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
-            tensors = zip(names, parameter.split(rows), strict=True)
+            tensors = zip(names, parameter.split(rows))
             fused[name] = {f"{parent}.{part}.{kind}": x for part, x in tensors}
         else:
             fused[name] = {name: parameter}
     return fused
 
 
-def _limit_vocabulary(
-    model: torch.nn.Module, vocab_size: int | None, banned: int | None = None
-) -> None:
-    """Gives ids from vocab_size on, and the id `banned`, no probability: the head has rows for
-    them, the tokenizer has no token (vllm#13175).
-
-    Here, on the logits themselves, so that whatever samples from them and whatever reports
-    logprobs agree.
-    """
+def _never_sample(model, never):
+    """Gives these indices of token ids no probability, on the logits themselves, so that whatever
+    samples from them and whatever reports logprobs agree: the head has rows beyond the tokenizer's
+    ids (vllm#13175)."""
     compute_logits = model.compute_logits
 
     def limited(*args, **kwargs):
         logits = compute_logits(*args, **kwargs)
-        if logits is not None:  # ranks that don't sample have none
-            if vocab_size is not None:
-                logits[..., vocab_size:] = float("-inf")
-            if banned is not None:
-                logits[..., banned] = float("-inf")
+        for ids in never if logits is not None else ():  # ranks that don't sample have none
+            logits[..., ids] = float("-inf")
         return logits
 
     model.compute_logits = limited
@@ -715,6 +659,7 @@ def _limit_vocabulary(
 # ---------------------------------------------------------------- one rollout
 
 
+@dataclass(eq=False)
 class Session:
     """The engine as one trajectory sees it.
 
@@ -724,9 +669,10 @@ class Session:
     them.
     """
 
-    def __init__(self, engine: Engine, name: str, stop_token_ids: Sequence[int] = ()):
-        self.engine, self.name, self.stop_token_ids = engine, name, stop_token_ids
-        self.generate_s = 0.0
+    engine: Engine
+    name: str
+    stop_token_ids: Sequence[int] = ()
+    generate_s: float = 0.0
 
     async def generate(
         self, *, request_id, prompt_ids, sampling_params, image_data=None
