@@ -19,7 +19,6 @@ and the others follow its steps.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -36,7 +35,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -45,6 +44,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import data
 from agent_loop import (
@@ -695,15 +695,14 @@ class Phase:
     """What a rollout brought, over all ranks.
 
     outputs in (prompt, sample, segment) order; output.extra says which, and the row's "index";
-    "filtered" marks a group left out by dynamic sampling, "greedy" a baseline of ReMax.
-    counts: "failed_agent_loop", "failed_reward", "skipped"; errors: a dict for each failure, with
-    its traceback. statistics, sums over the engines: "tokens" sampled, "prompt_tokens" of all
-    calls, "cached_tokens" of those.
+    "filtered" marks a group left out by dynamic sampling, "greedy" a baseline of ReMax. errors: a
+    dict for each failure, with its traceback. statistics, sums over the engines: "tokens" sampled,
+    "prompt_tokens" of all calls, "cached_tokens" of those.
     """
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
-    counts: Counter = field(default_factory=Counter)
     errors: list[dict] = field(default_factory=list)
+    skipped: int = 0  # trajectories whose agent loop returned []
     statistics: Counter = field(default_factory=Counter)
     idle_s: list[float] = field(default_factory=list)  # of each engine: seconds without work
     seconds: float = 0.0
@@ -730,9 +729,17 @@ class Phase:
         self.outputs.sort(key=lambda output: [output.extra[key] for key in keys])
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
-    def first_error(self) -> str:
-        lines = self.errors[0]["error"].strip().splitlines() if self.errors else []
-        return f"the first error: {lines[-1] if lines else 'no loop sampled a token'}"
+    @property
+    def counts(self) -> Counter:
+        """Trajectories lost: "failed_agent_loop", "failed_reward", "skipped"."""
+        return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
+
+    def require(self, ok, problem: str) -> None:
+        """Raises RuntimeError unless `ok`, with what was lost and why."""
+        if not ok:
+            first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
+            reason = first.strip().splitlines()[-1]
+            raise RuntimeError(f"{problem}: {dict(self.counts)}; the first error: {reason}")
 
     def metrics(self, engine: Engine | None) -> dict:
         """What a rollout says about its trajectories, its failures and the engine."""
@@ -761,15 +768,16 @@ class Group:
     """The trajectories of one prompt, on the rank that drew it, and what they brought."""
 
     prompt: int
+    names: list[str]
     left: int  # trajectories not yet at their end
-    names: list[str] = field(default_factory=list)
     outputs: list[AgentLoopOutput] = field(default_factory=list)
-    counts: Counter = field(default_factory=Counter)
     errors: list[dict] = field(default_factory=list)
+    skipped: int = 0
     graders: dict[tuple[int, int], asyncio.Task] = field(default_factory=dict)
     state: str = "open"  # "done" at the end; "alike": to be replaced by dynamic sampling
 
 
+@dataclass(eq=False)
 class Pool:
     """The groups of trajectories that this rank runs, on the background loop.
 
@@ -779,40 +787,43 @@ class Pool:
     none at staleness 0. A group's age is that of its oldest sampled token. Nothing is dropped for
     its age: a rollout goes on until all that is left can be trained on before it is too old.
 
-    kind: "train" | "eval"; with step and prompt it makes the trajectories' names, and so their
-    seeds. Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ...;
-    row_of(prompt) -> row. Ranks draw the next one from a shared counter when they have room;
-    with --deterministic a prompt's rank is its number modulo their number.
-    run: with engine, background, task, tokenizer, processor, args, store, stop; see train.Run.
+    Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ... Ranks draw the
+    next one from a shared counter when they have room; with --deterministic a prompt's rank is its
+    number modulo their number.
     """
 
-    def __init__(
-        self, run, kind: str, row_of: Callable[[int], dict], batch: int, group_size: int,
-        sampling: dict, step: int, *, n_rollouts: int = 1, staleness: int = 0,
-        replacements: int = 0, greedy: bool = False, prompts_drawn: int = 0,
-        unfinished: Sequence[int] = (),
-    ):
-        """n_rollouts: how many there will be; replacements: most groups a rollout may replace
-        because their members score alike (dynamic sampling); greedy: with a baseline each."""
-        self.run, self.kind, self.row_of, self.batch = run, kind, row_of, batch
-        self.group_size, self.sampling, self.start, self.step = group_size, sampling, step, step
-        self.n_rollouts, self.staleness, self.replacements = n_rollouts, staleness, replacements
-        self.members = group_size + greedy
-        self.prompts_drawn, self.unfinished = prompts_drawn, list(unfinished)
-        self.name = f"{kind}-{step:08d}"
+    run: Any  # with engine, background, task, tokenizer, processor, args, store, stop: train.Run
+    kind: str  # "train" | "eval"; with step, prompt, sample a trajectory's name, and so its seeds
+    row_of: Callable[[int], dict]  # a prompt's number -> its row
+    batch: int
+    group_size: int
+    sampling: dict
+    step: int
+    _: dataclasses.KW_ONLY
+    n_rollouts: int = 1  # how many there will be
+    staleness: int = 0
+    replacements: int = 0  # most groups a rollout may replace: members score alike (see `alike`)
+    greedy: bool = False  # each group has a baseline, its last member
+    prompts_drawn: int = 0
+    unfinished: Sequence[int] = ()
+
+    def __post_init__(self):
+        self.start, self.name = self.step, f"{self.kind}-{self.step:08d}"
+        self.members = self.group_size + self.greedy
+        self.n_engines = dist.get_world_size() // self.run.args.tp
         self.limit = self.n_started = 0  # tickets below it may start; one above the last started
-        self.groups: dict[int, Group] = {}
         self.raised = asyncio.Event()  # the limit was
-        self.printed: set[str] = set()
-        self.closing = False
-        # The same on all ranks: groups taken out so far, and those alike among them; tickets known
-        # to be drawn; prompts drawn and not taken; those of the last batch.
-        self.n_taken, self.n_alike, self.n_seen = 0, 0, len(self.unfinished)
+        self.groups: dict[int, Group] = {}
+        self.graders: set[asyncio.Task] = set()  # at work, also for groups taken out
+        self.printed, self.closing = set(), False
+        # The same on all ranks: tickets known to be drawn; groups alike among those taken out so
+        # far; prompts drawn and not taken; those of the last batch.
+        self.n_seen, self.n_alike = len(self.unfinished), 0
         self.pending, self.taken = set(self.unfinished), set()
         self.seconds, self.statistics = 0.0, Counter()  # of this rank, for the next phase
         self.ended = threading.Event()  # a cancelled future is done before its coroutines are
-        self.future = run.background.submit(self.work())
-        self.future.add_done_callback(lambda _: run.engine.poke())
+        self.future = self.run.background.submit(self.work())
+        self.future.add_done_callback(lambda _: self.run.engine.poke())
 
     # -- background thread
 
@@ -822,12 +833,12 @@ class Pool:
 
     def tickets(self) -> Iterator[int]:
         """0, 1, ... each on one rank only."""
-        args, store = self.run.args, self.run.store
+        args = self.run.args
         if args.deterministic:  # which rank runs a prompt must not depend on timing
-            rank, world = dist.get_rank() // args.tp, dist.get_world_size() // args.tp
-            yield from (t for t in itertools.count() if self.prompt(t) % world == rank)
+            rank = dist.get_rank() // args.tp
+            yield from (t for t in itertools.count() if self.prompt(t) % self.n_engines == rank)
         while True:  # work is shared: who has room takes the next prompt
-            yield store.add(f"{self.name}/next", 1) - 1
+            yield self.run.store.add(f"{self.name}/next", 1) - 1
 
     def slots(self) -> int:
         """Trajectories under way on this rank: an equal share, or the first would take all."""
@@ -835,7 +846,7 @@ class Pool:
         if args.deterministic:
             return sys.maxsize
         groups = math.ceil(self.batch * (args.oversample if self.staleness else 1))
-        share = math.ceil(groups / (dist.get_world_size() // args.tp)) * self.members
+        share = math.ceil(groups / self.n_engines) * self.members
         return max(self.members, min(args.max_concurrent, share))
 
     async def work(self) -> None:
@@ -850,62 +861,68 @@ class Pool:
                         await self.raised.wait()
                         self.raised.clear()
                     self.n_started = ticket + 1
-                    group = Group(self.prompt(ticket), self.members)
-                    self.groups[group.prompt] = group
-                    for sample in range(self.members):
+                    prompt = self.prompt(ticket)
+                    names = [f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}"
+                             for sample in range(self.members)]
+                    group = self.groups[prompt] = Group(prompt, names, self.members)
+                    for sample, name in enumerate(names):
                         if sample > 0:
                             await room.acquire()
-                        name = f"{self.kind}-{self.step:08d}-{group.prompt:06d}-{sample:04d}"
                         engine.enter(name)
-                        group.names.append(name)
-                        task = tasks.create_task(self.trajectory(group, sample))
-                        task.add_done_callback(lambda _, name=name: self.leave(name, room))
+                        tasks.create_task(self.trajectory(group, sample, room))
         finally:
             self.ended.set()
 
-    def leave(self, name: str, room: asyncio.Semaphore) -> None:
-        self.run.engine.leave(name)
-        room.release()
-
-    async def trajectory(self, group: Group, sample: int) -> None:
-        """Runs one to its end; whatever comes of it is in the group."""
+    async def trajectory(self, group: Group, sample: int, room: asyncio.Semaphore) -> None:
+        """Runs one to its end, and the group's end if it is the last."""
         try:
-            outputs = await self.outputs(group.prompt, sample, group.names[sample])
-            group.counts["skipped"] += not outputs
-            if outputs:
-                copies = [_copy(output) for output in outputs]  # a grader's own: see `grade`
-                for output in outputs:
-                    output.reward = None  # until it is known to be one
-                group.outputs += outputs
-                grader = asyncio.create_task(self.graded(group.prompt, sample, copies))
-                group.graders[group.prompt, sample] = grader
-        except BaseException:
+            await self.member(group, sample)
+            group.left -= 1
+            if not group.left:
+                group.state = "alike" if await self.alike(group) else "done"
+                self.run.store.add(f"{self.name}/{group.state}", 1)
+                self.run.engine.poke()
+        finally:
+            self.run.engine.leave(group.names[sample])
+            room.release()
+
+    async def member(self, group: Group, sample: int) -> None:
+        """Whatever comes of a trajectory is in its group; its grader is still at work."""
+        try:
+            outputs = await self.outputs(group, sample)
+            if not outputs:
+                group.skipped += 1
+                return
+            copies = [_copy(output) for output in outputs]  # a grader's, while others read these
+            for output in outputs:
+                output.reward = None  # until it is known to be one
+            group.outputs += outputs
+            grader = asyncio.create_task(self.graded(group.prompt, sample, copies))
+            group.graders[group.prompt, sample] = grader
+            self.graders.add(grader)
+            grader.add_done_callback(self.graders.discard)
+        except BaseException:  # also if an agent's scope cancelled its task
             if self.closing:
                 raise
-            group.counts["failed_agent_loop"] += 1  # also if an agent's scope cancelled its task
             group.errors.append(self.failure("failed_agent_loop", group.prompt, sample))
-        group.left -= 1
-        if not group.left:
-            group.state = "alike" if await self.alike(group) else "done"
-            self.run.store.add(f"{self.name}/{group.state}", 1)
-            self.run.engine.poke()
 
-    async def outputs(self, prompt: int, sample: int, name: str) -> list[AgentLoopOutput]:
-        run, args, row = self.run, self.run.args, _own(self.row_of(prompt))
-        session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
+    async def outputs(self, group: Group, sample: int) -> list[AgentLoopOutput]:
+        run, args, row = self.run, self.run.args, _copy_row(self.row_of(group.prompt))
+        stops = self.sampling.get("stop_token_ids", ())
+        session = Session(run.engine, group.names[sample], stops)
         cls = agent_loop_class(row, run.task, args)
         loop = cls(session, run.tokenizer, run.processor, run.task, args)
-        stops = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
-        sampling, marks = {**self.sampling, "stop_token_ids": stops}, {}
+        ends = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
+        sampling = {**self.sampling, "stop_token_ids": ends}
+        marks = {"index": row["index"], "prompt": group.prompt, "sample": sample}
         if sample == self.group_size:
-            sampling["temperature"], marks = 0.0, {"greedy": True}
+            sampling["temperature"], marks["greedy"] = 0.0, True
         row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
         # The built-in loops mind --trajectory_timeout and keep what they have; for the others:
         patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
         async with asyncio.timeout(patience or None):
             outputs = await loop.run(sampling, **row)
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
-        marks |= {"index": self.row_of(prompt)["index"], "prompt": prompt, "sample": sample}
         for segment, output in enumerate(outputs):
             if not isinstance(output, AgentLoopOutput):
                 kind = type(output).__name__
@@ -923,15 +940,15 @@ class Pool:
 
     async def graded(
         self, prompt: int, sample: int, outputs: list[AgentLoopOutput]
-    ) -> list[AgentLoopOutput] | dict:
-        """The outputs with their rewards, or the failure."""
-        args, row = self.run.args, _own(self.row_of(prompt))
+    ) -> list[dict] | dict:
+        """What grading wrote to each output, or the failure."""
+        args, row = self.run.args, _copy_row(self.row_of(prompt))
         try:
             async with asyncio.timeout(args.reward_timeout or None):
                 await score(self.run.task, outputs, row, args.filter_metric)
-            return outputs
-        except BaseException as error:
-            if self.closing or error.args == (GIVEN_UP,):
+            return [{name: getattr(output, name) for name in GRADED} for output in outputs]
+        except BaseException:
+            if self.closing:
                 raise
             return self.failure("failed_reward", prompt, sample)
 
@@ -940,10 +957,9 @@ class Pool:
         same of all members, so that there is nothing to learn from the group."""
         if not self.replacements:
             return False
-        results = [result for result in await asyncio.gather(*group.graders.values())
-                   if isinstance(result, list) and "greedy" not in result[0].extra]
-        outputs = [output for result in results for output in result]
-        return not data.groups_with_signal(outputs, self.run.args.filter_metric)
+        outputs = _with_rewards(group.outputs, await _results(group.graders))
+        sampled = [output for output in outputs if "greedy" not in output.extra]
+        return not data.groups_with_signal(sampled, self.run.args.filter_metric)
 
     def failure(self, kind: str, prompt: int, sample: int) -> dict:
         error = traceback.format_exc()
@@ -961,12 +977,12 @@ class Pool:
         Rewards may still be on their way: see `grade`. Raises Stopped if the run is to stop, and
         RuntimeError if the batch has no sampled token.
         """
-        self.step, self.taken, waited = step, set(), 0.0
+        self.step, self.taken = step, set()
         ahead = min(1 + self.staleness, self.n_rollouts - (step - self.start))
         capacity = self.n_taken + self.batch * ahead
-        n_compared, replaced = -1, 0  # groups ended when ranks last compared; replaced so far
+        n_compared, replaced, full_s = -1, 0, 0.0  # groups ended when ranks last compared; so far
 
-        def over() -> bool:
+        def over():
             nonlocal replaced
             alike = self.n_ended("alike")
             n = self.n_ended("done") + alike - self.n_taken
@@ -977,69 +993,71 @@ class Pool:
 
         while True:
             self.set_limit(capacity + replaced)
-            started = time.perf_counter()
             stopped = self.run_until(over, f"{self.kind} {step}", self.batch)
-            waited += time.perf_counter() - started if n_compared >= 0 else 0.0
-            groups = [(group.state, self.age(group), prompt)
-                      for prompt, group in list(self.groups.items())]
-            parts = gather_unless_stopped((groups, self.n_started), stopped)
-            groups = sorted(group for part, _ in parts for group in part)
-            done, alike = ([prompt for state, _, prompt in groups if state == kind]
-                           for kind in ("done", "alike"))
-            batch = (done + alike)[: self.batch]  # the oldest; at the cap those alike fill it
-            left = sorted(age for state, age, prompt in groups
-                          if state != "alike" and prompt not in batch)
+            full_s = self.seconds if n_compared < 0 else full_s
+            done, alike, unfinished = self.compare(stopped)
+            left = sorted(done[self.batch :] + unfinished)
             in_time = all(step + 1 + i // self.batch <= age + self.staleness
-                          for i, age in enumerate(left))
+                          for i, (age, _) in enumerate(left))
             n_compared, replaced = len(done) + len(alike), min(len(alike), self.replacements)
             if n_compared - replaced >= self.batch and in_time:
                 break
-        self.take(batch, alike, max(n for _, n in parts))
-        return self.gather(waited)
+        batch = {prompt for _, prompt in (done + alike)[: self.batch]}  # at the cap alike fill it
+        self.n_alike += len(alike)
+        self.taken = batch | {prompt for _, prompt in alike}
+        self.pending -= self.taken
+        phase = self.gather(batch)
+        phase.waited_s = phase.seconds - full_s
+        return phase
+
+    @property
+    def n_taken(self) -> int:
+        """Groups taken out so far."""
+        return self.n_seen - len(self.pending)
 
     def age(self, group: Group) -> int:
         """The version that sampled the group's first token; the engine's if there is none yet."""
         engine = self.run.engine
-        versions = [engine.oldest[name] for name in list(group.names) if name in engine.oldest]
-        return min(versions, default=engine.version)
+        return min(engine.oldest.get(name, engine.version) for name in group.names)
 
-    def take(self, batch: list[int], alike: list[int], n_started: int) -> None:
-        """Notes what leaves the pool: the batch, and what dynamic sampling replaced."""
-        self.taken = {*batch, *alike}
-        self.filtered = set(alike) - set(batch)
-        self.pending |= {self.prompt(ticket) for ticket in range(self.n_seen, n_started)}
-        self.pending -= self.taken
-        self.n_seen = max(self.n_seen, n_started)
-        self.n_taken += len(self.taken)
-        self.n_alike += len(alike)
+    def compare(self, stopped: bool) -> list[list[tuple[int, int]]]:
+        """(age, prompt) of all ranks' groups, the oldest first: done, alike, open. Raises Stopped
+        on all ranks if one of them was."""
+        groups = [(self.age(group), prompt, group.state)
+                  for prompt, group in list(self.groups.items())]
+        parts = gather_unless_stopped((groups, self.n_started), stopped)
+        n_seen = max(self.n_seen, *(n_started for _, n_started in parts))
+        self.pending |= {self.prompt(ticket) for ticket in range(self.n_seen, n_seen)}
+        self.n_seen = n_seen
+        groups = sorted(group for part, _ in parts for group in part)
+        return [[(age, prompt) for age, prompt, state in groups if state == wanted]
+                for wanted in ("done", "alike", "open")]
 
-    def gather(self, waited: float) -> Phase:
-        """What the taken groups brought, from every rank to every rank."""
-        engine = self.run.engine
+    def gather(self, batch: set[int]) -> Phase:
+        """What the taken groups brought, from all ranks to all ranks."""
+        engine, phase = self.run.engine, Phase(seconds=self.seconds)
         engine.check_team()
-        groups = [self.groups.pop(prompt) for prompt in self.taken & set(self.groups)]
-        for name in (name for group in groups for name in group.names):
-            engine.oldest.pop(name, None)
-        brought = [(group.outputs, group.counts, group.errors) for group in groups]
-        phase = Phase(seconds=self.seconds, waited_s=waited)
+        groups = [self.groups.pop(prompt) for prompt in self.taken & self.groups.keys()]
+        for group in groups:
+            phase.graders |= group.graders
+            for name in group.names:
+                engine.oldest.pop(name, None)
+        brought = [(group.outputs, group.errors, group.skipped) for group in groups]
         for part, leads, statistics in all_gather((brought, engine.leader, self.statistics)):
-            for outputs, counts, errors in part:
+            for outputs, errors, skipped in part:
                 phase.outputs += outputs
-                phase.counts += counts
                 phase.errors += errors
+                phase.skipped += skipped
             if leads:  # a team counts once
                 phase.idle_s.append(statistics.pop("idle_s", 0.0))
                 phase.statistics += statistics
-        phase.graders = {key: task for group in groups for key, task in group.graders.items()}
+        self.seconds, self.statistics = 0.0, Counter()
         phase.sort()
         for output in phase.outputs:
-            if output.extra["prompt"] in self.filtered:
+            if output.extra["prompt"] not in batch:
                 output.extra["filtered"] = True
-        self.seconds, self.statistics = 0.0, Counter()
-        if not any(1 in output.response_mask for output in phase.trained):
-            counts = dict(phase.counts)
-            raise RuntimeError(f"{self.kind}-{self.step:08d} brought nothing to learn from: "
-                               f"{counts}; {phase.first_error()}")
+        sampled = any(1 in output.response_mask for output in phase.trained)
+        phase.require(sampled, f"{self.kind}-{self.step:08d} brought nothing to learn from")
         return phase
 
     def n_ended(self, state: str) -> int:
@@ -1061,7 +1079,8 @@ class Pool:
             if not engine.leader:
                 engine.follow(stop.requested)
                 return stopped
-            with _progress(total, title) as bar:
+            hidden = dist.get_rank() > 0 or None  # None: where the output is a file
+            with tqdm(total=total, desc=title, unit="prompt", leave=False, disable=hidden) as bar:
                 while not (stopped or over()):
                     if self.future.done():
                         self.future.result()
@@ -1069,7 +1088,8 @@ class Pool:
                     if time.perf_counter() - shown > 0.5:
                         shown, stopped = time.perf_counter(), stop.requested()
                         bar.n = self.n_ended("done") - first
-                        rate = (engine.statistics - before)["tokens"] / (shown - started)
+                        n_tokens = engine.statistics["tokens"] - before["tokens"]
+                        rate = n_tokens / (shown - started)
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s in this engine")
             return stopped
         finally:
@@ -1083,42 +1103,43 @@ class Pool:
         """For an evaluation: lets what is under way come to its end, and starts nothing new until
         the next `rollout`. Raises Stopped."""
         self.set_limit(0)
-        groups = self.groups
-        stopped = self.run_until(lambda: not any(group.left for group in list(groups.values())),
-                                 "before the evaluation", len(groups))
+
+        def over():
+            return not any(group.left for group in list(self.groups.values()))
+
+        stopped = self.run_until(over, "before the evaluation", len(self.groups))
         gather_unless_stopped(None, stopped)
 
     def set_limit(self, limit: int) -> None:
-        if limit != self.limit:
-            self.run.background.submit(self._set_limit(limit)).result()
+        """From its return on, no group starts that the limit forbids."""
 
-    async def _set_limit(self, limit: int) -> None:
-        self.limit = limit
-        self.raised.set()
+        async def change():
+            self.limit = limit
+            self.raised.set()
+
+        if limit != self.limit:
+            self.run.background.submit(change()).result()
 
     def to_resume(self, steps_done: int) -> dict:
         """prompts_drawn and unfinished of a pool that goes on from here; the batch of a step that
         was interrupted after its rollout is drawn again."""
         lost = self.taken if steps_done <= self.step else set()
-        return {
-            "prompts_drawn": self.prompt(self.n_seen),
-            "unfinished": sorted(self.pending | lost),
-        }
+        unfinished = sorted(self.pending | lost)
+        return {"prompts_drawn": self.prompt(self.n_seen), "unfinished": unfinished}
 
     def end(self) -> None:
         """Gives up what is under way, on all ranks: agent loops are cancelled and release their
         tools, graders are cancelled. Nothing happens the second time."""
-        engine = self.run.engine
-        if engine.leader:
-            self.closing = True
-            self.future.cancel()
-            engine.drain()
-            self.ended.wait(timeout=10)
-            graders = [task for group in self.groups.values() for task in group.graders.values()]
-            cancel(self.run, graders)
-            engine.dismiss()
-        else:
-            engine.follow()
+        engine, background = self.run.engine, self.run.background
+        if not engine.leader:
+            return engine.follow()
+        self.closing = True
+        self.future.cancel()
+        engine.drain()
+        self.ended.wait(timeout=10)
+        for grader in list(self.graders):
+            background.loop.call_soon_threadsafe(grader.cancel)
+        engine.dismiss()
 
 
 def rollout(
@@ -1145,7 +1166,7 @@ def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[i
     data.prompt_order, in which a prompt's number is its position."""
     args, rows = run.args, run.rows["train"]
 
-    def row_of(position: int) -> dict:
+    def row_of(position):
         return rows[data.prompt_order(len(rows), position, 1, args.seed)[0]]
 
     return Pool(
@@ -1161,57 +1182,47 @@ def grade(run, phase: Phase) -> None:
 
     Raises Stopped, and RuntimeError if nothing is left.
     """
-    tasks, phase.graders = phase.graders, {}
-
-    async def results() -> list:
-        return await asyncio.gather(*tasks.values())
-
-    future = run.background.submit(results())
+    future = run.background.submit(_results(phase.graders))
     while not (done := future.done()) and not run.stop.requested():
-        concurrent.futures.wait([future], timeout=0.2)
-    mine = {}
-    if done:
-        for key, result in zip(tasks, future.result(), strict=True):
-            failed = isinstance(result, dict)
-            mine[key] = result if failed else [{x: getattr(o, x) for x in GRADED} for o in result]
-    else:
-        cancel(run, tasks.values())
-    parts = gather_unless_stopped(mine, not done)
+        wait([future], timeout=0.2)
+    parts = gather_unless_stopped(future.result() if done else None, not done)
     results = {key: result for part in parts for key, result in part.items()}
-    outputs, phase.outputs = phase.outputs, []
+    phase.graders = {}
+    phase.outputs = _with_rewards(phase.outputs, results)
+    phase.errors += [result for result in results.values() if isinstance(result, dict)]
+    phase.sort()
+    phase.require(phase.trained, "no trajectory has a reward")
+
+
+GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
+
+
+async def _results(graders):
+    """(prompt, sample) -> what `Pool.graded` returned."""
+    return dict(zip(graders, await asyncio.gather(*graders.values())))
+
+
+def _with_rewards(outputs, results):
+    """Writes the results to the outputs; without the rollouts whose reward failed."""
+    graded = []
     for output in outputs:
         result = results.get((output.extra["prompt"], output.extra["sample"]))
         if isinstance(result, list):
             vars(output).update(result[output.extra["segment"]])
         if not isinstance(result, dict):
-            phase.outputs.append(output)
-    failures = [result for result in results.values() if isinstance(result, dict)]
-    phase.errors += failures
-    phase.counts.update(failure["kind"] for failure in failures)
-    phase.sort()
-    if not phase.trained:
-        counts = dict(phase.counts)
-        raise RuntimeError(f"no trajectory has a reward ({counts}); {phase.first_error()}")
+            graded.append(output)
+    return graded
 
 
-GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
-GIVEN_UP = "the run stops"  # what a grader's cancellation says
-
-
-def cancel(run, tasks: Iterable[asyncio.Task]) -> None:
-    tasks = list(tasks)
-    run.background.loop.call_soon_threadsafe(lambda: [task.cancel(GIVEN_UP) for task in tasks])
-
-
-def _own(x):
+def _copy_row(x):
     """Dicts and lists copied all the way down, the rest (images, arrays) shared: what an agent does
     to its row is not for the others, in a fraction of deepcopy's time."""
     if isinstance(x, dict):
-        return {key: _own(value) for key, value in x.items()}
-    return [_own(value) for value in x] if isinstance(x, list) else x
+        return {key: _copy_row(value) for key, value in x.items()}
+    return [_copy_row(value) for value in x] if isinstance(x, list) else x
 
 
-def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
+def _copy(output):
     return dataclasses.replace(
         output, turn_rewards=list(output.turn_rewards), metrics=dict(output.metrics),
         extra=dict(output.extra),
@@ -1236,23 +1247,16 @@ async def score(
             problem = f"the reward is {reward!r}, not a dict with this key"
             raise ValueError(f"--filter_metric {metric}: {problem}")
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
+    outputs[-1].reward = reward
     for output in outputs:
         output.turn_rewards = [(i, finite(r, "a turn's reward")) for i, r in output.turn_rewards]
-        own = output is not outputs[-1] and output.reward is not None
-        output.reward = _checked(output.reward) if own else reward
+        output.reward = reward if output.reward is None else _checked(output.reward)
 
 
-def _checked(reward) -> float | dict:
+def _checked(reward):
     if isinstance(reward, dict):
         return {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')}
     return finite(reward, "a reward")
-
-
-def _progress(total: int, title: str):
-    from tqdm import tqdm
-
-    shown = None if dist.get_rank() == 0 else True  # None: no bar where the output is a file
-    return tqdm(total=total, desc=title, unit="prompt", leave=False, disable=shown)
 
 
 # ---------------------------------------------------------------- an engine that is a file
@@ -1274,7 +1278,6 @@ def read_rollouts(file: Path, vocab_size: int) -> Phase:
                 raise ValueError("it has images, whose pixels are not in the file")
             if "kind" in line:
                 phase.errors.append(line)
-                phase.counts[line["kind"]] += 1
                 continue
             output = AgentLoopOutput(**{name: x for name, x in line.items() if name in names})
             if output.reward is None or not {"prompt", "sample", "segment"} <= set(output.extra):
