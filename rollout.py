@@ -336,7 +336,8 @@ class Engine:
         if new := n_tokens - len(request.versions):
             request.versions += [self.version] * new
             self.statistics["tokens"] += new
-            self.oldest.setdefault(request.request_id, self.version)
+            oldest = self.oldest.get(request.request_id, self.version)
+            self.oldest[request.request_id] = min(oldest, self.version)
 
     def close(self) -> None:
         """Ends vLLM, and with it this process's process group: the last thing a run does."""
