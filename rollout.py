@@ -336,8 +336,7 @@ class Engine:
         if new := n_tokens - len(request.versions):
             request.versions += [self.version] * new
             self.statistics["tokens"] += new
-            oldest = self.oldest.get(request.request_id, self.version)
-            self.oldest[request.request_id] = min(oldest, self.version)
+            self.oldest.setdefault(request.request_id, self.version)
 
     def close(self) -> None:
         """Ends vLLM, and with it this process's process group: the last thing a run does."""
@@ -1034,15 +1033,19 @@ class Pool:
         return [[(age, prompt) for age, prompt, state in groups if state == wanted]
                 for wanted in ("done", "alike", "open")]
 
+    def remove(self, prompts: set[int]) -> list[Group]:
+        groups = [self.groups.pop(prompt) for prompt in prompts]
+        for name in (name for group in groups for name in group.names):
+            self.run.engine.oldest.pop(name, None)
+        return groups
+
     def gather(self, batch: set[int]) -> Phase:
         """What the taken groups brought, from all ranks to all ranks."""
         engine, phase = self.run.engine, Phase(seconds=self.seconds)
         engine.check_team()
-        groups = [self.groups.pop(prompt) for prompt in self.taken & self.groups.keys()]
+        groups = self.remove(self.taken & self.groups.keys())
         for group in groups:
             phase.graders |= group.graders
-            for name in group.names:
-                engine.oldest.pop(name, None)
         brought = [(group.outputs, group.errors, group.skipped) for group in groups]
         for part, leads, statistics in all_gather((brought, engine.leader, self.statistics)):
             for outputs, errors, skipped in part:
@@ -1140,6 +1143,7 @@ class Pool:
         self.ended.wait(timeout=10)
         for grader in list(self.graders):
             background.loop.call_soon_threadsafe(grader.cancel)
+        self.remove(set(self.groups))
         engine.dismiss()
 
 
