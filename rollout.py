@@ -34,7 +34,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,18 +47,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import data
-from agent_loop import (
-    AgentLoopOutput,
-    BadInput,
-    TokenOutput,
-    agent_loop_class,
-    call,
-    check_images,
-    finite,
-)
+from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite
 
 PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
+GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
 
 
 class Stopped(Exception):
@@ -139,12 +132,8 @@ class _Request:
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
     """Arguments of vllm.LLM: what colocation and exact logprobs need, --engine_args over it."""
     arguments = dict(
-        model=model,
-        dtype=args.dtype,
-        seed=args.seed,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        trust_remote_code=args.trust_remote_code,
+        model=model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, seed=args.seed,
+        max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
         # One engine a rank, in the rank's own process, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
@@ -152,8 +141,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         # computes them (trl#4159).
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults from the model's folder
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
+        disable_log_stats=True, use_tqdm_on_load=False,
     )
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
@@ -163,8 +151,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run
-            block_size=32,
-            kv_cache_memory_bytes=1 << 30,
+            block_size=32, kv_cache_memory_bytes=1 << 30,
             # A prompt is taken whole: the longest must fit beside a full batch that decodes.
             max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
             enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
@@ -184,6 +171,7 @@ def _prepare_vllm(device, tp):
         return
     import vllm.model_executor.layers.utils as layers
     import vllm.v1.sample.sampler as sampler
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
     layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
@@ -192,8 +180,11 @@ def _prepare_vllm(device, tp):
     # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
-    if tp > 1:
-        _name_shared_memory()
+    if tp > 1:  # a team's shared memory is named after its init method, for all jobs "env://"
+        name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
+        dist.broadcast_object_list(name)
+        ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
 class Engine:
@@ -251,9 +242,7 @@ class Engine:
 
     def _require(self, state):
         if self.state != state:
-            raise RuntimeError(
-                f"the engine is {self.state!r}, this call needs {state!r}: see rollout.py's top"
-            )
+            raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}")
 
     def _become(self, state):
         self.state = state
@@ -552,13 +541,9 @@ class Engine:
         if self.args.check_sync:
             self.digest.update(repr((request.id, ids)).encode())
         reason = completion.finish_reason
-        return TokenOutput(
-            token_ids=ids,
-            logprobs=list(completion.logprobs.logprobs),
-            versions=request.versions,
-            stop_reason=reason if reason in ("stop", "length") else "abort",
-            prompt_ids=prompt_ids,
-        )
+        reason = reason if reason in ("stop", "length") else "abort"
+        logprobs = list(completion.logprobs.logprobs)
+        return TokenOutput(ids, logprobs, request.versions, reason, prompt_ids)
 
     def drain(self) -> None:
         """Gives up every request, for the end of a run."""
@@ -569,16 +554,6 @@ class Engine:
         self._advance(aborted=list(self.running))
         for request in requests:
             request.future.get_loop().call_soon_threadsafe(request.future.cancel)
-
-
-def _name_shared_memory():
-    """CPU: vLLM names a team's shared memory after its init method, for all jobs "env://"."""
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
-    dist.broadcast_object_list(name)
-    ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -802,7 +777,7 @@ class Pool:
     _: dataclasses.KW_ONLY
     n_rollouts: int = 1  # how many there will be
     staleness: int = 0
-    replacements: int = 0  # most groups a rollout may replace: members score alike (see `alike`)
+    replacements: int = 0  # most groups a rollout may replace: members score alike (see `_alike`)
     greedy: bool = False  # each group has a baseline, its last member
     prompts_drawn: int = 0
     unfinished: Sequence[int] = ()
@@ -822,25 +797,25 @@ class Pool:
         self.pending, self.taken = set(self.unfinished), set()
         self.seconds, self.statistics = 0.0, Counter()  # of this rank, for the next phase
         self.ended = threading.Event()  # a cancelled future is done before its coroutines are
-        self.future = self.run.background.submit(self.work())
+        self.future = self.run.background.submit(self._work())
         self.future.add_done_callback(lambda _: self.run.engine.poke())
 
     # -- background thread
 
-    def prompt(self, ticket: int) -> int:
+    def _prompt(self, ticket):
         n = len(self.unfinished)
         return self.unfinished[ticket] if ticket < n else self.prompts_drawn + ticket - n
 
-    def tickets(self) -> Iterator[int]:
+    def _tickets(self):
         """0, 1, ... each on one rank only."""
         args = self.run.args
         if args.deterministic:  # which rank runs a prompt must not depend on timing
             rank = dist.get_rank() // args.tp
-            yield from (t for t in itertools.count() if self.prompt(t) % self.n_engines == rank)
+            yield from (t for t in itertools.count() if self._prompt(t) % self.n_engines == rank)
         while True:  # work is shared: who has room takes the next prompt
             yield self.run.store.add(f"{self.name}/next", 1) - 1
 
-    def slots(self) -> int:
+    def _slots(self):
         """Trajectories under way on this rank: an equal share, or the first would take all."""
         args = self.run.args
         if args.deterministic:
@@ -849,10 +824,10 @@ class Pool:
         share = math.ceil(groups / self.n_engines) * self.members
         return max(self.members, min(args.max_concurrent, share))
 
-    async def work(self) -> None:
+    async def _work(self):
         engine = self.run.engine
         try:
-            room, tickets = asyncio.Semaphore(self.slots()), self.tickets()
+            room, tickets = asyncio.Semaphore(self._slots()), self._tickets()
             async with asyncio.TaskGroup() as tasks:
                 while engine.leader:  # draws the next prompt only when there is room for it
                     await room.acquire()
@@ -861,7 +836,7 @@ class Pool:
                         await self.raised.wait()
                         self.raised.clear()
                     self.n_started = ticket + 1
-                    prompt = self.prompt(ticket)
+                    prompt = self._prompt(ticket)
                     names = [f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}"
                              for sample in range(self.members)]
                     group = self.groups[prompt] = Group(prompt, names, self.members)
@@ -869,44 +844,46 @@ class Pool:
                         if sample > 0:
                             await room.acquire()
                         engine.enter(name)
-                        tasks.create_task(self.trajectory(group, sample, room))
+                        tasks.create_task(self._trajectory(group, sample, room))
         finally:
             self.ended.set()
 
-    async def trajectory(self, group: Group, sample: int, room: asyncio.Semaphore) -> None:
+    async def _trajectory(self, group, sample, room):
         """Runs one to its end, and the group's end if it is the last."""
         try:
-            await self.member(group, sample)
+            await self._member(group, sample)
             group.left -= 1
             if not group.left:
-                group.state = "alike" if await self.alike(group) else "done"
+                group.state = "alike" if await self._alike(group) else "done"
                 self.run.store.add(f"{self.name}/{group.state}", 1)
                 self.run.engine.poke()
         finally:
             self.run.engine.leave(group.names[sample])
             room.release()
 
-    async def member(self, group: Group, sample: int) -> None:
+    async def _member(self, group, sample):
         """Whatever comes of a trajectory is in its group; its grader is still at work."""
         try:
-            outputs = await self.outputs(group, sample)
+            outputs = await self._outputs(group, sample)
             if not outputs:
                 group.skipped += 1
                 return
-            copies = [_copy(output) for output in outputs]  # a grader's, while others read these
+            copies = [dataclasses.replace(output, turn_rewards=[*output.turn_rewards],
+                                          metrics={**output.metrics}, extra={**output.extra})
+                      for output in outputs]  # the grader's, while others read these
             for output in outputs:
                 output.reward = None  # until it is known to be one
             group.outputs += outputs
-            grader = asyncio.create_task(self.graded(group.prompt, sample, copies))
+            grader = asyncio.create_task(self._graded(group.prompt, sample, copies))
             group.graders[group.prompt, sample] = grader
             self.graders.add(grader)
             grader.add_done_callback(self.graders.discard)
         except BaseException:  # also if an agent's scope cancelled its task
             if self.closing:
                 raise
-            group.errors.append(self.failure("failed_agent_loop", group.prompt, sample))
+            group.errors.append(self._failure("failed_agent_loop", group.prompt, sample))
 
-    async def outputs(self, group: Group, sample: int) -> list[AgentLoopOutput]:
+    async def _outputs(self, group, sample):
         run, args, row = self.run, self.run.args, _copy_row(self.row_of(group.prompt))
         stops = self.sampling.get("stop_token_ids", ())
         session = Session(run.engine, group.names[sample], stops)
@@ -938,9 +915,7 @@ class Pool:
             output.metrics["generate_s"] = session.generate_s
         return outputs
 
-    async def graded(
-        self, prompt: int, sample: int, outputs: list[AgentLoopOutput]
-    ) -> list[dict] | dict:
+    async def _graded(self, prompt, sample, outputs):
         """What grading wrote to each output, or the failure."""
         args, row = self.run.args, _copy_row(self.row_of(prompt))
         try:
@@ -950,9 +925,9 @@ class Pool:
         except BaseException:
             if self.closing:
                 raise
-            return self.failure("failed_reward", prompt, sample)
+            return self._failure("failed_reward", prompt, sample)
 
-    async def alike(self, group: Group) -> bool:
+    async def _alike(self, group):
         """Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): whether --filter_metric says the
         same of all members, so that there is nothing to learn from the group."""
         if not self.replacements:
@@ -961,7 +936,7 @@ class Pool:
         sampled = [output for output in outputs if "greedy" not in output.extra]
         return not data.groups_with_signal(sampled, self.run.args.filter_metric)
 
-    def failure(self, kind: str, prompt: int, sample: int) -> dict:
+    def _failure(self, kind, prompt, sample):
         error = traceback.format_exc()
         if kind not in self.printed:  # the first of its kind is shown, all are counted and written
             self.printed.add(kind)
@@ -979,23 +954,24 @@ class Pool:
         """
         self.step, self.taken = step, set()
         ahead = min(1 + self.staleness, self.n_rollouts - (step - self.start))
-        capacity = self.n_taken + self.batch * ahead
+        n_taken = self.n_seen - len(self.pending)  # groups taken out so far
+        capacity = n_taken + self.batch * ahead
         n_compared, replaced, full_s = -1, 0, 0.0  # groups ended when ranks last compared; so far
 
         def over():
             nonlocal replaced
             alike = self.n_ended("alike")
-            n = self.n_ended("done") + alike - self.n_taken
+            n = self.n_ended("done") + alike - n_taken
             if not self.run.args.deterministic:  # there, when groups start must not depend on
                 replaced = min(alike - self.n_alike, self.replacements)  # timing: see below
-                self.set_limit(capacity + replaced)
+                self._set_limit(capacity + replaced)
             return n - replaced >= self.batch and n > n_compared
 
         while True:
-            self.set_limit(capacity + replaced)
-            stopped = self.run_until(over, f"{self.kind} {step}", self.batch)
+            self._set_limit(capacity + replaced)
+            stopped = self._run_until(over, f"{self.kind} {step}", self.batch)
             full_s = self.seconds if n_compared < 0 else full_s
-            done, alike, unfinished = self.compare(stopped)
+            done, alike, unfinished = self._compare(stopped)
             left = sorted(done[self.batch :] + unfinished)
             in_time = all(step + 1 + i // self.batch <= age + self.staleness
                           for i, (age, _) in enumerate(left))
@@ -1006,44 +982,35 @@ class Pool:
         self.n_alike += len(alike)
         self.taken = batch | {prompt for _, prompt in alike}
         self.pending -= self.taken
-        phase = self.gather(batch)
+        phase = self._gather(batch)
         phase.waited_s = phase.seconds - full_s
         return phase
 
-    @property
-    def n_taken(self) -> int:
-        """Groups taken out so far."""
-        return self.n_seen - len(self.pending)
-
-    def age(self, group: Group) -> int:
-        """The version that sampled the group's first token; the engine's if there is none yet."""
-        engine = self.run.engine
-        return min(engine.oldest.get(name, engine.version) for name in group.names)
-
-    def compare(self, stopped: bool) -> list[list[tuple[int, int]]]:
+    def _compare(self, stopped):
         """(age, prompt) of all ranks' groups, the oldest first: done, alike, open. Raises Stopped
         on all ranks if one of them was."""
-        groups = [(self.age(group), prompt, group.state)
+        oldest, now = self.run.engine.oldest, self.run.engine.version
+        groups = [(min(oldest.get(name, now) for name in group.names), prompt, group.state)
                   for prompt, group in list(self.groups.items())]
         parts = gather_unless_stopped((groups, self.n_started), stopped)
         n_seen = max(self.n_seen, *(n_started for _, n_started in parts))
-        self.pending |= {self.prompt(ticket) for ticket in range(self.n_seen, n_seen)}
+        self.pending |= {self._prompt(ticket) for ticket in range(self.n_seen, n_seen)}
         self.n_seen = n_seen
         groups = sorted(group for part, _ in parts for group in part)
         return [[(age, prompt) for age, prompt, state in groups if state == wanted]
                 for wanted in ("done", "alike", "open")]
 
-    def remove(self, prompts: set[int]) -> list[Group]:
+    def _remove(self, prompts):
         groups = [self.groups.pop(prompt) for prompt in prompts]
         for name in (name for group in groups for name in group.names):
             self.run.engine.oldest.pop(name, None)
         return groups
 
-    def gather(self, batch: set[int]) -> Phase:
+    def _gather(self, batch):
         """What the taken groups brought, from all ranks to all ranks."""
         engine, phase = self.run.engine, Phase(seconds=self.seconds)
         engine.check_team()
-        groups = self.remove(self.taken & self.groups.keys())
+        groups = self._remove(self.taken & self.groups.keys())
         for group in groups:
             phase.graders |= group.graders
         brought = [(group.outputs, group.errors, group.skipped) for group in groups]
@@ -1070,7 +1037,7 @@ class Pool:
             return 0
         return self.run.store.add(f"{self.name}/{state}", 0)
 
-    def run_until(self, over: Callable[[], bool], title: str, total: int) -> bool:
+    def _run_until(self, over, title, total):
         """Steps the engine until `over()`; whether the run was told to stop meanwhile.
 
         On a rank that doesn't lead its --tp team: follows the leader until that one is done. Raises
@@ -1106,15 +1073,15 @@ class Pool:
     def settle(self) -> None:
         """For an evaluation: lets what is under way come to its end, and starts nothing new until
         the next `rollout`. Raises Stopped."""
-        self.set_limit(0)
+        self._set_limit(0)
 
         def over():
             return not any(group.left for group in list(self.groups.values()))
 
-        stopped = self.run_until(over, "before the evaluation", len(self.groups))
+        stopped = self._run_until(over, "before the evaluation", len(self.groups))
         gather_unless_stopped(None, stopped)
 
-    def set_limit(self, limit: int) -> None:
+    def _set_limit(self, limit):
         """From its return on, no group starts that the limit forbids."""
 
         async def change():
@@ -1129,7 +1096,7 @@ class Pool:
         was interrupted after its rollout is drawn again."""
         lost = self.taken if steps_done <= self.step else set()
         unfinished = sorted(self.pending | lost)
-        return {"prompts_drawn": self.prompt(self.n_seen), "unfinished": unfinished}
+        return {"prompts_drawn": self._prompt(self.n_seen), "unfinished": unfinished}
 
     def end(self) -> None:
         """Gives up what is under way, on all ranks: agent loops are cancelled and release their
@@ -1143,7 +1110,7 @@ class Pool:
         self.ended.wait(timeout=10)
         for grader in list(self.graders):
             background.loop.call_soon_threadsafe(grader.cancel)
-        self.remove(set(self.groups))
+        self._remove(set(self.groups))
         engine.dismiss()
 
 
@@ -1199,11 +1166,8 @@ def grade(run, phase: Phase) -> None:
     phase.require(phase.trained, "no trajectory has a reward")
 
 
-GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
-
-
 async def _results(graders):
-    """(prompt, sample) -> what `Pool.graded` returned."""
+    """(prompt, sample) -> what `Pool._graded` returned."""
     return dict(zip(graders, await asyncio.gather(*graders.values())))
 
 
@@ -1225,13 +1189,6 @@ def _copy_row(x):
     if isinstance(x, dict):
         return {key: _copy_row(value) for key, value in x.items()}
     return [_copy_row(value) for value in x] if isinstance(x, list) else x
-
-
-def _copy(output):
-    return dataclasses.replace(
-        output, turn_rewards=list(output.turn_rewards), metrics=dict(output.metrics),
-        extra=dict(output.extra),
-    )
 
 
 async def score(
@@ -1291,7 +1248,7 @@ def read_rollouts(file: Path, vocab_size: int) -> Phase:
                 raise ValueError("its tokens are another model's")
             phase.outputs.append(output)
     except OSError as error:
-        raise BadInput(f"--replay: {error}") from None
+        raise data.BadInput(f"--replay: {error}") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
+        raise data.BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
     return phase
