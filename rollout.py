@@ -7,7 +7,7 @@ up at its next step, and resumes when the tokens are there. Outside a rollout re
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
-    asleep --wake_weights--> weights --load_weights(version)--> synced --wake_kv--> awake --sleep--> asleep
+    asleep --wake_weights--> weights --load_weights--> synced --wake_kv--> awake --sleep--> asleep
 
 A `Pool` starts groups of trajectories and hands out batches of those that are done. With
 --max_staleness a rollout ends while agent loops are still under way: they wait in `generate` over
@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -40,7 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -181,7 +179,7 @@ def _prepare_vllm(device, tp):
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
     if tp > 1:  # a team's shared memory is named after its init method, for all jobs "env://"
-        name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
+        name = [f"tcp://flatrl:{os.urandom(16).hex()}"]  # never connected to: the process group exists
         dist.broadcast_object_list(name)
         ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
@@ -217,8 +215,7 @@ class Engine:
         padding = vocab_size and slice(vocab_size, None)
         never = [ids for ids in (padding, image_token_id) if ids is not None]
         self.llm.apply_model(lambda net: _never_sample(net, never))
-        self.version = -1
-        self.sent = {}  # by the last sync: Hugging Face name -> the engine's
+        self.version, self.sent = -1, {}  # by the last sync: Hugging Face name -> the engine's
         self.leader, self.team = dist.get_rank() % args.tp == 0, None  # consecutive ranks
         if args.tp > 1:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
@@ -258,10 +255,8 @@ class Engine:
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
-
         Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that
-        failed, came twice or did not arrive; the engine then stays unusable.
-        """
+        failed, came twice or did not arrive; the engine then stays unusable."""
         self._require("weights")
         (self.sent,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if not self.core.reset_prefix_cache():  # while a request holds blocks: keys would be stale
@@ -271,11 +266,8 @@ class Engine:
         self._become("synced")
 
     def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
-        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent.
-
-        By Hugging Face name, summed over the tensor parallel group: a parameter that every rank of
-        it holds counts once a rank.
-        """
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by
+        Hugging Face name, summed over the --tp team: one that all its ranks hold counts for each."""
         (fused,) = self.llm.apply_model(_fused)
         parts = {name: x for inside in fused.values() for name, x in inside.items()}
         held = {name: parts[part] for name, part in self.sent.items() if part in parts}
@@ -293,11 +285,9 @@ class Engine:
 
     def sleep(self, level: int | None = None, keep: bool = False) -> None:
         """Frees the KV cache and the weights' memory (level 1 copies them to the host, 2 does not).
-
         keep: unfinished requests stay and go on after the next wake, under whatever weights there
         are then; without it they raise RuntimeError. On CPU nothing is freed, but the transitions
-        and the cache resets are the same.
-        """
+        and the cache resets are the same."""
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
@@ -309,8 +299,8 @@ class Engine:
             self.mark_versions()
         else:
             self.turns.clear()
-        level = level or self.args.sleep_level
-        self.core.sleep(level=level, mode="keep" if keep else "abort")
+        mode = "keep" if keep else "abort"
+        self.core.sleep(level=level or self.args.sleep_level, mode=mode)
         self._become("asleep")
 
     def mark_versions(self) -> None:
@@ -400,10 +390,8 @@ class Engine:
         return bool(self.inbox or self.waiting or self.running)
 
     def step(self, timeout: float = 0.2) -> None:
-        """Takes in new requests, runs one model step, hands out finished ones.
-
-        Waits up to `timeout` seconds for work.
-        """
+        """Takes in new requests, runs one model step, hands out finished ones. Waits up to
+        `timeout` seconds for work."""
         self._require("awake")
         started = time.perf_counter()
         with self.lock:
@@ -422,11 +410,9 @@ class Engine:
         self._advance(self._take_fitting() if work else [], work)
 
     def _take_fitting(self):
-        """Takes from the queue what starts now; first come, first served.
-
-        Turns of trajectories under way, then new ones while the KV cache has room, so that what is
-        cached for a trajectory is not thrown out while its tools run.
-        """
+        """Takes from the queue what starts now; first come, first served. Turns of trajectories
+        under way, then new ones while the KV cache has room, so that what is cached for a
+        trajectory is not thrown out while its tools run."""
         waiting = [request for request in self.waiting if not request.given_up]
         fitting, self.waiting = [], []
         if not waiting:
@@ -474,10 +460,8 @@ class Engine:
         return commands[0]
 
     def follow(self, between: Callable[[], Any] = lambda: None) -> None:
-        """Does what the leader of this rank's team does, until it calls `dismiss`.
-
-        Calls `between` before each step.
-        """
+        """Does what the leader of this rank's team does, until it calls `dismiss`; calls `between`
+        before each step."""
         while command := self._broadcast():
             between()
             self._run(*command)
@@ -519,10 +503,8 @@ class Engine:
 
         params = SamplingParams(
             **request.params,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=bool(request.params.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            logprobs=0, flat_logprobs=True,  # of the sampled token only
+            detokenize=bool(request.params.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
@@ -636,30 +618,25 @@ def _never_sample(model, never):
 
 @dataclass(eq=False)
 class Session:
-    """The engine as one trajectory sees it.
-
-    Calls carry the trajectory's name, whatever id its agent loop made up (verl's loops draw a
-    random uuid): seeds depend on (seed, step, prompt, sample, turn) alone. Times them too.
-    stop_token_ids end a turn, but not as the template's end-of-turn tokens do: no agent loop sees
-    them.
-    """
+    """The engine as one trajectory sees it. Times calls, and gives them the trajectory's name,
+    whatever id its agent loop made up (verl's loops draw a random uuid): seeds depend on (seed,
+    step, prompt, sample, turn) alone. stop_token_ids end a turn, but not as the template's
+    end-of-turn tokens do: no agent loop sees them."""
 
     engine: Engine
     name: str
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0
 
-    async def generate(
-        self, *, request_id, prompt_ids, sampling_params, image_data=None
-    ) -> TokenOutput:
+    async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
+        """As Engine.generate."""
         started = time.perf_counter()
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
             sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
             return await self.engine.generate(
-                request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params,
-                image_data=image_data,
+                request_id=self.name, sampling_params=sampling_params, **call
             )
         finally:
             self.generate_s += time.perf_counter() - started
@@ -786,8 +763,8 @@ class Pool:
         self.start, self.name = self.step, f"{self.kind}-{self.step:08d}"
         self.members = self.group_size + self.greedy
         self.n_engines = dist.get_world_size() // self.run.args.tp
-        self.limit = self.n_started = 0  # tickets below it may start; one above the last started
-        self.raised = asyncio.Event()  # the limit was
+        # Tickets below the limit may start; one above the last started; the limit was raised.
+        self.limit, self.n_started, self.raised = 0, 0, asyncio.Event()
         self.groups: dict[int, Group] = {}
         self.graders: set[asyncio.Task] = set()  # at work, also for groups taken out
         self.printed, self.closing = set(), False
@@ -811,7 +788,7 @@ class Pool:
         args = self.run.args
         if args.deterministic:  # which rank runs a prompt must not depend on timing
             rank = dist.get_rank() // args.tp
-            yield from (t for t in itertools.count() if self._prompt(t) % self.n_engines == rank)
+            yield from (t for t in range(sys.maxsize) if self._prompt(t) % self.n_engines == rank)
         while True:  # work is shared: who has room takes the next prompt
             yield self.run.store.add(f"{self.name}/next", 1) - 1
 
@@ -948,15 +925,13 @@ class Pool:
 
     def rollout(self, step: int) -> Phase:
         """The next batch of whole groups, the same on every rank; the engine must be awake.
-
         Rewards may still be on their way: see `grade`. Raises Stopped if the run is to stop, and
-        RuntimeError if the batch has no sampled token.
-        """
+        RuntimeError if the batch has no sampled token."""
         self.step, self.taken = step, set()
         ahead = min(1 + self.staleness, self.n_rollouts - (step - self.start))
         n_taken = self.n_seen - len(self.pending)  # groups taken out so far
         capacity = n_taken + self.batch * ahead
-        n_compared, replaced, full_s = -1, 0, 0.0  # groups ended when ranks last compared; so far
+        n_compared, replaced = -1, 0  # groups ended when ranks last compared; replaced so far
 
         def over():
             nonlocal replaced
@@ -970,7 +945,8 @@ class Pool:
         while True:
             self._set_limit(capacity + replaced)
             stopped = self._run_until(over, f"{self.kind} {step}", self.batch)
-            full_s = self.seconds if n_compared < 0 else full_s
+            if n_compared < 0:
+                full_s = self.seconds  # the batch is full; from here on old groups are waited for
             done, alike, unfinished = self._compare(stopped)
             left = sorted(done[self.batch :] + unfinished)
             in_time = all(step + 1 + i // self.batch <= age + self.staleness
@@ -1038,11 +1014,8 @@ class Pool:
         return self.run.store.add(f"{self.name}/{state}", 0)
 
     def _run_until(self, over, title, total):
-        """Steps the engine until `over()`; whether the run was told to stop meanwhile.
-
-        On a rank that doesn't lead its --tp team: follows the leader until that one is done. Raises
-        what ended the pool itself.
-        """
+        """Steps the engine until `over()`, or follows the team's leader until that one is done;
+        whether the run was told to stop meanwhile. Raises what ended the pool itself."""
         engine, stop = self.run.engine, self.run.stop
         before, started = Counter(engine.statistics), time.perf_counter()
         shown, first, stopped = started, self.n_ended("done"), False
@@ -1059,8 +1032,7 @@ class Pool:
                     if time.perf_counter() - shown > 0.5:
                         shown, stopped = time.perf_counter(), stop.requested()
                         bar.n = self.n_ended("done") - first
-                        n_tokens = engine.statistics["tokens"] - before["tokens"]
-                        rate = n_tokens / (shown - started)
+                        rate = (engine.statistics - before)["tokens"] / (shown - started)
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s in this engine")
             return stopped
         finally:
@@ -1074,16 +1046,13 @@ class Pool:
         """For an evaluation: lets what is under way come to its end, and starts nothing new until
         the next `rollout`. Raises Stopped."""
         self._set_limit(0)
-
-        def over():
-            return not any(group.left for group in list(self.groups.values()))
-
-        stopped = self._run_until(over, "before the evaluation", len(self.groups))
+        groups = list(self.groups.values())
+        stopped = self._run_until(lambda: not any(group.left for group in groups),
+                                  "before the evaluation", len(groups))
         gather_unless_stopped(None, stopped)
 
     def _set_limit(self, limit):
         """From its return on, no group starts that the limit forbids."""
-
         async def change():
             self.limit = limit
             self.raised.set()
@@ -1117,12 +1086,10 @@ class Pool:
 def rollout(
     run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
 ) -> Phase:
-    """One rollout of a pool of its own: group_size trajectories for each row, on all ranks.
-
-    Every rank passes the same rows and gets the same result; the engine must be awake. A trajectory
-    whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
-    Raises Stopped, and RuntimeError if nothing was sampled or nothing has a reward.
-    """
+    """One rollout of a pool of its own: group_size trajectories for each row, on all ranks, which
+    pass the same rows and get the same result; the engine must be awake. A trajectory whose agent
+    loop or reward raises is left out and counted; so is a row whose loop returns []. Raises
+    Stopped, and RuntimeError if nothing was sampled or nothing has a reward."""
     pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
     try:
         phase, started = pool.rollout(step), time.perf_counter()
@@ -1151,9 +1118,7 @@ def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[i
 
 def grade(run, phase: Phase) -> None:
     """Waits until the rewards of a phase are there; a rollout without one is left out and counted.
-
-    Raises Stopped, and RuntimeError if nothing is left.
-    """
+    Raises Stopped, and RuntimeError if nothing is left."""
     future = run.background.submit(_results(phase.graders))
     while not (done := future.done()) and not run.stop.requested():
         wait([future], timeout=0.2)
@@ -1191,15 +1156,11 @@ def _copy_row(x):
     return [_copy_row(value) for value in x] if isinstance(x, list) else x
 
 
-async def score(
-    task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"
-) -> None:
+async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome") -> None:
     """Sets a rollout's terminal reward: the last output's own, else the task's; earlier segments
-    share it. A reward function may also write to output.turn_rewards and output.metrics.
-
-    Raises ValueError if the reward is not a finite number or a dict with one under "score" (and
-    under `metric`, if that is a key: --filter_metric).
-    """
+    share it. A reward function may also write to output.turn_rewards and output.metrics. Raises
+    ValueError if the reward is not a finite number or a dict with one under "score" (and under
+    `metric`, if that is a key: --filter_metric)."""
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
