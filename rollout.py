@@ -37,7 +37,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -135,8 +134,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         # One engine a rank, in the rank's own process, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
-        # Sample from softmax(logits / temperature) and report its logprobs, as the trainer
-        # computes them (trl#4159).
+        # Logprobs of softmax(logits / temperature), as the trainer computes them (trl#4159).
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults from the model's folder
         disable_log_stats=True, use_tqdm_on_load=False,
@@ -172,14 +170,13 @@ def _prepare_vllm(device, tp):
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
-    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-        layer, "cpu_linear", torch.nn.functional.linear
-    )
+    layers.dispatch_cpu_unquantized_gemm = (
+        lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear))
     # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
     if tp > 1:  # a team's shared memory is named after its init method, for all jobs "env://"
-        name = [f"tcp://flatrl:{os.urandom(16).hex()}"]  # never connected to: the process group exists
+        name = [f"tcp://flatrl:{os.urandom(16).hex()}"]  # never connected to: the group exists
         dist.broadcast_object_list(name)
         ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
@@ -195,10 +192,8 @@ class Engine:
     `generate` and `step` are the leader's, the others call `follow` meanwhile.
     """
 
-    def __init__(
-        self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
-        vocab_size: int | None = None, image_token_id: int | None = None,
-    ):
+    def __init__(self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
+                 vocab_size: int | None = None, image_token_id: int | None = None):
         _prepare_vllm(device, args.tp)
         from vllm import LLM
 
@@ -208,11 +203,10 @@ class Engine:
             dist.barrier()  # every rank has mapped the shared memory: it is gone with the last one
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 file.unlink(missing_ok=True)
-        # A malformed tool call is daily business and counted: its parsers need not log each one.
-        # Set here because building an engine sets up vLLM's logging anew.
+        # Malformed tool calls are counted, not logged. Building an engine sets up logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
-        padding = vocab_size and slice(vocab_size, None)
+        padding = vocab_size and slice(vocab_size, None)  # the head's rows beyond the tokenizer's
         never = [ids for ids in (padding, image_token_id) if ids is not None]
         self.llm.apply_model(lambda net: _never_sample(net, never))
         self.version, self.sent = -1, {}  # by the last sync: Hugging Face name -> the engine's
@@ -267,7 +261,7 @@ class Engine:
 
     def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
         """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by
-        Hugging Face name, summed over the --tp team: one that all its ranks hold counts for each."""
+        Hugging Face name, summed over the --tp team: what all its ranks hold counts for each."""
         (fused,) = self.llm.apply_model(_fused)
         parts = {name: x for inside in fused.values() for name, x in inside.items()}
         held = {name: parts[part] for name, part in self.sent.items() if part in parts}
@@ -299,15 +293,13 @@ class Engine:
             self.mark_versions()
         else:
             self.turns.clear()
-        mode = "keep" if keep else "abort"
-        self.core.sleep(level=level or self.args.sleep_level, mode=mode)
+        self.core.sleep(level or self.args.sleep_level, mode="keep" if keep else "abort")
         self._become("asleep")
 
     def mark_versions(self) -> None:
         """Notes, and counts, how far each request has come under the weights about to go."""
         for state in self.core.output_processor.request_states.values():
-            request = self.running.get(state.external_req_id)
-            if request:
+            if request := self.running.get(state.external_req_id):
                 self._count(request, state.detokenizer.num_output_tokens())
 
     def _count(self, request, n_tokens):
@@ -323,10 +315,8 @@ class Engine:
 
     # -- background thread
 
-    async def generate(
-        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
-        image_data: list | None = None,
-    ) -> TokenOutput:
+    async def generate(self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
+                       image_data: list | None = None) -> TokenOutput:
         """Tokens in, tokens out; waits while the engine sleeps or trains.
 
         `request_id` names the trajectory; the sampling seed is a function of --seed, it and the
@@ -343,10 +333,9 @@ class Engine:
             "stop_token_ids": self.stop_token_ids,
             "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids))),
         }
-        request = _Request(
-            f"{request_id}#{turn}", request_id, turn, list(prompt_ids), params | sampling_params,
-            image_data, asyncio.get_running_loop().create_future(),
-        )
+        future = asyncio.get_running_loop().create_future()
+        request = _Request(f"{request_id}#{turn}", request_id, turn, list(prompt_ids),
+                           params | sampling_params, image_data, future)
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
@@ -460,8 +449,7 @@ class Engine:
         return commands[0]
 
     def follow(self, between: Callable[[], Any] = lambda: None) -> None:
-        """Does what the leader of this rank's team does, until it calls `dismiss`; calls `between`
-        before each step."""
+        """Follows the team's leader until it calls `dismiss`; calls `between` before each step."""
         while command := self._broadcast():
             between()
             self._run(*command)
@@ -498,8 +486,7 @@ class Engine:
         return results
 
     def _admit(self, request):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             **request.params,
@@ -590,18 +577,16 @@ def _fused(model):
         parent, _, module = path.rpartition(".")
         names = getattr(model, "packed_modules_mapping", {}).get(module, ())
         rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
+        fused[name] = {name: parameter}
         if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
             tensors = zip(names, parameter.split(rows))
             fused[name] = {f"{parent}.{part}.{kind}": x for part, x in tensors}
-        else:
-            fused[name] = {name: parameter}
     return fused
 
 
 def _never_sample(model, never):
-    """Gives these indices of token ids no probability, on the logits themselves, so that whatever
-    samples from them and whatever reports logprobs agree: the head has rows beyond the tokenizer's
-    ids (vllm#13175)."""
+    """Gives these ids no probability (vllm#13175): on the logits themselves, so that whatever
+    samples from them and whatever reports logprobs agree."""
     compute_logits = model.compute_logits
 
     def limited(*args, **kwargs):
@@ -635,9 +620,8 @@ class Session:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
             sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
-            return await self.engine.generate(
-                request_id=self.name, sampling_params=sampling_params, **call
-            )
+            call |= {"request_id": self.name, "sampling_params": sampling_params}
+            return await self.engine.generate(**call)
         finally:
             self.generate_s += time.perf_counter() - started
 
@@ -677,8 +661,7 @@ class Phase:
         return [output for output in self.outputs if "greedy" in output.extra]
 
     def sort(self) -> None:
-        keys = ("prompt", "sample", "segment")
-        self.outputs.sort(key=lambda output: [output.extra[key] for key in keys])
+        self.outputs.sort(key=lambda o: [o.extra[key] for key in ("prompt", "sample", "segment")])
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
     @property
@@ -695,20 +678,17 @@ class Phase:
 
     def metrics(self, engine: Engine | None) -> dict:
         """What a rollout says about its trajectories, its failures and the engine."""
-        kinds = ("failed_agent_loop", "failed_reward", "skipped")
+        n, kinds = self.statistics, ("failed_agent_loop", "failed_reward", "skipped")
         metrics = data.describe(self.sampled) | {"rollout/trajectories": len(self.sampled)}
         metrics |= {f"rollout/{kind}": self.counts[kind] for kind in kinds}
         if engine is None:  # --replay
             return metrics
         metrics |= {
-            "timing/sync_s": self.sync_s,
-            "timing/rollout_s": self.seconds,
-            "timing/waited_for_old_s": self.waited_s,
-            "timing/idle_s": self.idle_s,
-            "throughput/tokens_per_s": self.statistics["tokens"] / self.seconds,
-            "throughput/idle_share": fmean(self.idle_s) / self.seconds,
-            "throughput/prefix_cache_hit_rate": self.statistics["cached_tokens"]
-            / max(1, self.statistics["prompt_tokens"]),
+            "timing/sync_s": self.sync_s, "timing/waited_for_old_s": self.waited_s,
+            "timing/rollout_s": self.seconds, "timing/idle_s": self.idle_s,
+            "throughput/tokens_per_s": n["tokens"] / self.seconds,
+            "throughput/idle_share": sum(self.idle_s) / len(self.idle_s) / self.seconds,
+            "throughput/prefix_cache_hit_rate": n["cached_tokens"] / max(1, n["prompt_tokens"]),
         }
         for state, figures in engine.memory.items():
             metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
@@ -739,9 +719,9 @@ class Pool:
     none at staleness 0. A group's age is that of its oldest sampled token. Nothing is dropped for
     its age: a rollout goes on until all that is left can be trained on before it is too old.
 
-    Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ... Ranks draw the
-    next one from a shared counter when they have room; with --deterministic a prompt's rank is its
-    number modulo their number.
+    Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ... The n-th of them
+    is ticket n. Ranks draw the next ticket from a shared counter when they have room; with
+    --deterministic a prompt's rank is its number modulo their number.
     """
 
     run: Any  # with engine, background, task, tokenizer, processor, args, store, stop: train.Run
@@ -812,8 +792,7 @@ class Pool:
                     while ticket >= self.limit:
                         await self.raised.wait()
                         self.raised.clear()
-                    self.n_started = ticket + 1
-                    prompt = self._prompt(ticket)
+                    self.n_started, prompt = ticket + 1, self._prompt(ticket)
                     names = [f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}"
                              for sample in range(self.members)]
                     group = self.groups[prompt] = Group(prompt, names, self.members)
@@ -862,8 +841,7 @@ class Pool:
 
     async def _outputs(self, group, sample):
         run, args, row = self.run, self.run.args, _copy_row(self.row_of(group.prompt))
-        stops = self.sampling.get("stop_token_ids", ())
-        session = Session(run.engine, group.names[sample], stops)
+        session = Session(run.engine, group.names[sample], self.sampling.get("stop_token_ids", ()))
         cls = agent_loop_class(row, run.task, args)
         loop = cls(session, run.tokenizer, run.processor, run.task, args)
         ends = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
@@ -879,8 +857,7 @@ class Pool:
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
         for segment, output in enumerate(outputs):
             if not isinstance(output, AgentLoopOutput):
-                kind = type(output).__name__
-                raise TypeError(f"{cls.__name__}.run returned a {kind}, not an AgentLoopOutput")
+                raise TypeError(f"{cls.__name__}.run returned {type(output)}, no AgentLoopOutput")
             if run.processor:
                 check_images(output, run.processor)
             output.extra = {**output.extra, **marks, "segment": segment}
@@ -963,8 +940,7 @@ class Pool:
         return phase
 
     def _compare(self, stopped):
-        """(age, prompt) of all ranks' groups, the oldest first: done, alike, open. Raises Stopped
-        on all ranks if one of them was."""
+        """All ranks' (age, prompt), oldest first, of groups done, alike, open. Raises Stopped."""
         oldest, now = self.run.engine.oldest, self.run.engine.version
         groups = [(min(oldest.get(name, now) for name in group.names), prompt, group.state)
                   for prompt, group in list(self.groups.items())]
@@ -1083,9 +1059,8 @@ class Pool:
         engine.dismiss()
 
 
-def rollout(
-    run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
-) -> Phase:
+def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
+            kind: str = "train") -> Phase:
     """One rollout of a pool of its own: group_size trajectories for each row, on all ranks, which
     pass the same rows and get the same result; the engine must be awake. A trajectory whose agent
     loop or reward raises is left out and counted; so is a row whose loop returns []. Raises
@@ -1108,12 +1083,11 @@ def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[i
     def row_of(position):
         return rows[data.prompt_order(len(rows), position, 1, args.seed)[0]]
 
-    return Pool(
-        run, "train", row_of, args.prompts_per_step, args.group_size, args.sampling(), step,
-        n_rollouts=args.num_steps - step, staleness=args.max_staleness,
-        replacements=(args.max_gen_batches - 1) * args.prompts_per_step,
-        greedy=args.adv_estimator == "remax", prompts_drawn=prompts_drawn, unfinished=unfinished,
-    )
+    batch = args.prompts_per_step
+    return Pool(run, "train", row_of, batch, args.group_size, args.sampling(), step,
+                n_rollouts=args.num_steps - step, staleness=args.max_staleness,
+                replacements=(args.max_gen_batches - 1) * batch, prompts_drawn=prompts_drawn,
+                unfinished=unfinished, greedy=args.adv_estimator == "remax")
 
 
 def grade(run, phase: Phase) -> None:
