@@ -7,7 +7,7 @@ up at its next step, and resumes when the tokens are there. Outside a rollout re
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
-    asleep --wake_weights--> weights --load_weights(version)--> synced --wake_kv--> awake --sleep--> asleep
+    asleep --wake_weights--> weights --load_weights--> synced --wake_kv--> awake --sleep--> asleep
 
 A `Pool` starts groups of trajectories and hands out batches of those that are done. With
 --max_staleness a rollout ends while agent loops are still under way: they wait in `generate` over
@@ -19,12 +19,10 @@ and the others follow its steps.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -35,30 +33,22 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import data
-from agent_loop import (
-    AgentLoopOutput,
-    BadInput,
-    TokenOutput,
-    agent_loop_class,
-    call,
-    check_images,
-    finite,
-)
+from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite
 
 PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
+GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
 
 
 class Stopped(Exception):
@@ -73,7 +63,7 @@ def seed_of(*parts) -> int:
 
 def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
     """Every rank's x (anything that pickles), in the order of ranks."""
-    parts: list = [None] * dist.get_world_size(group)
+    parts = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, x, group=group)
     return parts
 
@@ -127,33 +117,27 @@ class _Request:
     prompt_ids: list[int]
     params: dict
     images: list | None
-    future: asyncio.Future | None = None  # None on the followers of a --tp team
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, version) at suspensions
+    future: asyncio.Future | None  # None on the followers of a --tp team
+    versions: list[int] = field(default_factory=list)  # of its tokens, as far as they are counted
 
     @property
-    def n_counted(self) -> int:
-        """Tokens that the statistics have already."""
-        return self.spans[-1][0] if self.spans else 0
+    def given_up(self):
+        """Nobody awaits it any more."""
+        return self.future is not None and self.future.cancelled()
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
     """Arguments of vllm.LLM: what colocation and exact logprobs need, --engine_args over it."""
     arguments = dict(
-        model=model,
-        dtype=args.dtype,
-        seed=args.seed,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        trust_remote_code=args.trust_remote_code,
+        model=model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, seed=args.seed,
+        max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
         # One engine a rank, in the rank's own process, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
-        # Sample from softmax(logits / temperature) and report its logprobs, as the trainer
-        # computes them (trl#4159).
+        # Logprobs of softmax(logits / temperature), as the trainer computes them (trl#4159).
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults from the model's folder
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
+        disable_log_stats=True, use_tqdm_on_load=False,
     )
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
@@ -163,8 +147,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run
-            block_size=32,
-            kv_cache_memory_bytes=1 << 30,
+            block_size=32, kv_cache_memory_bytes=1 << 30,
             # A prompt is taken whole: the longest must fit beside a full batch that decodes.
             max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
             enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
@@ -172,7 +155,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     return arguments | json.loads(args.engine_args or "{}")
 
 
-def _prepare_vllm(device: torch.device, tp: int) -> None:
+def _prepare_vllm(device, tp):
     """Environment and patches that vLLM needs before an engine is built."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
     settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS=1, RANK=0, LOCAL_RANK=0,
@@ -184,16 +167,19 @@ def _prepare_vllm(device: torch.device, tp: int) -> None:
         return
     import vllm.model_executor.layers.utils as layers
     import vllm.v1.sample.sampler as sampler
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
-    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-        layer, "cpu_linear", torch.nn.functional.linear
-    )
+    layers.dispatch_cpu_unquantized_gemm = (
+        lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear))
     # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
-    if tp > 1:
-        _name_shared_memory()
+    if tp > 1:  # a team's shared memory is named after its init method, for all jobs "env://"
+        name = [f"tcp://flatrl:{os.urandom(16).hex()}"]  # never connected to: the group exists
+        dist.broadcast_object_list(name)
+        ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
 class Engine:
@@ -206,55 +192,50 @@ class Engine:
     `generate` and `step` are the leader's, the others call `follow` meanwhile.
     """
 
-    def __init__(
-        self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
-        vocab_size: int | None = None, image_token_id: int | None = None,
-    ):
+    def __init__(self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
+                 vocab_size: int | None = None, image_token_id: int | None = None):
         _prepare_vllm(device, args.tp)
         from vllm import LLM
 
-        vision = image_token_id is not None
         self.args, self.stop_token_ids = args, sorted(set(stop_token_ids))
-        self.llm = LLM(**vllm_arguments(model, args, device, vision))
+        self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         if device.type == "cpu" and args.tp > 1:
             dist.barrier()  # every rank has mapped the shared memory: it is gone with the last one
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 file.unlink(missing_ok=True)
-        # A malformed tool call is daily business and counted: its parsers need not log each one.
-        # Set here because building an engine sets up vLLM's logging anew.
+        # Malformed tool calls are counted, not logged. Building an engine sets up logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self.core = self.llm.llm_engine
-        if vocab_size or vision:
-            self.llm.apply_model(lambda net: _limit_vocabulary(net, vocab_size, image_token_id))
-        self.version = -1
-        self.sent: dict[str, str] = {}  # by the last sync: Hugging Face name -> the engine's
-        self.leader, self.team = _team(args.tp)
+        padding = vocab_size and slice(vocab_size, None)  # the head's rows beyond the tokenizer's
+        never = [ids for ids in (padding, image_token_id) if ids is not None]
+        self.llm.apply_model(lambda net: _never_sample(net, never))
+        self.version, self.sent = -1, {}  # by the last sync: Hugging Face name -> the engine's
+        self.leader, self.team = dist.get_rank() % args.tp == 0, None  # consecutive ranks
+        if args.tp > 1:
+            self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
         self.told = 0.0  # when the leader last told its followers what to do
-        self.lock = threading.Condition()  # guards the next five, which both threads touch
+        self.lock = threading.Condition()  # guards the next three, which both threads touch
         self.inbox: list[_Request] = []
-        self.live: set[str] = set()  # trajectories whose agent loop runs
-        self.cached: Counter[str] = Counter()  # live trajectory -> its tokens in the KV cache
-        self.poked = self.cancelled = False  # `step` is to return; a request was given up
-        self.turns: Counter[str] = Counter()  # trajectory -> calls so far; the background's
+        self.live: dict[str, int] = {}  # trajectory whose agent loop runs -> tokens in the KV cache
+        self.poked = False  # `step` is to return
+        self.turns = Counter()  # trajectory -> calls so far; the background's
         # Main thread only, from here on.
         self.waiting: list[_Request] = []  # for room in the KV cache
         self.running: dict[str, _Request] = {}  # in vLLM
-        self.oldest: dict[str, int] = {}  # trajectory -> least version of its sampled tokens
-        self.statistics: Counter[str] = Counter()  # since the engine was built: see Phase
-        self.digest = hashlib.blake2b()  # of every token sampled, for --check_sync to compare
+        self.oldest: dict[str, int] = {}  # trajectory -> version of its first sampled token
+        self.statistics = Counter()  # since the engine was built: see Phase
+        self.digest = hashlib.blake2b()  # of all tokens sampled, for --check_sync to compare
         self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state
         self.state = "awake"
         self.sleep()
 
     # -- states
 
-    def _require(self, state: str) -> None:
+    def _require(self, state):
         if self.state != state:
-            raise RuntimeError(
-                f"the engine is {self.state!r}, this call needs {state!r}: see rollout.py's top"
-            )
+            raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}")
 
-    def _become(self, state: str) -> None:
+    def _become(self, state):
         self.state = state
         self.memory[state] = memory()
 
@@ -268,18 +249,10 @@ class Engine:
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
-
         Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that
-        failed, came twice or did not arrive; the engine then stays unusable.
-        """
+        failed, came twice or did not arrive; the engine then stays unusable."""
         self._require("weights")
-        loaded = self.llm.apply_model(lambda model: _load(model, named_tensors))
-        ((self.sent, missing),) = loaded
-        if missing:
-            raise RuntimeError(
-                "weight sync incomplete, these parameters of the engine got no tensor: "
-                f"{sorted(missing)}"
-            )
+        (self.sent,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
         if not self.core.reset_prefix_cache():  # while a request holds blocks: keys would be stale
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.core.reset_encoder_cache()  # what the old weights made of images
@@ -287,19 +260,15 @@ class Engine:
         self._become("synced")
 
     def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
-        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent.
-
-        By Hugging Face name, summed over the tensor parallel group: a parameter that every rank of
-        it holds counts once a rank.
-        """
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by
+        Hugging Face name, summed over the --tp team: what all its ranks hold counts for each."""
         (fused,) = self.llm.apply_model(_fused)
         parts = {name: x for inside in fused.values() for name, x in inside.items()}
         held = {name: parts[part] for name, part in self.sent.items() if part in parts}
         sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
         if self.team:
             dist.all_reduce(sums, group=self.team)
-        rows = zip(held.items(), sums.tolist(), strict=True)
-        return {name: (x.dtype, *row) for (name, x), row in rows}
+        return {name: (held[name].dtype, *row) for name, row in zip(held, sums.tolist())}
 
     def wake_kv(self) -> None:
         """Maps the KV cache; the engine can generate from here on."""
@@ -310,38 +279,35 @@ class Engine:
 
     def sleep(self, level: int | None = None, keep: bool = False) -> None:
         """Frees the KV cache and the weights' memory (level 1 copies them to the host, 2 does not).
-
         keep: unfinished requests stay and go on after the next wake, under whatever weights there
         are then; without it they raise RuntimeError. On CPU nothing is freed, but the transitions
-        and the cache resets are the same.
-        """
+        and the cache resets are the same."""
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
-                raise RuntimeError(
-                    f"{len(self.requests)} requests are unfinished: end the rollout first"
-                )
-            self.cached.clear()
+                n = len(self.requests)
+                raise RuntimeError(f"{n} requests are unfinished: end the rollout first")
+            self.live = dict.fromkeys(self.live, 0)
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
         else:
             self.turns.clear()
-        level = level or self.args.sleep_level
-        self.core.sleep(level=level, mode="keep" if keep else "abort")
+        self.core.sleep(level or self.args.sleep_level, mode="keep" if keep else "abort")
         self._become("asleep")
 
     def mark_versions(self) -> None:
         """Notes, and counts, how far each request has come under the weights about to go."""
         for state in self.core.output_processor.request_states.values():
-            request = self.running.get(state.external_req_id)
-            if request and (n := state.detokenizer.num_output_tokens()) > request.n_counted:
-                self.statistics["tokens"] += n - request.n_counted
-                request.spans.append((n, self.version))
-                self._sampled(request.request_id, self.version)
+            if request := self.running.get(state.external_req_id):
+                self._count(request, state.detokenizer.num_output_tokens())
 
-    def _sampled(self, trajectory: str, version: int) -> None:
-        self.oldest[trajectory] = min(version, self.oldest.get(trajectory, version))
+    def _count(self, request, n_tokens):
+        """The request has so many tokens now; those not counted yet are of this version."""
+        if new := n_tokens - len(request.versions):
+            request.versions += [self.version] * new
+            self.statistics["tokens"] += new
+            self.oldest.setdefault(request.request_id, self.version)
 
     def close(self) -> None:
         """Ends vLLM, and with it this process's process group: the last thing a run does."""
@@ -349,10 +315,8 @@ class Engine:
 
     # -- background thread
 
-    async def generate(
-        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
-        image_data: list | None = None,
-    ) -> TokenOutput:
+    async def generate(self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
+                       image_data: list | None = None) -> TokenOutput:
         """Tokens in, tokens out; waits while the engine sleeps or trains.
 
         `request_id` names the trajectory; the sampling seed is a function of --seed, it and the
@@ -369,30 +333,25 @@ class Engine:
             "stop_token_ids": self.stop_token_ids,
             "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids))),
         }
-        request = _Request(
-            f"{request_id}#{turn}", request_id, turn, list(prompt_ids), params | sampling_params,
-            image_data, asyncio.get_running_loop().create_future(),
-        )
+        future = asyncio.get_running_loop().create_future()
+        request = _Request(f"{request_id}#{turn}", request_id, turn, list(prompt_ids),
+                           params | sampling_params, image_data, future)
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
-        try:
-            return await request.future
-        except asyncio.CancelledError:
-            with self.lock:
-                self.cancelled = True
-                self.lock.notify()
-            raise
+        result = await request.future
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def enter(self, trajectory: str) -> None:
         """A trajectory starts: with --deterministic the engine waits until it asks for tokens."""
         with self.lock:
-            self.live.add(trajectory)
+            self.live[trajectory] = 0
 
     def leave(self, trajectory: str) -> None:
         with self.lock:
-            self.live.discard(trajectory)
-            self.cached.pop(trajectory, None)
+            self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
             self.lock.notify()
 
@@ -406,139 +365,115 @@ class Engine:
 
     @property
     def requests(self) -> list[_Request]:
-        return [*self.inbox, *self.waiting, *self.running.values()]
+        requests = (*self.inbox, *self.waiting, *self.running.values())
+        return [request for request in requests if not request.given_up]
 
     @property
     def pending(self) -> set[str]:
         """Trajectories that wait for tokens."""
         return {request.request_id for request in self.requests}
 
-    def _has_work(self) -> bool:
-        if self.args.deterministic and not self.live <= self.pending:
+    def _has_work(self):
+        if self.args.deterministic and not self.live.keys() <= self.pending:
             return False  # one is still thinking: what it asks next must join this very step
         return bool(self.inbox or self.waiting or self.running)
 
     def step(self, timeout: float = 0.2) -> None:
-        """Takes in new requests, runs one model step, hands out finished ones.
-
-        Waits up to `timeout` seconds for work.
-        """
+        """Takes in new requests, runs one model step, hands out finished ones. Waits up to
+        `timeout` seconds for work."""
         self._require("awake")
         started = time.perf_counter()
         with self.lock:
-            self.lock.wait_for(lambda: self.poked or self.cancelled or self._has_work(), timeout)
+            self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
             n = 0
             while not self.running and len(self.inbox) > n:  # idle so far: a whole wave is coming,
                 n = len(self.inbox)  # and a start with its first few would cost model steps
                 self.lock.wait(0.002)
-            work = not (self.poked or self.cancelled) and self._has_work()
-            self.poked = False
+            work, self.poked = self._has_work() and not self.poked, False
             if work:
                 arrived, self.inbox = self.inbox, []
                 if self.args.deterministic:
                     arrived.sort(key=lambda request: (request.request_id, request.turn))
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        self._advance(self._drop_cancelled(), self._fitting() if work else [], work)
+        self._advance(self._take_fitting() if work else [], work)
 
-    def _drop_cancelled(self) -> list[str]:
-        """Forgets requests that nobody awaits any more; the ids of those vLLM has to abort."""
-        with self.lock:
-            if not self.cancelled:
-                return []
-            self.cancelled = False
-            self.inbox = [request for request in self.inbox if not request.future.cancelled()]
-        self.waiting = [request for request in self.waiting if not request.future.cancelled()]
-        return [id for id, request in self.running.items() if request.future.cancelled()]
-
-    def _fitting(self) -> list[_Request]:
-        """Takes from the queue what starts now; first come, first served.
-
-        Turns of trajectories under way, then new ones while the KV cache has room, so that what is
-        cached for a trajectory is not thrown out while its tools run.
-        """
-        if not self.waiting:
-            return []
+    def _take_fitting(self):
+        """Takes from the queue what starts now; first come, first served. Turns of trajectories
+        under way, then new ones while the KV cache has room, so that what is cached for a
+        trajectory is not thrown out while its tools run."""
+        waiting = [request for request in self.waiting if not request.given_up]
+        fitting, self.waiting = [], []
+        if not waiting:
+            return fitting
         cache = self.core.vllm_config.cache_config
         scheduler = self.core.engine_core.engine_core.scheduler
         free = KV_FULL - scheduler.kv_cache_manager.usage  # those under way still grow
         room = free * cache.num_gpu_blocks * cache.block_size  # tokens
         room -= sum(request.num_tokens for request in scheduler.waiting)  # suspended ones come back
-        asking = {request.request_id for request in (*self.waiting, *self.running.values())}
+        asking = {request.request_id for request in (*waiting, *self.running.values())}
         with self.lock:
-            room -= sum(n for name, n in self.cached.items() if name not in asking)  # tools run
-        fitting = [request for request in self.waiting if request.turn]
-        new = [request for request in self.waiting if not request.turn]
-        room -= sum(len(request.prompt_ids) for request in fitting)
-        while new and (room > len(new[0].prompt_ids) or not (fitting or self.running)):
-            room -= len(new[0].prompt_ids)
-            fitting.append(new.pop(0))
-        self.waiting = new
+            room -= sum(n for name, n in self.live.items() if name not in asking)  # tools run
+        for request in sorted(waiting, key=lambda request: request.turn == 0):
+            room -= len(request.prompt_ids)
+            fits = request.turn or room > 0 or not (fitting or self.running)
+            (fitting if fits else self.waiting).append(request)
         return fitting
 
-    def _advance(self, aborted: list[str], added: list[_Request], step: bool) -> None:
-        """What all ranks of a team do in lock step: aborts, additions, one model step if needed."""
+    def _advance(self, added=(), step=False, aborted=None):
+        """What all ranks of a team do in lock step: aborts (of calls given up, unless told which),
+        additions, one model step if needed."""
+        if aborted is None:
+            aborted = [id for id, request in self.running.items() if request.given_up]
         step, now = step and bool(added or self.running), time.monotonic()
         if not (aborted or added or step) and not (self.team and now - self.told > 0.5):
             return
         if self.team:  # in idle times twice a second: a follower that only waits hears no signal
             self.told = now
-            requests = [(r.id, r.request_id, r.turn, r.prompt_ids, r.params, r.images)
-                        for r in added]
-            dist.broadcast_object_list([(aborted, requests, step)], group=self.team, group_src=0)
+            copies = [dataclasses.replace(request, future=None) for request in added]
+            self._broadcast((aborted, copies, step))
         results = self._run(aborted, added, step)
-        if not results:
-            return
 
         def resume():
             for request, result in results:
-                if request.future.done():
-                    continue
-                if isinstance(result, Exception):
-                    request.future.set_exception(result)
-                else:
+                if not request.future.done():
                     request.future.set_result(result)
 
-        loop = results[0][0].future.get_loop()
-        loop.call_soon_threadsafe(resume)  # the other thread wakes up once a step, not a request
+        if results:  # the other thread wakes up once a step, not a request
+            results[0][0].future.get_loop().call_soon_threadsafe(resume)
+
+    def _broadcast(self, command=None):
+        """What the team's leader passes, on all its ranks."""
+        commands = [command]
+        dist.broadcast_object_list(commands, group=self.team, group_src=0)
+        return commands[0]
 
     def follow(self, between: Callable[[], Any] = lambda: None) -> None:
-        """Does what the leader of this rank's team does, until it calls `dismiss`.
-
-        Calls `between` before each step.
-        """
-        while True:
-            command: list = [None]
-            dist.broadcast_object_list(command, group=self.team, group_src=0)
-            if command[0] is None:
-                return
+        """Follows the team's leader until it calls `dismiss`; calls `between` before each step."""
+        while command := self._broadcast():
             between()
-            aborted, requests, step = command[0]
-            self._run(aborted, [_Request(*request) for request in requests], step)
+            self._run(*command)
 
     def dismiss(self) -> None:
-        """The end of a rollout: drops cancelled calls, and lets followers return from `follow`."""
-        self._advance(self._drop_cancelled(), [], False)
+        """The end of a rollout: aborts calls given up, and lets followers return from `follow`."""
+        self._advance()
         if self.team:
-            dist.broadcast_object_list([None], group=self.team, group_src=0)
+            self._broadcast()
 
     def check_team(self) -> None:
         """With --check_sync: raises RuntimeError unless all ranks of a team sampled the same."""
         if self.team and self.args.check_sync:
             if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
-                raise RuntimeError(
-                    f"the ranks of a --tp team sampled different tokens in version {self.version}"
-                )
+                problem = "the ranks of a --tp team sampled different tokens"
+                raise RuntimeError(f"{problem} in version {self.version}")
 
-    def _run(
-        self, aborted: list[str], added: list[_Request], step: bool
-    ) -> list[tuple[_Request, TokenOutput | Exception]]:
-        """What came to its end: finished requests, and those that vLLM refuses."""
+    def _run(self, aborted, added, step):
+        """(request, result) of those that came to their end: a TokenOutput, or vLLM's refusal."""
         if aborted:
             self.core.abort_request(aborted)
         for id in aborted:
             self.running.pop(id, None)
-        results: list[tuple[_Request, TokenOutput | Exception]] = []
+        results = []
         for request in added:
             try:
                 self._admit(request)
@@ -550,16 +485,13 @@ class Engine:
                 results.append((request, self._result(request, output)))
         return results
 
-    def _admit(self, request: _Request) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _admit(self, request):
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             **request.params,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=bool(request.params.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            logprobs=0, flat_logprobs=True,  # of the sampled token only
+            detokenize=bool(request.params.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
@@ -567,62 +499,30 @@ class Engine:
         self.core.add_request(request.id, prompt, params)
         self.running[request.id] = request
 
-    def _result(self, request: _Request, output) -> TokenOutput:
-        completion = output.outputs[0]
-        ids, reason = list(completion.token_ids), completion.finish_reason
-        versions: list[int] = []
-        for n, version in [*request.spans, (len(ids), self.version)]:  # n were there when it went
-            versions += [version] * (n - len(versions))
-        n_prompt, n_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
-        new = len(ids) - request.n_counted
-        self.statistics += Counter(tokens=new, prompt_tokens=n_prompt, cached_tokens=n_cached)
-        if ids:
-            self._sampled(request.request_id, versions[0])
+    def _result(self, request, output):
+        completion, n_cached = output.outputs[0], output.num_cached_tokens or 0
+        ids, prompt_ids = list(completion.token_ids), list(output.prompt_token_ids)
+        self._count(request, len(ids))
+        self.statistics += Counter(prompt_tokens=len(prompt_ids), cached_tokens=n_cached)
         with self.lock:
             if request.request_id in self.live:
-                self.cached[request.request_id] += n_prompt - n_cached + len(ids)
+                self.live[request.request_id] += len(prompt_ids) - n_cached + len(ids)
         if self.args.check_sync:
             self.digest.update(repr((request.id, ids)).encode())
-        return TokenOutput(
-            token_ids=ids,
-            logprobs=list(completion.logprobs.logprobs),
-            versions=versions,
-            stop_reason=reason if reason in ("stop", "length") else "abort",
-            prompt_ids=list(output.prompt_token_ids),
-        )
+        reason = completion.finish_reason
+        reason = reason if reason in ("stop", "length") else "abort"
+        logprobs = list(completion.logprobs.logprobs)
+        return TokenOutput(ids, logprobs, request.versions, reason, prompt_ids)
 
     def drain(self) -> None:
         """Gives up every request, for the end of a run."""
         with self.lock:
             requests = self.requests
-            for queue in (self.inbox, self.waiting, self.live, self.cached):
+            for queue in (self.inbox, self.waiting, self.live):
                 queue.clear()
-        self._advance(list(self.running), [], False)
+        self._advance(aborted=list(self.running))
         for request in requests:
             request.future.get_loop().call_soon_threadsafe(request.future.cancel)
-
-
-def _name_shared_memory() -> None:
-    """CPU: vLLM names a team's shared memory after its init method, for all jobs "env://"."""
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    name = [f"tcp://flatrl:{uuid4().hex}"]  # never connected to: the process group exists
-    dist.broadcast_object_list(name)
-    ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
-
-
-def _team(tp: int) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether this rank leads its --tp group of consecutive ranks; the group (None of one)."""
-    if tp == 1:
-        return True, None
-    rank = dist.get_rank()
-    for first in range(0, dist.get_world_size(), tp):  # every rank takes part in making each group
-        ranks = list(range(first, first + tp))
-        group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
-        if rank in ranks:
-            mine = group
-    return rank % tp == 0, mine
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -631,10 +531,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
-def _load(
-    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]
-) -> tuple[dict[str, str], set[str]]:
-    """Loads; the engine's name of each tensor sent, and the parameters that got none."""
+def _load(model, named_tensors):
+    """Loads, or raises RuntimeError; the engine's name of each tensor that came."""
     from vllm.distributed import get_tp_group
 
     fused, sent, current = _fused(model), {}, "the first parameter"
@@ -661,16 +559,16 @@ def _load(
         loaded = model.load_weights(one_by_one())
     except Exception as error:  # vLLM's own are bare assertions, among others
         raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
-    missing, arrived = set(), set(sent.values())
-    for name, inside in fused.items():
-        if name not in loaded:
-            missing |= inside.keys()
-        elif arrived & inside.keys():  # vLLM calls qkv_proj loaded when q_proj was
-            missing |= inside.keys() - arrived
-    return sent, missing
+    arrived = set(sent.values())
+    missing = [part for name, inside in fused.items() for part in inside if name not in loaded
+               or part not in arrived and arrived & inside.keys()]  # q_proj alone loads qkv_proj
+    if missing:
+        problem = "weight sync incomplete, these parameters of the engine got no tensor"
+        raise RuntimeError(f"{problem}: {sorted(missing)}")
+    return sent
 
 
-def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+def _fused(model):
     """Each parameter of the engine: those it consists of by their names before fusing (q, k and v
     of qkv), as rows of it, this rank's share; most consist of themselves."""
     fused = {}
@@ -679,32 +577,22 @@ def _fused(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
         parent, _, module = path.rpartition(".")
         names = getattr(model, "packed_modules_mapping", {}).get(module, ())
         rows = getattr(model.get_submodule(path), "output_partition_sizes", ())
+        fused[name] = {name: parameter}
         if len(names) == len(rows) > 1 and sum(rows) == len(parameter):
-            tensors = zip(names, parameter.split(rows), strict=True)
+            tensors = zip(names, parameter.split(rows))
             fused[name] = {f"{parent}.{part}.{kind}": x for part, x in tensors}
-        else:
-            fused[name] = {name: parameter}
     return fused
 
 
-def _limit_vocabulary(
-    model: torch.nn.Module, vocab_size: int | None, banned: int | None = None
-) -> None:
-    """Gives ids from vocab_size on, and the id `banned`, no probability: the head has rows for
-    them, the tokenizer has no token (vllm#13175).
-
-    Here, on the logits themselves, so that whatever samples from them and whatever reports
-    logprobs agree.
-    """
+def _never_sample(model, never):
+    """Gives these ids no probability (vllm#13175): on the logits themselves, so that whatever
+    samples from them and whatever reports logprobs agree."""
     compute_logits = model.compute_logits
 
     def limited(*args, **kwargs):
         logits = compute_logits(*args, **kwargs)
-        if logits is not None:  # ranks that don't sample have none
-            if vocab_size is not None:
-                logits[..., vocab_size:] = float("-inf")
-            if banned is not None:
-                logits[..., banned] = float("-inf")
+        for ids in never if logits is not None else ():  # ranks that don't sample have none
+            logits[..., ids] = float("-inf")
         return logits
 
     model.compute_logits = limited
@@ -713,31 +601,27 @@ def _limit_vocabulary(
 # ---------------------------------------------------------------- one rollout
 
 
+@dataclass(eq=False)
 class Session:
-    """The engine as one trajectory sees it.
+    """The engine as one trajectory sees it. Times calls, and gives them the trajectory's name,
+    whatever id its agent loop made up (verl's loops draw a random uuid): seeds depend on (seed,
+    step, prompt, sample, turn) alone. stop_token_ids end a turn, but not as the template's
+    end-of-turn tokens do: no agent loop sees them."""
 
-    Calls carry the trajectory's name, whatever id its agent loop made up (verl's loops draw a
-    random uuid): seeds depend on (seed, step, prompt, sample, turn) alone. Times them too.
-    stop_token_ids end a turn, but not as the template's end-of-turn tokens do: no agent loop sees
-    them.
-    """
+    engine: Engine
+    name: str
+    stop_token_ids: Sequence[int] = ()
+    generate_s: float = 0.0
 
-    def __init__(self, engine: Engine, name: str, stop_token_ids: Sequence[int] = ()):
-        self.engine, self.name, self.stop_token_ids = engine, name, stop_token_ids
-        self.generate_s = 0.0
-
-    async def generate(
-        self, *, request_id, prompt_ids, sampling_params, image_data=None
-    ) -> TokenOutput:
+    async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
+        """As Engine.generate."""
         started = time.perf_counter()
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
             sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
-            return await self.engine.generate(
-                request_id=self.name, prompt_ids=prompt_ids, sampling_params=sampling_params,
-                image_data=image_data,
-            )
+            call |= {"request_id": self.name, "sampling_params": sampling_params}
+            return await self.engine.generate(**call)
         finally:
             self.generate_s += time.perf_counter() - started
 
@@ -747,15 +631,14 @@ class Phase:
     """What a rollout brought, over all ranks.
 
     outputs in (prompt, sample, segment) order; output.extra says which, and the row's "index";
-    "filtered" marks a group left out by dynamic sampling, "greedy" a baseline of ReMax.
-    counts: "failed_agent_loop", "failed_reward", "skipped"; errors: a dict for each failure, with
-    its traceback. statistics, sums over the engines: "tokens" sampled, "prompt_tokens" of all
-    calls, "cached_tokens" of those.
+    "filtered" marks a group left out by dynamic sampling, "greedy" a baseline of ReMax. errors: a
+    dict for each failure, with its traceback. statistics, sums over the engines: "tokens" sampled,
+    "prompt_tokens" of all calls, "cached_tokens" of those.
     """
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
-    counts: Counter = field(default_factory=Counter)
     errors: list[dict] = field(default_factory=list)
+    skipped: int = 0  # trajectories whose agent loop returned []
     statistics: Counter = field(default_factory=Counter)
     idle_s: list[float] = field(default_factory=list)  # of each engine: seconds without work
     seconds: float = 0.0
@@ -778,30 +661,34 @@ class Phase:
         return [output for output in self.outputs if "greedy" in output.extra]
 
     def sort(self) -> None:
-        keys = ("prompt", "sample", "segment")
-        self.outputs.sort(key=lambda output: [output.extra[key] for key in keys])
+        self.outputs.sort(key=lambda o: [o.extra[key] for key in ("prompt", "sample", "segment")])
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
-    def first_error(self) -> str:
-        lines = self.errors[0]["error"].strip().splitlines() if self.errors else []
-        return f"the first error: {lines[-1] if lines else 'no loop sampled a token'}"
+    @property
+    def counts(self) -> Counter:
+        """Trajectories lost: "failed_agent_loop", "failed_reward", "skipped"."""
+        return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
+
+    def require(self, ok, problem: str) -> None:
+        """Raises RuntimeError unless `ok`, with what was lost and why."""
+        if not ok:
+            first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
+            reason = first.strip().splitlines()[-1]
+            raise RuntimeError(f"{problem}: {dict(self.counts)}; the first error: {reason}")
 
     def metrics(self, engine: Engine | None) -> dict:
         """What a rollout says about its trajectories, its failures and the engine."""
-        kinds = ("failed_agent_loop", "failed_reward", "skipped")
+        n, kinds = self.statistics, ("failed_agent_loop", "failed_reward", "skipped")
         metrics = data.describe(self.sampled) | {"rollout/trajectories": len(self.sampled)}
         metrics |= {f"rollout/{kind}": self.counts[kind] for kind in kinds}
         if engine is None:  # --replay
             return metrics
         metrics |= {
-            "timing/sync_s": self.sync_s,
-            "timing/rollout_s": self.seconds,
-            "timing/waited_for_old_s": self.waited_s,
-            "timing/idle_s": self.idle_s,
-            "throughput/tokens_per_s": self.statistics["tokens"] / self.seconds,
-            "throughput/idle_share": fmean(self.idle_s) / self.seconds,
-            "throughput/prefix_cache_hit_rate": self.statistics["cached_tokens"]
-            / max(1, self.statistics["prompt_tokens"]),
+            "timing/sync_s": self.sync_s, "timing/waited_for_old_s": self.waited_s,
+            "timing/rollout_s": self.seconds, "timing/idle_s": self.idle_s,
+            "throughput/tokens_per_s": n["tokens"] / self.seconds,
+            "throughput/idle_share": sum(self.idle_s) / len(self.idle_s) / self.seconds,
+            "throughput/prefix_cache_hit_rate": n["cached_tokens"] / max(1, n["prompt_tokens"]),
         }
         for state, figures in engine.memory.items():
             metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
@@ -813,15 +700,16 @@ class Group:
     """The trajectories of one prompt, on the rank that drew it, and what they brought."""
 
     prompt: int
+    names: list[str]
     left: int  # trajectories not yet at their end
-    names: list[str] = field(default_factory=list)
     outputs: list[AgentLoopOutput] = field(default_factory=list)
-    counts: Counter = field(default_factory=Counter)
     errors: list[dict] = field(default_factory=list)
+    skipped: int = 0
     graders: dict[tuple[int, int], asyncio.Task] = field(default_factory=dict)
     state: str = "open"  # "done" at the end; "alike": to be replaced by dynamic sampling
 
 
+@dataclass(eq=False)
 class Pool:
     """The groups of trajectories that this rank runs, on the background loop.
 
@@ -831,69 +719,72 @@ class Pool:
     none at staleness 0. A group's age is that of its oldest sampled token. Nothing is dropped for
     its age: a rollout goes on until all that is left can be trained on before it is too old.
 
-    kind: "train" | "eval"; with step and prompt it makes the trajectories' names, and so their
-    seeds. Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ...;
-    row_of(prompt) -> row. Ranks draw the next one from a shared counter when they have room;
-    with --deterministic a prompt's rank is its number modulo their number.
-    run: with engine, background, task, tokenizer, processor, args, store, stop; see train.Run.
+    Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ... The n-th of them
+    is ticket n. Ranks draw the next ticket from a shared counter when they have room; with
+    --deterministic a prompt's rank is its number modulo their number.
     """
 
-    def __init__(
-        self, run, kind: str, row_of: Callable[[int], dict], batch: int, group_size: int,
-        sampling: dict, step: int, *, n_rollouts: int = 1, staleness: int = 0,
-        replacements: int = 0, greedy: bool = False, prompts_drawn: int = 0,
-        unfinished: Sequence[int] = (),
-    ):
-        """n_rollouts: how many there will be; replacements: most groups a rollout may replace
-        because their members score alike (dynamic sampling); greedy: with a baseline each."""
-        self.run, self.kind, self.row_of, self.batch = run, kind, row_of, batch
-        self.group_size, self.sampling, self.start, self.step = group_size, sampling, step, step
-        self.n_rollouts, self.staleness, self.replacements = n_rollouts, staleness, replacements
-        self.members = group_size + greedy
-        self.prompts_drawn, self.unfinished = prompts_drawn, list(unfinished)
-        self.name = f"{kind}-{step:08d}"
-        self.limit = self.n_started = 0  # tickets below it may start; one above the last started
+    run: Any  # with engine, background, task, tokenizer, processor, args, store, stop: train.Run
+    kind: str  # "train" | "eval"; with step, prompt, sample a trajectory's name, and so its seeds
+    row_of: Callable[[int], dict]  # a prompt's number -> its row
+    batch: int
+    group_size: int
+    sampling: dict
+    step: int
+    _: dataclasses.KW_ONLY
+    n_rollouts: int = 1  # how many there will be
+    staleness: int = 0
+    replacements: int = 0  # most groups a rollout may replace: members score alike (see `_alike`)
+    greedy: bool = False  # each group has a baseline, its last member
+    prompts_drawn: int = 0
+    unfinished: Sequence[int] = ()
+
+    def __post_init__(self):
+        self.start, self.name = self.step, f"{self.kind}-{self.step:08d}"
+        self.members = self.group_size + self.greedy
+        self.n_engines = dist.get_world_size() // self.run.args.tp
+        # Tickets below the limit may start; one above the last started; the limit was raised.
+        self.limit, self.n_started, self.raised = 0, 0, asyncio.Event()
         self.groups: dict[int, Group] = {}
-        self.raised = asyncio.Event()  # the limit was
-        self.printed: set[str] = set()
-        self.closing = False
-        # The same on all ranks: groups taken out so far, and those alike among them; tickets known
-        # to be drawn; prompts drawn and not taken; those of the last batch.
-        self.n_taken, self.n_alike, self.n_seen = 0, 0, len(self.unfinished)
+        self.graders: set[asyncio.Task] = set()  # at work, also for groups taken out
+        self.printed, self.closing = set(), False
+        # The same on all ranks: tickets known to be drawn; groups alike among those taken out so
+        # far; prompts drawn and not taken; those of the last batch.
+        self.n_seen, self.n_alike = len(self.unfinished), 0
         self.pending, self.taken = set(self.unfinished), set()
         self.seconds, self.statistics = 0.0, Counter()  # of this rank, for the next phase
         self.ended = threading.Event()  # a cancelled future is done before its coroutines are
-        self.future = run.background.submit(self.work())
-        self.future.add_done_callback(lambda _: run.engine.poke())
+        self.future = self.run.background.submit(self._work())
+        self.future.add_done_callback(lambda _: self.run.engine.poke())
 
     # -- background thread
 
-    def prompt(self, ticket: int) -> int:
+    def _prompt(self, ticket):
         n = len(self.unfinished)
         return self.unfinished[ticket] if ticket < n else self.prompts_drawn + ticket - n
 
-    def tickets(self) -> Iterator[int]:
+    def _tickets(self):
         """0, 1, ... each on one rank only."""
-        args, store = self.run.args, self.run.store
+        args = self.run.args
         if args.deterministic:  # which rank runs a prompt must not depend on timing
-            rank, world = dist.get_rank() // args.tp, dist.get_world_size() // args.tp
-            yield from (t for t in itertools.count() if self.prompt(t) % world == rank)
+            rank = dist.get_rank() // args.tp
+            yield from (t for t in range(sys.maxsize) if self._prompt(t) % self.n_engines == rank)
         while True:  # work is shared: who has room takes the next prompt
-            yield store.add(f"{self.name}/next", 1) - 1
+            yield self.run.store.add(f"{self.name}/next", 1) - 1
 
-    def slots(self) -> int:
+    def _slots(self):
         """Trajectories under way on this rank: an equal share, or the first would take all."""
         args = self.run.args
         if args.deterministic:
             return sys.maxsize
         groups = math.ceil(self.batch * (args.oversample if self.staleness else 1))
-        share = math.ceil(groups / (dist.get_world_size() // args.tp)) * self.members
+        share = math.ceil(groups / self.n_engines) * self.members
         return max(self.members, min(args.max_concurrent, share))
 
-    async def work(self) -> None:
+    async def _work(self):
         engine = self.run.engine
         try:
-            room, tickets = asyncio.Semaphore(self.slots()), self.tickets()
+            room, tickets = asyncio.Semaphore(self._slots()), self._tickets()
             async with asyncio.TaskGroup() as tasks:
                 while engine.leader:  # draws the next prompt only when there is room for it
                     await room.acquire()
@@ -901,67 +792,72 @@ class Pool:
                     while ticket >= self.limit:
                         await self.raised.wait()
                         self.raised.clear()
-                    self.n_started = ticket + 1
-                    group = Group(self.prompt(ticket), self.members)
-                    self.groups[group.prompt] = group
-                    for sample in range(self.members):
+                    self.n_started, prompt = ticket + 1, self._prompt(ticket)
+                    names = [f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}"
+                             for sample in range(self.members)]
+                    group = self.groups[prompt] = Group(prompt, names, self.members)
+                    for sample, name in enumerate(names):
                         if sample > 0:
                             await room.acquire()
-                        name = f"{self.kind}-{self.step:08d}-{group.prompt:06d}-{sample:04d}"
                         engine.enter(name)
-                        group.names.append(name)
-                        task = tasks.create_task(self.trajectory(group, sample))
-                        task.add_done_callback(lambda _, name=name: self.leave(name, room))
+                        tasks.create_task(self._trajectory(group, sample, room))
         finally:
             self.ended.set()
 
-    def leave(self, name: str, room: asyncio.Semaphore) -> None:
-        self.run.engine.leave(name)
-        room.release()
-
-    async def trajectory(self, group: Group, sample: int) -> None:
-        """Runs one to its end; whatever comes of it is in the group."""
+    async def _trajectory(self, group, sample, room):
+        """Runs one to its end, and the group's end if it is the last."""
         try:
-            outputs = await self.outputs(group.prompt, sample, group.names[sample])
-            group.counts["skipped"] += not outputs
-            if outputs:
-                copies = [_copy(output) for output in outputs]  # a grader's own: see `grade`
-                for output in outputs:
-                    output.reward = None  # until it is known to be one
-                group.outputs += outputs
-                grader = asyncio.create_task(self.graded(group.prompt, sample, copies))
-                group.graders[group.prompt, sample] = grader
-        except BaseException:
+            await self._member(group, sample)
+            group.left -= 1
+            if not group.left:
+                group.state = "alike" if await self._alike(group) else "done"
+                self.run.store.add(f"{self.name}/{group.state}", 1)
+                self.run.engine.poke()
+        finally:
+            self.run.engine.leave(group.names[sample])
+            room.release()
+
+    async def _member(self, group, sample):
+        """Whatever comes of a trajectory is in its group; its grader is still at work."""
+        try:
+            outputs = await self._outputs(group, sample)
+            if not outputs:
+                group.skipped += 1
+                return
+            copies = [dataclasses.replace(output, turn_rewards=[*output.turn_rewards],
+                                          metrics={**output.metrics}, extra={**output.extra})
+                      for output in outputs]  # the grader's, while others read these
+            for output in outputs:
+                output.reward = None  # until it is known to be one
+            group.outputs += outputs
+            grader = asyncio.create_task(self._graded(group.prompt, sample, copies))
+            group.graders[group.prompt, sample] = grader
+            self.graders.add(grader)
+            grader.add_done_callback(self.graders.discard)
+        except BaseException:  # also if an agent's scope cancelled its task
             if self.closing:
                 raise
-            group.counts["failed_agent_loop"] += 1  # also if an agent's scope cancelled its task
-            group.errors.append(self.failure("failed_agent_loop", group.prompt, sample))
-        group.left -= 1
-        if not group.left:
-            group.state = "alike" if await self.alike(group) else "done"
-            self.run.store.add(f"{self.name}/{group.state}", 1)
-            self.run.engine.poke()
+            group.errors.append(self._failure("failed_agent_loop", group.prompt, sample))
 
-    async def outputs(self, prompt: int, sample: int, name: str) -> list[AgentLoopOutput]:
-        run, args, row = self.run, self.run.args, _own(self.row_of(prompt))
-        session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
+    async def _outputs(self, group, sample):
+        run, args, row = self.run, self.run.args, _copy_row(self.row_of(group.prompt))
+        session = Session(run.engine, group.names[sample], self.sampling.get("stop_token_ids", ()))
         cls = agent_loop_class(row, run.task, args)
         loop = cls(session, run.tokenizer, run.processor, run.task, args)
-        stops = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
-        sampling, marks = {**self.sampling, "stop_token_ids": stops}, {}
+        ends = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
+        sampling = {**self.sampling, "stop_token_ids": ends}
+        marks = {"index": row["index"], "prompt": group.prompt, "sample": sample}
         if sample == self.group_size:
-            sampling["temperature"], marks = 0.0, {"greedy": True}
+            sampling["temperature"], marks["greedy"] = 0.0, True
         row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
         # The built-in loops mind --trajectory_timeout and keep what they have; for the others:
         patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
         async with asyncio.timeout(patience or None):
             outputs = await loop.run(sampling, **row)
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
-        marks |= {"index": self.row_of(prompt)["index"], "prompt": prompt, "sample": sample}
         for segment, output in enumerate(outputs):
             if not isinstance(output, AgentLoopOutput):
-                kind = type(output).__name__
-                raise TypeError(f"{cls.__name__}.run returned a {kind}, not an AgentLoopOutput")
+                raise TypeError(f"{cls.__name__}.run returned {type(output)}, no AgentLoopOutput")
             if run.processor:
                 check_images(output, run.processor)
             output.extra = {**output.extra, **marks, "segment": segment}
@@ -973,31 +869,28 @@ class Pool:
             output.metrics["generate_s"] = session.generate_s
         return outputs
 
-    async def graded(
-        self, prompt: int, sample: int, outputs: list[AgentLoopOutput]
-    ) -> list[AgentLoopOutput] | dict:
-        """The outputs with their rewards, or the failure."""
-        args, row = self.run.args, _own(self.row_of(prompt))
+    async def _graded(self, prompt, sample, outputs):
+        """What grading wrote to each output, or the failure."""
+        args, row = self.run.args, _copy_row(self.row_of(prompt))
         try:
             async with asyncio.timeout(args.reward_timeout or None):
                 await score(self.run.task, outputs, row, args.filter_metric)
-            return outputs
-        except BaseException as error:
-            if self.closing or error.args == (GIVEN_UP,):
+            return [{name: getattr(output, name) for name in GRADED} for output in outputs]
+        except BaseException:
+            if self.closing:
                 raise
-            return self.failure("failed_reward", prompt, sample)
+            return self._failure("failed_reward", prompt, sample)
 
-    async def alike(self, group: Group) -> bool:
+    async def _alike(self, group):
         """Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): whether --filter_metric says the
         same of all members, so that there is nothing to learn from the group."""
         if not self.replacements:
             return False
-        results = [result for result in await asyncio.gather(*group.graders.values())
-                   if isinstance(result, list) and "greedy" not in result[0].extra]
-        outputs = [output for result in results for output in result]
-        return not data.groups_with_signal(outputs, self.run.args.filter_metric)
+        outputs = _with_rewards(group.outputs, await _results(group.graders))
+        sampled = [output for output in outputs if "greedy" not in output.extra]
+        return not data.groups_with_signal(sampled, self.run.args.filter_metric)
 
-    def failure(self, kind: str, prompt: int, sample: int) -> dict:
+    def _failure(self, kind, prompt, sample):
         error = traceback.format_exc()
         if kind not in self.printed:  # the first of its kind is shown, all are counted and written
             self.printed.add(kind)
@@ -1009,89 +902,85 @@ class Pool:
 
     def rollout(self, step: int) -> Phase:
         """The next batch of whole groups, the same on every rank; the engine must be awake.
-
         Rewards may still be on their way: see `grade`. Raises Stopped if the run is to stop, and
-        RuntimeError if the batch has no sampled token.
-        """
-        self.step, self.taken, waited = step, set(), 0.0
+        RuntimeError if the batch has no sampled token."""
+        self.step, self.taken = step, set()
         ahead = min(1 + self.staleness, self.n_rollouts - (step - self.start))
-        capacity = self.n_taken + self.batch * ahead
+        n_taken = self.n_seen - len(self.pending)  # groups taken out so far
+        capacity = n_taken + self.batch * ahead
         n_compared, replaced = -1, 0  # groups ended when ranks last compared; replaced so far
 
-        def over() -> bool:
+        def over():
             nonlocal replaced
             alike = self.n_ended("alike")
-            n = self.n_ended("done") + alike - self.n_taken
+            n = self.n_ended("done") + alike - n_taken
             if not self.run.args.deterministic:  # there, when groups start must not depend on
                 replaced = min(alike - self.n_alike, self.replacements)  # timing: see below
-                self.set_limit(capacity + replaced)
+                self._set_limit(capacity + replaced)
             return n - replaced >= self.batch and n > n_compared
 
         while True:
-            self.set_limit(capacity + replaced)
-            started = time.perf_counter()
-            stopped = self.run_until(over, f"{self.kind} {step}", self.batch)
-            waited += time.perf_counter() - started if n_compared >= 0 else 0.0
-            groups = [(group.state, self.age(group), prompt)
-                      for prompt, group in list(self.groups.items())]
-            parts = gather_unless_stopped((groups, self.n_started), stopped)
-            groups = sorted(group for part, _ in parts for group in part)
-            done, alike = ([prompt for state, _, prompt in groups if state == kind]
-                           for kind in ("done", "alike"))
-            batch = (done + alike)[: self.batch]  # the oldest; at the cap those alike fill it
-            left = sorted(age for state, age, prompt in groups
-                          if state != "alike" and prompt not in batch)
+            self._set_limit(capacity + replaced)
+            stopped = self._run_until(over, f"{self.kind} {step}", self.batch)
+            if n_compared < 0:
+                full_s = self.seconds  # the batch is full; from here on old groups are waited for
+            done, alike, unfinished = self._compare(stopped)
+            left = sorted(done[self.batch :] + unfinished)
             in_time = all(step + 1 + i // self.batch <= age + self.staleness
-                          for i, age in enumerate(left))
+                          for i, (age, _) in enumerate(left))
             n_compared, replaced = len(done) + len(alike), min(len(alike), self.replacements)
             if n_compared - replaced >= self.batch and in_time:
                 break
-        self.take(batch, alike, max(n for _, n in parts))
-        return self.gather(waited)
-
-    def age(self, group: Group) -> int:
-        """The version that sampled the group's first token; the engine's if there is none yet."""
-        engine = self.run.engine
-        versions = [engine.oldest[name] for name in list(group.names) if name in engine.oldest]
-        return min(versions, default=engine.version)
-
-    def take(self, batch: list[int], alike: list[int], n_started: int) -> None:
-        """Notes what leaves the pool: the batch, and what dynamic sampling replaced."""
-        self.taken = {*batch, *alike}
-        self.filtered = set(alike) - set(batch)
-        self.pending |= {self.prompt(ticket) for ticket in range(self.n_seen, n_started)}
-        self.pending -= self.taken
-        self.n_seen = max(self.n_seen, n_started)
-        self.n_taken += len(self.taken)
+        batch = {prompt for _, prompt in (done + alike)[: self.batch]}  # at the cap alike fill it
         self.n_alike += len(alike)
+        self.taken = batch | {prompt for _, prompt in alike}
+        self.pending -= self.taken
+        phase = self._gather(batch)
+        phase.waited_s = phase.seconds - full_s
+        return phase
 
-    def gather(self, waited: float) -> Phase:
-        """What the taken groups brought, from every rank to every rank."""
-        engine = self.run.engine
-        engine.check_team()
-        groups = [self.groups.pop(prompt) for prompt in self.taken & set(self.groups)]
+    def _compare(self, stopped):
+        """All ranks' (age, prompt), oldest first, of groups done, alike, open. Raises Stopped."""
+        oldest, now = self.run.engine.oldest, self.run.engine.version
+        groups = [(min(oldest.get(name, now) for name in group.names), prompt, group.state)
+                  for prompt, group in list(self.groups.items())]
+        parts = gather_unless_stopped((groups, self.n_started), stopped)
+        n_seen = max(self.n_seen, *(n_started for _, n_started in parts))
+        self.pending |= {self._prompt(ticket) for ticket in range(self.n_seen, n_seen)}
+        self.n_seen = n_seen
+        groups = sorted(group for part, _ in parts for group in part)
+        return [[(age, prompt) for age, prompt, state in groups if state == wanted]
+                for wanted in ("done", "alike", "open")]
+
+    def _remove(self, prompts):
+        groups = [self.groups.pop(prompt) for prompt in prompts]
         for name in (name for group in groups for name in group.names):
-            engine.oldest.pop(name, None)
-        brought = [(group.outputs, group.counts, group.errors) for group in groups]
-        phase = Phase(seconds=self.seconds, waited_s=waited)
+            self.run.engine.oldest.pop(name, None)
+        return groups
+
+    def _gather(self, batch):
+        """What the taken groups brought, from all ranks to all ranks."""
+        engine, phase = self.run.engine, Phase(seconds=self.seconds)
+        engine.check_team()
+        groups = self._remove(self.taken & self.groups.keys())
+        for group in groups:
+            phase.graders |= group.graders
+        brought = [(group.outputs, group.errors, group.skipped) for group in groups]
         for part, leads, statistics in all_gather((brought, engine.leader, self.statistics)):
-            for outputs, counts, errors in part:
+            for outputs, errors, skipped in part:
                 phase.outputs += outputs
-                phase.counts += counts
                 phase.errors += errors
+                phase.skipped += skipped
             if leads:  # a team counts once
                 phase.idle_s.append(statistics.pop("idle_s", 0.0))
                 phase.statistics += statistics
-        phase.graders = {key: task for group in groups for key, task in group.graders.items()}
+        self.seconds, self.statistics = 0.0, Counter()
         phase.sort()
         for output in phase.outputs:
-            if output.extra["prompt"] in self.filtered:
+            if output.extra["prompt"] not in batch:
                 output.extra["filtered"] = True
-        self.seconds, self.statistics = 0.0, Counter()
-        if not any(1 in output.response_mask for output in phase.trained):
-            counts = dict(phase.counts)
-            raise RuntimeError(f"{self.kind}-{self.step:08d} brought nothing to learn from: "
-                               f"{counts}; {phase.first_error()}")
+        sampled = any(1 in output.response_mask for output in phase.trained)
+        phase.require(sampled, f"{self.kind}-{self.step:08d} brought nothing to learn from")
         return phase
 
     def n_ended(self, state: str) -> int:
@@ -1100,12 +989,9 @@ class Pool:
             return 0
         return self.run.store.add(f"{self.name}/{state}", 0)
 
-    def run_until(self, over: Callable[[], bool], title: str, total: int) -> bool:
-        """Steps the engine until `over()`; whether the run was told to stop meanwhile.
-
-        On a rank that doesn't lead its --tp team: follows the leader until that one is done. Raises
-        what ended the pool itself.
-        """
+    def _run_until(self, over, title, total):
+        """Steps the engine until `over()`, or follows the team's leader until that one is done;
+        whether the run was told to stop meanwhile. Raises what ended the pool itself."""
         engine, stop = self.run.engine, self.run.stop
         before, started = Counter(engine.statistics), time.perf_counter()
         shown, first, stopped = started, self.n_ended("done"), False
@@ -1113,7 +999,8 @@ class Pool:
             if not engine.leader:
                 engine.follow(stop.requested)
                 return stopped
-            with _progress(total, title) as bar:
+            hidden = dist.get_rank() > 0 or None  # None: where the output is a file
+            with tqdm(total=total, desc=title, unit="prompt", leave=False, disable=hidden) as bar:
                 while not (stopped or over()):
                     if self.future.done():
                         self.future.result()
@@ -1134,54 +1021,50 @@ class Pool:
     def settle(self) -> None:
         """For an evaluation: lets what is under way come to its end, and starts nothing new until
         the next `rollout`. Raises Stopped."""
-        self.set_limit(0)
-        groups = self.groups
-        stopped = self.run_until(lambda: not any(group.left for group in list(groups.values())),
-                                 "before the evaluation", len(groups))
+        self._set_limit(0)
+        groups = list(self.groups.values())
+        stopped = self._run_until(lambda: not any(group.left for group in groups),
+                                  "before the evaluation", len(groups))
         gather_unless_stopped(None, stopped)
 
-    def set_limit(self, limit: int) -> None:
-        if limit != self.limit:
-            self.run.background.submit(self._set_limit(limit)).result()
+    def _set_limit(self, limit):
+        """From its return on, no group starts that the limit forbids."""
+        async def change():
+            self.limit = limit
+            self.raised.set()
 
-    async def _set_limit(self, limit: int) -> None:
-        self.limit = limit
-        self.raised.set()
+        if limit != self.limit:
+            self.run.background.submit(change()).result()
 
     def to_resume(self, steps_done: int) -> dict:
         """prompts_drawn and unfinished of a pool that goes on from here; the batch of a step that
         was interrupted after its rollout is drawn again."""
         lost = self.taken if steps_done <= self.step else set()
-        return {
-            "prompts_drawn": self.prompt(self.n_seen),
-            "unfinished": sorted(self.pending | lost),
-        }
+        unfinished = sorted(self.pending | lost)
+        return {"prompts_drawn": self._prompt(self.n_seen), "unfinished": unfinished}
 
     def end(self) -> None:
         """Gives up what is under way, on all ranks: agent loops are cancelled and release their
         tools, graders are cancelled. Nothing happens the second time."""
-        engine = self.run.engine
-        if engine.leader:
-            self.closing = True
-            self.future.cancel()
-            engine.drain()
-            self.ended.wait(timeout=10)
-            graders = [task for group in self.groups.values() for task in group.graders.values()]
-            cancel(self.run, graders)
-            engine.dismiss()
-        else:
-            engine.follow()
+        engine, background = self.run.engine, self.run.background
+        if not engine.leader:
+            return engine.follow()
+        self.closing = True
+        self.future.cancel()
+        engine.drain()
+        self.ended.wait(timeout=10)
+        for grader in list(self.graders):
+            background.loop.call_soon_threadsafe(grader.cancel)
+        self._remove(set(self.groups))
+        engine.dismiss()
 
 
-def rollout(
-    run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
-) -> Phase:
-    """One rollout of a pool of its own: group_size trajectories for each row, on all ranks.
-
-    Every rank passes the same rows and gets the same result; the engine must be awake. A trajectory
-    whose agent loop or reward raises is left out and counted; so is a row whose loop returns [].
-    Raises Stopped, and RuntimeError if nothing was sampled or nothing has a reward.
-    """
+def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
+            kind: str = "train") -> Phase:
+    """One rollout of a pool of its own: group_size trajectories for each row, on all ranks, which
+    pass the same rows and get the same result; the engine must be awake. A trajectory whose agent
+    loop or reward raises is left out and counted; so is a row whose loop returns []. Raises
+    Stopped, and RuntimeError if nothing was sampled or nothing has a reward."""
     pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
     try:
         phase, started = pool.rollout(step), time.perf_counter()
@@ -1197,88 +1080,61 @@ def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[i
     data.prompt_order, in which a prompt's number is its position."""
     args, rows = run.args, run.rows["train"]
 
-    def row_of(position: int) -> dict:
+    def row_of(position):
         return rows[data.prompt_order(len(rows), position, 1, args.seed)[0]]
 
-    return Pool(
-        run, "train", row_of, args.prompts_per_step, args.group_size, args.sampling(), step,
-        n_rollouts=args.num_steps - step, staleness=args.max_staleness,
-        replacements=(args.max_gen_batches - 1) * args.prompts_per_step,
-        greedy=args.adv_estimator == "remax", prompts_drawn=prompts_drawn, unfinished=unfinished,
-    )
+    batch = args.prompts_per_step
+    return Pool(run, "train", row_of, batch, args.group_size, args.sampling(), step,
+                n_rollouts=args.num_steps - step, staleness=args.max_staleness,
+                replacements=(args.max_gen_batches - 1) * batch, prompts_drawn=prompts_drawn,
+                unfinished=unfinished, greedy=args.adv_estimator == "remax")
 
 
 def grade(run, phase: Phase) -> None:
     """Waits until the rewards of a phase are there; a rollout without one is left out and counted.
-
-    Raises Stopped, and RuntimeError if nothing is left.
-    """
-    tasks, phase.graders = phase.graders, {}
-
-    async def results() -> list:
-        return await asyncio.gather(*tasks.values())
-
-    future = run.background.submit(results())
+    Raises Stopped, and RuntimeError if nothing is left."""
+    future = run.background.submit(_results(phase.graders))
     while not (done := future.done()) and not run.stop.requested():
-        concurrent.futures.wait([future], timeout=0.2)
-    mine = {}
-    if done:
-        for key, result in zip(tasks, future.result(), strict=True):
-            failed = isinstance(result, dict)
-            mine[key] = result if failed else [{x: getattr(o, x) for x in GRADED} for o in result]
-    else:
-        cancel(run, tasks.values())
-    parts = gather_unless_stopped(mine, not done)
+        wait([future], timeout=0.2)
+    parts = gather_unless_stopped(future.result() if done else None, not done)
     results = {key: result for part in parts for key, result in part.items()}
-    outputs, phase.outputs = phase.outputs, []
+    phase.graders = {}
+    phase.outputs = _with_rewards(phase.outputs, results)
+    phase.errors += [result for result in results.values() if isinstance(result, dict)]
+    phase.sort()
+    phase.require(phase.trained, "no trajectory has a reward")
+
+
+async def _results(graders):
+    """(prompt, sample) -> what `Pool._graded` returned."""
+    return dict(zip(graders, await asyncio.gather(*graders.values())))
+
+
+def _with_rewards(outputs, results):
+    """Writes the results to the outputs; without the rollouts whose reward failed."""
+    graded = []
     for output in outputs:
         result = results.get((output.extra["prompt"], output.extra["sample"]))
         if isinstance(result, list):
             vars(output).update(result[output.extra["segment"]])
         if not isinstance(result, dict):
-            phase.outputs.append(output)
-    failures = [result for result in results.values() if isinstance(result, dict)]
-    phase.errors += failures
-    phase.counts.update(failure["kind"] for failure in failures)
-    phase.sort()
-    if not phase.trained:
-        counts = dict(phase.counts)
-        raise RuntimeError(f"no trajectory has a reward ({counts}); {phase.first_error()}")
+            graded.append(output)
+    return graded
 
 
-GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
-GIVEN_UP = "the run stops"  # what a grader's cancellation says
-
-
-def cancel(run, tasks: Iterable[asyncio.Task]) -> None:
-    tasks = list(tasks)
-    run.background.loop.call_soon_threadsafe(lambda: [task.cancel(GIVEN_UP) for task in tasks])
-
-
-def _own(x):
+def _copy_row(x):
     """Dicts and lists copied all the way down, the rest (images, arrays) shared: what an agent does
     to its row is not for the others, in a fraction of deepcopy's time."""
     if isinstance(x, dict):
-        return {key: _own(value) for key, value in x.items()}
-    return [_own(value) for value in x] if isinstance(x, list) else x
+        return {key: _copy_row(value) for key, value in x.items()}
+    return [_copy_row(value) for value in x] if isinstance(x, list) else x
 
 
-def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
-    return dataclasses.replace(
-        output, turn_rewards=list(output.turn_rewards), metrics=dict(output.metrics),
-        extra=dict(output.extra),
-    )
-
-
-async def score(
-    task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"
-) -> None:
+async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome") -> None:
     """Sets a rollout's terminal reward: the last output's own, else the task's; earlier segments
-    share it. A reward function may also write to output.turn_rewards and output.metrics.
-
-    Raises ValueError if the reward is not a finite number or a dict with one under "score" (and
-    under `metric`, if that is a key: --filter_metric).
-    """
+    share it. A reward function may also write to output.turn_rewards and output.metrics. Raises
+    ValueError if the reward is not a finite number or a dict with one under "score" (and under
+    `metric`, if that is a key: --filter_metric)."""
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
@@ -1288,23 +1144,16 @@ async def score(
             problem = f"the reward is {reward!r}, not a dict with this key"
             raise ValueError(f"--filter_metric {metric}: {problem}")
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
+    outputs[-1].reward = reward
     for output in outputs:
         output.turn_rewards = [(i, finite(r, "a turn's reward")) for i, r in output.turn_rewards]
-        own = output is not outputs[-1] and output.reward is not None
-        output.reward = _checked(output.reward) if own else reward
+        output.reward = reward if output.reward is None else _checked(output.reward)
 
 
-def _checked(reward) -> float | dict:
+def _checked(reward):
     if isinstance(reward, dict):
         return {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')}
     return finite(reward, "a reward")
-
-
-def _progress(total: int, title: str):
-    from tqdm import tqdm
-
-    shown = None if dist.get_rank() == 0 else True  # None: no bar where the output is a file
-    return tqdm(total=total, desc=title, unit="prompt", leave=False, disable=shown)
 
 
 # ---------------------------------------------------------------- an engine that is a file
@@ -1326,7 +1175,6 @@ def read_rollouts(file: Path, vocab_size: int) -> Phase:
                 raise ValueError("it has images, whose pixels are not in the file")
             if "kind" in line:
                 phase.errors.append(line)
-                phase.counts[line["kind"]] += 1
                 continue
             output = AgentLoopOutput(**{name: x for name, x in line.items() if name in names})
             if output.reward is None or not {"prompt", "sample", "segment"} <= set(output.extra):
@@ -1335,7 +1183,7 @@ def read_rollouts(file: Path, vocab_size: int) -> Phase:
                 raise ValueError("its tokens are another model's")
             phase.outputs.append(output)
     except OSError as error:
-        raise BadInput(f"--replay: {error}") from None
+        raise data.BadInput(f"--replay: {error}") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
+        raise data.BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
     return phase
