@@ -219,6 +219,8 @@ def pytest_terminal_summary(terminalreporter):
     end_zygote()  # so that its CPU time counts
     own, children = (resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     terminalreporter.write_line(f"user CPU time {own + children:.0f} s: {own:.0f} s here, {children:.0f} s in children")
+    peak, child = (resource.getrusage(who).ru_maxrss / 1e6 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    terminalreporter.write_line(f"peak memory {peak:.1f} GB here, {child:.1f} GB in the largest child")
 
 
 @contextlib.contextmanager
@@ -275,6 +277,26 @@ def wait_for(condition, seconds: float = HANGS) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.02)
+
+
+def time_passes(seconds: float = HANGS, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """An event loop's clock (the running one's) goes forward by so much: deadlines within it expire here and now.
+
+    So a deadline of HANGS seconds passes where a test says so, and nowhere else, however slow the machine is.
+    """
+    loop = loop or asyncio.get_running_loop()
+    loop.ahead = getattr(loop, "ahead", 0.0) + seconds
+    loop.time = lambda: time.monotonic() + loop.ahead
+
+
+async def too_late(*_, **__) -> None:
+    """Hangs until its deadline (of at most HANGS seconds) ends it, which it does at once."""
+    time_passes()
+    await for_ever()
+
+
+async def for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
 
 
 def lines(file: Path) -> int:
