@@ -44,18 +44,19 @@ class TwoTurns(AgentLoopBase):
                 if "TINY_TASK_BLOCKS" in os.environ:
                     Path(os.environ["TINY_TASK_BLOCKS"]).touch()
                     time.sleep(3600)
-                await self.between()
+                await self.between(trajectory)
                 trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
                 trajectory.user_turns += 1
         trajectory.stop_reason = "stop"
         return trajectory.output()
 
-    async def between(self) -> None: ...
+    async def between(self, trajectory) -> None: ...
 
 
 @register("slow_turns")
 class SlowTurns(TwoTurns):
-    """A pause of up to TINY_TASK_PAUSE seconds between the turns; TINY_TASK_DIARY says who came and who left."""
+    """Those of the prompts in TINY_TASK_HELD wait for an update between their turns, the others for up to
+    TINY_TASK_PAUSE seconds. TINY_TASK_DIARY says who came and who left."""
 
     async def run(self, sampling_params, **row):
         self.write("+")
@@ -64,8 +65,12 @@ class SlowTurns(TwoTurns):
         finally:
             self.write("-")
 
-    async def between(self) -> None:
-        await asyncio.sleep(random.random() * float(os.environ["TINY_TASK_PAUSE"]))
+    async def between(self, trajectory) -> None:
+        if self.engine.name.split("-")[2].lstrip("0") in os.environ.get("TINY_TASK_HELD", "").split():
+            while self.engine.engine.version == trajectory.response_versions[-1]:
+                await asyncio.sleep(0.01)
+        else:
+            await asyncio.sleep(random.random() * float(os.environ.get("TINY_TASK_PAUSE", 0)))
 
     def write(self, what: str) -> None:
         with open(os.environ["TINY_TASK_DIARY"], "a") as diary:
