@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 REPO = Path(__file__).parent.parent
 HANGS = 300  # seconds after which something hangs; nothing a slow machine does takes a fraction of it
-# A short run of the task for the tests.
 SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})  # of --engine_args; the default's 1 GB is written at once
-TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--engine_args", SMALL_CACHE,
-        "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32",
-        "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
-        "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+# A short run of the task for the tests, without an engine (--replay) and with one.
+REPLAY = ["--task", "tests/tiny_task.py", "--agent", "two_turns",
+          "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32",
+          "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
+          "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
 sys.path.insert(0, str(REPO / "examples"))
 
 

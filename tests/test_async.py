@@ -672,11 +672,7 @@ def rollouts_of(folder, step: int) -> list[dict]:
 
 
 def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
-    """And nobody who came in is still there at the end.
-
-    At the end of step n (0, 1, ...) at least 4 (n + 1) prompts have been started, so none of those held is among the
-    last that are started, which no update follows.
-    """
+    """And nobody who came in is still there at the end."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     from transformers import AutoModelForCausalLM
 

@@ -55,7 +55,7 @@ class TwoTurns(AgentLoopBase):
 
 @register("slow_turns")
 class SlowTurns(TwoTurns):
-    """Those of the prompts in TINY_TASK_HELD wait for an update between their turns, the others for up to
+    """The prompts in TINY_TASK_HELD wait between their turns for an update, if one is to come, the others for up to
     TINY_TASK_PAUSE seconds. TINY_TASK_DIARY says who came and who left."""
 
     async def run(self, sampling_params, **row):
@@ -66,8 +66,9 @@ class SlowTurns(TwoTurns):
             self.write("-")
 
     async def between(self, trajectory) -> None:
-        if self.engine.name.split("-")[2].lstrip("0") in os.environ.get("TINY_TASK_HELD", "").split():
-            while self.engine.engine.version == trajectory.response_versions[-1]:
+        kind, _, prompt, _ = self.engine.name.split("-")
+        if kind == "train" and int(prompt) in map(int, os.environ.get("TINY_TASK_HELD", "").split()):
+            while self.engine.engine.version == trajectory.response_versions[-1] < self.args.num_steps - 1:
                 await asyncio.sleep(0.01)
         else:
             await asyncio.sleep(random.random() * float(os.environ.get("TINY_TASK_PAUSE", 0)))
