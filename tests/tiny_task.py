@@ -34,14 +34,16 @@ def build_model(path: str) -> None:
 
 @register("two_turns")
 class TwoTurns(AgentLoopBase):
-    """Two turns of at most eight tokens with a given question between them."""
+    """Two turns of at most eight tokens with a given question between them; from step TINY_TASK_BLOCKS_FROM on they
+    make the file TINY_TASK_BLOCKS and block the event loop."""
 
     async def run(self, sampling_params, **row):
         trajectory = self.start(row)
         for turn in range(2):
             await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 8})
             if turn == 0:
-                if "TINY_TASK_BLOCKS" in os.environ:
+                first = int(os.environ.get("TINY_TASK_BLOCKS_FROM", 0))
+                if "TINY_TASK_BLOCKS" in os.environ and row["step"] >= first and not row["validate"]:
                     Path(os.environ["TINY_TASK_BLOCKS"]).touch()
                     time.sleep(3600)
                 await self.between(trajectory)
