@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 REPO = Path(__file__).parent.parent
 HANGS = 300  # seconds after which something hangs; nothing a slow machine does takes a fraction of it
-# A short run of the task for the tests.
 SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})  # of --engine_args; the default's 1 GB is written at once
-TINY = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--engine_args", SMALL_CACHE,
-        "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32",
-        "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
-        "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+# A short run of the task for the tests, without an engine (--replay) and with one.
+REPLAY = ["--task", "tests/tiny_task.py", "--agent", "two_turns",
+          "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32",
+          "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
+          "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
 sys.path.insert(0, str(REPO / "examples"))
 
 
@@ -96,6 +97,7 @@ def engine(session_engine):
         session_engine.sleep()
     session_engine.state = "asleep"
     session_engine.args.deterministic = False
+    session_engine.oldest.clear()
 
 
 @pytest.fixture(scope="session")
@@ -219,6 +221,8 @@ def pytest_terminal_summary(terminalreporter):
     end_zygote()  # so that its CPU time counts
     own, children = (resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     terminalreporter.write_line(f"user CPU time {own + children:.0f} s: {own:.0f} s here, {children:.0f} s in children")
+    peak, child = (resource.getrusage(who).ru_maxrss / 1e6 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    terminalreporter.write_line(f"peak memory {peak:.1f} GB here, {child:.1f} GB in the largest child")
 
 
 @contextlib.contextmanager
@@ -275,6 +279,26 @@ def wait_for(condition, seconds: float = HANGS) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.02)
+
+
+def time_passes(seconds: float = HANGS, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """An event loop's clock (the running one's) goes forward by so much: deadlines within it expire here and now.
+
+    So a deadline of HANGS seconds passes where a test says so, and nowhere else, however slow the machine is.
+    """
+    loop = loop or asyncio.get_running_loop()
+    loop.ahead = getattr(loop, "ahead", 0.0) + seconds
+    loop.time = lambda: time.monotonic() + loop.ahead
+
+
+async def too_late(*_, **__) -> None:
+    """Hangs until its deadline (of at most HANGS seconds) ends it, which it does at once."""
+    time_passes()
+    await for_ever()
+
+
+async def for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
 
 
 def lines(file: Path) -> int:

@@ -12,12 +12,12 @@ import json
 import math
 import re
 import threading
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import calculator
 import pytest
+from conftest import HANGS, for_ever, time_passes, too_late
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,10 +153,8 @@ CALCULATOR = task_of(calculator.calculator)
 @pytest.fixture(scope="module")
 def prepare(tokenizer):
     """prepare(lines, ...) -> (a coroutine that runs the loop, its engine)."""
-    tool_parser("hermes", tokenizer)  # imports vLLM's parsers, which takes seconds: not while a deadline runs
-
     def prepare(lines, task=CALCULATOR, row=None, sampling=None, **args):
-        args = Args(**{"max_response_tokens": 1000, "tool_timeout": 5.0} | args)
+        args = Args(**{"max_response_tokens": 1000, "tool_timeout": 4 * HANGS} | args)
         row = {"prompt": PROMPT} | (row or {})
         engine = Script(tokenizer, tuple(lines))
         loop = agent_loop_class(row, task, args)(engine, tokenizer, None, task, args)
@@ -383,24 +381,25 @@ def test_several_turns_with_a_text_before_the_call(play):
 
 
 def test_parallel_calls_run_together_and_answer_in_order(play):
-    here = asyncio.Barrier(2)
+    here, left = asyncio.Barrier(2), asyncio.Event()
 
-    async def meet(name: str, delay: float) -> str:
+    async def meet(name: str, first: bool) -> str:
         """Wait for the other one.
 
         Args:
             name: Who waits.
-            delay: Seconds to wait then.
+            first: Whether to leave first.
         """
         await here.wait()  # one after the other would wait here until the deadline
-        await asyncio.sleep(delay)
+        await (asyncio.sleep(0) if first else left.wait())
+        left.set()
         return f"{name} was here"
 
-    turn = call("meet", name="Ann", delay=0.02) + "\n" + call("meet", name="Bob", delay=0.0)
-    output, engine = play(turn, "ok", task=task_of(meet), tool_timeout=2.0)
+    turn = call("meet", name="Ann", first=False) + "\n" + call("meet", name="Bob", first=True)
+    output, engine = play(turn, "ok", task=task_of(meet))
     assert_response(output, engine, turn + END, tool_turn("Ann was here", "Bob was here"), "ok" + END)
     assert output.messages[1]["tool_calls"] == called(
-        ("meet", {"name": "Ann", "delay": 0.02}), ("meet", {"name": "Bob", "delay": 0.0})
+        ("meet", {"name": "Ann", "first": False}), ("meet", {"name": "Bob", "first": True})
     )
     assert output.num_turns == 4  # one tool turn, whatever the number of calls
     assert output.metrics["tool_calls"] == 2
@@ -510,29 +509,30 @@ def test_the_calculator_explains_itself(play):
 
 
 def test_a_call_past_its_deadline(play):
-    release = threading.Event()
+    blocked, release = threading.Event(), threading.Event()
 
     def blocks() -> str:
         """Wait for long."""
-        release.wait(20)
+        blocked.set()
+        release.wait()
         return "late"
 
-    async def sleeps() -> str:
+    async def hangs() -> str:
         """Wait for long."""
-        await asyncio.sleep(20)
-        return "late"
+        while not blocked.is_set():
+            await asyncio.sleep(0)
+        await too_late()  # for both of them: one deadline after the other would never pass
 
-    turn = call("blocks") + "\n" + call("sleeps")
-    started = time.perf_counter()
-    output, engine = play(turn, "sorry", task=task_of(blocks, sleeps), tool_timeout=0.05)
+    turn = call("blocks") + "\n" + call("hangs")
+    output, engine = play(turn, "sorry", task=task_of(blocks, hangs), tool_timeout=HANGS)
+    assert not release.is_set()  # nobody waited for it
     release.set()
-    assert time.perf_counter() - started < 10  # nobody waited for either, nor for one after the other
     said = [m["content"] for m in output.messages if m["role"] == "tool"]
-    assert said == [f"Error: {name} took longer than 0.05 seconds" for name in ("blocks", "sleeps")]
+    assert said == [f"Error: {name} took longer than {HANGS} seconds" for name in ("blocks", "hangs")]
     assert_response(output, engine, turn + END, tool_turn(*said), "sorry" + END)
     assert output.metrics["tool_timeouts"] == 2
     assert "tool_errors" not in output.metrics
-    assert output.metrics["tool_s"] >= 0.05
+    assert output.metrics["tool_s"] > 0
 
 
 def recite(n: int) -> str:
@@ -652,27 +652,22 @@ def test_calls_beyond_the_limit_are_told_so(play):
 
 
 def test_a_trajectory_past_its_budget_keeps_what_it_has(play):
-    class Sleeper(Notes):
-        async def execute(self, request_id, arguments, **kwargs):
-            await asyncio.sleep(20)
+    class Late(Notes):
+        execute = staticmethod(too_late)
 
-    notes, turn = Sleeper(), call("notes")
-    started = time.perf_counter()
-    output, engine = play(
-        SUM, turn, task=task_of(calculator.calculator, notes), trajectory_timeout=0.3, tool_timeout=5.0
-    )
-    assert time.perf_counter() - started < 5
+    notes, turn = Late(), call("notes")
+    output, engine = play(SUM, turn, task=task_of(calculator.calculator, notes), trajectory_timeout=HANGS)
     assert output.stop_reason == "timeout" and not output.truncated
     assert_response(output, engine, SUM + END, tool_turn("2"), turn + END)
     assert notes.events == ["create", "calc_reward", "release"]
 
 
 def test_a_tools_own_timeout_is_not_the_trajectorys(play):
-    async def sleeps() -> str:
+    async def hangs() -> str:
         """Wait for long."""
-        await asyncio.sleep(20)
+        await too_late()
 
-    output, _ = play(call("sleeps"), "ok", task=task_of(sleeps), trajectory_timeout=10.0, tool_timeout=0.05)
+    output, _ = play(call("hangs"), "ok", task=task_of(hangs), trajectory_timeout=4 * HANGS, tool_timeout=HANGS)
     assert output.stop_reason == "stop" and output.metrics["tool_timeouts"] == 1
 
 
@@ -752,7 +747,8 @@ def test_two_trajectories_share_the_instance_not_the_life(prepare):
 def test_no_call_is_executed_before_create_is_done(play):
     class Slow(Notes):
         async def create(self, request_id, **kwargs):
-            await asyncio.sleep(0.02)
+            for _ in range(10):
+                await asyncio.sleep(0)
             await super().create(request_id, **kwargs)
 
     slow = Slow()
@@ -813,7 +809,7 @@ def test_a_cancelled_loop_releases_its_tools(prepare, where):
     async def reached(place: str) -> None:
         if place == where:
             arrived.set()
-            await asyncio.sleep(30)
+            await for_ever()
 
     class HangsAtTheSecondTurn(Script):
         async def generate(self, **kwargs):
@@ -830,7 +826,7 @@ def test_a_cancelled_loop_releases_its_tools(prepare, where):
             await playing
 
     notes, other = Hangs(), Notes(name="other")
-    run, engine = prepare([call("notes"), "bye"], task=task_of(notes, other), tool_timeout=20.0)
+    run, engine = prepare([call("notes"), "bye"], task=task_of(notes, other))
     engine.__class__ = HangsAtTheSecondTurn
     asyncio.run(scenario(run))
     assert notes.events == {
@@ -840,13 +836,12 @@ def test_a_cancelled_loop_releases_its_tools(prepare, where):
 
 
 def test_a_deadline_does_not_prevent_the_release(play):
-    class Slow(Notes):
-        async def execute(self, request_id, arguments, **kwargs):
-            await asyncio.sleep(20)
+    class Late(Notes):
+        execute = staticmethod(too_late)
 
-    slow = Slow()
-    play(call("notes"), "bye", task=task_of(slow), tool_timeout=0.02)
-    assert slow.events == ["create", "calc_reward", "release"]
+    late = Late()
+    play(call("notes"), "bye", task=task_of(late), tool_timeout=HANGS)
+    assert late.events == ["create", "calc_reward", "release"]
 
 
 def test_a_failing_release_is_counted_and_the_others_are_released(play):
@@ -1174,7 +1169,7 @@ def test_a_cancelled_interaction_is_finalized(prepare):
     class Hangs(Quiz):
         async def generate_response(self, request_id, messages, **kwargs):
             arrived.set()
-            await asyncio.sleep(30)
+            await for_ever()
 
     async def scenario(run):
         playing = asyncio.create_task(run)
@@ -1332,22 +1327,21 @@ def test_in_thread_brings_exceptions_back(raised, arrives, said):
         raise raised
 
     with pytest.raises(arrives, match=said):
-        asyncio.run(asyncio.wait_for(in_thread(fail), 5))
+        asyncio.run(asyncio.wait_for(in_thread(fail), HANGS))
 
 
 def test_in_thread_blocks_neither_the_loop_nor_each_other():
-    both = threading.Barrier(2)
+    both, ticked = threading.Barrier(2), threading.Event()
 
     async def scenario():
-        ticks = 0
-        waiting = asyncio.gather(in_thread(both.wait, 5), in_thread(both.wait, 5), in_thread(time.sleep, 0.1))
-        while not waiting.done():
-            await asyncio.sleep(0.005)
-            ticks += 1
-        await waiting  # a BrokenBarrierError if they ran one after the other
-        return ticks
+        waiting = asyncio.gather(*(in_thread(wait, HANGS) for wait in (both.wait, both.wait, ticked.wait)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        ticked.set()
+        return await waiting  # a BrokenBarrierError if they ran one after the other
 
-    assert asyncio.run(scenario()) > 3
+    *places, in_time = asyncio.run(scenario())
+    assert sorted(places) == [0, 1] and in_time
 
 
 @pytest.mark.parametrize("loop_is_gone", [False, True])
@@ -1355,23 +1349,24 @@ def test_in_thread_can_be_cancelled_and_its_late_result_harms_nobody(monkeypatch
     release, complaints, threads = threading.Event(), [], []
     monkeypatch.setattr(threading, "excepthook", complaints.append)
 
-    def work():
+    def work(loop):
         threads.append(threading.current_thread())
-        release.wait(20)
+        loop.call_soon_threadsafe(time_passes)
+        release.wait()
         raise RuntimeError("late, and wrong")
 
     async def scenario():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(in_thread(work), 0.05)
+            await asyncio.wait_for(in_thread(work, asyncio.get_running_loop()), HANGS)
         if not loop_is_gone:
             release.set()
-            await in_thread(threads[0].join, 5)
+            await in_thread(threads[0].join, HANGS)
             await asyncio.sleep(0)
 
     asyncio.run(scenario())
     release.set()
-    threads[0].join(5)
+    threads[0].join(HANGS)
     assert not threads[0].is_alive()
     assert complaints == []
 

@@ -8,19 +8,16 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import types
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, SMALL_CACHE, lines, metrics_of, run, started, wait_for
+from conftest import HANGS, SMALL_CACHE, lines, metrics_of, run, two_ranks, wait_for
 from conftest import make_run as stage
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
-from test_train import children
 
 import data
 import rollout as rollout_file
@@ -153,7 +150,7 @@ def test_a_suspended_call_that_is_given_up_leaves_the_engine(engine, background,
         engine.step()
     engine.sleep(keep=True)
     call.cancel()  # its tool, say, was running beside it and the trajectory's time is over
-    wait_for(engine.running["a#0"].future.cancelled)
+    wait_for(lambda: all(request.future.cancelled() for request in engine.running.values()))
     wake(engine, models[1], 1)
     engine.step()
     assert not (engine.running or engine.pending or engine.core.has_unfinished_requests())
@@ -564,7 +561,7 @@ def test_a_run_that_stops_between_two_rollouts_releases_its_tools(make_run):
     task = Task((0, MIDDLE), (1, START), long=[2])
     run = make_run(task, prompts_per_step=1, max_staleness=3, oversample=4.0)
     assert prompts(run.step(0)) == [3] and not task.released[2:]
-    assert {v for name, v in run.engine.oldest.items() if name.startswith("train")} == {0}
+    assert set(run.engine.oldest.values()) == {0}
     run.pool.end()
     run.nothing_is_left()
     assert len(task.released) == 8
@@ -681,7 +678,7 @@ def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
 
     out, diary = tmp_path / "run", tmp_path / "diary"
     run(*SLOW, "--save_every", "1", "--keep_checkpoints", "99", "--lr", "0.003", "--output_dir", out, cache=cache,
-        TINY_TASK_PAUSE="0.5", TINY_TASK_DIARY=str(diary))  # fmt: skip
+        TINY_TASK_HELD="2 3 8 9 14 15", TINY_TASK_DIARY=str(diary))  # fmt: skip
     weights = {0: None}
     for step in range(1, 6):
         dcp_to_torch_save(out / f"checkpoints/step_{step:06d}", tmp_path / "whole.pt")
@@ -705,7 +702,7 @@ def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):
                 told_apart += int((difference[other] > 1e-3).sum())
                 seen[version] += int((versions == version).sum())
                 mixed += version == 0 and len(set(r["response_versions"]) - {-1}) > 1
-    assert mixed and told_apart > 1000 and sum(n > 20 for n in seen.values()) >= 3, (mixed, told_apart, seen)
+    assert mixed >= 6 * 4 and told_apart > 1000 and sum(n > 20 for n in seen.values()) >= 3, (mixed, told_apart, seen)
     rows = metrics_of(out)[1:]
     assert max(row["rollout/staleness_max"] for row in rows) in (1, 2)
     for row, step in zip(rows, range(1, 7), strict=True):
@@ -722,11 +719,12 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     env = {"TINY_TASK_PAUSE": "0.3", "TINY_TASK_DIARY": str(diary)}
     flags = [*SLOW, "--num_steps", "1000", "--save_every", "3", "--eval_every", "4", "--keep_checkpoints", "99",
              "--max_staleness", "1", "--oversample", "1.5", "--output_dir", out]  # fmt: skip
-    with started(*flags, by="torchrun", cache=cache, **env) as process:
+    with two_ranks(*flags, cache=cache, **env) as processes:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 9)
-        for pid in (process.pid, *children(process.pid)):  # torchrun's have sessions of their own
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
     state = json.loads((out / "checkpoints/step_000006/step.json").read_text())
     trained = {r["extra"]["prompt"] for step in range(1, 7) for r in rollouts_of(out, step)}
     # Every prompt drawn is accounted for.
@@ -737,14 +735,14 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         if later.name != "step_000003" and later.name != "step_000006":
             shutil.rmtree(later)
     diary.write_text("")
-    with started(*flags, "--resume", by="torchrun", cache=cache, **env) as process:
+    with two_ranks(*flags, "--resume", cache=cache, **env) as processes:
         wait_for((out / "checkpoints/step_000009/step.json").exists)
-        family = children(process.pid)
-        os.kill(process.pid, signal.SIGINT)  # while groups are under way: there always are
-        output, _ = process.communicate(timeout=HANGS)
+        for process in processes:
+            process.send_signal(signal.SIGINT)  # while groups are under way: there always are
+        output, _ = (process.communicate(timeout=HANGS)[0] for process in processes)
+        assert [process.returncode for process in processes] == [0, 0]
     assert "resuming after step 6" in output, output
     assert "stopping" in output
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
     rows = metrics_of(out)
     done = rows[-1]["step"]
     assert [row["step"] for row in rows] == list(range(done + 1))

@@ -19,6 +19,7 @@ import chat_endpoint
 import httpx
 import openai
 import pytest
+from conftest import HANGS, for_ever, too_late, wait_for
 from PIL import Image
 from test_agent_loop import (
     ANSWER,
@@ -35,7 +36,7 @@ from test_agent_loop import (
     user_turn,
 )
 
-from agent_loop import AgentLoopOutput, ChatAgentLoop, OutOfBudget, as_tool, tool_parser
+from agent_loop import AgentLoopOutput, ChatAgentLoop, OutOfBudget, as_tool
 from rollout import Background, score
 from train import Args
 
@@ -44,11 +45,12 @@ CALCULATOR = as_tool(calculator.calculator).schema
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
 FIRST = f"<|im_start|>user\nWhat is 1+1?{END}\n{ASSISTANT}"
 FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{FIRST}"
-HANGS = object()  # a line of the script: the engine never answers
+NEVER = object()  # a line of the script: the engine never answers
+LATE = object()  # nor here, and deadlines of up to HANGS seconds are over
 
 
 def run(coroutine):
-    return BACKGROUND.submit(coroutine).result(timeout=30)
+    return BACKGROUND.submit(coroutine).result(timeout=HANGS)
 
 
 class Engine(Script):
@@ -62,22 +64,16 @@ class Engine(Script):
         async with self.turn:
             n = len(self.prompts) + 1
             self.asked.set()
-            if n <= len(self.lines) and self.lines[n - 1] is HANGS:
+            if n <= len(self.lines) and self.lines[n - 1] in (NEVER, LATE):
                 self.prompts.append(list(request["prompt_ids"]))
                 try:
-                    await asyncio.sleep(60)
+                    await (too_late() if self.lines[n - 1] is LATE else for_ever())
                 except asyncio.CancelledError:
                     self.cancelled.append(n)
                     raise
             out = await super().generate(**request)
             self.said[n] = out.token_ids
             return out
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports(tokenizer):
-    tool_parser("hermes", tokenizer)  # seconds: not while a deadline runs
-    import openai.types.chat  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -704,7 +700,7 @@ def test_another_exception_of_the_agent_is_raised(play, error):
         raise error
 
     with pytest.raises(type(error), match=str(error.args[0])):
-        play(chat, "2", trajectory_timeout=20.0)
+        play(chat, "2", trajectory_timeout=HANGS)
 
 
 def test_a_failing_engine_is_raised(play):
@@ -808,10 +804,10 @@ def test_images_are_kept_as_long_as_a_conversation_needs_them(tokenizer, monkeyp
 def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
     async def chat(client, prompt, **row):
         await ask(client, *prompt)
-        await asyncio.sleep(60)
+        await too_late()
         return 1.0
 
-    (output,), engine = play(chat, "2", trajectory_timeout=0.2)
+    (output,), engine = play(chat, "2", trajectory_timeout=HANGS)
     assert_output(output, engine, (1, "2" + END))
     assert (output.stop_reason, output.reward, output.truncated) == ("timeout", None, False)
 
@@ -820,7 +816,7 @@ def test_a_timeout_while_the_engine_samples_keeps_what_was_sampled(play):
     async def chat(client, prompt, **row):
         await solve(client, prompt)
 
-    (output,), engine = play(chat, SUM, HANGS, trajectory_timeout=0.2)
+    (output,), engine = play(chat, SUM, LATE, trajectory_timeout=HANGS)
     assert_output(output, engine, (1, SUM + END), tool_turn("2"))
     assert (output.stop_reason, engine.cancelled) == ("timeout", [2])
 
@@ -829,11 +825,11 @@ def test_a_timeout_that_the_agent_wraps_is_one(play):
     async def chat(client, prompt, **row):
         await ask(client, *prompt)
         try:
-            await asyncio.sleep(60)
+            await too_late()
         except asyncio.CancelledError:
             raise RuntimeError("the graph was cancelled") from None
 
-    (output,), _ = play(chat, "2", trajectory_timeout=0.2)
+    (output,), _ = play(chat, "2", trajectory_timeout=HANGS)
     assert output.stop_reason == "timeout"
 
 
@@ -841,10 +837,11 @@ def test_calls_that_outlive_the_agent_are_ended(play):
     async def chat(client, prompt, **row):
         first = await ask(client, *prompt)
         chat.left = asyncio.create_task(ask(client, *prompt, first, user("And?")))
-        await asyncio.sleep(0.05)
+        while len(client.loop.engine.prompts) < 2:
+            await asyncio.sleep(0)
         return 1.0
 
-    outputs, engine = play(chat, "2", HANGS)
+    outputs, engine = play(chat, "2", NEVER)
     assert engine.cancelled == [2]
     assert_output(outputs[-1], engine, (1, "2" + END), user_turn("And?"))
 
@@ -856,10 +853,10 @@ def test_a_call_that_the_agent_gave_up_loses_nothing(play):
         first = await ask(client, *prompt)
         history = [*prompt, first, user("And?")]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(client, *history), 0.1)
+            await asyncio.wait_for(ask(client, *history), HANGS)
         await ask(client, *history)
 
-    outputs, engine = play(chat, "2", HANGS, "3")
+    outputs, engine = play(chat, "2", LATE, "3")
     assert_exact(outputs, engine)
     assert outputs[-1].messages[-1] == {"role": "assistant", "content": "3"}
     assert engine.cancelled == [2]
@@ -1263,17 +1260,17 @@ def test_a_failing_engine_over_http(play_http):
     assert_output(output, engine, (2, "2" + END))
 
 
-def cancel_in_the_middle(make, agent, lines):
+def cancel_in_the_middle(make, agent, lines, there):
+    """There: what is so when it is to be cancelled."""
+
     async def scenario():
         running, engine = make(agent, lines, base=chat_endpoint.EndpointLoop)
         playing = asyncio.create_task(running)
-        while len(engine.prompts) < len(lines):
+        while not there(engine):
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        await asyncio.sleep(0.05)
         return engine
 
     return run(scenario())
@@ -1281,10 +1278,12 @@ def cancel_in_the_middle(make, agent, lines):
 
 def test_an_agent_cancelled_in_the_middle_is_removed(make, endpoint, openai_client):
     async def agent(base_url, api_key, row):
-        await ask(openai_client.with_options(base_url=base_url, api_key=api_key), *row["prompt"])
-        await asyncio.sleep(60)
+        answers.append(await ask(openai_client.with_options(base_url=base_url, api_key=api_key), *row["prompt"]))
+        await for_ever()
 
-    cancel_in_the_middle(make, agent, ["2"])
+    answers = []
+    cancel_in_the_middle(make, agent, ["2"], lambda engine: answers)
+    assert answers[0].content == "2"
     assert endpoint.clients == {}
 
 
@@ -1292,9 +1291,9 @@ def test_an_agent_cancelled_while_the_engine_samples_leaves_no_request(make, end
     async def agent(base_url, api_key, row):
         await ask(openai_client.with_options(base_url=base_url, api_key=api_key), *row["prompt"])
 
-    engine = cancel_in_the_middle(make, agent, [HANGS])
+    engine = cancel_in_the_middle(make, agent, [NEVER], lambda engine: engine.prompts)
     assert endpoint.clients == {}
-    assert engine.cancelled == [1]
+    wait_for(lambda: engine.cancelled == [1])
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -1310,7 +1309,7 @@ def test_a_timeout_over_http_while_the_engine_samples(make, endpoint, openai_cli
             await solve(client, row["prompt"])
 
     running, engine = make(
-        plain_agent if plain else agent, [SUM, HANGS], base=chat_endpoint.EndpointLoop, trajectory_timeout=1.0
+        plain_agent if plain else agent, [SUM, LATE], base=chat_endpoint.EndpointLoop, trajectory_timeout=HANGS
     )
     outputs = run(running)
     assert len(outputs) == 1

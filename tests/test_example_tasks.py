@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import calculator
 import pytest
+from conftest import HANGS, for_ever, time_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop import TokenOutput, ToolAgentLoop, agent_loop_class, tool_parser
+from agent_loop import TokenOutput, ToolAgentLoop, agent_loop_class
 from data import collate, filter_overlong, load_rows, load_task
 from rollout import score
 from train import Args
@@ -60,10 +61,9 @@ class Script:
 @pytest.fixture(scope="module")
 def prepare(tokenizer):
     """prepare(task, row, lines, hold=, **args) -> (a coroutine that plays and scores the trajectory, its engine)."""
-    tool_parser("hermes", tokenizer)  # imports vLLM's parsers, which takes seconds: not while a deadline runs
 
     def prepare(task, row, lines, hold=None, **args):
-        args = Args(**{"max_response_tokens": 1000, "tool_timeout": 5.0} | args)
+        args = Args(**{"max_response_tokens": 1000, "tool_timeout": 4 * HANGS} | args)
         engine = Script(tokenizer, tuple(lines), hold)
         cls = agent_loop_class(row, task, args)
         assert cls is ToolAgentLoop
@@ -193,9 +193,9 @@ def test_no_text_breaks_the_parser(parts):
     "text", ["<answer>" + "1" * 200_000, "<answer>" + "1," * 100_000 + "<", "#### " * 40_000 + "-"]
 )
 def test_runaway_text_takes_no_time(text):
-    started = time.perf_counter()
+    started = time.thread_time()
     assert gsm8k.find_answer(text) is None
-    assert time.perf_counter() - started < 2  # quadratic would be minutes
+    assert time.thread_time() - started < 60  # of this thread's CPU; it takes milliseconds, quadratic would be minutes
 
 
 @pytest.mark.parametrize("said, truth, score, form", [
@@ -349,7 +349,8 @@ def in_turn(number: int, barrier: asyncio.Barrier):
 
     async def hold():
         await barrier.wait()
-        await asyncio.sleep(0.001 * number)
+        for _ in range(10 * number):
+            await asyncio.sleep(0)
 
     return hold
 
@@ -571,26 +572,27 @@ def test_an_environment_that_can_not_be_made(play):
 
 
 def test_a_step_that_hangs_ends_its_trajectory_and_no_other(prepare):
-    log, release = [], threading.Event()
-    task, row = room(log, lambda: release.wait(20), slow=True)
+    log, stepping, release = [], threading.Event(), threading.Event()
+    task, row = room(log, lambda: stepping.set() or release.wait(), slow=True)
     fine, fine_row = room([], lambda: ("bye", 1.0, True, {}), slow=True)
 
     async def scenario():
-        hangs, _ = prepare(task, row, ["a"], tool_timeout=0.2)
+        hangs, _ = prepare(task, row, ["a"], tool_timeout=HANGS)
         ends, _ = prepare(fine, fine_row, ["a"])
         hanging = asyncio.create_task(hangs)
         output = await ends
+        while not stepping.is_set():
+            await asyncio.sleep(0)
         assert not hanging.done()
+        time_passes()
         with pytest.raises(TimeoutError):
             await hanging
         return output
 
-    started = time.perf_counter()
     try:
         assert rewards_of_turns(asyncio.run(scenario())) == [1.0]
     finally:
         release.set()
-    assert time.perf_counter() - started < 5
     assert log[-1] == "close" and task.INTERACTIONS[0].envs == {}
 
 
@@ -604,7 +606,7 @@ def test_a_cancelled_game_is_closed(prepare):
         async def hold():
             if len(log) == 2:  # reset and one step: the second turn is never said
                 waiting.set()
-                await asyncio.sleep(30)
+                await for_ever()
 
         playing = asyncio.create_task(prepare(task, row, ["a", "b"], hold)[0])
         await waiting.wait()

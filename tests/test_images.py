@@ -317,7 +317,8 @@ def test_a_micro_batch_without_images_still_has_a_gradient_for_every_parameter(a
     found = gradients(policy, batch, [[0]])
     assert all(not gradient.any() for name, gradient in found.items() if "visual" in name)
     critic = train.Critic(args, policy.vision)
-    critic(data.pack_rows(batch, [0], torch.device("cpu")))[0].sum().backward()
+    (values,) = critic(data.pack_rows(batch, [0], torch.device("cpu")))
+    values.sum().backward()
     assert all(p.grad is not None for p in critic.parameters())
 
 

@@ -103,9 +103,7 @@ def test_second_run_does_nothing(machine):
     assert machine.run("source 'a clone/install.sh' test").returncode == 0
     assert machine.calls() == CPU_TEST
     for command in ["source 'a clone/install.sh' test", "source 'a clone/install.sh'", "bash 'a clone/install.sh'"]:
-        start = time.perf_counter()
         result = machine.run(command + " && echo $VIRTUAL_ENV")
-        assert time.perf_counter() - start < 1
         assert result.returncode == 0 and len(result.stdout.splitlines()) == 2
         assert machine.calls() == []
     assert machine.run("cd 'a clone' && . ./install.sh && cd .venv && . ../install.sh test").returncode == 0
@@ -167,7 +165,8 @@ def test_killed_half_way(machine):
     machine.run("source 'a clone/install.sh'", FAIL="uninstall -y vllm")
     (machine.venv / ".flatrl-install").write_text("unfinished\n")
     site = next(machine.venv.glob("lib/python3*/site-packages"))
-    time.sleep(0.05)
+    past = time.time() - 60
+    os.utime(machine.venv / ".flatrl-install", (past, past))
     for name in ["cut", "whole"]:
         (site / f"{name}-1.0.dist-info").mkdir()
         (site / f"{name}-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\n")

@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import mcp_tools
 import pytest
+from conftest import HANGS, time_passes, wait_for
 from mcp_tools import McpServer, McpTool
 from test_agent_loop import Script
 
@@ -23,6 +23,7 @@ from train import Args
 
 SERVER = '''
 import asyncio, os, sys
+from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import EmbeddedResource, TextContent, TextResourceContents
@@ -30,9 +31,12 @@ from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 server = MCPServer("test", log_level="CRITICAL")
 
 @server.tool()
-async def add(a: int, b: int = 0, pause: float = 0) -> int:
+async def add(a: int, b: int = 0, held: str = "") -> int:
     """Adds two numbers."""
-    await asyncio.sleep(pause)
+    if held:  # a folder: leaves a file there, and waits for one that is called open
+        Path(held, str(a)).touch()
+        while not Path(held, "open").exists():
+            await asyncio.sleep(0.01)
     return a + b
 
 @server.tool()
@@ -77,7 +81,7 @@ def program(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def run(background):
     """Runs a coroutine to its end on the run's background loop; a hang is a failure."""
-    return lambda coroutine: background.submit(asyncio.wait_for(coroutine, 30)).result()
+    return lambda coroutine: background.submit(asyncio.wait_for(coroutine, HANGS)).result()
 
 
 def end_session(server: McpServer, run) -> None:
@@ -113,13 +117,15 @@ class HttpServer:
         self.process = subprocess.Popen(
             [sys.executable, self.program, str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        for _ in range(600):
-            assert self.process.poll() is None, "the server ended"
-            try:
-                return socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                time.sleep(0.05)
-        raise AssertionError("the server does not listen")
+        wait_for(self.listens)
+
+    def listens(self) -> bool:
+        assert self.process.poll() is None, "the server ended"
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         self.process.kill()
@@ -189,17 +195,23 @@ def test_env_and_headers_reach_the_server(stdio, http, run):
     assert run(http["header"].execute("r", {})) == "open sesame"
 
 
-def test_many_concurrent_calls_share_one_session(tools, run):
-    async def calls():
-        started = time.perf_counter()
-        sums = asyncio.gather(*(tools["add"].execute(f"r{i}", {"a": i, "b": 1, "pause": 0.5}) for i in range(100)))
-        pids = asyncio.gather(*(tools["pid"].execute(f"r{i}", {}) for i in range(20)))
-        assert await sums == [str(i + 1) for i in range(100)]
-        return set(await pids), time.perf_counter() - started
+async def under_way(n: int, folder: Path) -> None:
+    """Until n calls of add are held there."""
+    while len(list(folder.iterdir())) < n:
+        await asyncio.sleep(0.01)
 
-    pids, seconds = run(calls())
-    assert len(pids) == 1
-    assert seconds < 20  # one after another: 50
+
+def test_many_concurrent_calls_share_one_session(tools, run, tmp_path):
+    async def calls():
+        held = {"b": 1, "held": str(tmp_path)}
+        sums = asyncio.gather(*(tools["add"].execute(f"r{i}", {"a": i} | held) for i in range(80)))
+        pids = asyncio.gather(*(tools["pid"].execute(f"r{i}", {}) for i in range(20)))
+        await under_way(80, tmp_path)  # all at once
+        assert len(set(await pids)) == 1
+        (tmp_path / "open").touch()
+        assert await sums == [str(i + 1) for i in range(80)]
+
+    run(calls())
 
 
 def test_errors_of_the_server_are_readable(tools, run):
@@ -217,17 +229,20 @@ def test_errors_of_the_server_are_readable(tools, run):
     assert "a\n  Input should be a valid integer" in mistyped
 
 
-def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run):
+def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, tmp_path):
     async def calls():
         before = await tools["pid"].execute("r", {})
         session = tools["pid"].server.session
-        slow = asyncio.create_task(tools["add"].execute("a", {"a": 1, "pause": 1.0}))
-        for _ in range(5):
-            started = time.perf_counter()
+        slow = asyncio.create_task(tools["add"].execute("a", {"a": 1, "held": str(tmp_path)}))
+        for i in range(5):
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await tools["add"].execute("b", {"a": 1, "pause": 60})
-            assert time.perf_counter() - started < 2
+                async with asyncio.timeout(None) as deadline:
+                    call = asyncio.ensure_future(tools["add"].execute("b", {"a": 10 + i, "held": str(tmp_path)}))
+                    await under_way(2 + i, tmp_path)
+                    deadline.reschedule(0)  # which has passed
+                    await call
+        assert not slow.done()
+        (tmp_path / "open").touch()
         assert await slow == "1"
         assert await tools["pid"].execute("r", {}) == before
         assert tools["pid"].server.session is session
@@ -241,7 +256,7 @@ def test_a_deadline_while_connecting_leaves_the_connecting_to_go_on(program, run
 
     async def calls():
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):  # Python alone takes longer to start
+            async with asyncio.timeout(0):
                 await tool.execute("r", {})
         session = server.session
         assert int(await tool.execute("r", {})) > 0
@@ -252,13 +267,15 @@ def test_a_deadline_while_connecting_leaves_the_connecting_to_go_on(program, run
 
 
 def test_the_deadline_of_connecting_does_not_end_the_session(http_server, run, monkeypatch):
-    monkeypatch.setattr(mcp_tools, "CONNECT_SECONDS", 2)
+    monkeypatch.setattr(mcp_tools, "CONNECT_SECONDS", HANGS / 2)
     server = McpServer(None, http_server.url, None, None)
 
     async def calls():
         await server.call("pid", {})
-        await asyncio.sleep(2.2)
-        assert server.session.usable()
+        session = server.session
+        time_passes(HANGS / 2)
+        await server.call("pid", {})
+        assert session.usable() and server.session is session
 
     run(calls())
     end_session(server, run)
@@ -275,19 +292,21 @@ def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
         assert first not in pids and len(set(pids)) == 1
         return int(first), int(pids[0])
 
-    for pid in asyncio.run(asyncio.wait_for(calls(), 30)):  # an event loop that ends, and the session with it
+    for pid in asyncio.run(asyncio.wait_for(calls(), HANGS)):  # an event loop that ends, and the session with it
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert server.session.task.done() and not server.session.usable()
 
 
-def test_a_server_killed_during_calls_answers_them_after_a_restart(stdio, run):
+def test_a_server_killed_during_calls_answers_them_after_a_restart(stdio, run, tmp_path):
     async def calls():
         pid = int(await stdio["pid"].execute("r", {}))
-        under_way = [asyncio.create_task(stdio["add"].execute("r", {"a": i, "pause": 0.3})) for i in range(10)]
-        await asyncio.sleep(0.1)
+        held = {"held": str(tmp_path)}
+        sums = [asyncio.create_task(stdio["add"].execute("r", {"a": i} | held)) for i in range(10)]
+        await under_way(10, tmp_path)
         os.kill(pid, signal.SIGKILL)
-        return await asyncio.gather(*under_way)
+        (tmp_path / "open").touch()
+        return await asyncio.gather(*sums)
 
     assert run(calls()) == [str(i) for i in range(10)]
 
@@ -301,14 +320,14 @@ def test_a_call_that_always_kills_the_server_fails_and_the_next_one_works(stdio,
     assert run(calls()) == "1"
 
 
-def test_an_http_server_that_goes_and_comes_back(http_server, http, run):
+def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_path):
     async def calls():
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
-        under_way = asyncio.create_task(http["add"].execute("r", {"a": 1, "pause": 60}))
-        await asyncio.sleep(0.2)
+        call = asyncio.create_task(http["add"].execute("r", {"a": 1, "held": str(tmp_path)}))
+        await under_way(1, tmp_path)
         http_server.kill()
         with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
-            await under_way
+            await call
         with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
             await http["add"].execute("r", {"a": 1})
         http_server.start()

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from conftest import KEPT, generate, make_run
+from conftest import HANGS, KEPT, for_ever, generate, make_run, too_late, wait_for
 from transformers import AutoModelForCausalLM
 
 import data
@@ -169,11 +169,11 @@ def test_system_exit_in_a_task_does_not_end_the_event_loop():
 
     async def spawns():
         task = asyncio.create_task(leaves())
-        await asyncio.sleep(0.01)
+        await asyncio.wait([task])
         return repr(task.exception())
 
-    assert background.submit(spawns()).result(timeout=20) == "SystemExit(3)"
-    assert background.submit(asyncio.sleep(0, "alive")).result(timeout=20) == "alive"
+    assert background.submit(spawns()).result(timeout=HANGS) == "SystemExit(3)"
+    assert background.submit(asyncio.sleep(0, "alive")).result(timeout=HANGS) == "alive"
     background.close()
 
 
@@ -261,25 +261,29 @@ def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, to
 
 
 def test_slow_graders_run_on_after_the_phase_and_are_awaited(engine, background, tokenizer, args, tiny_model):
-    release, started = asyncio.Event(), []
+    release, started, ended = asyncio.Event(), [], 0
 
     async def reward(output, row):
+        nonlocal ended
         started.append(row["index"])
         if row["index"] == 1:
             raise RuntimeError("no")
         if row["index"] == 2:
-            await asyncio.sleep(3600)
+            while ended < 4:
+                await asyncio.sleep(0)
+            await too_late()
         await release.wait()
+        ended += 1
         return {"score": row["index"] + output.extra["sample"] / 4}
 
     wake(engine, hf_model(tiny_model), 0)
-    limits = dataclasses.replace(args, reward_timeout=1.0)
+    limits = dataclasses.replace(args, reward_timeout=HANGS)
     run = run_with(engine, background, tokenizer, limits, reward)
     pool = Pool(run, "train", make_rows(*["x"] * 4).__getitem__, 4, 2, {"temperature": 1.0}, 0)
     phase = pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
     assert len(phase.outputs) == 8 and all(output.reward is None for output in phase.outputs)
-    background.loop.call_soon_threadsafe(background.loop.call_later, 0.3, release.set)
+    run.stop.requested = lambda: background.loop.call_soon_threadsafe(release.set) is None  # asked while it waits: no
     grade(run, phase)
     assert sorted(started) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [(o.extra["prompt"], o.reward["score"]) for o in phase.outputs] == [(0, 0), (0, 0.25), (3, 3), (3, 3.25)]
@@ -297,8 +301,8 @@ class ByRow(TwoTurns):
     async def run(self, sampling_params, **row):
         what, row["extra"] = row["extra"], "x"
         if what == "late":
-            async with asyncio.timeout(0.02):
-                await self.engine.generate(request_id="", prompt_ids=[5], sampling_params={"ignore_eos": True})
+            async with asyncio.timeout(HANGS) as LATE[self.engine.name]:
+                await self.engine.generate(request_id="", prompt_ids=[5], sampling_params={"max_tokens": 1})
         row["prompt"].append({"role": "assistant", "content": "mine"})
         output = await super().run(sampling_params, **row)
         output.reward = {"nonsense": "It is 42.", "no score": {"acc": 1}, "own": 0.5}.get(what)
@@ -307,8 +311,34 @@ class ByRow(TwoTurns):
 
 
 SHARED: dict = {}
+LATE: dict[str, asyncio.Timeout] = {}  # trajectories that call the engine under a deadline, and that
 
 
+@pytest.fixture
+def late_in_the_model_step(engine, background, monkeypatch):
+    """Deadlines pass while the engine is in the model step that would have brought the tokens."""
+    LATE.clear()
+    passed, step = [], engine.core.step
+
+    async def pass_those(names: list[str]) -> None:
+        for name in names:
+            LATE[name].reschedule(0)
+        while not all(request.future.cancelled() for request in engine.running.values() if request.request_id in names):
+            await asyncio.sleep(0)
+
+    def step_and_pass():
+        names = [name for name in LATE if name in {request.request_id for request in engine.running.values()}]
+        outputs = step()
+        background.submit(pass_those(names)).result(timeout=HANGS)
+        passed.extend(names)
+        return outputs
+
+    monkeypatch.setattr(engine.core, "step", step_and_pass)
+    yield
+    assert passed and set(passed) == set(LATE)
+
+
+@pytest.mark.usefixtures("late_in_the_model_step")
 def test_what_an_agent_leaves_behind_is_its_own(engine, background, tokenizer, args, tiny_model):
     """A timeout in the last model step, a reward that is none, a changed row, one dict for all: each costs itself."""
 
@@ -331,6 +361,7 @@ def test_what_an_agent_leaves_behind_is_its_own(engine, background, tokenizer, a
     assert len({len(o.prompt_ids) for o in phase.outputs}) == 1 and all(len(row["prompt"]) == 1 for row in rows)
 
 
+@pytest.mark.usefixtures("late_in_the_model_step")
 def test_a_call_that_times_out_in_the_last_model_step_leaves_the_engine(
     engine, background, tokenizer, args, tiny_model
 ):
@@ -355,7 +386,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tok
 
     async def reward(output, row):
         try:
-            await asyncio.sleep(3600)
+            await for_ever()
         except asyncio.CancelledError:
             cancelled.append(row["index"])
             raise
@@ -368,7 +399,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tok
     with pytest.raises(Stopped):
         grade(run, phase)
     pool.end()  # as train.py does when it is stopped
-    background.submit(asyncio.sleep(0.05)).result()
+    wait_for(lambda: len(cancelled) == 2)
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
 
 

@@ -5,6 +5,7 @@ A program says its PIDs as `os.readlink("/proc/self")`: what the host calls it, 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -14,33 +15,52 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sandbox
+from conftest import HANGS, time_passes, wait_for
 from sandbox import Result, run_python
 from test_agent_loop import Script
 
-from agent_loop import agent_loop_class, tool_parser
+from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
 from rollout import score
 from train import Args
 
 
 def run(code: str, **limits) -> Result:
-    return asyncio.run(run_python(textwrap.dedent(code), **{"timeout": 30.0} | limits))
+    return asyncio.run(run_python(textwrap.dedent(code), **{"timeout": HANGS} | limits))
 
 
 def both(code: str, **limits) -> list[Result]:
     """The same program twice at a time: with what the host allows of namespaces and users, and without."""
 
+    return asyncio.run(both_of(code, **limits))
+
+
+async def both_of(code: str, **limits) -> list[Result]:
+    runs = (run_python(textwrap.dedent(code), HANGS, isolate=i, **limits) for i in (True, False))
+    return await asyncio.gather(*runs)
+
+
+def both_late(code: str, **limits) -> list[Result]:
+    """`both` for programs that don't end: their time is up when they have made a file called "there"."""
+
     async def runs():
-        limits["timeout"] = limits.get("timeout", 30.0)
-        return await asyncio.gather(*(run_python(textwrap.dedent(code), isolate=i, **limits) for i in (True, False)))
+        results = asyncio.create_task(both_of(code, **limits))
+        await there(2)
+        time_passes()
+        return await results
 
     return asyncio.run(runs())
+
+
+async def there(n: int) -> None:
+    """Until so many programs have made that file."""
+    while len(list(Path(tempfile.gettempdir()).glob("*/there"))) < n:
+        await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +72,7 @@ def host() -> Result:
 @pytest.fixture(autouse=True)
 def folders(monkeypatch):
     """Where a test's sandboxes have their folders; empty in the end. Not in tmp_path, which other users can't enter."""
+    monkeypatch.setattr(sandbox, "GRACE", HANGS)
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-"))
     folder.chmod(0o1777)  # as /tmp is
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -74,13 +95,6 @@ def processes_in(folder: Path) -> list[int]:
         if ours and alive(int(pid)):
             found.append(int(pid))
     return found
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -182,21 +196,20 @@ def test_it_does_not_run_as_root(host):
 
 
 def test_an_endless_loop_ends_at_the_deadline():
-    started = time.monotonic()
-    for result in both("print('before')\nwhile True: pass", timeout=2):
+    for result in both_late("print('before')\nopen('there', 'x')\nwhile True: pass"):
         assert result.timed_out and result.returncode == -signal.SIGKILL
         assert result.stdout == "before\n"  # what it had printed is not lost
-    assert 2 <= time.monotonic() - started < 2 + sandbox.GRACE
 
 
 def test_ignoring_signals_does_not_help():
-    for result in both("""
+    for result in both_late("""
         import signal, time
         for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(s, signal.SIG_IGN)
         print("ready")
+        open("there", "x")
         while True: time.sleep(1)
-    """, timeout=2):  # fmt: skip
+    """):
         assert result.timed_out and result.stdout == "ready\n"
 
 
@@ -230,7 +243,7 @@ def test_number_of_processes(host):
         for i in range(200):
             try:
                 if os.fork() == 0:
-                    time.sleep(60)
+                    time.sleep(3600)
                     os._exit(0)
             except BlockingIOError:
                 break
@@ -242,7 +255,12 @@ def test_number_of_processes(host):
 
 
 def test_printing_for_ever_costs_no_memory_and_does_not_hang():
-    for result in both("while True: print('spam' * 1000)", timeout=2, max_output=1000):
+    for result in both_late("""
+        for n in range(10**9):
+            print("spam" * 1000)
+            if n == 100:  # more than fits into a pipe
+                open("there", "x")
+    """, max_output=1000):  # fmt: skip
         assert result.timed_out and result.truncated
         assert len(result.stdout) == 1000 + len("\n...\n") and result.stdout.startswith("spamspam")
 
@@ -258,7 +276,7 @@ def test_both_ends_of_a_long_output_are_kept():
 def test_no_network(host):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        isolated, plain = both(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5); print('in')")
+        isolated, plain = both(f"import socket; socket.create_connection(('127.0.0.1', {port})); print('in')")
     assert plain.stdout == "in\n" and plain.no_network is False  # what is not there is not claimed
     if not host.no_network:
         pytest.skip("this host does not allow network namespaces")
@@ -283,7 +301,7 @@ CHILDREN = """
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             print(how, os.readlink("/proc/self"), flush=True)  # which keeps our stdout and stderr open
             os.write(say, b"1")
-            time.sleep(600)
+            time.sleep(3600)
 
     for how in ("child", "session", "orphan"):
         outlive(how)
@@ -305,7 +323,7 @@ def test_children_do_not_outlive_the_program(end, code):
 
 
 def test_children_do_not_outlive_the_deadline():
-    for result in both(textwrap.dedent(CHILDREN) + "time.sleep(600)", timeout=3):
+    for result in both_late(textwrap.dedent(CHILDREN) + "open('there', 'x'); time.sleep(3600)"):
         assert result.timed_out
         assert not any(map(alive, children(result)))
 
@@ -327,7 +345,7 @@ def test_processes_that_keep_forking_are_caught(folders):
 
 def test_cancellation_kills_and_tidies_up(folders):
     async def cancelled():
-        runs = [run_python(textwrap.dedent(CHILDREN) + "time.sleep(600)", 600, isolate=i) for i in (True, False)]
+        runs = [run_python(textwrap.dedent(CHILDREN) + "time.sleep(3600)", HANGS, isolate=i) for i in (True, False)]
         tasks = [asyncio.create_task(run) for run in runs]
         while len(pids := processes_in(folders)) < 12:  # for each: supervisor, init, program and its three
             await asyncio.sleep(0.05)
@@ -337,12 +355,12 @@ def test_cancellation_kills_and_tidies_up(folders):
         assert [type(result) for result in results] == [asyncio.CancelledError] * 2
         assert not any(map(alive, pids))
 
-    asyncio.run(asyncio.wait_for(cancelled(), 60))
+    asyncio.run(asyncio.wait_for(cancelled(), HANGS))
 
 
 def test_cancellation_at_any_moment(folders):
     async def cancelled(delay):
-        task = asyncio.create_task(run_python("import time; time.sleep(60)", 60))
+        task = asyncio.create_task(run_python("import time; time.sleep(3600)", HANGS))
         await asyncio.sleep(delay)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -352,7 +370,7 @@ def test_cancellation_at_any_moment(folders):
         await asyncio.gather(*map(cancelled, [0, 0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]))
 
     asyncio.run(everything())
-    wait_for(lambda: processes_in(folders) == [], 1)
+    wait_for(lambda: processes_in(folders) == [])
 
 
 def test_the_death_of_this_process_ends_the_program(folders):
@@ -361,7 +379,7 @@ import asyncio, sys, tempfile
 sys.path.insert(0, {str(Path(sandbox.__file__).parent)!r})
 from sandbox import run_python
 tempfile.tempdir = {str(folders)!r}
-async def main(): await asyncio.gather(*(run_python("import time; time.sleep(600)", 600, isolate=i) for i in (0, 1)))
+async def main(): await asyncio.gather(*(run_python("import time; time.sleep(3600)", 3600, isolate=i) for i in (0, 1)))
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", host]) as process:
@@ -378,13 +396,14 @@ def test_the_death_of_the_supervisor_ends_an_isolated_program(host, folders):
         pytest.skip("without a PID namespace nobody else knows the program's children")
 
     async def killed():
-        task = asyncio.create_task(run_python("import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(60)", 60))
+        code = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(3600)"
+        task = asyncio.create_task(run_python(code, HANGS))
         while len(pids := processes_in(folders)) < 4:
             await asyncio.sleep(0.05)
         os.kill(min(pids), signal.SIGKILL)
         return await task
 
-    result = asyncio.run(asyncio.wait_for(killed(), 60))
+    result = asyncio.run(asyncio.wait_for(killed(), HANGS))
     assert (result.returncode, result.timed_out) == (-signal.SIGKILL, False)
     assert result.no_network is False  # nobody is left who could say so
     wait_for(lambda: processes_in(folders) == [])
@@ -411,7 +430,7 @@ def test_concurrent_runs_keep_apart():
         code = (
             "open('mine', 'x').write('{0}'); import os, time; time.sleep(0.2); print(open('mine').read(), os.listdir())"
         )
-        return await asyncio.gather(*(run_python(code.format(i), 30) for i in range(20)))
+        return await asyncio.gather(*(run_python(code.format(i), HANGS) for i in range(20)))
 
     before = sorted(os.listdir("/proc/self/fd"))
     results = asyncio.run(all_of_them())
@@ -425,9 +444,14 @@ def test_slots_bound_the_number_of_programs(monkeypatch, folders):
     seen = set()
 
     async def watch():
-        tasks = [asyncio.create_task(run_python("", 30)) for _ in range(5)]
+        code = "import os, time; open('there', 'x')\nwhile not os.path.exists('go'): time.sleep(0.01)"
+        tasks = [asyncio.create_task(run_python(code, HANGS)) for _ in range(5)]
+        await there(2)
         while not all(task.done() for task in tasks):
             seen.add(len(list(folders.iterdir())))
+            for folder in folders.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # it has just ended
+                    (folder / "go").touch()
             await asyncio.sleep(0.005)
         return [task.result().returncode for task in tasks]
 
@@ -437,8 +461,8 @@ def test_slots_bound_the_number_of_programs(monkeypatch, folders):
 
 def test_on_the_background_loop(background):
     """The loop that tools run on is not the main thread's."""
-    assert background.submit(run_python("print(6 * 7)", 30)).result(timeout=40).stdout == "42\n"
-    assert background.submit(run_python("while True: pass", 0.5)).result(timeout=40).timed_out
+    assert background.submit(run_python("print(6 * 7)", HANGS)).result(timeout=HANGS).stdout == "42\n"
+    assert background.submit(run_python("while True: pass", 0.5)).result(timeout=HANGS).timed_out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,8 +474,7 @@ retool = load_task(str(Path(sandbox.__file__).with_name("retool.py")))
 
 def play(tokenizer, row: dict, *lines: str, **flags):
     """The trajectory in which the model says these lines, scored by the task's reward."""
-    tool_parser("hermes", tokenizer)  # imports vLLM's parsers, which takes seconds: not while a deadline runs
-    args = Args(**{"max_response_tokens": 4000, "tool_timeout": 30.0} | flags)
+    args = Args(**{"max_response_tokens": 4000, "tool_timeout": 4 * HANGS} | flags)
     engine = Script(tokenizer, lines)
 
     async def trajectory():
@@ -488,12 +511,24 @@ def test_retool_trajectory(tokenizer):
 
 
 def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch):
-    monkeypatch.setattr(retool, "SECONDS", 1.5)
+    ended = []
+
+    async def timed(*args, **limits):
+        result = await run_python(*args, **limits)
+        ended.append(result)
+        if len(ended) == 3:  # only the one that hangs is left
+            await there(1)
+            time_passes()
+        return result
+
+    monkeypatch.setattr(retool, "SECONDS", HANGS)
+    monkeypatch.setattr(retool, "run_python", timed)
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
-    codes = ["print('so far')\nwhile True: pass", "import os; os._exit(3)", "x = 1", "print('y' * 1000)"]
+    codes = ["print('so far')\nopen('there', 'x')\nwhile True: pass", "import os; os._exit(3)", "x = 1"]
+    codes.append("print('y' * 1000)")
     output = play(tokenizer, row, "".join(map(python, codes)), "<answer>1</answer>", max_tool_response_tokens=60)
     said = [message["content"] for message in output.messages if message["role"] == "tool"]
-    assert said[0] == "so far\nError: the program took longer than 1.5 seconds"
+    assert said[0] == "so far\nError: the program took longer than 300 seconds"
     assert said[1:3] == ["Error: the program ended with code 3", "(nothing printed)"]
     assert said[3] == "y" * 30 + "..." + "y" * 30
     assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1 and output.reward == 1.0

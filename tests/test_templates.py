@@ -12,6 +12,7 @@ import copy
 import json
 
 import pytest
+from conftest import HANGS, too_late
 from test_agent_loop import ANSWER, PROMPT, Quiz, Script, call, encode, quiz_row, quiz_task
 from tokenizers import AddedToken
 
@@ -121,7 +122,7 @@ def family(request, tokenizer):
 
 
 def play(tokenizer, task, row, stop_ids, *lines, **flags):
-    args = Args(**{"max_response_tokens": 1000, "tool_timeout": 5.0} | flags)
+    args = Args(**{"max_response_tokens": 1000, "tool_timeout": HANGS} | flags)
     engine = Script(tokenizer, lines)
     loop = ToolAgentLoop(engine, tokenizer, None, task, args)
     row = {"prompt": PROMPT} | row
@@ -242,10 +243,10 @@ def test_a_fork_in_which_nothing_was_sampled_leaves_what_it_has_to_the_one_befor
     class Slow(Script):
         async def generate(self, **call):
             if self.prompts:
-                await asyncio.sleep(20)
+                await too_late()
             return await super().generate(**call)
 
-    args = Args(max_response_tokens=1000, trajectory_timeout=0.3)
+    args = Args(max_response_tokens=1000, trajectory_timeout=HANGS)
     loop = ToolAgentLoop(Slow(other, (words, "late")), other, None, quiz, args)
     row = {"prompt": PROMPT, **quiz_row(), "step": 0, "index": 0, "rollout_n": 0, "validate": False}
     (output,) = asyncio.run(loop.run({"stop_token_ids": [other.eos_token_id]}, **row))

@@ -34,28 +34,31 @@ def build_model(path: str) -> None:
 
 @register("two_turns")
 class TwoTurns(AgentLoopBase):
-    """Two turns of at most eight tokens with a given question between them."""
+    """Two turns of at most eight tokens with a given question between them; from step TINY_TASK_BLOCKS_FROM on they
+    make the file TINY_TASK_BLOCKS and block the event loop."""
 
     async def run(self, sampling_params, **row):
         trajectory = self.start(row)
         for turn in range(2):
             await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 8})
             if turn == 0:
-                if "TINY_TASK_BLOCKS" in os.environ:
+                first = int(os.environ.get("TINY_TASK_BLOCKS_FROM", 0))
+                if "TINY_TASK_BLOCKS" in os.environ and row["step"] >= first and not row["validate"]:
                     Path(os.environ["TINY_TASK_BLOCKS"]).touch()
                     time.sleep(3600)
-                await self.between()
+                await self.between(trajectory)
                 trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
                 trajectory.user_turns += 1
         trajectory.stop_reason = "stop"
         return trajectory.output()
 
-    async def between(self) -> None: ...
+    async def between(self, trajectory) -> None: ...
 
 
 @register("slow_turns")
 class SlowTurns(TwoTurns):
-    """A pause of up to TINY_TASK_PAUSE seconds between the turns; TINY_TASK_DIARY says who came and who left."""
+    """The prompts in TINY_TASK_HELD wait between their turns for an update, if one is to come, the others for up to
+    TINY_TASK_PAUSE seconds. TINY_TASK_DIARY says who came and who left."""
 
     async def run(self, sampling_params, **row):
         self.write("+")
@@ -64,8 +67,13 @@ class SlowTurns(TwoTurns):
         finally:
             self.write("-")
 
-    async def between(self) -> None:
-        await asyncio.sleep(random.random() * float(os.environ["TINY_TASK_PAUSE"]))
+    async def between(self, trajectory) -> None:
+        kind, _, prompt, _ = self.engine.name.split("-")
+        if kind == "train" and int(prompt) in map(int, os.environ.get("TINY_TASK_HELD", "").split()):
+            while self.engine.engine.version == trajectory.response_versions[-1] < self.args.num_steps - 1:
+                await asyncio.sleep(0.01)
+        else:
+            await asyncio.sleep(random.random() * float(os.environ.get("TINY_TASK_PAUSE", 0)))
 
     def write(self, what: str) -> None:
         with open(os.environ["TINY_TASK_DIARY"], "a") as diary:

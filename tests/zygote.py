@@ -1,7 +1,7 @@
-"""Started once by conftest.py: imports torch, transformers and vLLM once, then forks a process for each run of a script.
+"""Started by conftest.py: imports torch, transformers and vLLM once, then forks a process for each run of a script.
 
 Importing them is nearly all the CPU time of a short run. A forked process is otherwise a process of its own: session,
-arguments, environment, output, exit code and death by a signal are those of `python SCRIPT ARGUMENTS` in the repository.
+arguments, environment, output, exit code and death by a signal are those of `python SCRIPT ARGUMENTS` in this folder.
 
 One message asks for one process: JSON, and the descriptors of its output and of a socket for the answers: its id, then
 its exit status as waitpid gives it. The end of the connection ends this process.
