@@ -9,8 +9,7 @@ rendered again; the turns in between are tokenised as a difference of two templa
 To bring your own agent, subclass `AgentLoopBase` in the task file, decorate it with
 `@register("name")`, and select it with `--agent name` or a row's `agent_name`. Loops run as
 coroutines of one background thread; hundreds live at once. Names follow verl's agent loop
-(https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
-"""
+(https://verl.readthedocs.io/en/latest/advance/agent_loop.html)."""
 
 import asyncio
 import base64
@@ -46,8 +45,7 @@ class TokenOutput:
     token_ids, logprobs, versions have one entry a sampled token: its id, its log-probability under
     the sampling temperature, and the version of the weights that sampled it. The stop token, if one
     was sampled, is included. prompt_ids is the prompt as the engine saw it: an image's placeholder
-    repeated for every token the image takes.
-    """
+    repeated for every token the image takes."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -88,7 +86,7 @@ class AgentLoopOutput:
     images: list = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"the response lists of an output must have one length, got {lengths}")
@@ -107,15 +105,13 @@ class AgentLoopOutput:
 # ---------------------------------------------------------------- templates: messages -> tokens
 
 
-def render_text(
-    tokenizer, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False
-) -> str:
+def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
+                add_generation_prompt: bool = False) -> str:
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
         raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
-    return tokenizer.apply_chat_template(
-        messages, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
-    )
+    return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False,
+                                         add_generation_prompt=add_generation_prompt)
 
 
 def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
@@ -135,10 +131,8 @@ class RewritesHistory(ValueError):
     """The template changes earlier messages when new ones come: a new token sequence is needed."""
 
 
-def turn_suffix(
-    tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int], ended: bool,
-    tools: list[dict] | None = None,
-) -> list[int]:  # fmt: skip
+def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int],
+                ended: bool, tools: list[dict] | None = None) -> list[int]:
     """Tokens that follow an assistant turn when `new` messages (tool or user) come after it.
 
     The difference of two renderings, with and without `new`, from the template's last end-of-turn
@@ -146,8 +140,7 @@ def turn_suffix(
     would be lost if the difference were taken from the end of the first (verl#6501). `ended`: the
     policy sampled a stop token; else (a stop string) the end-of-turn token belongs to the suffix.
 
-    Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning).
-    """
+    Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning)."""
     before = render_text(tokenizer, messages, tools)
     after = render_text(tokenizer, messages + new, tools, True)
     if not after.startswith(before):
@@ -172,8 +165,7 @@ def open_image(source):
     """A PIL image of a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
 
     Of a file only the header is read. Raises ValueError unless it has one of IMAGE_FORMATS and at
-    most MAX_PIXELS.
-    """
+    most MAX_PIXELS."""
     from PIL import Image
 
     source = _file_of(source)
@@ -212,8 +204,7 @@ _load_file = functools.lru_cache(maxsize=64)(load_image)
 def _row_image(source):
     """`load_image` of a row's image, one object for all members of a group: preprocessed once.
 
-    A PIL image is loaded already, by `data.load_rows`.
-    """
+    A PIL image is loaded already, by `data.load_rows`."""
     return source if hasattr(source, "size") else _load_file(_file_of(source))
 
 
@@ -226,8 +217,7 @@ def _image_tokens(images, processor):
 def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     """Repeats the one placeholder of each image for every token it takes: what the model is fed.
 
-    Raises ValueError unless there is one an image, each of a shape that the model takes.
-    """
+    Raises ValueError unless there is one an image, each of a shape that the model takes."""
     if processor is None:  # a text model
         if images:
             raise ValueError("there are images, and this model reads text only")
@@ -239,15 +229,14 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     return [token for i in ids for token in [i] * (next(counts) if i == placeholder else 1)]
 
 
-def check_images(output: AgentLoopOutput, processor) -> None:
+def check_images(output: AgentLoopOutput, processor):
     """Raises ValueError unless the ids have a placeholder for each token of the output's images."""
     found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     expected = sum(_image_tokens(output.images, processor))
     if found != expected:
-        raise ValueError(
-            f"the ids have {found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {expected} tokens: return both as the trainer needs them"
-        )
+        images = f"the {len(output.images)} images of AgentLoopOutput.images"
+        raise ValueError(f"the ids have {found} placeholders, but {images} take {expected} tokens: "
+                         "return both as the trainer needs them")
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -268,8 +257,7 @@ class Tool:
 
     For each trajectory that calls it: `create` once, before the first `execute`; then `calc_reward`
     once; and `release` in every case. All may be overridden; `execute` must be. Set `name` and
-    `schema` (the JSON schema of an OpenAI function tool) on the class or the instance.
-    """
+    `schema` (the JSON schema of an OpenAI function tool) on the class or the instance."""
 
     name: str
     schema: dict
@@ -361,10 +349,8 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     if name is None and len(known) < 2:
         return next(iter(known.values()), None)
     if kwargs and name not in known:
-        raise BadInput(
-            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's INTERACTIONS: "
-            f"{sorted(known)}"
-        )
+        raise BadInput(f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
+                       f"INTERACTIONS: {sorted(known)}")
     return known.get(name)
 
 
@@ -392,8 +378,7 @@ async def _contained(coroutine):
 async def in_thread(function: Callable, *args, **kwargs) -> Any:
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
-    Python waits for asyncio.to_thread's when it exits: for a tool that never returns, forever.
-    """
+    Python waits for asyncio.to_thread's when it exits: for a tool that never returns, forever."""
     future, context = concurrent.futures.Future(), contextvars.copy_context()
     future.set_running_or_notify_cancel()  # a deadline that passes ends the waiting, not the work
 
@@ -461,12 +446,10 @@ class Trajectory:
 
     `fork` starts a new token sequence where the history was rewritten; `outputs` has one entry for
     each. A loop may return the trajectory itself: going through it gives its outputs. request_ids
-    are prompt and response as the engine is asked, with one placeholder an image; see `expand`.
-    """
+    are prompt and response as the engine is asked, with one placeholder an image; see `expand`."""
 
-    def __init__(
-        self, messages: list[dict], prompt_ids: list[int], request_ids: list[int], images: Sequence
-    ):
+    def __init__(self, messages: list[dict], prompt_ids: list[int], request_ids: list[int],
+                 images: Sequence):
         self.request_id = uuid4().hex
         self.messages, self.images = list(messages), list(images)
         self.metrics, self.extra, self.stop_reason = {}, {}, "stop"
@@ -482,13 +465,13 @@ class Trajectory:
         for name in ("turn_rewards", *RESPONSE_LISTS):
             setattr(self, name, [])
 
-    def fork(self, prompt_ids: list[int], request_ids: list[int]) -> None:
+    def fork(self, prompt_ids: list[int], request_ids: list[int]):
         """Ends the token sequence here; another one's prompt is the rewritten history."""
         self.finished.append(replace(self.output(), metrics={}))  # the last output has them all
         self._begin(prompt_ids, request_ids)
         self.count("forks")
 
-    def add_sampled(self, out: TokenOutput) -> None:
+    def add_sampled(self, out: TokenOutput):
         n = len(out.token_ids)
         if not n == len(out.logprobs) == len(out.versions):
             others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
@@ -500,7 +483,7 @@ class Trajectory:
         self.response_versions += out.versions
         self.assistant_turns += 1
 
-    def add_given(self, ids: list[int], request_ids: list[int] | None = None) -> None:
+    def add_given(self, ids: list[int], request_ids: list[int] | None = None):
         """Tokens of a tool, a user or the template; request_ids: with one placeholder an image."""
         self.request_ids += request_ids or ids
         self.response_ids += ids
@@ -508,11 +491,10 @@ class Trajectory:
         self.response_logprobs += [0.0] * len(ids)
         self.response_versions += [-1] * len(ids)
 
-    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None) -> None:
+    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
 
-        All or none: ValueError, which names it, if a number is not finite.
-        """
+        All or none: ValueError, which names it, if a number is not finite."""
         source = f"{kind} {name!r}"
         reward = finite(reward or 0.0, f"the reward of {source}")
         metrics = {k: finite(x, f"metric {k!r} of {source}") for k, x in (metrics or {}).items()}
@@ -521,7 +503,7 @@ class Trajectory:
         if reward:
             self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
 
-    def count(self, name: str, n: float = 1) -> None:
+    def count(self, name: str, n: float = 1):
         self.metrics[name] = self.metrics.get(name, 0) + n
 
     def outputs(self) -> list[AgentLoopOutput]:
@@ -550,8 +532,7 @@ class AgentLoopBase:
     engine: anything with `async generate(*, request_id, prompt_ids, sampling_params, image_data)
     -> TokenOutput`, the real one or a script; prompt_ids has ONE placeholder for each image of
     image_data, a list of PIL images or None. processor: None for text models; task: the task
-    module; args: train.Args.
-    """
+    module; args: train.Args."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
         self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
@@ -575,15 +556,12 @@ class AgentLoopBase:
         spent = sum(len(one.response_ids) for one in (*trajectory.finished, trajectory))
         return min(self.args.max_response_tokens - spent, window - used)
 
-    def append(
-        self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
-        stops: set[int], images: Sequence = (),
-    ) -> bool:  # fmt: skip
+    def append(self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
+               stops: set[int], images: Sequence = ()) -> bool:
         """Appends tool or user messages as a template suffix, or forks where history is rewritten.
 
         images: one a placeholder. False if there is no room for them and a token of reply: then
-        nothing is appended, and the stop reason is "length".
-        """
+        nothing is appended, and the stop reason is "length"."""
         images, history = [_row_image(image) for image in images], trajectory.messages
         try:
             request = turn_suffix(self.tokenizer, history, messages, stops, trajectory.ended, tools)
@@ -612,8 +590,7 @@ class AgentLoopBase:
         out = await self.engine.generate(
             request_id=trajectory.request_id, prompt_ids=list(trajectory.request_ids),
             sampling_params={**sampling_params, "max_tokens": limit},
-            image_data=list(trajectory.images) or None,
-        )  # fmt: skip
+            image_data=list(trajectory.images) or None)
         prompt = trajectory.prompt_ids + trajectory.response_ids
         if trajectory.images and out.prompt_ids != prompt:
             problem = f"tokens of the images: {len(out.prompt_ids)} against {len(prompt)}"
@@ -678,8 +655,7 @@ def _parser_request(schemas):
 def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
     """The text beside the tool calls of an assistant turn, and [{"name", "arguments", "error"}].
 
-    arguments is a dict; error says why a call can't be executed, for the model to read, or None.
-    """
+    arguments is a dict; error says why a call can't be executed, for the model to read, or None."""
     parser = tool_parser(parser_name, tokenizer)
     error = "the tool call is not valid JSON with name and arguments"
     malformed = [{"name": "", "arguments": {}, "error": error}]
@@ -716,10 +692,8 @@ def _function_call(id, name, arguments):
 
 def _calling_message(content, calls, turn):
     """The assistant's message that makes these calls."""
-    made = [
-        _function_call(_call_id(turn, i), call["name"], call["arguments"])
-        for i, call in enumerate(calls)
-    ]
+    made = [_function_call(_call_id(turn, i), call["name"], call["arguments"])
+            for i, call in enumerate(calls)]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
@@ -733,8 +707,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     A state is a method that gets the trajectory and returns the next state; a subclass adds one by
     returning it from another: `return self.reflecting`. A tool that raises, passes its deadline or
-    is called wrongly becomes a message the model reads, and a counter.
-    """
+    is called wrongly becomes a message the model reads, and a counter."""
 
     async def run(self, sampling_params, **row):
         self.sampling_params = sampling_params
@@ -818,8 +791,7 @@ class ToolAgentLoop(AgentLoopBase):
             images += response.images
             messages.append({
                 "role": "tool", "name": call["name"], "content": content,
-                "tool_call_id": _call_id(trajectory.assistant_turns, i),  # if malformed too
-            })  # fmt: skip
+                "tool_call_id": _call_id(trajectory.assistant_turns, i)})  # if malformed too
         return self.answer(trajectory, messages, images)
 
     async def call_tool(self, trajectory, call):
@@ -885,9 +857,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def interacting(self, trajectory):
         done, text, reward, metrics = await self._in_time(
-            self.interaction.generate_response,
-            trajectory.request_id, trajectory.messages, **self.interaction_kwargs,
-        )  # fmt: skip
+            self.interaction.generate_response, trajectory.request_id, trajectory.messages,
+            **self.interaction_kwargs)
         trajectory.record("interaction", self.interaction.name, reward, metrics)
         if done or self._out_of_turns(trajectory, self.user_answers):
             return None
@@ -904,9 +875,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases what was created, also after a cancellation or failure; counts failing ones."""
         for create in self.created.values():
             create.cancel()  # one that outlived its deadline
-        closers = [
-            self._in_time(self._tool_method, trajectory, name, "release") for name in self.created
-        ]
+        closers = [self._in_time(self._tool_method, trajectory, name, "release")
+                   for name in self.created]
         if self.interaction:
             closers.append(self._in_time(self.interaction.finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
@@ -934,8 +904,7 @@ class ChatClient:
     one (its reply included) continues that token sequence; any other starts one of its own, so
     rewritten histories and sub-agents become several outputs. max_tokens and stop are the agent's;
     temperature and the like stay the run's, because the trainer has to know them. Raises
-    OutOfBudget when the trajectory is used up.
-    """
+    OutOfBudget when the trajectory is used up."""
 
     def __init__(self, loop, sampling_params, row_images=()):
         self.loop, self.sampling_params, self.row_images = loop, sampling_params, row_images
@@ -949,13 +918,11 @@ class ChatClient:
 
     async def create(
         self, *, messages, tools=None, tool_choice="auto", n=1, stream=False, logprobs=False,
-        max_tokens=None, max_completion_tokens=None, stop=None, response_format=None, **others,
-    ):  # fmt: skip
+        max_tokens=None, max_completion_tokens=None, stop=None, response_format=None, **others):
         """One reply, as an openai ChatCompletion with vLLM's prompt_token_ids and token_ids.
 
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
-        response_format, content other than text (and, for vision, images as data: URLs).
-        """
+        response_format, content other than text (and, for vision, images as data: URLs)."""
         if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
             known = "n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
             raise ValueError(f"supported are {known}")
@@ -994,13 +961,12 @@ class ChatClient:
 
     def _resume(self, messages, images, tools):
         """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, known = self.loop, [_identity(message) for message in messages]
+        loop, known = self.loop, list(map(_identity, messages))
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
-        earlier = [
-            t for t in self.trajectories if t.tools == tools and len(t.messages) < len(known)
-            and [_identity(message) for message in t.messages] == known[: len(t.messages)]
-        ]  # fmt: skip
+        earlier = [t for t in self.trajectories
+                   if t.tools == tools and len(t.messages) < len(known)
+                   and list(map(_identity, t.messages)) == known[: len(t.messages)]]
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
             new, images = messages[len(trajectory.messages) :], images[len(trajectory.images) :]
@@ -1021,7 +987,7 @@ class ChatClient:
         self.exhausted = reason
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
-    async def close(self) -> None:
+    async def close(self):
         """Ends the calls that outlived the agent (in threads, tasks, over HTTP), refuses others."""
         self.over = True
         for task in self.tasks:
@@ -1083,15 +1049,13 @@ class ChatClient:
             texts = [self.loop.tokenizer.decode([i]) for i in ids]
             choice["logprobs"] = {"content": [
                 {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, x in zip(texts, trajectory.response_logprobs[before:])
-            ]}  # fmt: skip
+                for text, x in zip(texts, trajectory.response_logprobs[before:])]}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         usage["total_tokens"] = len(prompt + ids)
         return ChatCompletion(
             id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
-            model="policy", created=int(time.time()), choices=[choice],
-            usage=usage, prompt_token_ids=prompt,
-        )  # fmt: skip
+            model="policy", created=int(time.time()), choices=[choice], usage=usage,
+            prompt_token_ids=prompt)
 
     def outputs(self) -> list[AgentLoopOutput]:
         """All token sequences: first those whose last turn failed, at the end the last asked."""
@@ -1103,8 +1067,7 @@ class ChatClient:
 class ChatAgentLoop(AgentLoopBase):
     """Base class for agents written for the OpenAI client: subclasses write `chat` in a task file.
 
-    One that runs out of tokens, turns or time keeps what it has; any other exception drops it.
-    """
+    One that runs out of tokens, turns or time keeps what it has; any other exception drops it."""
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         """The whole conversation of one row; may return its reward, else the task's is asked."""

@@ -10,8 +10,7 @@
     the run     prepare_folder, save_checkpoint, load_checkpoint, save_policy
 
 A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
-advantages and mini-batches are cut globally, and each rank then works on its own share of rows.
-"""
+advantages and mini-batches are cut globally, and each rank then works on its own share of rows."""
 
 import contextlib
 import functools
@@ -29,7 +28,7 @@ import warnings
 import weakref
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
@@ -61,7 +60,7 @@ Outputs = list[AgentLoopOutput]
 # ---------------------------------------------------------------- rows
 
 
-def need(ok, message: str) -> None:
+def need(ok, message: str):
     """Raises BadInput with the message unless `ok`."""
     if not ok:
         raise BadInput(message)
@@ -119,8 +118,7 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
     A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a
     row with a column `images` has a placeholder for each: a part {"type": "image"} of a message's
     content, or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a
-    list of chat messages, or its placeholders are more or fewer than its images.
-    """
+    list of chat messages, or its placeholders are more or fewer than its images."""
     source = ", ".join(files) if files else f"load({split!r})"
     rows = read_files(files) if files else task.load(split)
     need(rows is not None, f"{source} returned None, not a list of rows")
@@ -201,8 +199,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row
     is left, or if a row has images that can't be read, are more than args.max_images or meet a text
     model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
-    have none: they get all tools, with empty kwargs.
-    """
+    have none: they get all tools, with empty kwargs."""
     lengths, empty = [], 0
     for i, row in enumerate(rows):
         agent_loop_class(row, task, args)
@@ -245,8 +242,7 @@ def task_model(task: ModuleType, args) -> str:
     """The folder of the model that the task's build_model makes, built once and cached.
 
     The key holds everything the result depends on. Built in a temporary folder and renamed, so that
-    a half-built model is never found; of two jobs that build at once, the first to finish wins.
-    """
+    a half-built model is never found; of two jobs that build at once, the first to finish wins."""
     source = Path(inspect.getsourcefile(task.build_model))  # tasks that import it share the model
     key = [source.read_text(), args.seed, torch.get_num_threads(), torch.cuda.is_available(),
            versions()]
@@ -262,19 +258,16 @@ def task_model(task: ModuleType, args) -> str:
         temporary.mkdir()
         set_seed(args.seed)
         task.build_model(str(temporary))
-        try:
+        with contextlib.suppress(OSError):  # another job was first
             os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
     return str(folder)
 
 
 def from_pretrained(auto_class, args, problem: str, **settings):
     """A part of args.model. Raises BadInput, with the problem, if it can't be loaded."""
     try:
-        trust = args.trust_remote_code
-        return auto_class.from_pretrained(args.model, trust_remote_code=trust, **settings)
+        return auto_class.from_pretrained(
+            args.model, trust_remote_code=args.trust_remote_code, **settings)
     except (OSError, ValueError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BadInput(f"--model {args.model} {problem}: {reason}") from None
@@ -283,11 +276,8 @@ def from_pretrained(auto_class, args, problem: str, **settings):
 def load_config(args):
     """The model's configuration; sets args.max_model_len. Raises BadInput if args.model is not a
     model, its window is too short, or it has what the trainer doesn't implement."""
-    model = f"--model {args.model}"
-    need(not Path(args.model).is_dir() or (Path(args.model) / "config.json").is_file(),
-         f"{model}: the folder has no config.json, so it is not a model")
-    problem = "is neither a model folder nor a model that can be loaded"
-    config = from_pretrained(AutoConfig, args, problem)
+    config = from_pretrained(AutoConfig, args,
+                             "is neither a model folder nor a model that can be loaded")
     text = config.get_text_config()
     window = getattr(text, "max_position_embeddings", None)
     needed = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
@@ -302,7 +292,7 @@ def load_config(args):
     # What scales or caps the logits outside the head would make the trainer's logprobs wrong.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         need(getattr(text, name, None) in (None, 1),
-             f"{model} sets {name}, which the trainer's logprobs don't implement")
+             f"--model {args.model} sets {name}, which the trainer's logprobs don't implement")
     return config
 
 
@@ -329,8 +319,7 @@ def load_tokenizer(args) -> tuple:
 def load_processor(args, config):
     """The processor of a vision-language model; None of a text model.
 
-    Raises BadInput for a vision model whose packed forward pass is not implemented: data.Vision.
-    """
+    Raises BadInput for a vision model whose packed forward pass is not implemented: data.Vision."""
     if getattr(config, "vision_config", None) is None:
         return None
     need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
@@ -370,8 +359,7 @@ class Rollouts:
 
     rewards: the last output's terminal reward plus all outputs' turn rewards; outcomes: the first
     of these alone; groups: the prompt; longest: response tokens of the longest output. index (B,):
-    the rollout of each output.
-    """
+    the rollout of each output."""
 
     rewards: Tensor
     outcomes: Tensor
@@ -414,8 +402,7 @@ def collate(outputs: Outputs) -> dict:
     response_lengths (B,); response_mask (B, T) float; response_ids, versions (B, T) long, version
     -1 where not sampled; logprobs_rollout (B, T) float32; truncated (B,) bool: cut off by a length
     or turn limit. images: B lists of PIL images, if there are any; all other entries are tensors.
-    rewards, outcomes, token_rewards: see `add_rewards`.
-    """
+    rewards, outcomes, token_rewards: see `add_rewards`."""
     def padded(read, dtype=torch.long, fill=0):
         return pad_sequence([torch.tensor(read(o), dtype=dtype) for o in outputs], True, fill)
 
@@ -435,13 +422,12 @@ def collate(outputs: Outputs) -> dict:
     return batch
 
 
-def add_rewards(batch: dict, outputs: Outputs) -> None:
+def add_rewards(batch: dict, outputs: Outputs):
     """Puts the rewards that the outputs have now into their batch, in place of those it had.
 
     token_rewards (B, T): turn rewards where they fall, or on the last sampled token before (else on
     the first); the terminal reward on the last sampled token. rewards (B,): their sums; outcomes
-    (B,): terminal rewards alone; both also of a trajectory without any sampled token.
-    """
+    (B,): terminal rewards alone; both also of a trajectory without any sampled token."""
     batch["outcomes"] = torch.tensor([_outcome(o) for o in outputs])
     batch["rewards"] = torch.tensor([total_reward(o) for o in outputs])
     batch["token_rewards"] = torch.zeros_like(batch["response_mask"])
@@ -468,8 +454,7 @@ def describe(outputs: Outputs) -> dict:
     """Statistics over trajectories: rewards, lengths, turns, how they ended, seconds, metrics.
 
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
-    in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*.
-    """
+    in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*."""
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | _numbers(o.metrics) for o in outputs]
     columns = {
@@ -527,13 +512,12 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return [share for share in _deal(lengths, len(lengths), first_fit) if share]
 
 
-def shares(batch: dict, rows: list[int], max_tokens: int) -> list[tuple[list[int], bool]]:
+def shares(batch: dict, rows: Sequence[int], max_tokens: int) -> list[tuple[list[int], bool]]:
     """This rank's micro-batches of some global rows: balanced over ranks by tokens, then cut by the
     token budget.
 
     All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
-    whose loss is weighted 0.
-    """
+    whose loss is weighted 0."""
     rows, cuts = torch.tensor(rows), []
     lengths = batch["lengths"][rows]
     for share in balance(lengths.tolist(), dist.get_world_size()):
@@ -559,8 +543,7 @@ def pack(input_ids, lengths) -> tuple[Tensor, Tensor, Tensor, int]:
     """Joins sequences end to end, without padding; N sequences, S the sum of their lengths.
 
     input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,). Returns input_ids and
-    position_ids (1, S), these from 0 in each sequence, cu_seqlens (N + 1,) int32, max_seqlen.
-    """
+    position_ids (1, S), these from 0 in each sequence, cu_seqlens (N + 1,) int32, max_seqlen."""
     lengths = [int(n) for n in lengths]
     ids = torch.cat([torch.as_tensor(row)[:n] for row, n in zip(input_ids, lengths, strict=True)])
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -574,8 +557,7 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
     input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the
     packed sequence whose hidden state predicts a sampled token; targets (M,): that token; at: its
     (row, column) in (len(rows), T). images: the rows' lists of PIL images, for `Vision`; empty
-    without any.
-    """
+    without any."""
     images = [batch["images"][row] for row in rows] if "images" in batch else []
     ids, positions, cu_seqlens, max_seqlen = pack(batch["input_ids"][rows], batch["lengths"][rows])
     mask = batch["response_mask"][rows]
@@ -588,17 +570,15 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
     return tree_map_only(Tensor, lambda x: x.to(device), packed)
 
 
-def packed_attention(
-        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
-        max_seqlen=None, sliding_window=None, softcap=None, s_aux=None, **kwargs,
-) -> tuple[Tensor, None]:
+def packed_attention(module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
+                     max_seqlen=None, sliding_window=None, softcap=None, s_aux=None,
+                     **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
     as `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
     applied: a policy gradient needs the network that sampled. Raises BadInput where a model asks
-    for what is not implemented here, instead of ignoring it.
-    """
+    for what is not implemented here, instead of ignoring it."""
     need(cu_seqlens is not None and max_seqlen is not None, "packed attention needs cu_seqlens and "
          "max_seqlen: call the model on what data.pack returns")
     need(sliding_window is None or sliding_window >= max_seqlen,
@@ -609,26 +589,23 @@ def packed_attention(
          "packed attention is causal; this layer is not")
     # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
     query, key = query.to(value.dtype), key.to(value.dtype)
+    grouped = query.shape[1] != key.shape[1]
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
-        # takes (S, H, D); repeating the key-value heads works in every torch version that has it
-        repeats = query.shape[1] // key.shape[1]
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, H, D)
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling,
-                          window_size=(-1, 0))  # causal
+                          window_size=(-1, 0), enable_gqa=grouped)  # causal
         return out[None], None
     lengths = cu_seqlens.diff().tolist()
     # split, not slices: a slice's backward fills a tensor of the whole length, for every segment
     segments = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
-                                       enable_gqa=q.shape[1] != k.shape[1])
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))]
     return torch.cat(segments, dim=2).transpose(1, 2), None
 
 
-def register_packed_attention() -> None:
+def register_packed_attention():
     """Makes attn_implementation="packed" known to transformers."""
     from transformers import AttentionInterface
 
@@ -643,8 +620,7 @@ class Vision:
     get_rope_index. For Qwen2-VL, Qwen2.5-VL, Qwen3-VL and models built like them.
 
     An image's pixels are computed when it is first packed on a rank, and kept there as long as the
-    image itself: several passes over the same rows do it once.
-    """
+    image itself: several passes over the same rows do it once."""
 
     def __init__(self, processor):
         self.processor, self.image_token_id = processor.image_processor, processor.image_token_id
@@ -727,7 +703,7 @@ class Log:
 
             self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
 
-    def metrics(self, metrics: dict) -> None:
+    def metrics(self, metrics: dict):
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
@@ -745,7 +721,7 @@ class Log:
         self.lines += 1
         print(line, flush=True)
 
-    def rollouts(self, name: str, outputs: Outputs, errors: list[dict]) -> None:
+    def rollouts(self, name: str, outputs: Outputs, errors: list[dict]):
         """rollouts/<name>.jsonl: a line for each trajectory and each failure; none, no file."""
         lines = []
         for o in outputs:
@@ -757,7 +733,7 @@ class Log:
             text = _json_lines(lines, default=str, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
-    def show(self, output: AgentLoopOutput) -> None:
+    def show(self, output: AgentLoopOutput):
         """One whole trajectory, special tokens included."""
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
         text = re.sub(r"(<\|image_pad\|>)+",
@@ -765,15 +741,15 @@ class Log:
         print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
               f"{output.stop_reason} {'-' * 40}")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str):
         print(text, flush=True)
 
-    def warn_once(self, text: str) -> None:
+    def warn_once(self, text: str):
         if text not in self.warned:
             self.warned.add(text)
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def close(self):
         if self.wandb:
             self.wandb.finish()
 
@@ -851,12 +827,11 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
         state[name] = dcp_state.get_model_state_dict(learner.net)
         if learner.optimizer.state or f"{name}_optimizer" in saved:
             state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
-                learner.net, learner.optimizer
-            )
+                learner.net, learner.optimizer)
     return state
 
 
-def save_checkpoint(run) -> None:
+def save_checkpoint(run):
     """What learns, after run.done steps; complete or not there at all, for it is renamed last."""
     folder = run.folder / "checkpoints"
     target, temporary = (folder / f"{dot}step_{run.done:06d}" for dot in ("", "."))
@@ -881,7 +856,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
 
 
-def load_checkpoint(run, folder: Path, parts: list[str]) -> None:
+def load_checkpoint(run, folder: Path, parts: list[str]):
     """Loads what `save_checkpoint` saved; parts: of it, as step.json has them."""
     state = training_state(run, parts)
     dcp.load(state, checkpoint_id=folder)
@@ -892,13 +867,12 @@ def load_checkpoint(run, folder: Path, parts: list[str]) -> None:
             dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
 
 
-def save_policy(run, folder: Path) -> None:
+def save_policy(run, folder: Path):
     """The policy in Hugging Face format, for from_pretrained and vLLM, with its tokenizer or
     processor, written by the main rank.
 
     All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into
-    host memory.
-    """
+    host memory."""
     model = run.policy.net.model
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dcp_state.get_model_state_dict(model, options=options)

@@ -13,8 +13,7 @@ Words used throughout:
     _rollout, _ref  of the engine that sampled (the behaviour policy), and of the frozen reference
     stats           detached (B, T) tensors; the caller reduces them as losses, over global counts
 Everything keeps its input's dtype (float64 stays float64). A batch without any mask-1 token gives
-0, not NaN; an unknown kind or mode raises ValueError.
-"""
+0, not NaN; an unknown kind or mode raises ValueError."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,8 +128,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
                     eps: float = 1e-6) -> Tensor:
     """GRPO, (N,) -> (N,) (arXiv 2402.03300); with normalize_std=False Dr. GRPO (arXiv 2503.20783).
 
-        A_i = (r_i - mean_G) / (std_G + eps)    std unbiased; one alone, or equal rewards, get 0
-    """
+        A_i = (r_i - mean_G) / (std_G + eps)    std unbiased; one alone, or equal rewards, get 0"""
     centered, size = _center(rewards, groups)
     if normalize_std:
         std = (_group_sum(centered.square(), groups) / (size - 1).clamp(min=1)).sqrt()
@@ -142,8 +140,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
 def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """REINFORCE leave-one-out, (N,) -> (N,) (arXiv 2402.14740).
 
-        A_i = r_i - mean of the OTHERS in G = (r_i - mean_G) n / (n - 1)    a group of one gets 0
-    """
+        A_i = r_i - mean of the OTHERS in G = (r_i - mean_G) n / (n - 1)    a group of one gets 0"""
     centered, size = _center(rewards, groups)
     return (centered * size / (size - 1).clamp(min=1)).type_as(_floating(rewards))
 
@@ -152,8 +149,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """OPO's baseline of least variance, weighed by mask-1 tokens, (N,) -> (N,) (arXiv 2505.23585).
 
-        A_i = r_i - sum_G(len r) / sum_G(len)    a group of one gets 0
-    """
+        A_i = r_i - sum_G(len r) / sum_G(len)    a group of one gets 0"""
     lengths = lengths.double()
     baseline = _group_sum(lengths * rewards, groups) / _group_sum(lengths, groups).clamp(min=1)
     size = _center(rewards, groups)[1]  # one alone explicitly: len r / len can round off r
@@ -311,8 +307,7 @@ def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
         k2         d^2 / 2             biased value, right gradient (arXiv 2510.01555)
         k3         exp(-d) - 1 + d     unbiased, >= 0, low variance (arXiv 2402.03300, eq. 4); d
                                        clamped to +-20, the result to 10, without gradient beyond
-        k1+, k3+   the value of k1 or k3 with the gradient of k2 (straight through)
-    """
+        k1+, k3+   the value of k1 or k3 with the gradient of k2 (straight through)"""
     _check("KL estimate", kind, KL_ESTIMATES)
     d = logprobs - logprobs_ref.detach()
     # There is no mask here, and a later one (aggregate) stops values but not the 0 * NaN in our own

@@ -15,8 +15,7 @@ the update, their tools go on, and what vLLM was sampling for them goes on under
 (`sleep(keep=True)`). Without it nothing is left under way: the same pool at staleness 0.
 
 With --tp n, n ranks in a row share one engine: the first of them, the leader, runs the agent loops,
-and the others follow its steps.
-"""
+and the others follow its steps."""
 
 import asyncio
 import contextlib
@@ -37,10 +36,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import data
@@ -78,8 +80,7 @@ def gather_unless_stopped(x, stopped: bool) -> list:
 
 def memory() -> dict[str, float]:
     """GB in use: "host", of this process; on CUDA "device", of the whole GPU, whoever holds it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    figures = {"host": pages * os.sysconf("SC_PAGE_SIZE") / 1e9}
+    figures = {"host": psutil.Process().memory_info().rss / 1e9}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         figures["device"] = (total - free) / 1e9
@@ -93,7 +94,7 @@ class Background:
         self.loop, self.closed = asyncio.new_event_loop(), False
         threading.Thread(target=self.run, daemon=True, name="agent loops").start()
 
-    def run(self) -> None:
+    def run(self):
         while not self.closed:  # a task in which user code raises SystemExit ends run_forever
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
@@ -101,7 +102,7 @@ class Background:
     def submit(self, coroutine: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
         self.loop.call_soon_threadsafe(self.loop.stop)
 
@@ -189,8 +190,7 @@ class Engine:
     the first sync. Calls out of order raise RuntimeError. Token ids from vocab_size on (a padded
     vocabulary's) are never sampled, nor is image_token_id, the placeholder of a model that sees
     images (None: a text model): no image would belong to it. With --tp, every rank has an Engine;
-    `generate` and `step` are the leader's, the others call `follow` meanwhile.
-    """
+    `generate` and `step` are the leader's, the others call `follow` meanwhile."""
 
     def __init__(self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
                  vocab_size: int | None = None, image_token_id: int | None = None):
@@ -239,7 +239,7 @@ class Engine:
         self.state = state
         self.memory[state] = memory()
 
-    def wake_weights(self) -> None:
+    def wake_weights(self):
         """Maps the weights' memory; what they hold is undefined until `load_weights`."""
         self._require("asleep")
         self.memory["before_wake"] = memory()
@@ -247,7 +247,7 @@ class Engine:
         self._become("weights")
 
     @torch.no_grad()
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int):
         """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
         Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that
         failed, came twice or did not arrive; the engine then stays unusable."""
@@ -270,14 +270,14 @@ class Engine:
             dist.all_reduce(sums, group=self.team)
         return {name: (held[name].dtype, *row) for name, row in zip(held, sums.tolist())}
 
-    def wake_kv(self) -> None:
+    def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
         self.poked = False  # by the end of an earlier rollout
         self._become("awake")
 
-    def sleep(self, level: int | None = None, keep: bool = False) -> None:
+    def sleep(self, level: int | None = None, keep: bool = False):
         """Frees the KV cache and the weights' memory (level 1 copies them to the host, 2 does not).
         keep: unfinished requests stay and go on after the next wake, under whatever weights there
         are then; without it they raise RuntimeError. On CPU nothing is freed, but the transitions
@@ -296,7 +296,7 @@ class Engine:
         self.core.sleep(level or self.args.sleep_level, mode="keep" if keep else "abort")
         self._become("asleep")
 
-    def mark_versions(self) -> None:
+    def mark_versions(self):
         """Notes, and counts, how far each request has come under the weights about to go."""
         for state in self.core.output_processor.request_states.values():
             if request := self.running.get(state.external_req_id):
@@ -309,7 +309,7 @@ class Engine:
             self.statistics["tokens"] += new
             self.oldest.setdefault(request.request_id, self.version)
 
-    def close(self) -> None:
+    def close(self):
         """Ends vLLM, and with it this process's process group: the last thing a run does."""
         self.core.engine_core.shutdown()
 
@@ -322,8 +322,7 @@ class Engine:
         `request_id` names the trajectory; the sampling seed is a function of --seed, it and the
         number of this call. sampling_params are vLLM's, as a dict. image_data: PIL images, each
         with one placeholder in prompt_ids. Raises ValueError if vLLM refuses the request (a prompt
-        longer than the window, an unknown sampling parameter).
-        """
+        longer than the window, an unknown sampling parameter)."""
         turn = self.turns[request_id]
         self.turns[request_id] += 1
         # What the loops compute is smaller; without max_tokens vLLM would stop after 16 tokens.
@@ -344,18 +343,18 @@ class Engine:
             raise result
         return result
 
-    def enter(self, trajectory: str) -> None:
+    def enter(self, trajectory: str):
         """A trajectory starts: with --deterministic the engine waits until it asks for tokens."""
         with self.lock:
             self.live[trajectory] = 0
 
-    def leave(self, trajectory: str) -> None:
+    def leave(self, trajectory: str):
         with self.lock:
             self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
             self.lock.notify()
 
-    def poke(self) -> None:
+    def poke(self):
         """Makes a waiting `step` return."""
         with self.lock:
             self.poked = True
@@ -378,7 +377,7 @@ class Engine:
             return False  # one is still thinking: what it asks next must join this very step
         return bool(self.inbox or self.waiting or self.running)
 
-    def step(self, timeout: float = 0.2) -> None:
+    def step(self, timeout: float = 0.2):
         """Takes in new requests, runs one model step, hands out finished ones. Waits up to
         `timeout` seconds for work."""
         self._require("awake")
@@ -448,19 +447,19 @@ class Engine:
         dist.broadcast_object_list(commands, group=self.team, group_src=0)
         return commands[0]
 
-    def follow(self, between: Callable[[], Any] = lambda: None) -> None:
+    def follow(self, between: Callable[[], Any] = lambda: None):
         """Follows the team's leader until it calls `dismiss`; calls `between` before each step."""
         while command := self._broadcast():
             between()
             self._run(*command)
 
-    def dismiss(self) -> None:
+    def dismiss(self):
         """The end of a rollout: aborts calls given up, and lets followers return from `follow`."""
         self._advance()
         if self.team:
             self._broadcast()
 
-    def check_team(self) -> None:
+    def check_team(self):
         """With --check_sync: raises RuntimeError unless all ranks of a team sampled the same."""
         if self.team and self.args.check_sync:
             if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
@@ -514,7 +513,7 @@ class Engine:
         logprobs = list(completion.logprobs.logprobs)
         return TokenOutput(ids, logprobs, request.versions, reason, prompt_ids)
 
-    def drain(self) -> None:
+    def drain(self):
         """Gives up every request, for the end of a run."""
         with self.lock:
             requests = self.requests
@@ -633,8 +632,7 @@ class Phase:
     outputs in (prompt, sample, segment) order; output.extra says which, and the row's "index";
     "filtered" marks a group left out by dynamic sampling, "greedy" a baseline of ReMax. errors: a
     dict for each failure, with its traceback. statistics, sums over the engines: "tokens" sampled,
-    "prompt_tokens" of all calls, "cached_tokens" of those.
-    """
+    "prompt_tokens" of all calls, "cached_tokens" of those."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -660,7 +658,7 @@ class Phase:
     def greedy(self) -> list[AgentLoopOutput]:
         return [output for output in self.outputs if "greedy" in output.extra]
 
-    def sort(self) -> None:
+    def sort(self):
         self.outputs.sort(key=lambda o: [o.extra[key] for key in ("prompt", "sample", "segment")])
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
@@ -669,7 +667,7 @@ class Phase:
         """Trajectories lost: "failed_agent_loop", "failed_reward", "skipped"."""
         return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
 
-    def require(self, ok, problem: str) -> None:
+    def require(self, ok, problem: str):
         """Raises RuntimeError unless `ok`, with what was lost and why."""
         if not ok:
             first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
@@ -687,7 +685,7 @@ class Phase:
             "timing/sync_s": self.sync_s, "timing/waited_for_old_s": self.waited_s,
             "timing/rollout_s": self.seconds, "timing/idle_s": self.idle_s,
             "throughput/tokens_per_s": n["tokens"] / self.seconds,
-            "throughput/idle_share": sum(self.idle_s) / len(self.idle_s) / self.seconds,
+            "throughput/idle_share": fmean(self.idle_s) / self.seconds,
             "throughput/prefix_cache_hit_rate": n["cached_tokens"] / max(1, n["prompt_tokens"]),
         }
         for state, figures in engine.memory.items():
@@ -721,8 +719,7 @@ class Pool:
 
     Prompts are numbered: `unfinished`, then prompts_drawn, prompts_drawn + 1, ... The n-th of them
     is ticket n. Ranks draw the next ticket from a shared counter when they have room; with
-    --deterministic a prompt's rank is its number modulo their number.
-    """
+    --deterministic a prompt's rank is its number modulo their number."""
 
     run: Any  # with engine, background, task, tokenizer, processor, args, store, stop: train.Run
     kind: str  # "train" | "eval"; with step, prompt, sample a trajectory's name, and so its seeds
@@ -758,6 +755,10 @@ class Pool:
         self.future.add_done_callback(lambda _: self.run.engine.poke())
 
     # -- background thread
+
+    def _row(self, prompt):
+        """A copy of the row, for what an agent does to it; images and arrays in it are shared."""
+        return tree_map(lambda x: x, self.row_of(prompt))
 
     def _prompt(self, ticket):
         n = len(self.unfinished)
@@ -840,7 +841,7 @@ class Pool:
             group.errors.append(self._failure("failed_agent_loop", group.prompt, sample))
 
     async def _outputs(self, group, sample):
-        run, args, row = self.run, self.run.args, _copy_row(self.row_of(group.prompt))
+        run, args, row = self.run, self.run.args, self._row(group.prompt)
         session = Session(run.engine, group.names[sample], self.sampling.get("stop_token_ids", ()))
         cls = agent_loop_class(row, run.task, args)
         loop = cls(session, run.tokenizer, run.processor, run.task, args)
@@ -871,7 +872,7 @@ class Pool:
 
     async def _graded(self, prompt, sample, outputs):
         """What grading wrote to each output, or the failure."""
-        args, row = self.run.args, _copy_row(self.row_of(prompt))
+        args, row = self.run.args, self._row(prompt)
         try:
             async with asyncio.timeout(args.reward_timeout or None):
                 await score(self.run.task, outputs, row, args.filter_metric)
@@ -1018,7 +1019,7 @@ class Pool:
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - before
 
-    def settle(self) -> None:
+    def settle(self):
         """For an evaluation: lets what is under way come to its end, and starts nothing new until
         the next `rollout`. Raises Stopped."""
         self._set_limit(0)
@@ -1043,7 +1044,7 @@ class Pool:
         unfinished = sorted(self.pending | lost)
         return {"prompts_drawn": self._prompt(self.n_seen), "unfinished": unfinished}
 
-    def end(self) -> None:
+    def end(self):
         """Gives up what is under way, on all ranks: agent loops are cancelled and release their
         tools, graders are cancelled. Nothing happens the second time."""
         engine, background = self.run.engine, self.run.background
@@ -1090,7 +1091,7 @@ def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[i
                 unfinished=unfinished, greedy=args.adv_estimator == "remax")
 
 
-def grade(run, phase: Phase) -> None:
+def grade(run, phase: Phase):
     """Waits until the rewards of a phase are there; a rollout without one is left out and counted.
     Raises Stopped, and RuntimeError if nothing is left."""
     future = run.background.submit(_results(phase.graders))
@@ -1122,15 +1123,7 @@ def _with_rewards(outputs, results):
     return graded
 
 
-def _copy_row(x):
-    """Dicts and lists copied all the way down, the rest (images, arrays) shared: what an agent does
-    to its row is not for the others, in a fraction of deepcopy's time."""
-    if isinstance(x, dict):
-        return {key: _copy_row(value) for key, value in x.items()}
-    return [_copy_row(value) for value in x] if isinstance(x, list) else x
-
-
-async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome") -> None:
+async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"):
     """Sets a rollout's terminal reward: the last output's own, else the task's; earlier segments
     share it. A reward function may also write to output.turn_rewards and output.metrics. Raises
     ValueError if the reward is not a finite number or a dict with one under "score" (and under
@@ -1159,17 +1152,12 @@ def _checked(reward):
 # ---------------------------------------------------------------- an engine that is a file
 
 
-def rollouts_file(folder: str, step: int) -> Path:
-    """Where data.Log wrote the rollouts of step 0, 1, ... of a run."""
-    return Path(folder) / "rollouts" / f"step_{step + 1:06d}.jsonl"
-
-
 def read_rollouts(file: Path, vocab_size: int) -> Phase:
     """A phase as data.Log.rollouts wrote it. Raises BadInput on a missing or damaged file."""
     phase = Phase()
     names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
     try:
-        for i, text in enumerate(file.open(encoding="utf-8"), 1):  # noqa: B007
+        for i, text in enumerate(file.open("rb"), 1):  # noqa: B007
             line = json.loads(text)
             if line.get("images"):
                 raise ValueError("it has images, whose pixels are not in the file")

@@ -7,8 +7,7 @@
 
 One process per GPU holds a vLLM engine and the policy, and switches between rollout and update.
 This file has the flags, the networks, one optimiser step, evaluation and checkpoints; the algorithm
-is in `main`.
-"""
+is in `main`."""
 
 import os
 
@@ -54,7 +53,7 @@ from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
     PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, checksum, gather_unless_stopped,
-    grade, read_rollouts, rollout, rollouts_file, seed_of, training_pool,
+    grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
@@ -254,7 +253,7 @@ class Args:
         self.fill({"rollout_correction": "icepop" if self.max_staleness else "none"})
         self.fill(self.correction_bounds())
 
-    def fill(self, values: dict) -> None:
+    def fill(self, values: dict):
         """Sets what the user did not."""
         for name, value in values.items():
             if getattr(self, name) is None:
@@ -317,7 +316,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return Args(**vars(namespace))
 
 
-def check_args(args: Args) -> None:
+def check_args(args: Args):
     """Raises BadInput where a flag breaks its rules, or flags contradict each other."""
     unset = args.preset_values() | args.correction_bounds()
     for flag in fields(Args):
@@ -394,7 +393,7 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
     }
 
 
-def check_engine_args(name: str, arguments: dict) -> None:
+def check_engine_args(name: str, arguments: dict):
     """Raises BadInput on what vLLM does not know, has a flag here, or colocation depends on."""
     from vllm import EngineArgs
 
@@ -421,12 +420,11 @@ NEUTRAL_SAMPLING = set("""stop stop_token_ids max_tokens ignore_eos
     include_stop_str_in_output""".split())
 
 
-def check_sampling(name: str, parameters: dict) -> None:
+def check_sampling(name: str, parameters: dict):
     """Raises BadInput on what vLLM does not know or is not to be set here.
 
     Warns of what changes the distribution in training: the trainer computes
-    log softmax(logits / temperature).
-    """
+    log softmax(logits / temperature)."""
     fixed = ", ".join(sorted(FIXED_SAMPLING & set(parameters)))
     need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags of their "
          "own")
@@ -450,8 +448,7 @@ class Net(nn.Module):
     """A transformers model on packed inputs, and what is read off its hidden states.
 
     Packed attention, float32 parameters, no dropout: the network that is differentiated has to be
-    the one that sampled. A vision tower keeps an attention of its own, which is not causal.
-    """
+    the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
 
     def __init__(self, auto_class, args: Args, vision: data.Vision | None):
         super().__init__()
@@ -470,8 +467,7 @@ class Net(nn.Module):
         """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`:
         each (rows, T), 0 elsewhere.
 
-        Everything happens in here: going round DDP's wrapper would skip gradient averaging.
-        """
+        Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
         backbone, vision = self.model.base_model, self.vision
         inputs = {x: packed[x] for x in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}
         zero = 0
@@ -518,7 +514,7 @@ class Critic(Net):
 # ---------------------------------------------------------------- sharding
 
 
-def check_sharding(args: Args) -> None:
+def check_sharding(args: Args):
     """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on what of it is not
     implemented."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
@@ -545,8 +541,7 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
     autocast would do after it (twice the bytes, in memory too), and gradients are summed in
     float32. accelerate.prepare makes the same calls, on GPUs only, but sums gradients in bfloat16,
     returns logprobs in it, and takes no reference without an optimiser. Raises BadInput if the
-    model doesn't say what its layers are.
-    """
+    model doesn't say what its layers are."""
     models = [module for module in net.modules() if isinstance(module, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
@@ -574,13 +569,12 @@ class Learner:
     """A network and its optimiser; `wrapped` is the one to call with gradients.
 
     num_steps: in which it learns. The learning rate is a function of the step: resuming needs no
-    scheduler's state.
-    """
+    scheduler's state."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
         self.net, self.lr, self.wrapped = net, lr, wrap(net, args, accelerator)
         self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay)
-        kind = {"constant": "constant_with_warmup"}.get(args.lr_schedule, args.lr_schedule)
+        kind = args.lr_schedule.replace("constant", "constant_with_warmup")
         scheduler = get_scheduler(kind, self.optimizer, args.warmup_steps, num_steps)
         (self.lr_factor,) = scheduler.lr_lambdas
 
@@ -601,8 +595,7 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     """A Policy's logprobs or a Critic's values of every sampled token, on every rank: (B, T)."""
     result = torch.zeros_like(batch["response_mask"])
     device = next(net.parameters()).device
-    everything = list(range(len(result)))
-    for rows, real in data.shares(batch, everything, args.tokens_per_micro_batch):
+    for rows, real in data.shares(batch, range(len(result)), args.tokens_per_micro_batch):
         scores = net(data.pack_rows(batch, rows, device))[0].float().cpu()
         if real:
             result[rows] = scores
@@ -613,10 +606,8 @@ COLUMNS = """response_mask advantages logprobs_rollout logprobs_old logprobs_ref
     returns""".split()
 
 
-def optimise(
-    learner: Learner, objective: Callable, batch: dict, rows: list[int], args: Args, accelerator,
-    loss_agg: str = "token-mean",
-) -> tuple[dict[str, float], torch.Tensor]:
+def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int], args: Args,
+             accelerator, loss_agg: str = "token-mean") -> tuple[dict[str, float], torch.Tensor]:
     """One optimiser step on some global rows.
 
     objective(numbers, part, args) -> per-token loss (b, T), stats; numbers: the network's; part:
@@ -624,8 +615,7 @@ def optimise(
     by global counts, so that no way to cut the batch changes the gradient (loss_agg: see
     losses.aggregate; its max_len is --max_response_tokens, the same for every batch). Returns the
     loss, grad_norm and the token means of the stats; and the network's first number of this rank's
-    tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite.
-    """
+    tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
@@ -633,14 +623,14 @@ def optimise(
     sums, seen = Counter(), torch.zeros_like(batch["response_mask"])
     for i, (micro, real) in enumerate(micros):
         part = {name: batch[name][micro].to(device) for name in COLUMNS if name in batch}
-        mask = part["response_mask"] = part["response_mask"] * real  # (b, T)
+        mask = part["response_mask"].mul_(real)  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
         wait = i < len(micros) - 1 and not isinstance(model, FSDPModule)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             numbers = model(data.pack_rows(batch, micro, device))
             loss, stats = objective(numbers, part, args)
-            limit = args.max_response_tokens
-            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, limit)
+            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs,
+                                    args.max_response_tokens)
             accelerator.backward(loss * dist.get_world_size())  # DDP and FSDP average over ranks
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
@@ -663,8 +653,7 @@ def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
     reference: per token (b, T), and stats.
 
     Without logprobs_old those of this forward pass are the old ones: there is nothing to recompute,
-    and the ratio is exactly 1.
-    """
+    and the ratio is exactly 1."""
     logprobs, entropy = numbers  # (b, T)
     mask, old = part["response_mask"], part.get("logprobs_old", logprobs.detach())
     loss, stats = losses.policy_loss(args.policy_loss, logprobs, old, part["advantages"], mask,
@@ -711,17 +700,15 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     names are those that vLLM knows.
 
     Of a sharded policy one parameter at a time is whole: it must not be kept beyond the next one,
-    and all ranks go through them together.
-    """
+    and all ranks go through them together."""
     yield from ((name, whole(p.detach())) for name, p in policy.model.named_parameters())
 
 
-def check_sync(engine: Engine, policy: Policy) -> None:
+def check_sync(engine: Engine, policy: Policy):
     """--check_sync: checksums of the trainer's parameters against those of what the engine holds
     now, fused as it may be.
 
-    Raises RuntimeError naming the first parameter that differs, was not sent or is not finite.
-    """
+    Raises RuntimeError naming the first parameter that differs, was not sent or is not finite."""
     checksums = engine.checksums()
     for name, p in policy.model.named_parameters():
         x = whole(p.detach())
@@ -785,7 +772,7 @@ class Stop:
             watched[os.pidfd_open(os.getppid())] = None  # a launcher: a shell may close
         threading.Thread(target=self.watch, args=(watched,), daemon=True).start()
 
-    def signalled(self, number=None, frame=None) -> None:
+    def signalled(self, number=None, frame=None):
         now = time.monotonic()
         if self.told and now - self.told_at > 1:  # launchers pass on the Ctrl-C that we got already
             os._exit(130)
@@ -795,7 +782,7 @@ class Stop:
                 message = "saving the last completed step (once more to stop at once)"
                 print(f"\nstopping: {message}", file=sys.stderr, flush=True)
 
-    def watch(self, watched: dict[int, str | None]) -> None:
+    def watch(self, watched: dict[int, str | None]):
         """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
         the run when the launcher is: accelerate's leaves at the first Ctrl-C."""
         while watched:
@@ -877,7 +864,7 @@ class Run:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
 
-def fill_in_defaults(args: Args) -> None:
+def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for."""
     own = args.model is None  # the task's own tiny model
     args.fill({"lr": 3e-4, "critic_lr": 1e-3} if own else {"lr": 1e-6, "critic_lr": 1e-5})
@@ -966,7 +953,7 @@ trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
 {resuming}{args.num_steps} steps; writing {args.output_dir}"""
 
 
-def finish(run: Run, start: int) -> None:
+def finish(run: Run, start: int):
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     args, log, folder, done = run.args, run.log, run.folder, run.done
     if run.pool:
@@ -999,7 +986,8 @@ def generate(run: Run, step: int) -> Phase:
     """One step's rollout by the present weights, or what --replay has of it."""
     args = run.args
     if args.replay:
-        phase = read_rollouts(rollouts_file(args.replay, step), run.vocab_size)
+        file = Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
+        phase = read_rollouts(file, run.vocab_size)
         need(args.adv_estimator != "remax" or phase.greedy,
              f"--replay {args.replay}: step {step + 1} has no greedy baselines")
         return phase
@@ -1053,8 +1041,7 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
 
     Both in place: the sums per rollout for the group estimators, the tokens for gae and
     reinforce_pp. Returns metrics; actor/kl is the mean over trajectories of their tokens' mean KL,
-    which AdaptiveKL steers.
-    """
+    which AdaptiveKL steers."""
     mask, rollouts = batch["response_mask"], batch["rollouts"]
     penalty = overlong(rollouts, args)
     rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
@@ -1085,8 +1072,7 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     your own.
 
     Those that compare rollouts give (N,): one number for all tokens of a rollout, in each of its
-    trajectories.
-    """
+    trajectories."""
     mask, token_rewards = batch["response_mask"], batch["token_rewards"]  # (B, T)
     rollouts = batch["rollouts"]
     rewards, groups = rollouts.rewards, rollouts.groups  # (N,)
@@ -1113,7 +1099,7 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     return losses.whiten(advantages, mask) if args.whiten_advantages else advantages
 
 
-def mask_truncated(batch: dict) -> None:
+def mask_truncated(batch: dict):
     """Takes rollouts of which any output was cut off out of the losses and their counts; the
     statistics had them."""
     index = batch["rollouts"].index
@@ -1158,7 +1144,7 @@ def mean(x: torch.Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
-def warn(run: Run, metrics: dict, n_groups: int, first: bool) -> None:
+def warn(run: Run, metrics: dict, n_groups: int, first: bool):
     """What makes a run learn nothing, each once."""
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
@@ -1171,8 +1157,7 @@ def warn(run: Run, metrics: dict, n_groups: int, first: bool) -> None:
 def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     """Epochs x mini-batches x packed micro-batches; losses over global counts. Returns metrics.
 
-    Sets batch["logprobs_old"] where nothing was recomputed: the update's own.
-    """
+    Sets batch["logprobs_old"] where nothing was recomputed: the update's own."""
     args, learning = run.args, []
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if step >= args.critic_warmup:
@@ -1192,13 +1177,12 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
                 batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
     if run.critic:
-        returns, mask = batch["returns"], batch["response_mask"]
-        explained = losses.explained_variance(batch["values"], returns, mask)
-        metrics["critic/explained_var"] = explained.item()
+        columns = (batch[name] for name in ("values", "returns", "response_mask"))
+        metrics["critic/explained_var"] = losses.explained_variance(*columns).item()
     return metrics
 
 
-def main(args: Args) -> None:
+def main(args: Args):
     run = setup(args)  # all input is checked here; engine, networks, pool and log hang from it
     log, start = run.log, run.done
     with contextlib.suppress(Stopped):  # raised on all ranks together

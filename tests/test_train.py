@@ -536,7 +536,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     ("change", "message"),
     [
         ({"task": "no/such.py"}, "--task no/such.py: no such file"),
-        ({"model": "{tmp}"}, "the folder has no config.json"),
+        ({"model": "{tmp}"}, "neither a model folder nor a model that can be loaded"),
         ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be loaded"),
         ({"max_response_tokens": 4000}, "window is 1024 tokens"),
         ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
