@@ -109,8 +109,9 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
     tokenizer = AutoTokenizer.from_pretrained(engine.args.model)
     task = types.SimpleNamespace(reward=calculator.reward, INTERACTIONS=[User(turns)])
     rows = calculator.load("train")[: options.prompts]
+    stop = SimpleNamespace(requested=lambda: False)
     run = SimpleNamespace(engine=engine, background=Background(), task=task, tokenizer=tokenizer, processor=None,
-                          args=engine.args, store=dist.HashStore(), stop=SimpleNamespace(requested=lambda: False))  # fmt: skip
+                          args=engine.args, store=dist.HashStore(), stop=stop)  # fmt: skip
     sampling = {"temperature": 1.0, "max_tokens": options.tokens, "ignore_eos": True}
     said = [*rows[0]["prompt"], {"role": "assistant", "content": ""}]
     suffix = turn_suffix(tokenizer, said, [{"role": "user", "content": ANSWER}], {tokenizer.eos_token_id}, ended=False)

@@ -83,8 +83,8 @@ def main() -> None:
                 f"calls/trajectory {total('rollout/tool_calls') / len(rows):.2f}; staleness mean "
                 f"{total('rollout/staleness_mean') / len(rows):.2f}, max "
                 f"{max(row.get('rollout/staleness_max', 0) for row in rows)}; waited for old "
-                f"groups {total('timing/waited_for_old_s'):.1f} s; failed {total('rollout/failed_agent_loop'):.0f}; reward of the "
-                f"last step {rows[-1]['reward/mean']:.3f}",
+                f"groups {total('timing/waited_for_old_s'):.1f} s; failed {total('rollout/failed_agent_loop'):.0f}; "
+                f"reward of the last step {rows[-1]['reward/mean']:.3f}",
                 flush=True,
             )
     ratios = [a / s for a, s in zip(rates["asynchronous"], rates["synchronous"], strict=True)]
