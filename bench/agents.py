@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import data
 import train
 from agent_loop import ToolAgentLoop, register
 from rollout import Background, Engine, rollout
@@ -159,10 +160,10 @@ def main() -> None:
         task=str(REPO / "examples/calculator.py"), model=options.model, max_num_seqs=slots, max_concurrent=slots
     )
     args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     args.model = args.model or data.task_model(example, args)
     args.max_response_tokens = max(MAX_RESPONSE, TURNS * options.tokens + (TURNS - 1) * 64)  # room for tool responses
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     engine = Engine(args.model, args, device, [tokenizer.eos_token_id])
     train.sync(engine, types.SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(args.model)), 0)
