@@ -18,9 +18,11 @@ import time
 import types
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck
 
 REPO = Path(__file__).parent.parent
 HANGS = 300  # seconds after which something hangs; nothing a slow machine does takes a fraction of it
@@ -32,6 +34,8 @@ REPLAY = ["--task", "tests/tiny_task.py", "--agent", "two_turns",
           "--eval_every", "3", "--save_every", "2"]  # fmt: skip
 TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
 sys.path.insert(0, str(REPO / "examples"))
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from test_agent_loop import Script
 from agent_loop import BadInput, ToolAgentLoop
 from train import Args
 
+mcp_tools.CONNECT_SECONDS = HANGS
 SERVER = '''
 import asyncio, os, sys
 from pathlib import Path

@@ -537,6 +537,7 @@ def test_two_hundred_cycles_leave_host_memory_where_it_was(engine, background, t
 
 
 def test_new_trajectories_wait_for_room_in_the_cache_and_turns_go_first(engine, background, tiny_model, monkeypatch):
+    engine.args.deterministic = True  # it waits for the second turns, however long they take to come
     wake(engine, hf_model(tiny_model), 0)
     cache = engine.core.vllm_config.cache_config
     room = 8 * cache.block_size  # tokens: as if the cache had 8 blocks
