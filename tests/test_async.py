@@ -636,8 +636,9 @@ def test_decoupled_loss_is_the_default_under_staleness():
     # The loss is the proximal policy's, weighed by pi_proximal / pi_behaviour: 0 where that is above the cap.
     old, behaviour = torch.tensor([[-1.0, -1.0, -1.0, 9.0]]), torch.tensor([[-1.0, -2.0, -3.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    weights, _ = train.correction(old, behaviour, mask, Args(max_staleness=1))
-    assert weights[0, :3].tolist() == pytest.approx([1.0, torch.e, 0.0])
+    part = {"response_mask": mask, "advantages": mask, "logprobs_old": old, "logprobs_rollout": behaviour}
+    loss, _ = train.policy_objective((old, torch.zeros_like(old)), part, Args(max_staleness=1))
+    assert loss[0, :3].tolist() == pytest.approx([-1.0, -torch.e, 0.0])
 
 
 @pytest.mark.parametrize(

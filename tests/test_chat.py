@@ -723,11 +723,11 @@ def test_a_conversation_that_failed_stands_first(play, how):
                 await ask(client, user("Help."), helper, user("More."))
         else:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ask(client, user("Help."), helper, user("More.")), 0.1)
+                await asyncio.wait_for(ask(client, user("Help."), helper, user("More.")), HANGS)
         assert plan.content == "plan"
         return 0.5
 
-    fails = RuntimeError("out of memory") if how == "the engine fails" else HANGS
+    fails = RuntimeError("out of memory") if how == "the engine fails" else LATE
     (failed, whole), engine = play(chat, "plan", "yes", fails)
     assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
     assert [m["content"] for m in whole.messages] == ["What is 1+1?", "plan"]
