@@ -398,9 +398,9 @@ def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tok
     run.stopped = True
     with pytest.raises(Stopped):
         grade(run, phase)
+    pool.end()  # as train.py does when it is stopped
     wait_for(lambda: len(cancelled) == 2)
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
-    pool.end()
 
 
 def test_deterministic_phase_repeats_to_the_last_bit(engine, background, tokenizer, args, tiny_model):
