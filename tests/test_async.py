@@ -150,7 +150,7 @@ def test_a_suspended_call_that_is_given_up_leaves_the_engine(engine, background,
         engine.step()
     engine.sleep(keep=True)
     call.cancel()  # its tool, say, was running beside it and the trajectory's time is over
-    wait_for(lambda: all(request.future.cancelled() for request in engine.running.values()))
+    wait_for(engine.running["a#0"].future.cancelled)
     wake(engine, models[1], 1)
     engine.step()
     assert not (engine.running or engine.pending or engine.core.has_unfinished_requests())
