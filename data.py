@@ -6,7 +6,7 @@
                 select; describe: -> numbers for the log
     packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
     images      Vision: pixels and positions of a vision-language model's packed inputs
-    the log     open_log: metrics, rollouts, the table on the terminal; silent but on the main rank
+    the log     Log: metrics, rollouts, the table on the terminal; silent but on the main rank
     the run     prepare_folder, save_checkpoint, load_checkpoint, save_policy
 
 A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
@@ -258,8 +258,11 @@ def task_model(task: ModuleType, args) -> str:
         temporary.mkdir()
         set_seed(args.seed)
         task.build_model(str(temporary))
-        with contextlib.suppress(OSError):  # another job was first
+        try:
             os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
     return str(folder)
 
 
@@ -577,16 +580,20 @@ def packed_attention(module, query, key, value, attention_mask, *, scaling=None,
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
     as `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
-    applied: a policy gradient needs the network that sampled. Raises BadInput where a model asks
+    applied: a policy gradient needs the network that sampled. Raises ValueError where a model asks
     for what is not implemented here, instead of ignoring it."""
-    need(cu_seqlens is not None and max_seqlen is not None, "packed attention needs cu_seqlens and "
-         "max_seqlen: call the model on what data.pack returns")
-    need(sliding_window is None or sliding_window >= max_seqlen,
-         f"packed attention has no sliding window ({sliding_window} < {max_seqlen} tokens)")
-    need(all(x is None for x in (softcap, s_aux, getattr(module, "sinks", None))),
-         "packed attention has neither logit soft caps nor attention sinks: this model needs them")
-    need(getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False,
-         "packed attention is causal; this layer is not")
+    def must(ok, problem):
+        if not ok:
+            raise ValueError(f"packed attention {problem}")
+
+    must(cu_seqlens is not None,
+         "needs cu_seqlens and max_seqlen: call the model on what data.pack returns")
+    must(sliding_window is None or sliding_window >= max_seqlen,
+         f"has no sliding window ({sliding_window} < {max_seqlen} tokens)")
+    must(all(x is None for x in (softcap, s_aux, getattr(module, "sinks", None))),
+         "has neither logit soft caps nor attention sinks: this model needs them")
+    must(getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False,
+         "is causal; this layer is not")
     # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
     query, key = query.to(value.dtype), key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]
@@ -664,11 +671,6 @@ class Vision:
 
 
 # ---------------------------------------------------------------- the log
-
-
-def open_log(args, is_main: bool, tokenizer, steps_done: int = 0) -> "Log":
-    """The run's log in args.output_dir, cut back to `steps_done`; silent but on the main rank."""
-    return (Log if is_main else SilentLog)(args, tokenizer, steps_done)
 
 
 class Log:
@@ -856,8 +858,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
 
 
-def load_checkpoint(run, folder: Path, parts: list[str]):
-    """Loads what `save_checkpoint` saved; parts: of it, as step.json has them."""
+def load_checkpoint(run, folder: Path, parts: Sequence[str]):
+    """Loads what `save_checkpoint` saved; parts: of it, as step.json has them. Raises BadInput if
+    one that learns is not among them."""
+    need(run.learners.keys() <= set(parts), f"--resume: {folder} holds {list(parts)}, not all of "
+         f"{list(run.learners)}: was it written with other flags, or by an earlier version?")
     state = training_state(run, parts)
     dcp.load(state, checkpoint_id=folder)
     for name, learner in run.learners.items():

@@ -117,8 +117,8 @@ class _Request:
     turn: int
     prompt_ids: list[int]
     params: dict
-    images: list | None
-    future: asyncio.Future | None  # None on the followers of a --tp team
+    images: list
+    future: asyncio.Future  # None on the followers of a --tp team
     versions: list[int] = field(default_factory=list)  # of its tokens, as far as they are counted
 
     @property
@@ -215,17 +215,16 @@ class Engine:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
         self.told = 0.0  # when the leader last told its followers what to do
         self.lock = threading.Condition()  # guards the next three, which both threads touch
-        self.inbox: list[_Request] = []
-        self.live: dict[str, int] = {}  # trajectory whose agent loop runs -> tokens in the KV cache
+        self.inbox = []  # requests that have just come
+        self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
         self.poked = False  # `step` is to return
         self.turns = Counter()  # trajectory -> calls so far; the background's
         # Main thread only, from here on.
-        self.waiting: list[_Request] = []  # for room in the KV cache
-        self.running: dict[str, _Request] = {}  # in vLLM
-        self.oldest: dict[str, int] = {}  # trajectory -> version of its first sampled token
+        self.waiting, self.running = [], {}  # requests: for room in the KV cache; in vLLM, by id
+        self.oldest = {}  # trajectory -> version of its first sampled token
         self.statistics = Counter()  # since the engine was built: see Phase
         self.digest = hashlib.blake2b()  # of all tokens sampled, for --check_sync to compare
-        self.memory: dict[str, dict[str, float]] = {}  # at the last transition to each state
+        self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
         self.sleep()
 
@@ -307,7 +306,8 @@ class Engine:
         if new := n_tokens - len(request.versions):
             request.versions += [self.version] * new
             self.statistics["tokens"] += new
-            self.oldest.setdefault(request.request_id, self.version)
+            if self.leader:  # whose pools forget them again
+                self.oldest.setdefault(request.request_id, self.version)
 
     def close(self):
         """Ends vLLM, and with it this process's process group: the last thing a run does."""
@@ -514,7 +514,7 @@ class Engine:
         return TokenOutput(ids, logprobs, request.versions, reason, prompt_ids)
 
     def drain(self):
-        """Gives up every request, for the end of a run."""
+        """Gives up every request, whoever's: for the end of a pool beside which none is at work."""
         with self.lock:
             requests = self.requests
             for queue in (self.inbox, self.waiting, self.live):
@@ -611,6 +611,7 @@ class Session:
     name: str
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0
+    calls: list = field(default_factory=list)
 
     async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
         """As Engine.generate."""
@@ -620,9 +621,15 @@ class Session:
             sampling_params = {**sampling_params, "stop_token_ids": stops}
         try:
             call |= {"request_id": self.name, "sampling_params": sampling_params}
-            return await self.engine.generate(**call)
+            self.calls.append(asyncio.ensure_future(self.engine.generate(**call)))
+            return await self.calls[-1]
         finally:
             self.generate_s += time.perf_counter() - started
+
+    def close(self):
+        """Gives up what an agent loop that is over left behind in tasks of its own."""
+        for future in self.calls:
+            future.cancel()
 
 
 @dataclass
@@ -700,10 +707,10 @@ class Group:
     prompt: int
     names: list[str]
     left: int  # trajectories not yet at their end
-    outputs: list[AgentLoopOutput] = field(default_factory=list)
-    errors: list[dict] = field(default_factory=list)
+    outputs: list = field(default_factory=list)
+    errors: list = field(default_factory=list)
     skipped: int = 0
-    graders: dict[tuple[int, int], asyncio.Task] = field(default_factory=dict)
+    graders: dict = field(default_factory=dict)  # (prompt, sample) -> task
     state: str = "open"  # "done" at the end; "alike": to be replaced by dynamic sampling
 
 
@@ -742,8 +749,8 @@ class Pool:
         self.n_engines = dist.get_world_size() // self.run.args.tp
         # Tickets below the limit may start; one above the last started; the limit was raised.
         self.limit, self.n_started, self.raised = 0, 0, asyncio.Event()
-        self.groups: dict[int, Group] = {}
-        self.graders: set[asyncio.Task] = set()  # at work, also for groups taken out
+        self.groups = {}  # prompt -> Group
+        self.graders = set()  # at work, also for groups taken out
         self.printed, self.closing = set(), False
         # The same on all ranks: tickets known to be drawn; groups alike among those taken out so
         # far; prompts drawn and not taken; those of the last batch.
@@ -809,14 +816,14 @@ class Pool:
         """Runs one to its end, and the group's end if it is the last."""
         try:
             await self._member(group, sample)
-            group.left -= 1
-            if not group.left:
-                group.state = "alike" if await self._alike(group) else "done"
-                self.run.store.add(f"{self.name}/{group.state}", 1)
-                self.run.engine.poke()
         finally:
             self.run.engine.leave(group.names[sample])
             room.release()
+        group.left -= 1
+        if not group.left:
+            group.state = "alike" if await self._alike(group) else "done"
+            self.run.store.add(f"{self.name}/{group.state}", 1)
+            self.run.engine.poke()
 
     async def _member(self, group, sample):
         """Whatever comes of a trajectory is in its group; its grader is still at work."""
@@ -828,8 +835,8 @@ class Pool:
             copies = [dataclasses.replace(output, turn_rewards=[*output.turn_rewards],
                                           metrics={**output.metrics}, extra={**output.extra})
                       for output in outputs]  # the grader's, while others read these
-            for output in outputs:
-                output.reward = None  # until it is known to be one
+            for output in outputs:  # until they are known to be numbers
+                output.reward, output.turn_rewards = None, []
             group.outputs += outputs
             grader = asyncio.create_task(self._graded(group.prompt, sample, copies))
             group.graders[group.prompt, sample] = grader
@@ -853,8 +860,11 @@ class Pool:
         row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
         # The built-in loops mind --trajectory_timeout and keep what they have; for the others:
         patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
-        async with asyncio.timeout(patience or None):
-            outputs = await loop.run(sampling, **row)
+        try:
+            async with asyncio.timeout(patience or None):
+                outputs = await loop.run(sampling, **row)
+        finally:
+            session.close()
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
         for segment, output in enumerate(outputs):
             if not isinstance(output, AgentLoopOutput):
@@ -872,10 +882,10 @@ class Pool:
 
     async def _graded(self, prompt, sample, outputs):
         """What grading wrote to each output, or the failure."""
-        args, row = self.run.args, self._row(prompt)
+        args = self.run.args
         try:
             async with asyncio.timeout(args.reward_timeout or None):
-                await score(self.run.task, outputs, row, args.filter_metric)
+                await score(self.run.task, outputs, self._row(prompt), args.filter_metric)
             return [{name: getattr(output, name) for name in GRADED} for output in outputs]
         except BaseException:
             if self.closing:
@@ -923,7 +933,7 @@ class Pool:
         while True:
             self._set_limit(capacity + replaced)
             stopped = self._run_until(over, f"{self.kind} {step}", self.batch)
-            if n_compared < 0:
+            if n_compared - replaced < self.batch:
                 full_s = self.seconds  # the batch is full; from here on old groups are waited for
             done, alike, unfinished = self._compare(stopped)
             left = sorted(done[self.batch :] + unfinished)
@@ -1063,17 +1073,19 @@ class Pool:
 def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
             kind: str = "train") -> Phase:
     """One rollout of a pool of its own: group_size trajectories for each row, on all ranks, which
-    pass the same rows and get the same result; the engine must be awake. A trajectory whose agent
-    loop or reward raises is left out and counted; so is a row whose loop returns []. Raises
-    Stopped, and RuntimeError if nothing was sampled or nothing has a reward."""
+    pass the same rows and get the same result; the engine must be awake, and no other pool at work.
+    A trajectory whose agent loop or reward raises is left out and counted; so is a row whose loop
+    returns []. Raises Stopped, and RuntimeError if nothing was sampled or nothing has a reward."""
     pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
     try:
         phase, started = pool.rollout(step), time.perf_counter()
         grade(run, phase)
         phase.seconds += time.perf_counter() - started
-        return phase
-    finally:
+    except Stopped:  # on all ranks; after an error of one the others are elsewhere
         pool.end()
+        raise
+    pool.end()
+    return phase
 
 
 def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[int] = ()) -> Pool:

@@ -28,13 +28,12 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,11 +84,7 @@ CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0)
 # ---------------------------------------------------------------- flags, with their rules
 
 
-class Range(NamedTuple):
-    words: str
-    holds: Callable[[float], bool]
-
-
+Range = namedtuple("Range", "words holds")  # what a number must, and whether it does
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # of every number without a rule
 AT_LEAST_1 = Range("be at least 1", lambda x: x >= 1)
@@ -99,7 +94,7 @@ DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
 def flag(default, help: str, allowed=(), only: str = ""):
     """A flag; allowed: a Range or choices; only: the setting of another flag without which it has
-    no effect, "name" (is set), "name!" (is not), "name=a|b" or "name!=a"."""
+    no effect, "name" (is set), "!name" (is not), "name=a|b" or "name!=a"."""
     if not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})" * bool(allowed)
     return field(default=default, metadata={"help": help, "allowed": allowed, "only": only})
@@ -200,7 +195,7 @@ class Args:
     max_response_tokens: int = flag(
         128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
     max_model_len: int | None = flag(
-        None, "the engine's window; default: max_prompt_tokens + max_response_tokens")
+        None, "the engine's window; default: max_prompt_tokens + max_response_tokens", POSITIVE)
     max_assistant_turns: int = flag(
         8, "then the trajectory ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
@@ -216,25 +211,25 @@ class Args:
     tool_response_truncate_side: str = flag(
         "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
     sampling_args: str = flag("{}", 'more sampling parameters of vLLM: {"stop": ["</answer>"]}',
-                              only="replay!")
+                              only="!replay")
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(0, "a rollout ends when its batch is full, the rest goes on after "
                               "the update, so many versions behind at most")
     oversample: float = flag(1.0, "with --max_staleness: prompts under way, a multiple of "
-                             "prompts_per_step", AT_LEAST_1, "replay!")
+                             "prompts_per_step", AT_LEAST_1, "!replay")
     # engine
     max_images: int = flag(8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
     tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE,
-                   "replay!")
+                   "!replay")
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once", POSITIVE)
     max_concurrent: int = flag(1024, "trajectories under way on one rank; one that waits for a "
                                "tool decodes nothing", POSITIVE)
     gpu_memory_utilization: float = flag(0.5, "the engine's share of the GPU while awake", SHARE)
     sleep_level: int = flag(
         2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2))
-    engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="replay!")
+    engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="!replay")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
-                            "with --tp also what the ranks sampled", only="replay!")
+                            "with --tp also what the ranks sampled", only="!replay")
     deterministic: bool = flag(
         False, "same numbers to the last digit in every run on the same machine; slower with tools")
     # evaluation, checkpoints, log
@@ -309,7 +304,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     parser = Parser(Args, allow_abbrev=False, description=__doc__.split("\n")[0])
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [f"--{flag.name}" for flag in fields(Args)]
+        known = [f"--{entry.name}" for entry in fields(Args)]
         close = difflib.get_close_matches(unknown[0].split("=")[0], known)
         hint = f": did you mean {close[0]}?" if close else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
@@ -319,15 +314,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
 def check_args(args: Args):
     """Raises BadInput where a flag breaks its rules, or flags contradict each other."""
     unset = args.preset_values() | args.correction_bounds()
-    for flag in fields(Args):
-        name, value = flag.name, getattr(args, flag.name)
-        allowed, only = flag.metadata["allowed"], flag.metadata["only"]
+    for entry in fields(Args):
+        name, value = entry.name, getattr(args, entry.name)
+        allowed, only = entry.metadata["allowed"], entry.metadata["only"]
         if allowed and not isinstance(allowed, Range):
             need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
         elif isinstance(value, (int, float)):
             words, holds = allowed or NOT_NEGATIVE
             need(holds(value), f"--{name} {value} must {words}")
-        if only and value != unset.get(name, flag.default):
+        if only and value != unset.get(name, entry.default):
             used, setting = has_effect(only, args)  # without it's a mistake, seen in results alone
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
@@ -344,14 +339,14 @@ def check_args(args: Args):
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
     """Whether a flag's `only` is so, and how to say it."""
-    name, sign, values = re.fullmatch(r"(\w+)(!?=?)(.*)", rule).groups()
+    without, name, sign, values = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
     value, values = str(getattr(args, name)), values.split("|")
     if sign == "=":
         return value in values, f"with --{name} {' or '.join(values)}"
     if sign == "!=":
         return value not in values, f"with a --{name} other than {values[0]}"
     given = value not in ("0", "0.0", "none", "None")
-    return given != bool(sign), f"without --{name}" if sign else f"with a --{name}"
+    return given != bool(without), f"without --{name}" if without else f"with a --{name}"
 
 
 def cross_flag_rules(args: Args) -> dict[str, bool]:
@@ -450,7 +445,7 @@ class Net(nn.Module):
     Packed attention, float32 parameters, no dropout: the network that is differentiated has to be
     the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
 
-    def __init__(self, auto_class, args: Args, vision: data.Vision | None):
+    def __init__(self, auto_class, args: Args, vision):
         super().__init__()
         attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
         self.vision = vision
@@ -476,7 +471,7 @@ class Net(nn.Module):
         elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
             zero = vision.zero(backbone, packed["input_ids"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
-        hidden = (hidden + zero if vision else hidden)[packed["source"]]  # (M, H)
+        hidden = hidden[packed["source"]] + zero  # (M, H)
         numbers = self.read(hidden, packed["targets"])  # (M,) each
         return [x.new_zeros(packed["shape"]).index_put(packed["at"], x) for x in numbers]
 
@@ -673,9 +668,8 @@ def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
 
 def value_objective(numbers: list[torch.Tensor], part: dict, args: Args):
     """losses.value_loss per token (b, T), and stats."""
-    loss, stats = losses.value_loss(numbers[0], part["values"], part["returns"],
-                                    part["response_mask"], args.value_clip)
-    return loss, stats | {"vf_loss": loss.detach()}
+    return losses.value_loss(numbers[0], part["values"], part["returns"], part["response_mask"],
+                             args.value_clip)
 
 
 def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
@@ -749,8 +743,8 @@ def evaluate(run: "Run", step: int) -> dict:
     run.engine.sleep()
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     means = data.describe(phase.outputs)
-    names = ("reward", "response_length", "num_turns")
-    metrics = {f"eval/{name}": means[f"{name}/mean"] for name in names}
+    metrics = {f"eval/{name}": means[f"{name}/mean"]
+               for name in ("reward", "response_length", "num_turns")}
     return metrics | {"eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
 
 
@@ -762,47 +756,52 @@ class Stop:
     Second: at once."""
 
     def __init__(self, store: dist.Store):
-        self.store, self.told, self.told_at, self.asked_at = store, False, 0.0, 0.0
+        self.store, self.told, self.asked = store, 0.0, 0.0  # when
         self.over = False  # the run is: ranks may go
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.signalled)
-        watched = {os.pidfd_open(pid): f"rank {rank} (process {pid})"
-                   for rank, pid in enumerate(all_gather(os.getpid()))}
+            signal.signal(number, self._signalled)
+        pids = {pid: f"rank {rank} (process {pid})"
+                for rank, pid in enumerate(all_gather(os.getpid()))}
         if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
-            watched[os.pidfd_open(os.getppid())] = None  # a launcher: a shell may close
-        threading.Thread(target=self.watch, args=(watched,), daemon=True).start()
+            pids[os.getppid()] = None  # a launcher: a shell may close
+        try:
+            watched = {os.pidfd_open(pid): name for pid, name in pids.items()}
+        except OSError as error:  # some sandboxes
+            warnings.warn(f"pidfd_open: {error}; a rank that dies is not noticed", stacklevel=2)
+            return
+        threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
-    def signalled(self, number=None, frame=None):
+    def _signalled(self, number=None, frame=None):
         now = time.monotonic()
-        if self.told and now - self.told_at > 1:  # launchers pass on the Ctrl-C that we got already
+        if self.told and now - self.told > 1:  # launchers pass on the Ctrl-C that we got already
             os._exit(130)
         if not self.told:
-            self.told, self.told_at = True, now
+            self.told = now
             if dist.get_rank() == 0:
-                message = "saving the last completed step (once more to stop at once)"
-                print(f"\nstopping: {message}", file=sys.stderr, flush=True)
+                print("\nstopping: saving the last completed step (once more to stop at once)",
+                      file=sys.stderr, flush=True)
 
-    def watch(self, watched: dict[int, str | None]):
+    def _watch(self, watched):
         """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
         the run when the launcher is: accelerate's leaves at the first Ctrl-C."""
         while watched:
             gone = watched.pop(select.select(watched, [], [])[0][0])
             if gone is None:
-                self.told = True
+                self.told = time.monotonic()
                 signal.alarm(600)  # save, and be gone
             elif not self.over and threading.main_thread().is_alive():
-                message = f"{gone} is gone: rank {dist.get_rank()} ends too"
-                print(message, file=sys.stderr, flush=True)
+                print(f"{gone} is gone: rank {dist.get_rank()} ends too", file=sys.stderr,
+                      flush=True)
                 os._exit(1)
 
     def requested(self) -> bool:
         """Whether any rank was told to stop; asks the others at most twice a second."""
         if self.told:
             self.store.set("stop", "1")
-        elif time.monotonic() - self.asked_at > 0.5:
-            self.asked_at = time.monotonic()
-            self.told = self.store.check(["stop"])
-        return self.told
+        elif time.monotonic() - self.asked > 0.5:
+            self.asked = time.monotonic()
+            self.told = self.asked * self.store.check(["stop"])
+        return bool(self.told)
 
 
 def start_processes(args: Args):
@@ -864,6 +863,10 @@ class Run:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
 
+def replay_file(args: Args, step: int) -> Path:
+    return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
+
+
 def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for."""
     own = args.model is None  # the task's own tiny model
@@ -872,9 +875,10 @@ def fill_in_defaults(args: Args):
     if args.replay:
         need(Path(args.output_dir).resolve() != Path(args.replay).resolve(),
              f"--replay {args.replay} is --output_dir too: give this run another one")
-        n_files = len(list(Path(args.replay).glob("rollouts/step_*.jsonl")))
-        need(n_files, f"--replay {args.replay}: no rollouts/step_000001.jsonl there")
-        args.num_steps = min(n_files, args.num_steps)
+        steps = range(args.num_steps)
+        missing = (step for step in steps if not replay_file(args, step).is_file())
+        args.num_steps = next(missing, args.num_steps)
+        need(args.num_steps, f"--replay: no {replay_file(args, 0)}")
 
 
 def setup(args: Args) -> Run:
@@ -901,7 +905,7 @@ def setup(args: Args) -> Run:
     checkpoint = data.prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     done, stop = state.get("step", 0), Stop(store)
-    log = data.open_log(args, accelerator.is_main_process, tokenizer, done)
+    log = (data.Log if accelerator.is_main_process else data.SilentLog)(args, tokenizer, done)
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
     engine = None if args.replay else Engine(
@@ -913,7 +917,7 @@ def setup(args: Args) -> Run:
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
               vocab_size, *networks, kl, done)
     if checkpoint:
-        data.load_checkpoint(run, checkpoint, state["parts"])
+        data.load_checkpoint(run, checkpoint, state.get("parts", ()))
     if engine:
         drawn = state.get("prompts_drawn", 0)
         run.pool = training_pool(run, done, drawn, state.get("unfinished", ()))
@@ -924,6 +928,7 @@ def setup(args: Args) -> Run:
 def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
     """Policy, and critic and reference where they are used."""
     data.register_packed_attention()
+    set_seed(args.seed)  # of what a checkpoint lacks; the engine drew from the generators
     n_steps = args.num_steps - args.critic_warmup
     policy = Learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
     critic = reference = None
@@ -932,7 +937,6 @@ def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
     if args.kl_coef and not args.rollout_only:
         reference = Policy(args, vocab_size, vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
-    set_seed(args.seed)  # building the engine drew from the generators
     return policy, critic, reference
 
 
@@ -967,7 +971,7 @@ def finish(run: Run, start: int):
         evals = [f"{reward:.3f}" for reward in log.evals]
         summary = f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}; " * bool(evals)
         log.say(f"{summary}the trained policy is in {folder / 'final'}")
-    else:
+    elif done < args.num_steps:
         saved = data.checkpoints(folder / "checkpoints")
         more = "; the same command with --resume goes on from there" * bool(saved)
         log.say(f"stopped after step {done}{more}")
@@ -986,10 +990,9 @@ def generate(run: Run, step: int) -> Phase:
     """One step's rollout by the present weights, or what --replay has of it."""
     args = run.args
     if args.replay:
-        file = Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
-        phase = read_rollouts(file, run.vocab_size)
-        need(args.adv_estimator != "remax" or phase.greedy,
-             f"--replay {args.replay}: step {step + 1} has no greedy baselines")
+        phase = read_rollouts(replay_file(args, step), run.vocab_size)
+        need(args.adv_estimator != "remax" or phase.greedy or step > 0,
+             f"--replay {args.replay}: there are no greedy baselines")
         return phase
     sync_s = sync(run.engine, run.policy.net, version=step)
     phase = run.pool.rollout(step)
@@ -1000,12 +1003,16 @@ def generate(run: Run, step: int) -> Phase:
 
 def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     """The networks whose numbers for the sampled tokens this step uses."""
-    args, critic = run.args, run.critic
+    args, networks = run.args, {}
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
-    networks = {"logprobs_old": old and run.policy.net, "logprobs_ref": run.reference,
-                "values": critic and critic.net}
-    return {name: net for name, net in networks.items() if net and not args.rollout_only}
+    if old and not args.rollout_only:
+        networks["logprobs_old"] = run.policy.net
+    if run.reference:
+        networks["logprobs_ref"] = run.reference
+    if run.critic:
+        networks["values"] = run.critic.net
+    return networks
 
 
 def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
@@ -1116,7 +1123,7 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     signal = data.groups_with_signal(phase.trained, "total")
     metrics = {
         "rollout/logp_diff_mean": mean(difference),
-        "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
+        "rollout/logp_diff_max": max(difference.tolist(), default=0.0),
         "rollout/filtered_groups": len({o.extra["prompt"] for o in phase.sampled}) - len(sizes),
         "rollout/singleton_groups": (sizes == 1).sum().item(),
         "rollout/zero_std_groups": len(sizes) - len(signal),
@@ -1177,6 +1184,7 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
                 batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
     if run.critic:
+        metrics["critic/vf_loss"] = metrics.pop("critic/loss")
         columns = (batch[name] for name in ("values", "returns", "response_mask"))
         metrics["critic/explained_var"] = losses.explained_variance(*columns).item()
     return metrics
@@ -1228,9 +1236,11 @@ def main(args: Args):
             metrics["timing/step_s"] = time.perf_counter() - started
             warn(run, metrics, len(batch["rollouts"].groups.unique()), step == start)
             last = run.done == args.num_steps
-            if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):
-                metrics |= evaluate(run, run.done)
-            log.metrics(metrics)
+            try:
+                if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):
+                    metrics |= evaluate(run, run.done)
+            finally:  # also if the evaluation is stopped
+                log.metrics(metrics)
             if args.show_every and step % args.show_every == 0:
                 log.show(phase.outputs[0])
             if args.save_every and run.done % args.save_every == 0:

@@ -123,7 +123,7 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
         result = rollout(run, rows, step, options.group_size, sampling)
         seconds = time.perf_counter() - started
         assert result.statistics["tokens"] == n * turns * options.tokens and not result.errors, result.counts
-        idle.append(train.phase_metrics(result, engine)["throughput/idle_share"])
+        idle.append(result.metrics(engine)["throughput/idle_share"])
         return result.statistics["tokens"] / seconds
 
     from vllm import SamplingParams
