@@ -586,7 +586,7 @@ def packed_attention(module, query, key, value, attention_mask, *, scaling=None,
         if not ok:
             raise ValueError(f"packed attention {problem}")
 
-    must(cu_seqlens is not None,
+    must(cu_seqlens is not None and max_seqlen is not None,
          "needs cu_seqlens and max_seqlen: call the model on what data.pack returns")
     must(sliding_window is None or sliding_window >= max_seqlen,
          f"has no sliding window ({sliding_window} < {max_seqlen} tokens)")

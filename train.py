@@ -436,7 +436,7 @@ def check_sampling(name: str, parameters: dict):
                       "rollout/logp_diff_mean, and consider --rollout_correction", stacklevel=2)
 
 
-# ---------------------------------------------------------------- networks
+# ---------------------------------------------------------------- networks, sharded or whole
 
 
 class Net(nn.Module):
@@ -504,9 +504,6 @@ class Critic(Net):
 
     def read(self, hidden, targets):
         return (self.head(hidden).squeeze(-1).float(),)
-
-
-# ---------------------------------------------------------------- sharding
 
 
 def check_sharding(args: Args):
@@ -767,11 +764,11 @@ class Stop:
         try:
             watched = {os.pidfd_open(pid): name for pid, name in pids.items()}
         except OSError as error:  # some sandboxes
-            warnings.warn(f"pidfd_open: {error}; a rank that dies is not noticed", stacklevel=2)
+            print(f"pidfd_open: {error}; that a rank died is not noticed", file=sys.stderr)
             return
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
-    def _signalled(self, number=None, frame=None):
+    def _signalled(self, *_):
         now = time.monotonic()
         if self.told and now - self.told > 1:  # launchers pass on the Ctrl-C that we got already
             os._exit(130)
@@ -779,7 +776,7 @@ class Stop:
             self.told = now
             if dist.get_rank() == 0:
                 print("\nstopping: saving the last completed step (once more to stop at once)",
-                      file=sys.stderr, flush=True)
+                      file=sys.stderr)
 
     def _watch(self, watched):
         """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
@@ -790,8 +787,7 @@ class Stop:
                 self.told = time.monotonic()
                 signal.alarm(600)  # save, and be gone
             elif not self.over and threading.main_thread().is_alive():
-                print(f"{gone} is gone: rank {dist.get_rank()} ends too", file=sys.stderr,
-                      flush=True)
+                print(f"{gone} is gone: rank {dist.get_rank()} ends too", file=sys.stderr)
                 os._exit(1)
 
     def requested(self) -> bool:
@@ -864,14 +860,15 @@ class Run:
 
 
 def replay_file(args: Args, step: int) -> Path:
+    """Where data.Log wrote the rollouts of step 0, 1, ... of the run to replay."""
     return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
 
 
 def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for."""
     own = args.model is None  # the task's own tiny model
-    args.fill({"lr": 3e-4, "critic_lr": 1e-3} if own else {"lr": 1e-6, "critic_lr": 1e-5})
-    args.fill({"output_dir": f"runs/{Path(args.task).stem}"})
+    lr, critic_lr = (3e-4, 1e-3) if own else (1e-6, 1e-5)
+    args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": f"runs/{Path(args.task).stem}"})
     if args.replay:
         need(Path(args.output_dir).resolve() != Path(args.replay).resolve(),
              f"--replay {args.replay} is --output_dir too: give this run another one")
@@ -886,14 +883,12 @@ def setup(args: Args) -> Run:
     parts where it can."""
     check_args(args)
     check_sharding(args)
-    needed = ("load", "reward") if args.model else ("load", "reward", "build_model")
-    task = data.load_task(args.task, needed)
+    task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * (not args.model))
     files = {"train": args.train_files, "val": args.val_files}
     read = {split: data.load_rows(task, split, files[split]) for split in files}
     fill_in_defaults(args)
     disable_progress_bar()  # of loading and saving weights
-    for name in ("torch.distributed.checkpoint", "accelerate.utils.other"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     accelerator, store = start_processes(args)
     with accelerator.main_process_first():
         args.model = args.model or data.task_model(task, args)
@@ -1017,15 +1012,14 @@ def scorers(run: Run, step: int) -> dict[str, nn.Module]:
 
 def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     """Waits for the rewards and puts them into the batch, narrowed to what got one."""
-    before = phase.trained
+    outputs = phase.trained
     if run.engine:
         grade(run, phase)
-    graded = phase.trained
-    if len(graded) < len(before):
-        kept = {id(output) for output in graded}
-        batch = data.select(batch, [i for i, output in enumerate(before) if id(output) in kept])
-    data.add_rewards(batch, graded)
-    batch["rollouts"] = data.by_rollout(graded)
+    graded = [i for i, output in enumerate(outputs) if output.reward is not None]
+    if len(graded) < len(outputs):
+        batch = data.select(batch, graded)
+    data.add_rewards(batch, phase.trained)
+    batch["rollouts"] = data.by_rollout(phase.trained)
     return batch
 
 
@@ -1075,11 +1069,8 @@ def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
-    """--adv_estimator: advantages (B, T); gae adds batch["returns"]. THE place for an estimator of
-    your own.
-
-    Those that compare rollouts give (N,): one number for all tokens of a rollout, in each of its
-    trajectories."""
+    """--adv_estimator: advantages (B, T); gae adds batch["returns"]. THE place for one of your own.
+    Those that compare rollouts give (N,), a number for all tokens of a rollout's trajectories."""
     mask, token_rewards = batch["response_mask"], batch["token_rewards"]  # (B, T)
     rollouts = batch["rollouts"]
     rewards, groups = rollouts.rewards, rollouts.groups  # (N,)
