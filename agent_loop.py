@@ -164,8 +164,7 @@ MAX_PIXELS = 64_000_000  # 256 MB decoded
 def open_image(source):
     """A PIL image of a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
 
-    Of a file only the header is read. Raises ValueError unless it has one of IMAGE_FORMATS and at
-    most MAX_PIXELS."""
+    Of a file only the header is read. Raises ValueError but for IMAGE_FORMATS up to MAX_PIXELS."""
     from PIL import Image
 
     source = _file_of(source)

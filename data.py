@@ -90,8 +90,7 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
 
 
 def read_files(files: list[str]) -> list[dict]:
-    """Rows of parquet or jsonl files. Raises BadInput on a missing or damaged file, another format,
-    or without `datasets`."""
+    """Rows of parquet or jsonl files. Raises BadInput where a file or `datasets` is missing."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -559,8 +558,7 @@ def pack_rows(batch: dict, rows: list[int], device) -> dict:
 
     input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the
     packed sequence whose hidden state predicts a sampled token; targets (M,): that token; at: its
-    (row, column) in (len(rows), T). images: the rows' lists of PIL images, for `Vision`; empty
-    without any."""
+    (row, column) in (len(rows), T). images: the rows' lists of PIL images, for `Vision`, or []."""
     images = [batch["images"][row] for row in rows] if "images" in batch else []
     ids, positions, cu_seqlens, max_seqlen = pack(batch["input_ids"][rows], batch["lengths"][rows])
     mask = batch["response_mask"][rows]
@@ -804,8 +802,7 @@ def git_hash() -> str:
 
 
 def prepare_folder(args) -> Path | None:
-    """output_dir, and the checkpoint to resume from. An earlier run there is moved aside, never
-    overwritten."""
+    """The checkpoint in output_dir to resume from; else an earlier run there is moved aside."""
     folder = Path(args.output_dir)
     if args.resume:
         found = checkpoints(folder / "checkpoints")
@@ -876,8 +873,7 @@ def save_policy(run, folder: Path):
     """The policy in Hugging Face format, for from_pretrained and vLLM, with its tokenizer or
     processor, written by the main rank.
 
-    All ranks call it: of a sharded policy one parameter at a time is gathered, in float32, into
-    host memory."""
+    All ranks call it: a sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dcp_state.get_model_state_dict(model, options=options)

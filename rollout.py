@@ -930,8 +930,7 @@ class Pool:
                 self._set_limit(capacity + replaced)
             return n - replaced >= self.batch and n > n_compared
 
-        # It ends: once all that may start has ended, at most `staleness` batches are left over, and
-        # the oldest of those are taken first, so that `in_time` holds.
+        # It ends: of groups that all ended at most `staleness` batches are left, taken oldest first.
         while True:
             self._set_limit(capacity + replaced)
             stopped = self._run_until(over, f"{self.kind} {step}", self.batch)

@@ -6,8 +6,7 @@
     torchrun --nproc_per_node 2 train.py                      # two ranks on a CPU
 
 One process per GPU holds a vLLM engine and the policy, and switches between rollout and update.
-This file has the flags, the networks, one optimiser step, evaluation and checkpoints; the algorithm
-is in `main`."""
+This file has the flags, the networks, one optimiser step and evaluation."""
 
 import os
 
@@ -507,8 +506,7 @@ class Critic(Net):
 
 
 def check_sharding(args: Args):
-    """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on what of it is not
-    implemented."""
+    """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on other options."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return
     for name, allowed, instead in (
@@ -560,8 +558,7 @@ def wrap(net: Net, args: Args, accelerator, frozen: bool = False) -> nn.Module:
 class Learner:
     """A network and its optimiser; `wrapped` is the one to call with gradients.
 
-    num_steps: in which it learns. The learning rate is a function of the step: resuming needs no
-    scheduler's state."""
+    num_steps: in which it learns. Its rate is a function of the step: there is no state to save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
         self.net, self.lr, self.wrapped = net, lr, wrap(net, args, accelerator)
@@ -714,8 +711,7 @@ def check_sync(engine: Engine, policy: Policy):
 
 
 def sync(engine: Engine, policy: Policy, version: int) -> float:
-    """Wakes the engine with the policy's weights; the only way to an engine that generates.
-    Returns seconds."""
+    """Wakes the engine with the policy's weights, the only way that it can generate; seconds."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
@@ -749,8 +745,7 @@ def evaluate(run: "Run", step: int) -> dict:
 
 
 class Stop:
-    """First Ctrl-C, SIGTERM or death of the launcher: all ranks end after the last completed step.
-    Second: at once."""
+    """Ctrl-C, SIGTERM or death of the launcher: all ranks end after the last step. Second: now."""
 
     def __init__(self, store: dist.Store):
         self.store, self.told, self.asked = store, 0.0, 0.0  # when
@@ -801,8 +796,7 @@ class Stop:
 
 
 def start_processes(args: Args):
-    """Accelerator and store of all ranks, in one process group; of a single process too. Sets
-    args.dtype."""
+    """Accelerator and store of all ranks, or of a single process. Sets args.dtype."""
     from accelerate import Accelerator
 
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
@@ -811,9 +805,8 @@ def start_processes(args: Args):
     if not dist.is_initialized():
         if not cpu_only:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        where = {} if "RANK" in os.environ else alone
-        dist.init_process_group(backend, timeout=PATIENCE, **where)
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=PATIENCE, **alone)
     if args.dtype == "auto":
         args.dtype = "float32" if cpu_only else "bfloat16"
     precision = "bf16" if args.dtype == "bfloat16" else "no"
@@ -879,8 +872,7 @@ def fill_in_defaults(args: Args):
 
 
 def setup(args: Args) -> Run:
-    """Checks all input, then loads data, networks and engine. Raises BadInput before the expensive
-    parts where it can."""
+    """Checks all input, and raises BadInput; then loads what is expensive, engine and networks."""
     check_args(args)
     check_sharding(args)
     task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * (not args.model))
@@ -1041,8 +1033,7 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
     batch["rollouts"] and on batch["token_rewards"] (B, T).
 
     Both in place: the sums per rollout for the group estimators, the tokens for gae and
-    reinforce_pp. Returns metrics; actor/kl is the mean over trajectories of their tokens' mean KL,
-    which AdaptiveKL steers."""
+    reinforce_pp. Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
     mask, rollouts = batch["response_mask"], batch["rollouts"]
     penalty = overlong(rollouts, args)
     rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
@@ -1098,8 +1089,7 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
 
 
 def mask_truncated(batch: dict):
-    """Takes rollouts of which any output was cut off out of the losses and their counts; the
-    statistics had them."""
+    """Takes rollouts of which any output was cut off out of the losses and their counts."""
     index = batch["rollouts"].index
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
@@ -1175,7 +1165,7 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
                 batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
     if run.critic:
-        metrics["critic/vf_loss"] = metrics.pop("critic/loss")
+        metrics["critic/vf_loss"] = metrics.pop(f"{name}/loss")
         columns = (batch[name] for name in ("values", "returns", "response_mask"))
         metrics["critic/explained_var"] = losses.explained_variance(*columns).item()
     return metrics
