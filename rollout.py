@@ -930,7 +930,7 @@ class Pool:
                 self._set_limit(capacity + replaced)
             return n - replaced >= self.batch and n > n_compared
 
-        # It ends: of groups that all ended at most `staleness` batches are left, taken oldest first.
+        # It ends: of groups all at their end at most `staleness` batches are left, oldest first.
         while True:
             self._set_limit(capacity + replaced)
             stopped = self._run_until(over, f"{self.kind} {step}", self.batch)
