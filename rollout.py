@@ -854,7 +854,7 @@ class Pool:
         loop = cls(session, run.tokenizer, run.processor, run.task, args)
         ends = [] if self.sampling.get("ignore_eos") else run.engine.stop_token_ids
         sampling = {**self.sampling, "stop_token_ids": ends}
-        marks = {"index": row["index"], "prompt": group.prompt, "sample": sample}
+        marks = {"index": row.get("index"), "prompt": group.prompt, "sample": sample}
         if sample == self.group_size:
             sampling["temperature"], marks["greedy"] = 0.0, True
         row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
