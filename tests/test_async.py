@@ -244,6 +244,14 @@ class Run:
         prompt = [{"role": "user", "content": "What is 12+34?"}]
         self.run.rows = {"train": [{"prompt": prompt, "index": i} for i in range(n_rows)]}
         self.pool = self.run.pool = training_pool(self.run, start, **(resume or {}))
+        self.n_compared, compare = 0, self.pool._compare
+
+        def counted(stopped):
+            compared = compare(stopped)
+            self.n_compared += 1
+            return compared
+
+        self.pool._compare = counted
 
     def step(self, version: int) -> Phase:
         """What train.py does in a step, as far as rollout goes."""
@@ -328,13 +336,13 @@ def test_a_rollout_goes_on_until_nothing_left_would_get_too_old(make_run, models
     assert run.engine.state == "asleep"
     # With 4, the next batch would be full; but 0 would be two versions old in the one after: it is waited for, while
     # 5 is started too. Then the two oldest are the batch, and 4 is left for the next.
-    run.later((0, MIDDLE), after=lambda: run.pool.n_ended("done") == 4 and task.at[5, END] == 2)
+    run.later((0, MIDDLE), after=lambda: run.n_compared == 2 and task.at[5, END] == 2)
     second = run.step(1)
     assert prompts(second) == [0, 1] and sorted(run.pool.groups) == [4, 5] and run.pool.n_started == 6
     assert second.waited_s > 0 and second.metrics(run.engine)["timing/waited_for_old_s"] == second.waited_s
     assert [o.response_versions for o in second.outputs] == [[0] * 6 + [-1] * 3 + [v] * 6 for v in (1, 1, 0, 0)]
     # 5 is of version 1, and 4 too: both have to go now, whatever else is done.
-    run.later((5, END), after=lambda: run.pool.n_ended("done") == 6)  # 0 to 4, and 6
+    run.later((5, END), after=lambda: run.n_compared == 4)  # 0 to 4 are done, and 6
     third = run.step(2)
     assert prompts(third) == [4, 5] and sorted(run.pool.groups) == [6, 7] and third.waited_s > 0
     assert run.pool.to_resume(3) == {"prompts_drawn": 8, "unfinished": [6, 7]}
