@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
     parser.add_argument("--free", action="store_true", help="responses end by themselves, --tokens is only the limit")
     parser.add_argument("--micro_batch", type=int, default=16384, help="flatrl's tokens_per_micro_batch")
-    parser.add_argument("--engine_args", help="of flatrl's engine, as in train.py")
+    parser.add_argument("--engine_args", default="{}", help="of flatrl's engine, as in train.py")
     options = parser.parse_args()
     try:
         import datasets  # noqa: F401
