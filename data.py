@@ -331,8 +331,8 @@ def load_processor(args, config):
          "out can't be replayed")
     # The engine's settings: both must agree.
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    problem = "has vision, but its processor can't be loaded"
-    processor = from_pretrained(AutoProcessor, args, problem, **settings)
+    processor = from_pretrained(
+        AutoProcessor, args, "has vision, but its processor can't be loaded", **settings)
     known = {*vars(processor.image_processor), "min_pixels", "max_pixels"}  # these set `size`
     for name in settings:
         need(name in known, f"--engine_args: mm_processor_kwargs has {name}, which is no setting "
@@ -778,6 +778,7 @@ def _write_whole(file, text):
     temporary.replace(file)
 
 
+@functools.cache  # reads every package's metadata; the model's key and args.json want it
 def versions() -> dict[str, str]:
     """The installed packages that a run's numbers depend on."""
     installed = {d.name: d.version for d in distributions()}
@@ -856,8 +857,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
-    """Loads what `save_checkpoint` saved; parts: of it, as step.json has them. Raises BadInput if
-    one that learns is not among them."""
+    """Loads what `save_checkpoint` saved; parts: step.json's. Raises BadInput if one is missing."""
     need(run.learners.keys() <= set(parts), f"--resume: {folder} holds {list(parts)}, not all of "
          f"{list(run.learners)}: was it written with other flags, or by an earlier version?")
     state = training_state(run, parts)
@@ -870,8 +870,7 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 
 
 def save_policy(run, folder: Path):
-    """The policy in Hugging Face format, for from_pretrained and vLLM, with its tokenizer or
-    processor, written by the main rank.
+    """The policy in Hugging Face format, with its tokenizer or processor, by the main rank.
 
     All ranks call it: a sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model

@@ -698,7 +698,7 @@ def check_sync(engine: Engine, policy: Policy):
 
     Raises RuntimeError naming the first parameter that differs, was not sent or is not finite."""
     checksums = engine.checksums()
-    for name, p in policy.model.named_parameters():
+    for name, p in policy.model.named_parameters():  # itself, not what named_weights made of it
         x = whole(p.detach())
         if bad := (~x.isfinite()).sum().item():
             raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
@@ -791,7 +791,8 @@ class Stop:
             self.store.set("stop", "1")
         elif time.monotonic() - self.asked > 0.5:
             self.asked = time.monotonic()
-            self.told = self.asked * self.store.check(["stop"])
+            if self.store.check(["stop"]):
+                self.told = self.asked
         return bool(self.told)
 
 
@@ -1104,7 +1105,7 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     signal = data.groups_with_signal(phase.trained, "total")
     metrics = {
         "rollout/logp_diff_mean": mean(difference),
-        "rollout/logp_diff_max": max(difference.tolist(), default=0.0),
+        "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
         "rollout/filtered_groups": len({o.extra["prompt"] for o in phase.sampled}) - len(sizes),
         "rollout/singleton_groups": (sizes == 1).sum().item(),
         "rollout/zero_std_groups": len(sizes) - len(signal),
