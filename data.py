@@ -397,14 +397,16 @@ def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
     return {group for group, x in zip(groups, values) if first.setdefault(group, x) != x}
 
 
-def collate(outputs: Outputs) -> dict:
+def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     """One or more trajectories as tensors: B of them, T the longest response, L the longest in all.
 
     input_ids (B, L) prompt then response, right-padded with 0; lengths, prompt_lengths,
     response_lengths (B,); response_mask (B, T) float; response_ids, versions (B, T) long, version
     -1 where not sampled; logprobs_rollout (B, T) float32; truncated (B,) bool: cut off by a length
-    or turn limit. images: B lists of PIL images, if there are any; all other entries are tensors.
-    rewards, outcomes, token_rewards: see `add_rewards`."""
+    or turn limit. rewards, outcomes, token_rewards: see `add_rewards`. If there are images:
+    images, B lists of PIL images, the only entry that is no tensor, equal ones one object;
+    prefix_ids (B, L), input_ids whose placeholders (image_token_id) say which image it is, for
+    `prefixes`; without an image_token_id no row with images shares one."""
     def padded(read, dtype=torch.long, fill=0):
         return pad_sequence([torch.tensor(read(o), dtype=dtype) for o in outputs], True, fill)
 
@@ -419,9 +421,31 @@ def collate(outputs: Outputs) -> dict:
         "response_lengths": torch.tensor([len(o.response_ids) for o in outputs])}
     batch["lengths"] = batch["prompt_lengths"] + batch["response_lengths"]
     if any(o.images for o in outputs):
-        batch["images"] = [o.images for o in outputs]
+        batch |= _same_images(batch["input_ids"], [o.images for o in outputs], image_token_id)
     add_rewards(batch, outputs)
     return batch
+
+
+def _same_images(input_ids, images, image_token_id):
+    """The batch's images and prefix_ids: see `collate`."""
+    ids, known, same = input_ids.clone(), {}, []
+    for i, (row, own) in enumerate(zip(ids, images)):
+        at = row == image_token_id
+        number = _image_of(at)
+        if own and number[-1] + 1 == len(own):
+            pixels = [(image.size, image.tobytes()) for image in own]
+            named = [known.setdefault(key, (~len(known), image)) for key, image in zip(pixels, own)]
+            row[at] = torch.tensor([name for name, _ in named])[number[at]]
+            own = [image for _, image in named]
+        elif own:  # which placeholder is whose can't be told
+            row[0] = i - (1 << 31)
+        same.append(own)
+    return {"images": same, "prefix_ids": ids}
+
+
+def _image_of(at):
+    """Which image it is, 0, 1, ..., where a row has placeholders, (L,) bool, one run an image."""
+    return (at & ~F.pad(at, (1, 0))[:-1]).cumsum(0) - 1
 
 
 def add_rewards(batch: dict, outputs: Outputs):
@@ -447,7 +471,8 @@ def select(batch: dict, rows: list[int]) -> dict:
     def part(name, x):
         if isinstance(x, list):
             return [x[row] for row in rows]
-        return x[rows] if x.ndim == 1 else x[rows, : L if name == "input_ids" else T]
+        whole = name in ("input_ids", "prefix_ids")
+        return x[rows] if x.ndim == 1 else x[rows, : L if whole else T]
 
     return {name: part(name, x) for name, x in batch.items()}
 
@@ -494,92 +519,152 @@ def _numbers(values):
 
 # ---------------------------------------------------------------- packing
 
+FORWARD = "input_ids position_ids cu_seqlens max_seqlen cu_seqlens_k key_index".split()
+
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
-    """Deals indices to n shares of about equal total length, each to the lightest so far; with
-    fewer than n some shares stay empty."""
-    return _deal(lengths, n, lambda totals, length: totals.index(min(totals)))
-
-
-def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cuts indices into micro-batches of at most max_tokens tokens: each to the first with room.
-
-    Raises ValueError if one sequence alone is longer than max_tokens."""
-    def first_fit(totals, length):
-        if length > max_tokens:
-            raise ValueError(f"a sequence of {length} tokens does not fit a micro-batch of "
-                             f"{max_tokens}: raise the budget")
-        return next(k for k, total in enumerate(totals) if total + length <= max_tokens)
-
-    return [share for share in _deal(lengths, len(lengths), first_fit) if share]
-
-
-def shares(batch: dict, rows: Sequence[int], max_tokens: int) -> list[tuple[list[int], bool]]:
-    """This rank's micro-batches of some global rows: balanced over ranks by tokens, then cut by the
-    token budget.
-
-    All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
-    whose loss is weighted 0."""
-    rows, cuts = torch.tensor(rows), []
-    lengths = batch["lengths"][rows]
-    for share in balance(lengths.tolist(), dist.get_world_size()):
-        cut = micro_batches(lengths[share].tolist(), max_tokens)
-        cuts.append([(rows[share][micro].tolist(), True) for micro in cut])
-    mine = cuts[dist.get_rank()]
-    filler = [rows[lengths.argmin()].item()], False
-    return mine + [filler] * (max(map(len, cuts)) - len(mine))
-
-
-def _deal(lengths, n, choose):
-    """Indices in n shares, each in index order. Longest first (of equal ones the first), an index
-    goes to the share choose(totals, length): by the shares' lengths so far, and its own."""
+    """Deals indices to n shares of about equal total length, longest first (of equal ones the
+    first), each to the lightest so far; with fewer than n some shares stay empty."""
     shares, totals = [[] for _ in range(n)], [0] * n
     for length, i in sorted((-int(length), i) for i, length in enumerate(lengths)):
-        k = choose(totals, -length)
+        k = totals.index(min(totals))
         shares[k].append(i)
         totals[k] -= length
     return [sorted(share) for share in shares]
 
 
-def pack(input_ids, lengths) -> tuple[Tensor, Tensor, Tensor, int]:
+def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Cuts indices into micro-batches of at most max_tokens tokens: longest first, each to the
+    first with room. Raises ValueError if one sequence alone is longer than max_tokens."""
+    if max(lengths, default=0) > max_tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a micro-batch of "
+                         f"{max_tokens}: raise the budget")
+    return [sorted(micro) for _, micro in _cut(lengths, [0] * len(lengths), max_tokens)]
+
+
+def prefixes(batch: dict, rows: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """The order of rows in which those with a common prefix are neighbours; in it, their lengths,
+    and how many tokens each has in common with the one before."""
+    ids, lengths = batch.get("prefix_ids", batch["input_ids"])[rows], batch["lengths"][rows]
+    words = ids.int().numpy()
+    order = sorted(range(len(rows)), key=lambda i: words[i, : lengths[i]].tobytes())
+    ids, lengths = ids[order], lengths[order]
+    ends = torch.minimum(lengths[1:], lengths[:-1])[:, None]
+    differ = (ids[1:] != ids[:-1]) | (torch.arange(ids.shape[1]) >= ends)  # (N - 1, L)
+    return order, lengths.tolist(), [0, *F.pad(differ, (0, 1), value=True).int().argmax(1).tolist()]
+
+
+def _runs(lengths, shared, limit):
+    """(tokens, indices) of neighbours that share prefixes, a shared one counted once: up to `limit`
+    or a single sequence. What is longer is cut where little is shared, in its second half."""
+    runs, start = [], 0
+    while start < len(lengths):
+        stop, tokens = start + 1, [lengths[start]]  # of one sequence, two, ...
+        while stop < len(lengths) and shared[stop] and tokens[-1] <= limit:
+            tokens.append(tokens[-1] + lengths[stop] - shared[stop])
+            stop += 1
+        if tokens[-1] > limit and stop > start + 1:
+            stop = min(range(stop - 1, (start + stop - 1) // 2, -1), key=shared.__getitem__)
+        runs.append((tokens[stop - start - 1], range(start, stop)))
+        start = stop
+    return runs
+
+
+def _cut(lengths, shared, limit):
+    """Micro-batches [tokens, indices] of at most `limit` tokens, a shared prefix counted once."""
+    found = []
+    for tokens, run in sorted(_runs(lengths, shared, limit), key=lambda run: -run[0]):
+        micro = next((micro for micro in found if micro[0] + tokens <= limit), None)
+        if micro is None:
+            found.append(micro := [0, []])
+        micro[0] += tokens
+        micro[1] += run
+    return found
+
+
+def shares(batch: dict, rows: Sequence[int], max_tokens: int) -> list[tuple[list[int], bool]]:
+    """This rank's micro-batches of some global rows, of at most max_tokens tokens that go through
+    the network: a prefix that rows of a micro-batch share counts once. As few as the budget allows,
+    then about equal in size, and dealt evenly to the ranks.
+
+    All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
+    whose loss is weighted 0."""
+    n, (order, lengths, shared) = dist.get_world_size(), prefixes(batch, rows)
+    most = -(-len(_cut(lengths, shared, max_tokens)) // n) * n
+    limits = range(max(lengths), max_tokens)
+    even = bisect(limits, False, key=lambda limit: len(_cut(lengths, shared, limit)) <= most)
+    cut = _cut(lengths, shared, max(lengths) + even)
+    dealt = balance([tokens for tokens, _ in cut], n)
+    mine = [([rows[order[i]] for i in cut[k][1]], True) for k in dealt[dist.get_rank()]]
+    filler = [min(rows, key=batch["lengths"].__getitem__)], False
+    return mine + [filler] * (max(map(len, dealt)) - len(mine))
+
+
+def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
     """Joins sequences end to end, without padding; N sequences, S the sum of their lengths.
 
-    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,). Returns input_ids and
-    position_ids (1, S), these from 0 in each sequence, cu_seqlens (N + 1,) int32, max_seqlen."""
-    lengths = [int(n) for n in lengths]
-    ids = torch.cat([torch.as_tensor(row)[:n] for row, n in zip(input_ids, lengths, strict=True)])
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), max(lengths)
+    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,); starts (N,): tokens to
+    leave out at the start of each. Returns input_ids and position_ids (1, S), these from 0 (or its
+    start) in each sequence, cu_seqlens (N + 1,) int32, max_seqlen."""
+    spans = [(int(a), int(n)) for a, n in zip(starts or [0] * len(lengths), lengths, strict=True)]
+    parts = [torch.as_tensor(row)[a:n] for row, (a, n) in zip(input_ids, spans, strict=True)]
+    ids, positions = torch.cat(parts), torch.cat([torch.arange(*span) for span in spans])
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(map(len, parts))], dtype=torch.int32)
+    longest = max(n for _, n in spans)
+    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), longest
 
 
 def pack_rows(batch: dict, rows: list[int], device) -> dict:
-    """The forward pass of some rows: packed inputs, and where each sampled token is predicted.
+    """The forward pass of some rows as a forest: a prefix that several share stands once. And where
+    each sampled token is predicted.
 
-    input_ids, position_ids (1, S), cu_seqlens, max_seqlen: as `pack`. source (M,): positions in the
-    packed sequence whose hidden state predicts a sampled token; targets (M,): that token; at: its
-    (row, column) in (len(rows), T). images: the rows' lists of PIL images, for `Vision`, or []."""
-    images = [batch["images"][row] for row in rows] if "images" in batch else []
-    ids, positions, cu_seqlens, max_seqlen = pack(batch["input_ids"][rows], batch["lengths"][rows])
-    mask = batch["response_mask"][rows]
+    Of rows sorted by `prefixes` each adds what it does not share with the one before: input_ids,
+    position_ids (1, S), cu_seqlens, as `pack`. Where anything is shared, its queries attend to the
+    keys and values of its whole sequence, at key_index (K,), one sequence after the other,
+    cu_seqlens_k; max_seqlen: the longest sequence. source (M,): positions in the packed input whose
+    hidden state predicts a sampled token; targets (M,): that token, (source, target) pairs once;
+    pair: which of them is at (row, column) in (len(rows), T). images: for `Vision`, a list of
+    (token ids, PIL images, first own token) of the sorted rows, or []."""
+    order, lengths, shared = prefixes(batch, rows)
+    sorted_rows = [rows[i] for i in order]
+    ids, positions, cu_seqlens, max_seqlen = pack(batch["input_ids"][sorted_rows], lengths, shared)
+    own = torch.arange(ids.shape[1]).split(cu_seqlens.diff().tolist())
+    path, paths = own[0], []  # a sequence's tokens in the packed input
+    for mine, common in zip(own, shared):
+        path = torch.cat([path[:common], mine])
+        paths.append(path)
+    mask = batch["response_mask"][sorted_rows]
     row, column = mask.nonzero(as_tuple=True)  # (M,) each
-    token = cu_seqlens[row] + batch["prompt_lengths"][rows][row] + column  # its position, (M,)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    token = (starts[row] + batch["prompt_lengths"][sorted_rows][row] + column)  # in its path, (M,)
+    where = torch.cat(paths)
+    pairs = torch.stack([where[token - 1], ids[0, where[token]]])
+    (source, targets), pair = pairs.unique(dim=1, return_inverse=True)
     packed = {
-        "input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens,
-        "max_seqlen": max_seqlen, "source": token - 1, "targets": ids[0, token],
-        "at": (row, column), "shape": mask.shape, "images": images if any(images) else []}
+        "input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens.unique(),
+        "max_seqlen": max_seqlen, "source": source, "targets": targets, "pair": pair,
+        "at": (torch.tensor(order)[row], column), "shape": mask.shape, "images": []}
+    if any(shared):  # without queries of its own a sequence needs no keys
+        paths = [path for path, mine in zip(paths, own) if len(mine)]
+        ends = itertools.accumulate(map(len, paths))
+        packed["cu_seqlens_k"] = torch.tensor([0, *ends], dtype=torch.int32)
+        packed["key_index"] = torch.cat(paths)
+    if any(images := [batch["images"][i] for i in sorted_rows] if "images" in batch else ()):
+        sequences = [batch["input_ids"][i, :n] for i, n in zip(sorted_rows, lengths)]
+        packed["images"] = list(zip(sequences, images, shared))
     return tree_map_only(Tensor, lambda x: x.to(device), packed)
 
 
 def packed_attention(module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
-                     max_seqlen=None, sliding_window=None, softcap=None, s_aux=None,
-                     **kwargs) -> tuple[Tensor, None]:
+                     max_seqlen=None, cu_seqlens_k=None, key_index=None, sliding_window=None,
+                     softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
     query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
-    as `pack` gives them, passed through the model's forward. Returns (1, S, H, D). Dropout is not
-    applied: a policy gradient needs the network that sampled. Raises ValueError where a model asks
-    for what is not implemented here, instead of ignoring it."""
+    as `pack` gives them, passed through the model's forward, and cu_seqlens_k, key_index as
+    `pack_rows` does where sequences share prefixes. Returns (1, S, H, D). Dropout is not applied: a
+    policy gradient needs the network that sampled. Raises ValueError where a model asks for what is
+    not implemented here, instead of ignoring it."""
     def must(ok, problem):
         if not ok:
             raise ValueError(f"packed attention {problem}")
@@ -594,19 +679,28 @@ def packed_attention(module, query, key, value, attention_mask, *, scaling=None,
          "is causal; this layer is not")
     # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
     query, key = query.to(value.dtype), key.to(value.dtype)
+    if key_index is None:
+        cu_seqlens_k = cu_seqlens
+    else:
+        key, value = (x.index_select(2, key_index) for x in (key, value))  # (1, H_kv, K, D)
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, H, D)
-        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling,
-                          window_size=(-1, 0), enable_gqa=grouped)  # causal
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S or K, H, D)
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen, scale=scaling,
+                          window_size=(-1, 0), enable_gqa=grouped)  # causal, to the keys' end
         return out[None], None
-    lengths = cu_seqlens.diff().tolist()
     # split, not slices: a slice's backward fills a tensor of the whole length, for every segment
-    segments = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))]
+    lengths = [cu.diff().tolist() for cu in (cu_seqlens, cu_seqlens_k, cu_seqlens_k)]
+    parts = (x.split(n, dim=2) for x, n in zip((query, key, value), lengths))
+    segments = []
+    for q, k, v in zip(*parts):
+        n, before = q.shape[2], k.shape[2] - q.shape[2]
+        mask = torch.ones(n, n + before, dtype=torch.bool, device=q.device).tril(before)
+        segments.append(F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask if before else None, is_causal=not before, scale=scaling,
+            enable_gqa=grouped))
     return torch.cat(segments, dim=2).transpose(1, 2), None
 
 
@@ -650,14 +744,14 @@ class Vision:
         """For a packed forward pass with images: position_ids (3, 1, S), and what the vision tower
         makes of the images. The tower runs here and not in model.forward, which would pass it the
         cu_seqlens of the tokens as its own."""
-        device, positions = packed["input_ids"].device, []
-        sequences = packed["input_ids"].cpu().split(packed["cu_seqlens"].diff().tolist(), dim=1)
-        for ids, images in zip(sequences, packed["images"]):  # (1, L)
-            kinds = (ids == self.image_token_id).int()  # 0 text, 1 image
+        device, positions, new = packed["input_ids"].device, [], []
+        for ids, images, start in packed["images"]:  # (L,)
+            ids, at = ids[None].cpu(), (ids == self.image_token_id).cpu()
             grid = self._preprocessed("image_grid_thw", images) if images else None  # (images, 3)
             positions.append(model.get_rope_index(
-                ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0])  # (3, 1, L)
-        encoded = self._encode(model, sum(packed["images"], []), device)
+                ids, mm_token_type_ids=at[None].int(), image_grid_thw=grid)[0][..., start:])
+            new += images[_image_of(at[:start]).max() + 1 if start else 0 :]
+        encoded = self._encode(model, new, device)
         return {"position_ids": torch.cat(positions, dim=2).to(device),
                 "mm_encoder_outputs": {"image": encoded}}
 

@@ -463,7 +463,7 @@ class Net(nn.Module):
 
         Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
         backbone, vision = self.model.base_model, self.vision
-        inputs = {x: packed[x] for x in ("input_ids", "position_ids", "cu_seqlens", "max_seqlen")}
+        inputs = {x: packed[x] for x in data.FORWARD if x in packed}
         zero = 0
         if vision and packed["images"]:
             inputs |= vision.inputs(backbone, packed)
@@ -471,7 +471,7 @@ class Net(nn.Module):
             zero = vision.zero(backbone, packed["input_ids"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
         hidden = hidden[packed["source"]] + zero  # (M, H)
-        numbers = self.read(hidden, packed["targets"])  # (M,) each
+        numbers = (x[packed["pair"]] for x in self.read(hidden, packed["targets"]))  # (M,) each
         return [x.new_zeros(packed["shape"]).index_put(packed["at"], x) for x in numbers]
 
 
@@ -603,20 +603,22 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     the batch's COLUMNS of a micro-batch. Losses are summed over micro-batches and ranks and divided
     by global counts, so that no way to cut the batch changes the gradient (loss_agg: see
     losses.aggregate; its max_len is --max_response_tokens, the same for every batch). Returns the
-    loss, grad_norm and the token means of the stats; and the network's first number of this rank's
+    loss, grad_norm, unique_tokens and the token means of the stats; and the network's first number of this rank's
     tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
     micros = data.shares(batch, rows, args.tokens_per_micro_batch)
-    sums, seen = Counter(), torch.zeros_like(batch["response_mask"])
+    sums = Counter(unique_tokens=0)
+    seen = torch.zeros_like(batch["response_mask"])
     for i, (micro, real) in enumerate(micros):
         part = {name: batch[name][micro].to(device) for name in COLUMNS if name in batch}
         mask = part["response_mask"].mul_(real)  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
         wait = i < len(micros) - 1 and not isinstance(model, FSDPModule)
+        packed = data.pack_rows(batch, micro, device)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
-            numbers = model(data.pack_rows(batch, micro, device))
+            numbers = model(packed)
             loss, stats = objective(numbers, part, args)
             loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs,
                                     args.max_response_tokens)
@@ -624,6 +626,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
         if real:
+            sums["unique_tokens"] += packed["input_ids"].numel()
             seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = float(whole(grad_norm))
@@ -1158,13 +1161,15 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         learning.append(("critic", run.critic, value_objective, "token-mean"))
     updates = []
     for rows in mini_batches(len(batch["lengths"]), step, args):
-        updates.append({"actor/lr": lr})
+        updates.append({"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()})
         for name, *learner, loss_agg in learning:
             stats, seen = optimise(*learner, batch, rows, args, run.accelerator, loss_agg)
             updates[-1] |= {f"{name}/{key}": x for key, x in stats.items()}
             if "logprobs_old" not in batch:
                 batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
+    for network, *_ in learning:
+        metrics["batch/unique_tokens"] = metrics.pop(f"{network}/unique_tokens")
     if run.critic:
         metrics["critic/vf_loss"] = metrics.pop(f"{name}/loss")
         columns = (batch[name] for name in ("values", "returns", "response_mask"))
@@ -1187,7 +1192,7 @@ def main(args: Args):
 
             # ---- 2. score the sampled tokens, while the last graders work; then their rewards
             rollout_ended = time.perf_counter()
-            batch = data.collate(phase.trained)  # (B, T) tensors, the same on every rank
+            batch = data.collate(phase.trained, getattr(run.processor, "image_token_id", -1))
             for name, network in scorers(run, step).items():  # logprobs_old, logprobs_ref, values
                 batch[name] = score_tokens(network, batch, args)
             grading_started = time.perf_counter()

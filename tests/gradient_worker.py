@@ -19,18 +19,30 @@ from agent_loop import AgentLoopOutput
 
 
 def batch_of(n: int) -> dict:
-    """Trajectories of very unequal lengths with tool tokens inside, one without any sampled token."""
+    """Trajectories of very unequal lengths with tool tokens inside, one without any sampled token. Two in three share
+    a prefix: members of a group, forks, forks of forks, the same again, one the other's beginning."""
     rng = random.Random(0)
     outputs = []
+    ids = lambda length: [rng.randrange(3, 250) for _ in range(length)]
     for i in range(n):
         length = rng.choice([3, 9, 20, 45])
+        prompt, response = ids(rng.randrange(2, 12)), ids(length)
         mask = [1] + [int(rng.random() < 0.7) for _ in range(length - 1)] if i else [0] * length
+        if i % 3:
+            other = rng.choice(outputs)
+            prompt = other.prompt_ids
+            match i % 4:
+                case 1:  # a fork: some of the other's response is history
+                    prompt = prompt + other.response_ids[: rng.randrange(1, 9)]
+                case 2:
+                    response, mask = other.response_ids, other.response_mask
+                case 3:
+                    keep = rng.randrange(1, len(other.response_ids) + 1)
+                    response, mask = other.response_ids[:keep], other.response_mask[:keep]
         outputs.append(
             AgentLoopOutput(
-                prompt_ids=[rng.randrange(3, 250) for _ in range(rng.randrange(2, 12))],
-                response_ids=[rng.randrange(3, 250) for _ in range(length)],
-                response_mask=mask, response_logprobs=[0.0] * length, response_versions=[0] * length,
-                reward=rng.random(),
+                prompt_ids=prompt, response_ids=response, response_mask=mask, response_logprobs=[0.0] * len(response),
+                response_versions=[0] * len(response), reward=rng.random(),
             )
         )  # fmt: skip
     return data.collate(outputs)

@@ -533,33 +533,125 @@ def test_pack_rows_by_hand():
         make_output([9, 9], [1]),
         make_output([4], [1, 0]),
     ])  # fmt: skip
-    packed = data.pack_rows(batch, [2, 0], "cpu")  # in the order asked for
-    assert packed["input_ids"].tolist() == [[4, 100, 101, 1, 2, 3, 100, 101, 102, 103]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]
-    assert packed["cu_seqlens"].tolist() == [0, 3, 10]
-    assert packed["max_seqlen"] == 7
+    packed = data.pack_rows(batch, [2, 0], "cpu")
+    assert packed["input_ids"].tolist() == [[1, 2, 3, 100, 101, 102, 103, 4, 100, 101]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
+    assert packed["cu_seqlens"].tolist() == [0, 7, 10]
+    assert packed["max_seqlen"] == 7 and "key_index" not in packed  # nothing is shared
     # The state that predicts a token is the one before it: the last prompt token for the first of a response.
-    assert packed["source"].tolist() == [0, 5, 6, 8]
-    assert packed["targets"].tolist() == [100, 100, 101, 103]
-    assert [at.tolist() for at in packed["at"]] == [[0, 1, 1, 1], [0, 0, 1, 3]]
+    assert packed["source"].tolist() == [2, 3, 5, 7]
+    assert packed["targets"].tolist() == [100, 101, 103, 100]
+    assert packed["pair"].tolist() == [0, 1, 2, 3]
+    assert [at.tolist() for at in packed["at"]] == [[1, 1, 1, 0], [0, 1, 3, 0]]  # rows as they were asked for
     assert packed["shape"] == (2, 4)
+
+
+def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> dict:
+    """A batch of such sequences, in which every response token is sampled."""
+    outputs = [make_output(prompt, [1] * len(response)) for prompt, response in zip(prompts, responses, strict=True)]
+    for output, response in zip(outputs, responses, strict=True):
+        output.response_ids = list(response)
+    return data.collate(outputs)
+
+
+def test_a_shared_prefix_is_packed_once():
+    prompt = [1, 2, 3]
+    batch = batch_of([prompt, [8], prompt, prompt + [4, 6], prompt], [[4, 5], [9], [7], [4], [4, 5]])
+    order, lengths, shared = data.prefixes(batch, range(5))
+    assert order == [0, 4, 3, 2, 1]  # equal ones in their order
+    assert (lengths, shared) == ([5, 5, 6, 4, 2], [0, 5, 4, 3, 0])
+    packed = data.pack_rows(batch, [0, 1, 2, 3, 4], "cpu")
+    assert packed["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 4, 7, 8, 9]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 5, 3, 0, 1]]
+    assert packed["cu_seqlens"].tolist() == [0, 5, 7, 8, 10]  # the copy has no queries of its own
+    assert packed["cu_seqlens_k"].tolist() == [0, 5, 11, 15, 17]
+    assert packed["key_index"].tolist() == [0, 1, 2, 3, 4] + [0, 1, 2, 3, 5, 6] + [0, 1, 2, 7] + [8, 9]
+    # The last prompt token predicts 4, for two rows at once, and 7; its successor 5; 6 predicts 4; 8 predicts 9.
+    pairs = list(zip(packed["source"].tolist(), packed["targets"].tolist(), strict=True))
+    assert pairs == [(2, 4), (2, 7), (3, 5), (5, 4), (8, 9)]
+    at = [pairs[k] + (r, c) for k, r, c in zip(packed["pair"].tolist(), *(x.tolist() for x in packed["at"]))]
+    assert sorted(at, key=lambda x: x[2:]) == [
+        (2, 4, 0, 0), (3, 5, 0, 1), (8, 9, 1, 0), (2, 7, 2, 0), (5, 4, 3, 0), (2, 4, 4, 0), (3, 5, 4, 1)
+    ]  # fmt: skip
+
+
+def test_prefixes_end_where_a_sequence_does_not_where_the_padding_begins():
+    batch = batch_of([[5, 6], [5, 6]], [[0], [0, 0, 7]])  # 0 is what rows are padded with, and a token as well
+    assert data.prefixes(batch, [1, 0]) == ([1, 0], [3, 5], [0, 3])
+
+
+@st.composite
+def forests(draw) -> dict:
+    """Groups, forks of forks, identical sequences, one the prefix of another: prompts from earlier sequences."""
+    ids = st.lists(st.integers(1, 39), min_size=1, max_size=7)
+    prompts, responses = [], []
+    for _ in range(draw(st.integers(1, 7))):
+        prompt, response = draw(ids), draw(ids)
+        if prompts and draw(st.booleans()):
+            i = draw(st.integers(0, len(prompts) - 1))
+            whole = prompts[i] + responses[i]
+            prompt = draw(st.sampled_from([prompts[i], whole, whole[: draw(st.integers(1, len(whole)))]]))
+            response = draw(st.sampled_from([response, responses[i], responses[i][:1]]))
+        prompts.append(prompt)
+        responses.append(response)
+    return batch_of(prompts, responses)
+
+
+def ranks(monkeypatch, n: int):
+    """Makes data believe that it is rank 0, 1, ... of n, one after the other."""
+    monkeypatch.setattr(data.dist, "get_world_size", lambda: n)
+    for rank in range(n):
+        monkeypatch.setattr(data.dist, "get_rank", lambda rank=rank: rank)
+        yield rank
+
+
+def unique_tokens(batch: dict, rows) -> int:
+    return data.pack_rows(batch, list(rows), "cpu")["input_ids"].numel()
+
+
+@few
+@given(forests(), st.integers(0, 40), st.integers(1, 3))
+def test_shares_are_a_partition_within_the_budget(batch, extra, n):
+    budget = max(batch["lengths"].tolist()) + extra
+    with pytest.MonkeyPatch.context() as patch:
+        dealt = [data.shares(batch, range(len(batch["lengths"])), budget) for _ in ranks(patch, n)]
+    assert len({len(share) for share in dealt}) == 1
+    real = [rows for share in dealt for rows, is_real in share if is_real]
+    assert sorted(row for rows in real for row in rows) == list(range(len(batch["lengths"])))
+    assert all(unique_tokens(batch, rows) <= budget for rows in real)
+
+
+def test_groups_stay_together_and_are_cut_where_little_is_shared(monkeypatch):
+    system = list(range(1, 9))
+    prompts = [system + [30 + g] * 10 for g in range(6) for _ in range(4)]
+    batch = batch_of(prompts, [[10 + i % 4] * 5 for i in range(24)])  # a group: 10 + 4 x 5 tokens after the 8
+    for n, budget, micros in [(1, 68, 3), (1, 67, 6), (3, 1000, 1), (2, 100, 1), (6, 38, 1)]:
+        for _ in ranks(monkeypatch, n):
+            share = data.shares(batch, range(24), budget)
+            assert [is_real for _, is_real in share] == [True] * micros
+            sizes = {unique_tokens(batch, rows) for rows, _ in share}
+            assert sizes == {8 + 180 // (n * micros)}  # whole groups, and the system prompt once
+    sizes = [unique_tokens(batch, rows) for _ in ranks(monkeypatch, 1) for rows, _ in data.shares(batch, range(24), 37)]
+    assert max(sizes) <= 37 and sum(sizes) <= 6 * (2 * 18 + 20)  # a group in two parts, its prompt twice
 
 
 @few
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_pack_rows_predicts_every_sampled_token_once(masks, random):
+def test_pack_rows_predicts_every_sampled_token(masks, random):
     outputs = [make_output([7] * random.randint(1, 4), mask) for mask in masks]
     for b, output in enumerate(outputs):
         output.response_ids = [1000 * (b + 1) + k for k in range(len(output.response_ids))]
     batch = data.collate(outputs)
     rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
     packed = data.pack_rows(batch, rows, "cpu")
-    wanted = [1000 * (b + 1) + k for b in rows for k, m in enumerate(masks[b]) if m]
-    assert packed["targets"].tolist() == wanted
-    ids = packed["input_ids"][0]
-    assert ids[packed["source"] + 1].tolist() == wanted
-    placed = torch.zeros(packed["shape"], dtype=torch.long).index_put(packed["at"], packed["targets"])
+    placed = torch.zeros(packed["shape"], dtype=torch.long)
+    placed = placed.index_put(packed["at"], packed["targets"][packed["pair"]])
     assert placed.tolist() == (batch["response_ids"] * batch["response_mask"].long())[rows].tolist()
+    ids, positions = packed["input_ids"][0], packed["position_ids"][0]
+    for source, row, column in zip(packed["source"][packed["pair"]], *packed["at"], strict=True):
+        b = rows[row]
+        before = batch["prompt_lengths"][b] + column - 1
+        assert (ids[source], positions[source]) == (batch["input_ids"][b, before], before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,6 +717,38 @@ def test_packed_attention_is_eager_attention_of_each_sequence(name):
     for parameter_name, parameter in packed.named_parameters():
         difference = (parameter.grad - gradients[parameter_name].grad).norm()
         assert difference <= 1e-5 * gradients[parameter_name].grad.norm(), parameter_name
+
+
+def scores_and_gradients(model, batch: dict, parts: list[list[int]]) -> tuple[torch.Tensor, dict]:
+    """Logprobs (B, T) and the parameters' gradients of their weighted sum, micro-batch by micro-batch."""
+    model.zero_grad()
+    scores = torch.zeros_like(batch["response_mask"])
+    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2))
+    for rows in parts:
+        packed = data.pack_rows(batch, rows, "cpu")
+        inputs = {name: packed[name] for name in data.FORWARD if name in packed}
+        logits = model(**inputs, use_cache=False).logits[0, packed["source"]].log_softmax(-1)
+        logprobs = logits.gather(1, packed["targets"][:, None])[packed["pair"], 0]
+        found = logprobs.new_zeros(packed["shape"]).index_put(packed["at"], logprobs)
+        (found * weights[rows]).sum().backward()
+        scores[rows] = found.detach()
+    return scores, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(forests(), st.integers(0, 40), st.sampled_from(["qwen2-tied", "qwen3-untied"]))
+def test_a_forest_scores_and_learns_as_its_rows_do_alone(batch, extra, name):
+    model, _ = packed_and_eager(name)
+    rows, budget = range(len(batch["lengths"])), max(batch["lengths"].tolist()) + extra
+    scores, gradients = scores_and_gradients(model, batch, [[row] for row in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        parts = [part for _ in ranks(patch, 1) for part, _ in data.shares(batch, rows, budget)]
+    shared, gradients_shared = scores_and_gradients(model, batch, parts)
+    close(shared, scores, rtol=1e-5, atol=1e-5)
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for parameter, gradient in gradients.items():  # some are 0: of queries and keys where there is one key
+        difference = (gradients_shared[parameter] - gradient).norm()
+        assert difference <= 1e-5 * gradient.norm() + 1e-6 * whole, parameter
 
 
 def test_a_sequence_does_not_see_its_neighbours():
