@@ -437,6 +437,11 @@ def check_sampling(name: str, parameters: dict):
 
 # ---------------------------------------------------------------- networks, sharded or whole
 
+# Three sequences, two with a common prefix, to try a network on; all but the first tokens sampled.
+PROBE = {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [9, 8, 7, 6, 5, 4]]),
+         "lengths": torch.full((3,), 6), "prompt_lengths": torch.full((3,), 1),
+         "response_mask": torch.ones(3, 5)}
+
 
 class Net(nn.Module):
     """A transformers model on packed inputs, and what is read off its hidden states.
@@ -446,33 +451,56 @@ class Net(nn.Module):
 
     def __init__(self, auto_class, args: Args, vision):
         super().__init__()
-        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
+        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else None
         self.vision = vision
         self.model = data.from_pretrained(auto_class, args, "can't be loaded for training",
                                           attn_implementation=attention, dtype=torch.float32)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+        self.packed = bool(vision) or self._takes_packed_rows()
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # only then does transformers; without dropout nothing else changes
+
+    def pack(self, batch: dict, rows: list[int]) -> dict:
+        """`data.pack_rows` for this network."""
+        return data.pack_rows(batch, rows, next(self.parameters()).device, self.packed)
+
+    @torch.no_grad()
+    def _takes_packed_rows(self):
+        """Whether packed attention is all that the layers need to know of a forest. Recurrent and
+        convolutional ones, and a model's own attention, need more: they get padded rows."""
+        states, own = [], self.model.config._attn_implementation
+        for self.packed in (False, True):
+            self.model.set_attn_implementation("packed" if self.packed else own)
+            packed = self.pack(PROBE, [0, 1, 2])
+            with contextlib.suppress(Exception):  # a model may raise what it likes
+                states.append(self.states(packed)[packed["pair"]])
+        bound = 1e-3 * states[0].abs().max()
+        same = len(states) == 2 and torch.allclose(*states, rtol=0, atol=bound.item())
+        if not same:
+            self.model.set_attn_implementation(own)
+        return same
+
+    def states(self, packed: dict) -> torch.Tensor:
+        """The hidden states (M, H) that predict the sampled tokens of `data.pack_rows`."""
+        backbone, vision, inputs, zero = self.model.base_model, self.vision, packed["inputs"], 0
+        if vision and packed["images"]:
+            inputs = inputs | vision.inputs(backbone, packed)
+        elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
+            zero = vision.zero(backbone, packed["targets"].device)
+        hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
+        return hidden[packed["source"]] + zero
 
     def forward(self, packed: dict) -> list[torch.Tensor]:
         """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`:
         each (rows, T), 0 elsewhere.
 
         Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
-        backbone, vision = self.model.base_model, self.vision
-        inputs = {x: packed[x] for x in data.FORWARD if x in packed}
-        zero = 0
-        if vision and packed["images"]:
-            inputs |= vision.inputs(backbone, packed)
-        elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
-            zero = vision.zero(backbone, packed["input_ids"].device)
-        hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
-        hidden = hidden[packed["source"]] + zero  # (M, H)
-        numbers = (x[packed["pair"]] for x in self.read(hidden, packed["targets"]))  # (M,) each
-        return [x.new_zeros(packed["shape"]).index_put(packed["at"], x) for x in numbers]
+        numbers = self.read(self.states(packed), packed["targets"])  # (M,) each
+        zeros = (x.new_zeros(packed["shape"]) for x in numbers)
+        return [zero.index_put(packed["at"], x[packed["pair"]]) for zero, x in zip(zeros, numbers)]
 
 
 class Policy(Net):
@@ -484,12 +512,27 @@ class Policy(Net):
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
              "which token_logprobs doesn't implement")
-        self.temperature, self.vocab_size = args.temperature, vocab_size
+        text = self.model.config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", 0) or 1)
+        self.temperature, self.vocab_size = args.temperature / scale, vocab_size
+        self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
+        need(vision or self._is_whole(args), f"--model {args.model} makes logits in a way that "
+             "token_logprobs doesn't implement: only a product, a scale and a soft cap are")
+
+    @torch.no_grad()
+    def _is_whole(self, args):
+        """Whether these are the logprobs that the model's own logits give."""
+        packed = self.pack(PROBE, [0, 1, 2])
+        logits = self.model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
+        logits = logits[packed["source"], : self.vocab_size] / args.temperature
+        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])[packed["pair"], 0]
+        return torch.allclose(self(packed)[0].flatten(), logprobs, rtol=0, atol=1e-3)
 
     def read(self, hidden, targets):
-        return losses.token_logprobs(hidden, self.head[0].weight, targets, self.temperature,
-                                     entropy=True, vocab_size=self.vocab_size, banned=self.banned)
+        return losses.token_logprobs(
+            hidden, self.head[0].weight, targets, self.temperature, entropy=True,
+            vocab_size=self.vocab_size, banned=self.banned, softcap=self.softcap)
 
 
 class Critic(Net):
@@ -583,9 +626,9 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
 def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     """A Policy's logprobs or a Critic's values of every sampled token, on every rank: (B, T)."""
     result = torch.zeros_like(batch["response_mask"])
-    device = next(net.parameters()).device
-    for rows, real in data.shares(batch, range(len(result)), args.tokens_per_micro_batch):
-        scores = net(data.pack_rows(batch, rows, device))[0].float().cpu()
+    micros = data.shares(batch, range(len(result)), args.tokens_per_micro_batch, net.packed)
+    for rows, real in micros:
+        scores = net(net.pack(batch, rows))[0].float().cpu()
         if real:
             result[rows] = scores
     return all_sum(result)
@@ -608,7 +651,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
-    micros = data.shares(batch, rows, args.tokens_per_micro_batch)
+    micros = data.shares(batch, rows, args.tokens_per_micro_batch, learner.net.packed)
     sums = Counter(unique_tokens=0)
     seen = torch.zeros_like(batch["response_mask"])
     for i, (micro, real) in enumerate(micros):
@@ -616,7 +659,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         mask = part["response_mask"].mul_(real)  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
         wait = i < len(micros) - 1 and not isinstance(model, FSDPModule)
-        packed = data.pack_rows(batch, micro, device)
+        packed = learner.net.pack(batch, micro)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             numbers = model(packed)
             loss, stats = objective(numbers, part, args)
@@ -626,7 +669,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
         if real:
-            sums["unique_tokens"] += packed["input_ids"].numel()
+            sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
             seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = float(whole(grad_norm))
@@ -899,10 +942,12 @@ def setup(args: Args) -> Run:
     log = (data.Log if accelerator.is_main_process else data.SilentLog)(args, tokenizer, done)
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
+    data.register_packed_attention()
+    policy = Policy(args, vocab_size, vision)  # before the engine: what can't be trained is refused
     engine = None if args.replay else Engine(
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id)
-    networks = build_networks(args, accelerator, vocab_size, vision)
+    networks = build_networks(args, accelerator, policy)
     kl_coef = state["kl_coef"] if args.kl_target and state else args.kl_coef
     kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
@@ -916,19 +961,18 @@ def setup(args: Args) -> Run:
     return run
 
 
-def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
-    """Policy, and critic and reference where they are used."""
-    data.register_packed_attention()
-    set_seed(args.seed)  # of what a checkpoint lacks; the engine drew from the generators
-    n_steps = args.num_steps - args.critic_warmup
-    policy = Learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
+def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
+    """Learners of policy and critic, and the reference, where they are used."""
+    set_seed(args.seed)  # the engine drew from the generators
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
-        critic = Learner(Critic(args, vision), args.critic_lr, args.num_steps, args, accelerator)
+        critic = Critic(args, policy.vision)
+        critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
-        reference = Policy(args, vocab_size, vision).requires_grad_(False)
+        reference = Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
-    return policy, critic, reference
+    n_steps = args.num_steps - args.critic_warmup
+    return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
 def banner(run: Run, read: dict[str, list[dict]]) -> str:
@@ -936,12 +980,14 @@ def banner(run: Run, read: dict[str, list[dict]]) -> str:
     args, rows, n_updates = run.args, run.rows, run.args.updates_per_rollout
     n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
     note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
+    padded = "; its layers take no packed sequences: each is computed alone, right-padded"
+    padded *= not run.policy.net.packed
     resuming = f"resuming after step {run.done} of " if run.done else ""
     return f"""{args.task}: {len(rows["train"])} training rows \
 ({len(read["train"]) - len(rows["train"])} overlong ones dropped), {len(rows["val"])} validation \
 rows ({len(read["val"]) - len(rows["val"])} dropped)
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
-{run.accelerator.device.type}
+{run.accelerator.device.type}{padded}
 {args.algo}: {args.describe_algo()}
 {args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} \
 trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
