@@ -473,7 +473,7 @@ class Net(nn.Module):
         convolutional ones, and a model's own attention, need more: they get padded rows."""
         states, own = [], self.model.config._attn_implementation
         for self.packed in (False, True):
-            self.model.set_attn_implementation("packed" if self.packed else own)
+            self.model.set_attn_implementation("packed" if self.packed else "eager")
             packed = self.pack(PROBE, [0, 1, 2])
             with contextlib.suppress(Exception):  # a model may raise what it likes
                 states.append(self.states(packed)[packed["pair"]])

@@ -75,13 +75,13 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(model_type, batch, 
     logprobs = expected(reference, batch, args.temperature)
     assert logprobs[batch["response_mask"].bool()].std() > 0.1  # there is something to compare
     rows = range(len(logprobs))
-    micros = [micro for micro, _ in data.shares(batch, rows, 150, policy.packed)]
-    assert len(micros) > 2
+    micros = [micro for micro, _ in data.shares(batch, rows, 120, policy.packed)]
+    assert len(micros) > 1
     n_tokens = 0
     for micro in micros:
         packed = policy.pack(batch, micro)
         n_tokens += packed["inputs"]["input_ids"].numel()
-        assert packed["inputs"]["input_ids"].numel() <= 150
+        assert packed["inputs"]["input_ids"].numel() <= 120
         found = policy(packed)[0]
         torch.testing.assert_close(found, logprobs[micro], rtol=1e-5, atol=2e-5)
         (found * batch["weights"][micro]).sum().backward()
