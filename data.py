@@ -47,12 +47,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
-    AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig, set_seed,
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationConfig,
+    set_seed,
 )
 
 from agent_loop import (
     AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, row_kwargs,
-    task_interaction, task_tools,
+    task_interaction, task_tools, templated,
 )
 
 Outputs = list[AgentLoopOutput]
@@ -208,7 +209,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
-        ids = render(tokenizer, row["prompt"], schemas)
+        ids = render(templated(tokenizer, args.chat_template_args), row["prompt"], schemas)
         try:
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
         except ValueError as error:
@@ -312,10 +313,28 @@ def stop_token_ids(args, tokenizer) -> list[int]:
 
 def load_tokenizer(args) -> tuple:
     """(processor, or None of a text model; tokenizer) of args.model, which is checked first."""
-    processor = load_processor(args, load_config(args))
+    processor = load_processor(args, config := load_config(args))
     if processor:
         return processor, processor.tokenizer
+    check_text_model(args, config)
     return None, from_pretrained(AutoTokenizer, args, "has no tokenizer that can be loaded")
+
+
+def check_text_model(args, config):
+    """Raises BadInput for a model that the trainer can't train; reads none of its weights."""
+    need(not config.is_encoder_decoder, f"--model {args.model} is an encoder-decoder model: choose "
+         "one that is a decoder alone")
+    need(not getattr(config, "quantization_config", None), f"--model {args.model} is quantised: "
+         "only unquantised weights can be trained, choose a version that has them")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=args.trust_remote_code)
+    except ValueError:
+        raise BadInput(f"--model {args.model}: transformers has no causal language model of type "
+                       f"{config.model_type}: choose one that generates text") from None
+    need(model.get_output_embeddings().bias is None, f"--model {args.model} has a bias in its "
+         "output head, which token_logprobs doesn't implement: choose a model without one")
 
 
 def load_processor(args, config):

@@ -153,7 +153,24 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
             max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
             enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
         )
-    return arguments | json.loads(args.engine_args or "{}")
+    given = json.loads(args.engine_args or "{}")
+    # The trainer's logits are float32; a bfloat16 head would round the engine's.
+    overrides = {"head_dtype": "float32"} | given.pop("hf_overrides", {})
+    return arguments | given | {"hf_overrides": overrides}
+
+
+def check_model(args, device: torch.device, vision: bool):
+    """Raises BadInput if vLLM can't generate text with args.model; loads nothing."""
+    _prepare_vllm(device, args.tp)
+    from vllm import EngineArgs
+
+    reason = "it is one for embeddings or scores"
+    try:
+        arguments = vllm_arguments(args.model, args, device, vision)
+        generates = EngineArgs(**arguments).create_model_config().runner_type == "generate"
+    except Exception as error:  # vLLM's own have no common base; theirs goes on with a long list
+        generates, reason = False, str(error).split("error, ")[-1].split(". ")[0].split("\n")[0]
+    data.need(generates, f"--model {args.model}: vLLM can't generate text with it: {reason}")
 
 
 def _prepare_vllm(device, tp):

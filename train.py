@@ -50,8 +50,8 @@ import losses
 from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
-    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, checksum, gather_unless_stopped,
-    grade, read_rollouts, rollout, seed_of, training_pool,
+    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model, checksum,
+    gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
@@ -117,6 +117,8 @@ class Args:
     seed: int = flag(0, "all randomness comes from it and the step")
     dtype: str = flag("auto", "of the engine and of matrix products; auto: bfloat16 on CUDA",
                       ("auto", "float32", "bfloat16"))
+    allow_mismatch: bool = flag(False, "train even if engine and trainer disagree about the "
+                                "logprobs of the first rollout", only="!replay")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     # algorithm
     algo: str = flag("grpo", "a preset for the flags marked [preset]", tuple(PRESETS))
@@ -199,6 +201,9 @@ class Args:
         8, "then the trajectory ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
+    chat_template_args: str = flag(
+        "{}", 'variables for the chat template: {"enable_thinking": false}')
+    think_tags: str = flag("<think> </think>", "around reasoning, in which no tool is called")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
     reward_timeout: float = flag(
         300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
@@ -326,14 +331,17 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
-    for name in ("engine_args", "sampling_args", "eval_sampling_args"):
+    for name, check in (
+        ("engine_args", check_engine_args), ("sampling_args", check_sampling),
+        ("eval_sampling_args", check_sampling), ("chat_template_args", None),
+    ):
         try:
             parameters = json.loads(getattr(args, name))
         except ValueError as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if parameters:  # vLLM is imported, which takes seconds
-            (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
+        if parameters and check:  # vLLM is imported, which takes seconds
+            check(name, parameters)
 
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
@@ -381,6 +389,8 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         # Forks and chat agents may fill the window.
         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
         f"trajectory: {longest} tokens": args.tokens_per_micro_batch >= longest,
+        f"--think_tags {args.think_tags} must be two tags with a space between":
+            len(args.think_tags.split()) == 2,
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
         "--max_staleness 0": not args.rollout_only or not args.max_staleness,
@@ -428,7 +438,7 @@ def check_sampling(name: str, parameters: dict):
         SamplingParams(**parameters)
     except Exception as error:  # vLLM's own have no base that says so
         raise BadInput(f"--{name}: {str(error).splitlines()[0]}") from None
-    others = ", ".join(sorted(set(parameters) - NEUTRAL_SAMPLING))
+    others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "
                       "than the one whose logprobs the trainer computes; see "
@@ -482,8 +492,6 @@ class Policy(Net):
         auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         super().__init__(auto_class, args, vision)
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
-        need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
-             "which token_logprobs doesn't implement")
         self.temperature, self.vocab_size = args.temperature, vocab_size
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
 
@@ -841,6 +849,7 @@ class Run:
     reference: nn.Module | None  # the starting model, frozen
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     done: int = 0  # steps
+    agreed: float | None = None  # mean |engine - trainer| logprob in the first step from here
     pool: Pool | None = None  # None with --replay
     background: Background = field(default_factory=Background)
 
@@ -886,6 +895,8 @@ def setup(args: Args) -> Run:
     with accelerator.main_process_first():
         args.model = args.model or data.task_model(task, args)
     processor, tokenizer = data.load_tokenizer(args)
+    if not args.replay:
+        check_model(args, accelerator.device, processor is not None)
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):
@@ -948,8 +959,6 @@ trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
 def finish(run: Run, start: int):
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     args, log, folder, done = run.args, run.log, run.folder, run.done
-    if run.pool:
-        run.pool.end()
     if done > start and not args.rollout_only:
         data.save_checkpoint(run)
     if args.rollout_only:
@@ -963,7 +972,14 @@ def finish(run: Run, start: int):
         saved = data.checkpoints(folder / "checkpoints")
         more = "; the same command with --resume goes on from there" * bool(saved)
         log.say(f"stopped after step {done}{more}")
-    log.close()
+    close(run)
+
+
+def close(run: Run):
+    """Ends what a run holds, on all ranks together: the process may end then."""
+    if run.pool:
+        run.pool.end()
+    run.log.close()
     run.background.close()
     run.stop.over = True
     dist.barrier()
@@ -994,6 +1010,7 @@ def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     args, networks = run.args, {}
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
+    old = old or run.engine and run.agreed is None  # for check_agreement
     if old and not args.rollout_only:
         networks["logprobs_old"] = run.policy.net
     if run.reference:
@@ -1095,12 +1112,41 @@ def mask_truncated(batch: dict):
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
 
+def disagreement(batch: dict, version: int) -> torch.Tensor:
+    """|engine - trainer| logprob of the tokens that the present weights sampled, (n,): with those
+    of other weights they differ rightly."""
+    seen = batch["response_mask"].bool() & (batch["versions"] == version)
+    return (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[seen]
+
+
+def check_agreement(run: Run, batch: dict, step: int):
+    """Ends the run, by BadInput on all ranks, if its first rollout (from the start, or a resume)
+    was not the trainer's policy: mean |engine - trainer| logprob above 1e-3, 0.1 where either
+    computes in less than float32. Warns only with --allow_mismatch, or --sampling_args that change
+    the engine's distribution: then a difference is right."""
+    args, engine_args = run.args, json.loads(run.args.engine_args).keys()
+    run.agreed = mean(disagreement(batch, step))
+    exact = args.dtype == "float32" and not engine_args & {"quantization", "kv_cache_dtype"}
+    bound = 1e-3 if exact else 0.1
+    if run.agreed <= bound:
+        return
+    problem = (
+        f"engine and trainer disagree: their logprobs of the first rollout differ by "
+        f"{run.agreed:.2g} in the mean, more than {bound:g} ({args.dtype}). Likely causes: a weight "
+        "that did not arrive (--check_sync), a part of this model that vLLM and the trainer "
+        "compute differently, or settings of the engine that the trainer does not know "
+        "(--engine_args, --sampling_args, an agent loop's own)")
+    if args.allow_mismatch or sampling_args(args.sampling_args).keys() - NEUTRAL_SAMPLING:
+        return run.log.warn_once(problem)
+    close(run)
+    raise BadInput(f"{problem}; --allow_mismatch goes on")
+
+
 def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     """What the outputs that were learned from say about the engine and about groups."""
     mask, groups = batch["response_mask"].bool(), batch["rollouts"].groups
     old, rollout, versions = (batch[x] for x in ("logprobs_old", "logprobs_rollout", "versions"))
-    # Trainer against engine: with other weights' tokens they differ rightly.
-    difference = (old - rollout).abs()[mask & (versions == version)]
+    difference = disagreement(batch, version)
     sizes = groups.unique(return_counts=True)[1]
     signal = data.groups_with_signal(phase.trained, "total")
     metrics = {
@@ -1134,7 +1180,10 @@ def mean(x: torch.Tensor) -> float:
 
 
 def warn(run: Run, metrics: dict, n_groups: int, first: bool):
-    """What makes a run learn nothing, each once."""
+    """What makes a run learn nothing, or the wrong thing, each once."""
+    if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
+        run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
+                          f"since this run's first step, from {run.agreed:.1e}")
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
@@ -1206,6 +1255,9 @@ def main(args: Args):
             batch["advantages"] = estimate_advantages(batch, phase, args)  # (B, T)
             if args.mask_truncated:
                 mask_truncated(batch)
+
+            if run.engine and step == start:
+                check_agreement(run, batch, step)
 
             # ---- 4. update: epochs x mini-batches x packed micro-batches; global counts
             metrics |= update(run, batch, step)
