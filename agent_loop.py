@@ -942,9 +942,10 @@ class ChatClient:
     async def create(
         self, *, messages, tools=None, tool_choice="auto", n=1, stream=False, logprobs=False,
         max_tokens=None, max_completion_tokens=None, stop=None, response_format=None,
-        chat_template_kwargs=None, extra_body=None, **others):
+        extra_body=None, **others):
         """One reply, as an openai ChatCompletion with vLLM's prompt_token_ids and token_ids.
-        chat_template_kwargs (over HTTP part of the body) go over --chat_template_args.
+        chat_template_kwargs, in extra_body or (over HTTP) beside the rest, go over
+        --chat_template_args.
 
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
         response_format, content other than text (and, for vision, images as data: URLs)."""
@@ -957,8 +958,8 @@ class ChatClient:
         tools = list(tools or ()) if tool_choice != "none" else []
         images = []  # of all messages, in the order of their placeholders
         messages = [self._plain(message, images) for message in messages]
-        own = chat_template_kwargs or (extra_body or {}).get("chat_template_kwargs") or {}
-        template = json.dumps(own, sort_keys=True)
+        others.update(extra_body or ())
+        template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
         trajectory = self._resume(messages, images, tools, template)
         sampling = dict(self.sampling_params)
         if max_tokens:

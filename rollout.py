@@ -137,6 +137,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         tensor_parallel_size=args.tp,
         # Logprobs of softmax(logits / temperature), as the trainer computes them (trl#4159).
         logprobs_mode="processed_logprobs",
+        runner="generate",
         generation_config="vllm",  # no sampling defaults from the model's folder
         disable_log_stats=True, use_tqdm_on_load=False,
     )
@@ -164,13 +165,12 @@ def check_model(args, device: torch.device, vision: bool):
     _prepare_vllm(device, args.tp)
     from vllm import EngineArgs
 
-    reason = "it is one for embeddings or scores"
     try:
-        arguments = vllm_arguments(args.model, args, device, vision)
-        generates = EngineArgs(**arguments).create_model_config().runner_type == "generate"
-    except Exception as error:  # vLLM's own have no common base; theirs goes on with a long list
-        generates, reason = False, str(error).split("error, ")[-1].split(". ")[0].split("\n")[0]
-    data.need(generates, f"--model {args.model}: vLLM can't generate text with it: {reason}")
+        EngineArgs(**vllm_arguments(args.model, args, device, vision)).create_model_config()
+    except Exception as error:  # vLLM's own have no common base
+        reason = str(error).split("Value error, ")[-1].split(". ")[0].split("\n")[0]
+        raise data.BadInput(f"--model {args.model}: vLLM can't generate text with it: {reason}; "
+                            "choose a model that vLLM serves") from None
 
 
 def _prepare_vllm(device, tp):

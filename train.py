@@ -331,17 +331,14 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
-    for name, check in (
-        ("engine_args", check_engine_args), ("sampling_args", check_sampling),
-        ("eval_sampling_args", check_sampling), ("chat_template_args", None),
-    ):
+    for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
         try:
             parameters = json.loads(getattr(args, name))
         except ValueError as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if parameters and check:  # vLLM is imported, which takes seconds
-            check(name, parameters)
+        if parameters and "template" not in name:  # vLLM is imported, which takes seconds
+            (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
 
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
@@ -438,7 +435,7 @@ def check_sampling(name: str, parameters: dict):
         SamplingParams(**parameters)
     except Exception as error:  # vLLM's own have no base that says so
         raise BadInput(f"--{name}: {str(error).splitlines()[0]}") from None
-    others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
+    others = ", ".join(sorted(set(parameters) - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "
                       "than the one whose logprobs the trainer computes; see "
@@ -1112,31 +1109,23 @@ def mask_truncated(batch: dict):
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
 
-def disagreement(batch: dict, version: int) -> torch.Tensor:
-    """|engine - trainer| logprob of the tokens that the present weights sampled, (n,): with those
-    of other weights they differ rightly."""
-    seen = batch["response_mask"].bool() & (batch["versions"] == version)
-    return (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()[seen]
-
-
-def check_agreement(run: Run, batch: dict, step: int):
+def check_agreement(run: Run, found: float):
     """Ends the run, by BadInput on all ranks, if its first rollout (from the start, or a resume)
-    was not the trainer's policy: mean |engine - trainer| logprob above 1e-3, 0.1 where either
-    computes in less than float32. Warns only with --allow_mismatch, or --sampling_args that change
-    the engine's distribution: then a difference is right."""
-    args, engine_args = run.args, json.loads(run.args.engine_args).keys()
-    run.agreed = mean(disagreement(batch, step))
-    exact = args.dtype == "float32" and not engine_args & {"quantization", "kv_cache_dtype"}
+    was not sampled from the trainer's policy: rollout/logp_diff_mean above 1e-3, or 0.1 where one
+    of them computes in less than float32. Only warns with --allow_mismatch, and with
+    --sampling_args that change the engine's distribution: they make a difference."""
+    args, run.agreed = run.args, found
+    exact = args.dtype == "float32" and "quantization" not in args.engine_args
     bound = 1e-3 if exact else 0.1
-    if run.agreed <= bound:
+    if found <= bound:
         return
     problem = (
         f"engine and trainer disagree: their logprobs of the first rollout differ by "
-        f"{run.agreed:.2g} in the mean, more than {bound:g} ({args.dtype}). Likely causes: a weight "
+        f"{found:.2g} in the mean, more than {bound:g} ({args.dtype}). Likely causes: a weight "
         "that did not arrive (--check_sync), a part of this model that vLLM and the trainer "
         "compute differently, or settings of the engine that the trainer does not know "
         "(--engine_args, --sampling_args, an agent loop's own)")
-    if args.allow_mismatch or sampling_args(args.sampling_args).keys() - NEUTRAL_SAMPLING:
+    if args.allow_mismatch or args.sampling().keys() - {"temperature", *NEUTRAL_SAMPLING}:
         return run.log.warn_once(problem)
     close(run)
     raise BadInput(f"{problem}; --allow_mismatch goes on")
@@ -1146,7 +1135,8 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     """What the outputs that were learned from say about the engine and about groups."""
     mask, groups = batch["response_mask"].bool(), batch["rollouts"].groups
     old, rollout, versions = (batch[x] for x in ("logprobs_old", "logprobs_rollout", "versions"))
-    difference = disagreement(batch, version)
+    # Trainer against engine: with other weights' tokens they differ rightly.
+    difference = (old - rollout).abs()[mask & (versions == version)]
     sizes = groups.unique(return_counts=True)[1]
     signal = data.groups_with_signal(phase.trained, "total")
     metrics = {
@@ -1257,7 +1247,8 @@ def main(args: Args):
                 mask_truncated(batch)
 
             if run.engine and step == start:
-                check_agreement(run, batch, step)
+                first = step_metrics(phase, batch, step, args)
+                check_agreement(run, first["rollout/logp_diff_mean"])
 
             # ---- 4. update: epochs x mini-batches x packed micro-batches; global counts
             metrics |= update(run, batch, step)
