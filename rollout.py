@@ -156,19 +156,19 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         )
     given = json.loads(args.engine_args or "{}")
     # The trainer's logits are float32; a bfloat16 head would round the engine's.
-    overrides = {"head_dtype": "float32"} | given.pop("hf_overrides", {})
-    return arguments | given | {"hf_overrides": overrides}
+    arguments["hf_overrides"] = {"head_dtype": "float32"} | given.pop("hf_overrides", {})
+    return arguments | given
 
 
-def check_model(args, device: torch.device, vision: bool):
+def check_model(args, device: torch.device):
     """Raises BadInput if vLLM can't generate text with args.model; loads nothing."""
     _prepare_vllm(device, args.tp)
     from vllm import EngineArgs
 
     try:
-        EngineArgs(**vllm_arguments(args.model, args, device, vision)).create_model_config()
+        EngineArgs(**vllm_arguments(args.model, args, device)).create_model_config()
     except Exception as error:  # vLLM's own have no common base
-        reason = str(error).split("Value error, ")[-1].split(". ")[0].split("\n")[0]
+        reason = str(error).split("Value error, ")[-1].split(". ")[0]  # a long list follows
         raise data.BadInput(f"--model {args.model}: vLLM can't generate text with it: {reason}; "
                             "choose a model that vLLM serves") from None
 

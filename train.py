@@ -892,12 +892,12 @@ def setup(args: Args) -> Run:
     with accelerator.main_process_first():
         args.model = args.model or data.task_model(task, args)
     processor, tokenizer = data.load_tokenizer(args)
-    if not args.replay:
-        check_model(args, accelerator.device, processor is not None)
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
+    if not args.replay:
+        check_model(args, accelerator.device)
     checkpoint = data.prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     done, stop = state.get("step", 0), Stop(store)
@@ -1115,8 +1115,8 @@ def check_agreement(run: Run, found: float):
     of them computes in less than float32. Only warns with --allow_mismatch, and with
     --sampling_args that change the engine's distribution: they make a difference."""
     args, run.agreed = run.args, found
-    exact = args.dtype == "float32" and "quantization" not in args.engine_args
-    bound = 1e-3 if exact else 0.1
+    coarse = args.dtype == "bfloat16" or "quantization" in args.engine_args
+    bound = 0.1 if coarse else 1e-3
     if found <= bound:
         return
     problem = (
@@ -1240,15 +1240,15 @@ def main(args: Args):
                 log.metrics(metrics)
                 continue
 
+            if run.engine and step == start:
+                first = step_metrics(phase, batch, step, args)
+                check_agreement(run, first["rollout/logp_diff_mean"])
+
             # ---- 3. rewards -> advantages: the lines to change
             metrics |= shape_rewards(batch, run.kl.coef, args)
             batch["advantages"] = estimate_advantages(batch, phase, args)  # (B, T)
             if args.mask_truncated:
                 mask_truncated(batch)
-
-            if run.engine and step == start:
-                first = step_metrics(phase, batch, step, args)
-                check_agreement(run, first["rollout/logp_diff_mean"])
 
             # ---- 4. update: epochs x mini-batches x packed micro-batches; global counts
             metrics |= update(run, batch, step)

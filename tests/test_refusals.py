@@ -50,7 +50,7 @@ def test_what_vllm_does_not_serve(config, said, tmp_path, tiny_model, process_gr
     (config or transformers.AutoConfig.from_pretrained(tiny_model)).save_pretrained(tmp_path)
     args = Args(model=str(tmp_path), dtype="float32", max_model_len=128, engine_args=SMALL_CACHE)
     if config is None:
-        return check_model(args, torch.device("cpu"), False)
+        return check_model(args, torch.device("cpu"))
     with pytest.raises(BadInput) as caught:
-        check_model(args, torch.device("cpu"), False)
+        check_model(args, torch.device("cpu"))
     assert str(caught.value) == f"--model {tmp_path}: vLLM can't generate text with it: {said}"

@@ -11,7 +11,7 @@ import json
 
 import calculator
 import pytest
-from test_agent_loop import ANSWER, END, PROMPT, SUM, Quiz, Script, called, encode, quiz_row, quiz_task, task_with
+from test_agent_loop import ANSWER, END, PROMPT, SUM, Quiz, Script, called, encode, quiz_row, quiz_task, task_of
 from test_templates import play
 from tokenizers import AddedToken
 
@@ -88,7 +88,7 @@ def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(
     made = called(("calculator", {"expression": "1+1"}))
     assert calling == {
         "role": "assistant",
-        "content": "",
+        "content": "\n\n",
         "reasoning_content": f"\nperhaps {SUM}\n",
         "tool_calls": made,
     }
@@ -111,10 +111,10 @@ def test_turned_off_in_every_rendering(thinker):
     # the length of prompts is that of what is sent
     args = Args(max_prompt_tokens=len(engine.prompts[0]), chat_template_args=OFF)
     rows = [{"prompt": PROMPT}]
-    assert filter_overlong(rows, thinker, task_with(), args) == rows
+    assert filter_overlong(rows, thinker, task_of(), args) == rows
     args.max_prompt_tokens -= 1
     with pytest.raises(BadInput, match="no prompt left"):
-        filter_overlong(rows, thinker, task_with(), args)
+        filter_overlong(rows, thinker, task_of(), args)
 
 
 @pytest.mark.parametrize(("said", "reasoning", "content", "calls"), [
@@ -126,7 +126,7 @@ def test_turned_off_in_every_rendering(thinker):
 def test_a_block_that_the_prompt_opened(said, reasoning, content, calls, tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = DEEPSEEK.strip()
-    task = task_with(calculator.calculator)
+    task = task_of(calculator.calculator)
     lines = [said, f"</think>{ANSWER}"][: 1 + calls]
     (output,), engine = play(other, task, {}, [other.eos_token_id], *lines)
     assert engine.prompts[0][-8:] == encode(other, "<think>\n")
@@ -143,7 +143,7 @@ def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")])
     said = f"[THINK]{SUM}[/THINK]{ANSWER}"
-    task = task_with(calculator.calculator)
+    task = task_of(calculator.calculator)
     (output,), _ = play(other, task, {}, [other.eos_token_id], said, think_tags="[THINK] [/THINK]")
     assert output.messages[1:] == [{"role": "assistant", "content": ANSWER, "reasoning_content": SUM}]
     assert output.metrics.get("tool_calls", 0) == 0
@@ -174,7 +174,7 @@ def test_a_chat_agent_may_override_it_in_a_request(thinker):
             await ask(more, chat_template_kwargs={"enable_thinking": False})
             await ask(more)
 
-    loop = Agent(engine, thinker, None, task_with(), Args(max_response_tokens=1000))
+    loop = Agent(engine, thinker, None, task_of(), Args(max_response_tokens=1000))
     row = {"prompt": PROMPT, "step": 0, "index": 0, "rollout_n": 0, "validate": False}
     asyncio.run(loop.run({"stop_token_ids": [thinker.eos_token_id]}, **row))
     assert seen[0].reasoning_content == f"\nhm {SUM}\n" and seen[0].content == "\n\nYes" and not seen[0].tool_calls
