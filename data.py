@@ -52,7 +52,7 @@ from transformers import (
 
 from agent_loop import (
     AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, row_kwargs,
-    task_interaction, task_tools,
+    task_interaction, task_tools, templated,
 )
 
 Outputs = list[AgentLoopOutput]
@@ -208,7 +208,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
-        ids = render(tokenizer, row["prompt"], schemas)
+        ids = render(templated(tokenizer, args.chat_template_args), row["prompt"], schemas)
         try:
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
         except ValueError as error:
@@ -280,6 +280,10 @@ def load_config(args):
     model, its window is too short, or it has what the trainer doesn't implement."""
     config = from_pretrained(AutoConfig, args,
                              "is neither a model folder nor a model that can be loaded")
+    need(not config.is_encoder_decoder, f"--model {args.model} is an encoder-decoder model: choose "
+         "one that is a decoder alone")
+    need(not getattr(config, "quantization_config", None), f"--model {args.model} is quantised: "
+         "only unquantised weights can be trained, choose a version that has them")
     text = config.get_text_config()
     window = getattr(text, "max_position_embeddings", None)
     needed = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
@@ -674,7 +678,7 @@ def packed_attention(module, query, key, value, attention_mask, *, scaling=None,
                      softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
-    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens ... key_index
+    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens and the like
     as `pack` and `pack_rows` give them, passed through the model's forward. sliding_window: a token
     sees so many, itself included; softcap: scores are softcap * tanh(scores / softcap); s_aux (H,):
     attention sinks. Returns (1, S, H, D). Dropout is not applied: a policy gradient needs the

@@ -50,8 +50,8 @@ import losses
 from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
-    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, checksum, gather_unless_stopped,
-    grade, read_rollouts, rollout, seed_of, training_pool,
+    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model, checksum,
+    gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
@@ -117,6 +117,8 @@ class Args:
     seed: int = flag(0, "all randomness comes from it and the step")
     dtype: str = flag("auto", "of the engine and of matrix products; auto: bfloat16 on CUDA",
                       ("auto", "float32", "bfloat16"))
+    allow_mismatch: bool = flag(False, "train even if engine and trainer disagree about the "
+                                "logprobs of the first rollout", only="!replay")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     # algorithm
     algo: str = flag("grpo", "a preset for the flags marked [preset]", tuple(PRESETS))
@@ -199,6 +201,9 @@ class Args:
         8, "then the trajectory ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
+    chat_template_args: str = flag(
+        "{}", 'variables for the chat template: {"enable_thinking": false}')
+    think_tags: str = flag("<think> </think>", "around reasoning, in which no tool is called")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
     reward_timeout: float = flag(
         300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
@@ -326,13 +331,13 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
-    for name in ("engine_args", "sampling_args", "eval_sampling_args"):
+    for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
         try:
             parameters = json.loads(getattr(args, name))
         except ValueError as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if parameters:  # vLLM is imported, which takes seconds
+        if parameters and "template" not in name:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
 
 
@@ -381,6 +386,8 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         # Forks and chat agents may fill the window.
         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
         f"trajectory: {longest} tokens": args.tokens_per_micro_batch >= longest,
+        f"--think_tags {args.think_tags} must be two tags with a space between":
+            len(args.think_tags.split()) == 2,
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
         "--max_staleness 0": not args.rollout_only or not args.max_staleness,
@@ -646,8 +653,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     the batch's COLUMNS of a micro-batch. Losses are summed over micro-batches and ranks and divided
     by global counts, so that no way to cut the batch changes the gradient (loss_agg: see
     losses.aggregate; its max_len is --max_response_tokens, the same for every batch). Returns the
-    loss, grad_norm, unique_tokens and the token means of the stats; and the network's first number of this rank's
-    tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
+    loss, grad_norm, unique_tokens, the stats' token means; and the network's first number of this
+    rank's tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
@@ -887,6 +894,7 @@ class Run:
     reference: nn.Module | None  # the starting model, frozen
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     done: int = 0  # steps
+    agreed: float | None = None  # mean |engine - trainer| logprob in the first step from here
     pool: Pool | None = None  # None with --replay
     background: Background = field(default_factory=Background)
 
@@ -936,6 +944,8 @@ def setup(args: Args) -> Run:
             for split in files}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
+    if not args.replay:
+        check_model(args, accelerator.device)
     checkpoint = data.prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     done, stop = state.get("step", 0), Stop(store)
@@ -997,8 +1007,6 @@ trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
 def finish(run: Run, start: int):
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     args, log, folder, done = run.args, run.log, run.folder, run.done
-    if run.pool:
-        run.pool.end()
     if done > start and not args.rollout_only:
         data.save_checkpoint(run)
     if args.rollout_only:
@@ -1012,7 +1020,14 @@ def finish(run: Run, start: int):
         saved = data.checkpoints(folder / "checkpoints")
         more = "; the same command with --resume goes on from there" * bool(saved)
         log.say(f"stopped after step {done}{more}")
-    log.close()
+    close(run)
+
+
+def close(run: Run):
+    """Ends what a run holds, on all ranks together: the process may end then."""
+    if run.pool:
+        run.pool.end()
+    run.log.close()
     run.background.close()
     run.stop.over = True
     dist.barrier()
@@ -1043,6 +1058,7 @@ def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     args, networks = run.args, {}
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
+    old = old or run.engine and run.agreed is None  # for check_agreement
     if old and not args.rollout_only:
         networks["logprobs_old"] = run.policy.net
     if run.reference:
@@ -1144,6 +1160,32 @@ def mask_truncated(batch: dict):
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
 
+def check_agreement(run: Run, phase: Phase, batch: dict, step: int):
+    """Ends the run, by BadInput on all ranks, if its first rollout (from the start, or a resume)
+    was not sampled from the trainer's policy: rollout/logp_diff_mean above 1e-3, or 0.1 where one
+    of them computes in less than float32. Only warns with --allow_mismatch, and with
+    --sampling_args that change the engine's distribution: they make a difference."""
+    if not run.engine or run.agreed is not None:
+        return
+    args = run.args
+    found = run.agreed = step_metrics(phase, batch, step, args)["rollout/logp_diff_mean"]
+    coarse = args.dtype == "bfloat16" or "quantization" in args.engine_args
+    bound = 0.1 if coarse else 1e-3
+    if found <= bound:
+        return
+    problem = (
+        f"engine and trainer disagree: their logprobs of the first rollout differ by "
+        f"{found:.2g} in the mean, more than {bound:g} ({args.dtype}). Likely causes: a weight "
+        "that did not arrive (--check_sync), a part of this model that vLLM and the trainer "
+        "compute differently, or settings of the engine that the trainer does not know "
+        "(--engine_args, --sampling_args, an agent loop's own)")
+    if args.allow_mismatch or args.sampling().keys() - {"temperature", *NEUTRAL_SAMPLING}:
+        run.log.warn_once(problem)
+        return
+    close(run)
+    raise BadInput(f"{problem}; --allow_mismatch goes on")
+
+
 def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     """What the outputs that were learned from say about the engine and about groups."""
     mask, groups = batch["response_mask"].bool(), batch["rollouts"].groups
@@ -1183,7 +1225,10 @@ def mean(x: torch.Tensor) -> float:
 
 
 def warn(run: Run, metrics: dict, n_groups: int, first: bool):
-    """What makes a run learn nothing, each once."""
+    """What makes a run learn nothing, or the wrong thing, each once."""
+    if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
+        run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
+                          f"since this run's first step, from {run.agreed:.1e}")
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
@@ -1251,6 +1296,8 @@ def main(args: Args):
             if args.rollout_only:
                 log.metrics(metrics)
                 continue
+
+            check_agreement(run, phase, batch, step)
 
             # ---- 3. rewards -> advantages: the lines to change
             metrics |= shape_rewards(batch, run.kl.coef, args)

@@ -111,3 +111,9 @@ def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group, 
     monkeypatch.setattr(GraniteForCausalLM, "forward", sharper)
     with pytest.raises(BadInput, match="makes logits in a way that token_logprobs doesn't implement"):
         train.Policy(train.Args(model=str(tmp_path)))
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path, process_group):
+    saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
+    with pytest.raises(BadInput, match="has a bias in its output head, which token_logprobs doesn't implement"):
+        train.Policy(train.Args(model=str(tmp_path)))
