@@ -87,13 +87,16 @@ def test_the_bounds(found, flags, ends, monkeypatch):
     closed, warned = [], []
     monkeypatch.setattr(train, "close", closed.append)
     log = types.SimpleNamespace(warn_once=warned.append)
-    one = types.SimpleNamespace(args=Args(**{"dtype": "float32"} | flags), log=log)
+    one = types.SimpleNamespace(args=Args(**{"dtype": "float32"} | flags), log=log, engine=object(), agreed=None)
+    monkeypatch.setattr(train, "step_metrics", lambda *_: {"rollout/logp_diff_mean": found})
     if ends == "stops":
         with pytest.raises(BadInput, match=r"disagree: .* differ by .* --allow_mismatch goes on$"):
-            train.check_agreement(one, found)
+            train.check_agreement(one, None, {}, 0)
         assert closed == [one] and not warned
     else:
-        train.check_agreement(one, found)
+        train.check_agreement(one, None, {}, 0)
+        assert one.agreed == found
+        train.check_agreement(one, None, {}, 1)  # once
         assert not closed and len(warned) == (ends == "warns")
 
 
