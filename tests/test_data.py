@@ -794,8 +794,8 @@ def test_packed_attention_refuses_what_it_does_not_implement(changes, said):
 
 
 def test_windows_soft_caps_and_sinks_by_hand():
-    sinks, query, key, value = torch.tensor([0.5, -1.0, 2.0, 0.0]), heads(4), heads(2), heads(2)
-    for window, softcap, sinks in [(2, None, None), (None, 0.7, None), (None, None, sinks), (3, 0.7, sinks)]:
+    four, query, key, value = torch.tensor([0.5, -1.0, 2.0, 0.0]), heads(4), heads(2), heads(2)
+    for window, softcap, sinks in [(2, None, None), (None, 0.7, None), (None, None, four), (3, 0.7, four)]:
         out, _ = attend(sliding_window=window, softcap=softcap, s_aux=sinks)
         for head in range(4):
             for i in range(6):
