@@ -374,13 +374,12 @@ async def run_python(
     job["shown"] = sorted({os.path.abspath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)})
     if os.geteuid() != 0 and (go_on or not isolate):
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: our /proc files are root's, nobody may trace us
-    if slots.locked() and deadline and deadline.when():
-        left = deadline.when() - loop.time()
+    left = deadline and deadline.when() and deadline.when() - loop.time()
+    if left:
         deadline.reschedule(None)
-        await slots.acquire()
-        slots.release()  # to be taken below, at once
-        deadline.reschedule(loop.time() + left)
     async with slots:
+        if left:
+            deadline.reschedule(loop.time() + left)
         # The supervisor deletes it too, when it has ended everything: also when we are no more.
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
             return await _run(job, os.path.realpath(folder), timeout, max_output)
