@@ -18,6 +18,7 @@ With --tp n, n ranks in a row share one engine: the first of them, the leader, r
 and the others follow its steps."""
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -102,6 +103,7 @@ class Background:
         self.loop.time = self.time
         for work in (self.run, self.watch):
             threading.Thread(target=work, daemon=True).start()
+        atexit.register(self.close)  # a run that failed says nothing more
 
     def time(self):
         return self.now + min(1, time.monotonic() - self.ticked)

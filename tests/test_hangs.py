@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from conftest import HANGS, REPO, for_ever, started, time_passes, too_late, wait_for
 from test_agent_loop import END, PROMPT, Script, call
 
-from agent_loop import DEADLINE, CallTimeoutError, agent_loop_class, in_time, tool_parser
+from agent_loop import DEADLINE, CallTimeoutError, agent_loop_class, as_tool, in_time, tool_parser
+from data import load_task
 from rollout import Background
 from train import Args
 
@@ -194,3 +197,67 @@ def test_what_waits_for_its_turn_may_put_off_its_deadline(background):
         return "served"
 
     assert on_a_loop(background, in_time("it", HANGS / 2, queues())) == "served"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A task file with tools in processes of their own."""
+    file = tmp_path / "own_tools.py"
+    file.write_text(f"""
+import os, re, sys, time
+sys.path.insert(0, {str(REPO / "examples")!r})
+from own_process import in_process
+
+@in_process
+def backtracks(text: str) -> str:
+    \"\"\"Match.
+
+    Args:
+        text: what.
+    \"\"\"
+    if os.fork() == 0:
+        time.sleep(3600)
+    open({str(tmp_path / "there")!r}, "w").write(str(os.getpid()))
+    return str(re.match("(a|a)+$", text))
+
+@in_process
+async def adds(a: int, b: int = 2):
+    print("to stderr")
+    return a + b
+
+@in_process
+def raises():
+    raise KeyError("no")
+
+@in_process
+def dies():
+    os._exit(7)
+""")
+    return load_task(str(file), [])
+
+
+def test_a_tool_in_a_process_of_its_own(background, own, tmp_path):
+    there = tmp_path / "there"
+
+    async def hangs():
+        run = asyncio.create_task(in_time("it", HANGS, as_tool(own.backtracks).execute("", {"text": "a" * 100 + "b"})))
+        while not there.exists() or not there.read_text():
+            await asyncio.sleep(0.01)
+        time_passes()
+        with pytest.raises(CallTimeoutError):
+            await run
+        return int(there.read_text())
+
+    group = on_a_loop(background, hangs())
+    running = [p for p in psutil.process_iter() if group_of(p.pid) == group]
+    assert not [p for p in running if p.status() != psutil.STATUS_ZOMBIE]
+    assert on_a_loop(background, own.adds(40)) == 42
+    with pytest.raises(KeyError, match="no"):
+        on_a_loop(background, own.raises())
+    with pytest.raises(RuntimeError, match="the process of dies ended with code 7"):
+        on_a_loop(background, own.dies())
+
+
+def group_of(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
