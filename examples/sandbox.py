@@ -8,12 +8,13 @@
 The supervisor is a small Python process that sets everything up, kills every process of the run when the program ends,
 takes too much memory, or the supervisor's stdin closes (deadline, cancellation, death of this process).
 
-Where the host allows it (root, or user namespaces; Linux 5.12), the program has files of its own: Python and the system's
-libraries, read-only, and its folder, in memory, which is gone with it. It has no network, sees no other processes and, if
-we are root, runs under a user id of its own. Where it does not, `run_python` raises NotIsolated, unless you set the
-environment variable SANDBOX_UNISOLATED=1 or pass isolate=False: then the program may read, write and signal whatever its
-user can (as root, everything), may use the network, and leaves what it writes outside its folder. An ordinary user's
-trainer then at least hides its memory and environment, and a filter of system calls forbids to trace others.
+Where the host allows it (root, or user namespaces; Linux 5.12), the program has files of its own: Python and the
+system's libraries, read-only, and its folder, in memory, which is gone with it. It has no network, sees no other
+processes and, if we are root, runs under a user id of its own. Where it does not, `run_python` raises NotIsolated,
+unless you set the environment variable SANDBOX_UNISOLATED=1 or pass isolate=False: then the program may read, write and
+signal whatever its user can (as root, everything), may use the network, and leaves what it writes outside its folder.
+An ordinary user's trainer then at least hides its memory and environment, and a filter of system calls forbids to trace
+others.
 
 Memory: each process's address space, and what all of them really use together, looked at ten times a second; memory
 outside of processes (memfd, System V) is forbidden, that of the folder is bounded. For hostile code put a VM around the
@@ -113,8 +114,8 @@ def supervise() -> None:
                 open(target, "w").close()
             mount(path, target, None, BIND_REC)
             if not path.startswith("/dev/"):
-                attributes = struct.pack("QQQQ", RDONLY_NOSUID_NODEV, 0, 0, 0)
-                check(libc.syscall(442, -100, os.fsencode(target), 0x8000, attributes, len(attributes)))  # mount_setattr
+                attributes = struct.pack("QQQQ", RDONLY_NOSUID_NODEV, 0, 0, 0)  # for mount_setattr
+                check(libc.syscall(442, -100, os.fsencode(target), 0x8000, attributes, len(attributes)))
 
         check(libc.unshare(NEWNS))
         mount(None, "/", None, REC_PRIVATE)
