@@ -41,6 +41,7 @@ def in_process(function: Callable) -> Callable:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if process.returncode:
             raise RuntimeError(f"the process of {function.__name__} ended with code {process.returncode}")
         result, error = pickle.loads(answer)

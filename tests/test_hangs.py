@@ -249,8 +249,7 @@ def test_a_tool_in_a_process_of_its_own(background, own, tmp_path):
         return int(there.read_text())
 
     group = on_a_loop(background, hangs())
-    running = [p for p in psutil.process_iter() if group_of(p.pid) == group]
-    assert not [p for p in running if p.status() != psutil.STATUS_ZOMBIE]
+    wait_for(lambda: not [p for p in psutil.process_iter() if group_of(p.pid) == group and p.status() != "zombie"])
     assert on_a_loop(background, own.adds(40)) == 42
     with pytest.raises(KeyError, match="no"):
         on_a_loop(background, own.raises())
@@ -261,3 +260,4 @@ def test_a_tool_in_a_process_of_its_own(background, own, tmp_path):
 def group_of(pid: int) -> int | None:
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(pid)
+    return None
