@@ -24,7 +24,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -385,6 +385,34 @@ async def _contained(coroutine):
     except BaseException as error:
         _reraise_cancellation(error)
         raise _failure(error) from None
+
+
+class CallTimeoutError(TimeoutError):
+    """User code took longer than it may."""
+
+
+# The asyncio.Timeout that user code is under; it may put it off while it waits for its turn
+# (`reschedule`), as examples/sandbox.py does.
+DEADLINE = contextvars.ContextVar("DEADLINE")
+
+
+async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
+    """Awaits user code for so long (0: for ever), as a task called `what`.
+
+    At the deadline, or when we are cancelled, it is cancelled and may take as long again to tidy
+    up; what has not ended even then is left behind. Raises CallTimeoutError then, and whatever the
+    code raises."""
+    try:
+        async with asyncio.timeout(seconds or None) as deadline:
+            DEADLINE.set(deadline)
+            task = asyncio.create_task(_contained(coroutine), name=what)
+            await asyncio.wait([task])
+    except TimeoutError:
+        raise CallTimeoutError(f"{what} took longer than {seconds:g} seconds") from None
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=seconds or None)
+    return await _contained(task)
 
 
 async def in_thread(function: Callable, *args, **kwargs) -> Any:
@@ -819,20 +847,18 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def call_tool(self, trajectory, call):
         """Executes a call under its deadline; what goes wrong is told to the model and counted."""
-        name, deadline = call["name"], asyncio.timeout(self.args.tool_timeout)
+        name = call["name"]
         try:
             if call["error"]:
                 raise ValueError(call["error"])
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
-            async with deadline:
-                return await _contained(self._execute(trajectory, name, call["arguments"]))
+            execution = self._execute(trajectory, name, call["arguments"])
+            return await in_time(name, self.args.tool_timeout, execution)
         except Exception as error:  # the model's to read, not the run's to die of
-            problem = str(error) or repr(error)
-            if deadline.expired():
-                problem = f"{name} took longer than {self.args.tool_timeout:g} seconds"
-            trajectory.count("tool_timeouts" if deadline.expired() else "tool_errors")
-            return ToolResponse(f"Error: {problem}")
+            late = isinstance(error, CallTimeoutError)
+            trajectory.count("tool_timeouts" if late else "tool_errors")
+            return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
@@ -859,8 +885,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
-        async with asyncio.timeout(self.args.tool_timeout):
-            return await _contained(function(*args, **kwargs))
+        coroutine = function(*args, **kwargs)
+        return await in_time(coroutine.__qualname__, self.args.tool_timeout, coroutine)
 
     def _shorten(self, text):
         """At most max_tool_response_tokens of a response: one or both ends, as in verl."""

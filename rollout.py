@@ -18,9 +18,11 @@ With --tp n, n ranks in a row share one engine: the first of them, the leader, r
 and the others follow its steps."""
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import hashlib
 import json
 import logging
@@ -46,7 +48,9 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import data
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite
+from agent_loop import (
+    AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite, in_time,
+)
 
 PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
@@ -88,13 +92,45 @@ def memory() -> dict[str, float]:
 
 
 class Background:
-    """One daemon thread running one event loop from the start of the run to its end."""
+    """One daemon thread running one event loop from the start of the run to its end.
+
+    The loop's time stands still a second after its last `tick`: while a tool blocks the loop, or
+    all of Python, nobody else's deadline passes."""
 
     def __init__(self):
         self.loop, self.closed = asyncio.new_event_loop(), False
-        threading.Thread(target=self.run, daemon=True, name="agent loops").start()
+        self.now = self.ticked = time.monotonic()
+        self.loop.time = self.time
+        for work in (self.run, self.watch):
+            threading.Thread(target=work, daemon=True).start()
+        atexit.register(self.close)  # a run that failed says nothing more
+
+    def time(self):
+        return self.now + min(1, time.monotonic() - self.ticked)
+
+    def tick(self):
+        self.now, self.ticked = self.time(), time.monotonic()
+        self.loop.call_later(0.4, self.tick)
+        # Where no Python gets to run, as under a regular expression, this thread of C prints all
+        # stacks; else `watch` says what blocks the loop, before it could.
+        faulthandler.dump_traceback_later(1.8, file=2)
+
+    def watch(self):
+        """Says what blocks the loop, once each time."""
+        told = 0.0
+        while not self.closed:
+            time.sleep(0.2)
+            task = asyncio.current_task(self.loop)
+            if task and told < self.ticked < time.monotonic() - 1.2:
+                told = self.ticked
+                faulthandler.cancel_dump_traceback_later()
+                print(f"\n{task} blocks all others: it must await, or be a plain function. It is "
+                      "here:", file=sys.stderr)
+                traceback.print_stack(sys._current_frames()[self.thread])
 
     def run(self):
+        self.thread = threading.get_ident()
+        self.loop.call_soon(self.tick)
         while not self.closed:  # a task in which user code raises SystemExit ends run_forever
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
@@ -104,6 +140,7 @@ class Background:
 
     def close(self):
         self.closed = True
+        faulthandler.cancel_dump_traceback_later()
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
@@ -645,6 +682,7 @@ class Session:
 
     def close(self):
         """Gives up what an agent loop that is over left behind in tasks of its own."""
+        self.engine = None  # a call that comes later fails
         for future in self.calls:
             future.cancel()
 
@@ -878,8 +916,7 @@ class Pool:
         # The built-in loops mind --trajectory_timeout and keep what they have; for the others:
         patience = args.trajectory_timeout and args.trajectory_timeout + 4 * args.tool_timeout
         try:
-            async with asyncio.timeout(patience or None):
-                outputs = await loop.run(sampling, **row)
+            outputs = await in_time(session.name, patience, loop.run(sampling, **row))
         finally:
             session.close()
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
@@ -901,8 +938,8 @@ class Pool:
         """What grading wrote to each output, or the failure."""
         args = self.run.args
         try:
-            async with asyncio.timeout(args.reward_timeout or None):
-                await score(self.run.task, outputs, self._row(prompt), args.filter_metric)
+            scoring = score(self.run.task, outputs, self._row(prompt), args.filter_metric)
+            await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)
             return [{name: getattr(output, name) for name in GRADED} for output in outputs]
         except BaseException:
             if self.closing:

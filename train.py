@@ -23,6 +23,7 @@ import math
 import re
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -797,14 +798,24 @@ def evaluate(run: "Run", step: int) -> dict:
 # ---------------------------------------------------------------- start and end of a process
 
 
+# The second Ctrl-C, also where a tool holds the interpreter and no Python gets to run: C code tells
+# this process of each signal. Launchers pass on, within a second, the Ctrl-C that we got already.
+SECOND_SIGNAL = """exec >/dev/null 2>&1
+head -c 1; timeout 1 cat; head -c 1 | grep . && kill -9 $PPID"""
+
+
 class Stop:
     """Ctrl-C, SIGTERM or death of the launcher: all ranks end after the last step. Second: now."""
 
     def __init__(self, store: dist.Store):
-        self.store, self.told, self.asked = store, 0.0, 0.0  # when
+        self.store, self.told, self.asked = store, False, 0.0  # when
         self.over = False  # the run is: ranks may go
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._signalled)
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        signal.set_wakeup_fd(tell)
+        subprocess.Popen(["sh", "-c", SECOND_SIGNAL], stdin=told, start_new_session=True)
         pids = {pid: f"rank {rank} (process {pid})"
                 for rank, pid in enumerate(all_gather(os.getpid()))}
         if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
@@ -817,11 +828,8 @@ class Stop:
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
     def _signalled(self, *_):
-        now = time.monotonic()
-        if self.told and now - self.told > 1:  # launchers pass on the Ctrl-C that we got already
-            os._exit(130)
         if not self.told:
-            self.told = now
+            self.told = True
             if dist.get_rank() == 0:
                 print("\nstopping: saving the last completed step (once more to stop at once)",
                       file=sys.stderr)
@@ -832,7 +840,7 @@ class Stop:
         while watched:
             gone = watched.pop(select.select(watched, [], [])[0][0])
             if gone is None:
-                self.told = time.monotonic()
+                self.told = True
                 signal.alarm(600)  # save, and be gone
             elif not self.over and threading.main_thread().is_alive():
                 print(f"{gone} is gone: rank {dist.get_rank()} ends too", file=sys.stderr)
@@ -844,9 +852,8 @@ class Stop:
             self.store.set("stop", "1")
         elif time.monotonic() - self.asked > 0.5:
             self.asked = time.monotonic()
-            if self.store.check(["stop"]):
-                self.told = self.asked
-        return bool(self.told)
+            self.told = self.told or self.store.check(["stop"])
+        return self.told
 
 
 def start_processes(args: Args):

@@ -24,9 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # examples/ is no package
 from calculator import build_model  # noqa: F401  (train.py calls it when there is no --model)
-from sandbox import run_python
+from sandbox import NotIsolated, require_isolation, run_python
 
-from agent_loop import ToolResponse
+from agent_loop import BadInput, ToolResponse
 
 SYSTEM_PROMPT = "Solve the problem. You may run Python and print results. End with <answer>N</answer>."
 SECONDS, MEMORY_MB, ERROR_LINES = 5.0, 1024, 4  # room for numpy and sympy
@@ -52,6 +52,11 @@ async def code_interpreter(code: str) -> ToolResponse:
 
 
 TOOLS = [code_interpreter]
+
+try:
+    require_isolation()
+except NotIsolated as error:
+    raise BadInput(f"retool.py: {error}") from None
 
 
 def load(split: str) -> list[dict]:

@@ -1,14 +1,16 @@
 """The real engine (vLLM's CPU build): states, weight sync, seeds; and one rollout phase with everything that fails."""
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import random
+import threading
 import types
 
 import pytest
 import torch
-from conftest import HANGS, KEPT, for_ever, generate, make_run, too_late, wait_for
+from conftest import HANGS, KEPT, for_ever, generate, make_run, time_passes, too_late, wait_for
 from transformers import AutoModelForCausalLM
 
 import data
@@ -336,6 +338,51 @@ def late_in_the_model_step(engine, background, monkeypatch):
     monkeypatch.setattr(engine.core, "step", step_and_pass)
     yield
     assert passed and set(passed) == set(LATE)
+
+
+BUSY: set[str] = set()  # what is at work or done in the next test
+OVER = threading.Event()
+
+
+async def stubborn(what: str) -> None:
+    """Hangs when all three are there, and never lets itself be cancelled."""
+    BUSY.add(what)
+    while BUSY != {"x", "agent", "reward"}:
+        await asyncio.sleep(0)
+    while not OVER.is_set():
+        time_passes(10 * HANGS)
+        with contextlib.suppress(asyncio.CancelledError):
+            await for_ever()
+
+
+@register("test_stubborn")
+class Stubborn(TwoTurns):
+    async def run(self, sampling_params, **row):
+        if row["extra"] == "agent":
+            await stubborn("agent")
+        return await super().run(sampling_params, **row)
+
+
+def test_agents_and_rewards_that_are_not_to_be_cancelled_are_left_behind(
+    engine, background, tokenizer, args, tiny_model
+):
+    async def reward(output, row):
+        if row["extra"] == "reward":
+            await stubborn("reward")
+        BUSY.add("x")
+        return 1.0
+
+    limits = dataclasses.replace(args, reward_timeout=HANGS, trajectory_timeout=HANGS)
+    run = run_with(engine, background, tokenizer, limits, reward)
+    rows = [row | {"agent_name": "test_stubborn"} for row in make_rows("x", "agent", "reward")]
+    wake(engine, hf_model(tiny_model), 0)
+    phase = rollout(run, rows, 0, 1, {"temperature": 1.0})
+    engine.sleep()
+    OVER.set()
+    assert [(o.extra["prompt"], o.reward) for o in phase.outputs] == [(0, 1.0)]
+    assert +phase.counts == {"failed_agent_loop": 1, "failed_reward": 1}
+    assert "train-00000000-000001-0000 took longer than" in phase.errors[0]["error"]
+    assert "the reward of prompt 2 took longer than 300 seconds" in phase.errors[1]["error"]
 
 
 @pytest.mark.usefixtures("late_in_the_model_step")

@@ -1,7 +1,6 @@
 """examples/sandbox.py by programs that break each limit, with and without namespaces; examples/retool.py.
 
-A program says its PIDs as `os.readlink("/proc/self")`: what the host calls it, also from inside a PID namespace, where
-/proc is still the host's.
+An isolated program's files and PIDs are its own: it is looked at through the /proc of the host.
 """
 
 import asyncio
@@ -18,13 +17,14 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import sandbox
-from conftest import HANGS, time_passes, wait_for
-from sandbox import Result, run_python
+from conftest import HANGS, REPO, time_passes, wait_for
+from sandbox import NotIsolated, Result, run_python
 from test_agent_loop import Script
 
-from agent_loop import agent_loop_class
+from agent_loop import BadInput, agent_loop_class, in_time
 from data import filter_overlong, load_rows, load_task
 from rollout import score
 from train import Args
@@ -59,8 +59,17 @@ def both_late(code: str, **limits) -> list[Result]:
 
 async def there(n: int) -> None:
     """Until so many programs have made that file."""
-    while len(list(Path(tempfile.gettempdir()).glob("*/there"))) < n:
+    while len(set(map(made, processes_in())) - {None}) < n:
         await asyncio.sleep(0.02)
+
+
+def made(pid: int) -> tuple | None:
+    """The file called "there" in a process's folder, if there is one."""
+    try:
+        stat = os.stat(f"/proc/{pid}/cwd/there")
+        return stat.st_dev, stat.st_ino
+    except OSError:
+        return None
 
 
 @pytest.fixture(scope="module")
@@ -76,25 +85,28 @@ def folders(monkeypatch):
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-"))
     folder.chmod(0o1777)  # as /tmp is
     monkeypatch.setattr("tempfile.tempdir", str(folder))
+    SEEN.clear()
     yield folder
     left = list(folder.iterdir())
     subprocess.run(["rm", "-rf", folder], check=True)  # unlike shutil not afraid of deep trees
     assert left == []
 
 
-def processes_in(folder: Path) -> list[int]:
-    """Living processes that work in a folder below this one."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            ours = os.readlink(f"/proc/{pid}/cwd").startswith(str(folder))
-        except PermissionError:  # a container's root is not told, but no others have such user ids
-            ours = Path(f"/proc/{pid}").exists() and 60578 <= os.stat(f"/proc/{pid}").st_uid < 61184
-        except OSError:
-            ours = False
-        if ours and alive(int(pid)):
-            found.append(int(pid))
-    return found
+SEEN: set[int] = set()
+
+
+def processes_in(_=None) -> list[int]:
+    """Living processes of sandboxes: what descends from this process, or did when we last looked."""
+    SEEN.update(process.pid for process in psutil.Process().children(recursive=True))
+    return sorted(pid for pid in SEEN if alive(pid) and of_a_sandbox(pid))
+
+
+def of_a_sandbox(pid: int) -> bool:
+    """Whether a process is a supervisor, an init or a program, as its command line says, which everybody may read."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"supervise()" in command or command.endswith(b"\0main.py\0")
+    return False
 
 
 def alive(pid: int) -> bool:
@@ -160,7 +172,7 @@ def test_stdin_environment_and_descriptors(monkeypatch):
         for pid in (me, init, supervisor):
             try:
                 print(Path(f"/proc/{pid}/environ").read_text())
-            except PermissionError:
+            except (PermissionError, FileNotFoundError):  # of those outside its namespace: 0
                 print("no")
     """):
         lines = result.stdout.splitlines()
@@ -175,7 +187,8 @@ def test_our_own_environment_cannot_be_read(host):
     if not (host.no_network or host.own_user):
         pytest.skip("this host allows neither namespaces nor another user id")
     result = run(f"print(open('/proc/{os.getpid()}/environ').read())")
-    assert result.stderr.endswith(f"PermissionError: [Errno 13] Permission denied: '/proc/{os.getpid()}/environ'\n")
+    said = ("[Errno 13] Permission denied", "[Errno 2] No such file or directory")
+    assert result.stderr.endswith(tuple(f"Error: {why}: '/proc/{os.getpid()}/environ'\n" for why in said))
 
 
 def test_it_does_not_run_as_root(host):
@@ -189,6 +202,60 @@ def test_it_does_not_run_as_root(host):
     """)
     assert result.stdout == "True True True []\n"
     assert "PermissionError: [Errno 13] Permission denied: '/etc/passwd'" in result.stderr
+
+
+def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
+    """Nor does it leave any, nor finds a socket in a folder that others share."""
+    if not host.own_files:
+        pytest.skip("this host does not allow mount namespaces")
+    secret = folders / "secret"
+    secret.write_text("hunter2")
+    secret.chmod(0o644)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folders / "socket"))
+        server.listen()
+        os.chmod(folders / "socket", 0o777)
+        result = run(f"""
+            import os, socket, sys, tempfile
+            for path in {str(secret)!r}, "/etc/passwd", {__file__!r}, "/proc/1/environ":
+                try:
+                    print(open(path).read())
+                except OSError as error:
+                    print(type(error).__name__)
+            try:
+                socket.socket(socket.AF_UNIX).connect({str(folders / "socket")!r})
+            except OSError as error:
+                print(type(error).__name__)
+            for folder in "/tmp", "/dev/shm", os.getcwd():
+                open(f"{{folder}}/flatrl-left-behind", "w").write("x")
+            try:
+                open(f"{{sys.prefix}}/flatrl-left-behind", "w")
+            except OSError as error:
+                print(error.errno in (13, 30))
+            print(sorted(os.listdir("/")), tempfile.gettempdir())
+        """)
+    (folders / "socket").unlink()
+    secret.unlink()
+    assert result.returncode == 0 and result.own_files, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[:3] == ["FileNotFoundError"] * 3 and lines[3] in ("PermissionError", "FileNotFoundError")
+    assert lines[4:6] == ["FileNotFoundError", "True"] and lines[6].endswith("] /sandbox")
+    assert not {"home", "etc/passwd", "var", "work", "run"} & set(re.findall(r"'(.*?)'", lines[6]))
+    for folder in "/tmp", "/dev/shm", sys.prefix:
+        assert not Path(folder, "flatrl-left-behind").exists()
+
+
+def test_a_host_that_cannot_isolate_is_refused_unless_told_to_go_on(monkeypatch):
+    monkeypatch.setattr(sandbox, "SUPERVISOR", sandbox.SUPERVISOR.replace("libc.unshare(", "(lambda _: -1)("))
+    result = run("print(1)")  # conftest.py said to go on
+    assert (result.stdout, result.no_network, result.own_files) == ("1\n", False, False)
+    monkeypatch.delenv("SANDBOX_UNISOLATED")
+    with pytest.raises(NotIsolated, match="namespaces are not allowed.*SANDBOX_UNISOLATED=1"):
+        run("open('/dev/shm/flatrl-ran', 'w')")
+    assert not Path("/dev/shm/flatrl-ran").exists()
+    assert run("print(1)", isolate=False).stdout == "1\n"
+    with pytest.raises(BadInput, match="retool.py: this host does not let programs be isolated"):
+        load_task(str(Path(sandbox.__file__).with_name("retool.py")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,6 +288,64 @@ def test_cpu_time():
 def test_memory():
     for result in both("x = bytearray(10**8); print(len(x)); x = bytearray(10**9)"):
         assert result.returncode == 1 and result.stdout == "100000000\n" and result.stderr.endswith("MemoryError\n")
+
+
+def test_the_memory_of_all_processes_together():
+    for result in both("""
+        import os, time
+        blocks = bytearray(60_000_000)  # each far below the limit
+        for i in range(8):
+            if os.fork() == 0:
+                more = bytearray(os.urandom(1 << 20)) * 60
+                time.sleep(3600)
+        time.sleep(3600)
+    """):
+        assert result.out_of_memory and result.returncode == -signal.SIGKILL and not result.timed_out
+        assert result.stderr == "MemoryError: all its processes together took more than 256 MB\n"
+
+
+def test_shared_memory_counts_once():
+    for result in both("""
+        import os, time
+        block = bytearray(os.urandom(1 << 20)) * 100
+        ready, say = os.pipe()
+        for i in range(4):
+            if os.fork() == 0:
+                time.sleep(0.5)
+                os._exit(0)
+        for i in range(4):
+            os.wait()
+        print("done")
+    """):
+        assert result.stdout == "done\n" and not result.out_of_memory, result
+
+
+def test_memory_outside_of_processes_is_forbidden():
+    for result in both("""
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            os.memfd_create("x")
+        except OSError as error:
+            print(error.errno)
+        print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
+        print(libc.unshare(0x10000000), ctypes.get_errno())  # where it could mount more
+    """):
+        assert result.stdout == "1\n-1 1\n-1 1\n"
+
+
+def test_threads_fit_into_the_memory():
+    for result in both("""
+        import threading
+        barrier = threading.Barrier(17)
+        threads = [threading.Thread(target=lambda: (bytes(1000), barrier.wait())) for _ in range(16)]
+        threading.stack_size(1 << 18)
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        print("all")
+    """):
+        assert result.stdout == "all\n", result.stderr
 
 
 def test_file_size():
@@ -310,9 +435,10 @@ CHILDREN = """
 
 
 def children(result: Result) -> list[int]:
+    """What the host calls them: without a namespace as they do, else by their command lines."""
     pids = {how: int(pid) for how, pid in re.findall(r"(\w+) (\d+)", result.stdout)}
     assert sorted(pids) == ["child", "orphan", "session"], result
-    return list(pids.values())
+    return processes_in() if result.no_network else list(pids.values())
 
 
 @pytest.mark.parametrize("end, code", [("os._exit(7)", 7), ("raise KeyError", 1), ("os.kill(os.getpid(), 9)", -9)])
@@ -376,7 +502,7 @@ def test_cancellation_at_any_moment(folders):
 def test_the_death_of_this_process_ends_the_program(folders):
     host = f"""
 import asyncio, sys, tempfile
-sys.path.insert(0, {str(Path(sandbox.__file__).parent)!r})
+sys.path[:0] = {[str(Path(sandbox.__file__).parent), str(REPO)]!r}
 from sandbox import run_python
 tempfile.tempdir = {str(folders)!r}
 async def main(): await asyncio.gather(*(run_python("import time; time.sleep(3600)", 3600, isolate=i) for i in (0, 1)))
@@ -449,14 +575,35 @@ def test_slots_bound_the_number_of_programs(monkeypatch, folders):
         await there(2)
         while not all(task.done() for task in tasks):
             seen.add(len(list(folders.iterdir())))
-            for folder in folders.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # it has just ended
-                    (folder / "go").touch()
+            for pid in processes_in():
+                with contextlib.suppress(OSError):  # it has just ended
+                    if made(pid):
+                        Path(f"/proc/{pid}/cwd/go").touch()
             await asyncio.sleep(0.005)
         return [task.result().returncode for task in tasks]
 
     assert asyncio.run(watch()) == [0] * 5
     assert max(seen) == 2
+
+
+def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
+    monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+    async def two():
+        code = "import os, time; open('there', 'x')\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('first')"
+        first = asyncio.create_task(run_python(code, 4 * HANGS))
+        await there(1)
+        second = asyncio.create_task(in_time("second", HANGS, run_python("print('second')", HANGS)))
+        await asyncio.sleep(0.1)
+        time_passes(2 * HANGS)
+        await asyncio.sleep(0.1)
+        for pid in processes_in():
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/cwd/go").touch()
+        return [(await run).stdout for run in (first, second)]
+
+    assert asyncio.run(two()) == ["first\n", "second\n"]
 
 
 def test_on_the_background_loop(background):
