@@ -368,6 +368,8 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
 
 def _reraise_cancellation(error):
     """Raises `error` again if it cancels the running task; any other of user code is a failure."""
+    if isinstance(error, GeneratorExit):  # left behind, and the process ends
+        raise error
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
@@ -408,7 +410,9 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
             task = asyncio.create_task(_contained(coroutine), name=what)
             await asyncio.wait([task])
     except TimeoutError:
-        raise CallTimeoutError(f"{what} took longer than {seconds:g} seconds") from None
+        if not task.done():
+            problem = f"{what} took longer than {seconds:g} seconds"
+            raise CallTimeoutError(problem) from None
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=seconds or None)
