@@ -458,7 +458,7 @@ def describe(outputs: Outputs) -> dict:
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
     in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*."""
     seconds = ("generate_s", "tool_s")
-    loops = [dict.fromkeys(seconds, 0.0) | _numbers(o.metrics) for o in outputs]
+    loops = [dict.fromkeys(seconds, 0.0) | numbers(o.metrics) for o in outputs]
     columns = {
         "reward": by_rollout(outputs).rewards.tolist(),
         "prompt_length": [len(o.prompt_ids) for o in outputs],
@@ -478,7 +478,7 @@ def describe(outputs: Outputs) -> dict:
         sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
     result |= {name: total / len(outputs) for name, total in sorted(sums.items())}
     result["response_length/clipped_ratio"] = fmean(o.stop_reason == "length" for o in outputs)
-    parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
+    parts = [numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):
         result[f"reward_part/{name}"] = fmean(part[name] for part in parts if name in part)
     o, loop = max(zip(outputs, loops), key=lambda pair: sum(pair[1][name] for name in seconds))
@@ -488,7 +488,7 @@ def describe(outputs: Outputs) -> dict:
     return result
 
 
-def _numbers(values):
+def numbers(values):
     return {name: x for name, x in values.items() if isinstance(x, (int, float))}
 
 
@@ -710,7 +710,7 @@ class Log:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
         if self.wandb:
-            self.wandb.log(_numbers(metrics), step=metrics["step"])
+            self.wandb.log(numbers(metrics), step=metrics["step"])
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
             cell = format(metrics[name], form) if name in metrics else ""

@@ -46,7 +46,9 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import data
-from agent_loop import AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite
+from agent_loop import (
+    RESPONSE_LISTS, AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite,
+)
 
 PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
@@ -832,9 +834,7 @@ class Pool:
             if not outputs:
                 group.skipped += 1
                 return
-            copies = [dataclasses.replace(output, turn_rewards=[*output.turn_rewards],
-                                          metrics={**output.metrics}, extra={**output.extra})
-                      for output in outputs]  # the grader's, while others read these
+            copies = [_copy(output) for output in outputs]  # the grader's, others read these
             for output in outputs:  # until they are known to be numbers
                 output.reward, output.turn_rewards = None, []
             group.outputs += outputs
@@ -1124,6 +1124,13 @@ async def _results(graders):
     return dict(zip(graders, await asyncio.gather(*graders.values())))
 
 
+def _copy(output):
+    """What is done to it is not done to the output; images, and the like in `extra`, are shared."""
+    lists = {name: [*getattr(output, name)] for name in ("prompt_ids", "images", *RESPONSE_LISTS)}
+    others = {name: x for name, x in vars(output).items() if name not in lists}
+    return AgentLoopOutput(**lists, **tree_map(lambda x: x, others))
+
+
 def _with_rewards(outputs, results):
     """Writes the results to the outputs; without the rollouts whose reward failed."""
     graded = []
@@ -1140,7 +1147,7 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
     """Sets a rollout's terminal reward: the last output's own, else the task's; earlier segments
     share it. A reward function may also write to output.turn_rewards and output.metrics. Raises
     ValueError if the reward is not a finite number or a dict with one under "score" (and under
-    `metric`, if that is a key: --filter_metric)."""
+    `metric`, if that is a key: --filter_metric); what can't be placed or logged raises, too."""
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
@@ -1152,14 +1159,26 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
     outputs[-1].reward = reward
     for output in outputs:
-        output.turn_rewards = [(i, finite(r, "a turn's reward")) for i, r in output.turn_rewards]
+        places = range(max(1, len(output.response_ids)))
+        turns = [(places[i], finite(r, "a turn's reward")) for i, r in output.turn_rewards]
+        output.turn_rewards, output.metrics = turns, _loggable(output.metrics)
+        json.dumps([output.messages, output.extra], default=str)  # as the log does
         output.reward = reward if output.reward is None else _checked(output.reward)
 
 
 def _checked(reward):
     if isinstance(reward, dict):
-        return {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')}
+        score = finite(reward.get("score"), 'the "score" of a reward dict')
+        return _loggable({**reward, "score": score})
     return finite(reward, "a reward")
+
+
+def _loggable(values):
+    """A copy of metrics. Raises for names that are not all strings, and infinite numbers."""
+    json.dumps(values, default=str, sort_keys=True)
+    for name, number in data.numbers(values).items():
+        finite(number, name)
+    return {**values}
 
 
 # ---------------------------------------------------------------- an engine that is a file
