@@ -142,18 +142,21 @@ def words(tokenizer, messages: Sequence[dict] | None, trusted: Sequence[dict] = 
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(tokenizer, text, special=False):
-    for name, is_special in _added_tokens(tokenizer):
+def _cut(tokenizer, text, special):
+    for name, cut, is_special in _added_tokens(tokenizer):
         while name in text and is_special >= special:  # once more where one overlaps the next
-            text = text.replace(name, name[0] + CUT + name[1:])
+            text = text.replace(name, cut)
     return text
 
 
 @functools.cache
 def _added_tokens(tokenizer):
-    """Their texts, and whether they are special; without words and white space added as such."""
-    return [(token.content, token.special) for token in tokenizer.added_tokens_decoder.values()
-            if len(token.content) > 1 and (token.special or {*"<[|"} & {*token.content})]
+    """Each as it is in JSON, with a CUT, and whether it's special; no words and white space."""
+    tokens = tokenizer.added_tokens_decoder.values()
+    escaped = functools.partial(json.dumps, ensure_ascii=False)
+    return [(escaped(x)[1:-1], escaped(x[0] + CUT + x[1:])[1:-1], token.special)
+            for token in tokens if len(x := token.content) > 1
+            and (token.special or {*"<[|"} & {*x})]
 
 
 def _tokenise(tokenizer, text):
@@ -358,6 +361,8 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     """The tools of a row by name: those its tools_kwargs names, all of the task's without any."""
     tools = {}
     for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
+        if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
+            raise BadInput(f"a tool needs a `name`, a str, and a `schema`, a dict: {tool!r}")
         if tool.name in tools:
             raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
         tools[tool.name] = tool
@@ -387,6 +392,8 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     known = getattr(task, "INTERACTIONS", None) or {}
     if not isinstance(known, dict):
         known = {interaction.name: interaction for interaction in known}
+    if not all(isinstance(interaction, Interaction) for interaction in known.values()):
+        raise BadInput(f"INTERACTIONS holds what is no instance of Interaction: {known}")
     name = (kwargs or {}).get("name")
     if name is None and len(known) < 2:
         return next(iter(known.values()), None)
@@ -899,7 +906,8 @@ class ToolAgentLoop(AgentLoopBase):
         far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
         if len(text) > 2 * far:
             text = f"{text[:far]}...{text[-far:]}"
-        ids = _tokenise(self.tokenizer, _cut(self.tokenizer, text))
+        (message,) = words(self.tokenizer, [{"content": text}])
+        ids = _tokenise(self.tokenizer, message["content"])
         if len(ids) <= limit:
             return text
         kept = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]  # at the left end

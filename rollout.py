@@ -1126,9 +1126,10 @@ async def _results(graders):
 
 def _copy(output):
     """What is done to it is not done to the output; images, and the like in `extra`, are shared."""
-    lists = {name: [*getattr(output, name)] for name in ("prompt_ids", "images", *RESPONSE_LISTS)}
-    others = {name: x for name, x in vars(output).items() if name not in lists}
-    return AgentLoopOutput(**lists, **tree_map(lambda x: x, others))
+    flat = ("images", "prompt_ids", *RESPONSE_LISTS)
+    return dataclasses.replace(output, **{
+        name: [*x] if name in flat else tree_map(lambda x: x, x)
+        for name, x in vars(output).items()})
 
 
 def _with_rewards(outputs, results):
@@ -1151,13 +1152,12 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
-    reward = _checked(reward)
     if metric not in ("outcome", "total"):
         if not isinstance(reward, dict) or metric not in reward:
             problem = f"the reward is {reward!r}, not a dict with this key"
             raise ValueError(f"--filter_metric {metric}: {problem}")
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
-    outputs[-1].reward = reward
+    outputs[-1].reward = reward = _checked(reward)
     for output in outputs:
         places = range(max(1, len(output.response_ids)))
         turns = [(places[i], finite(r, "a turn's reward")) for i, r in output.turn_rewards]

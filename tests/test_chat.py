@@ -1131,6 +1131,302 @@ def test_a_malformed_request_is_told_so_and_the_server_goes_on(play_http, body):
     assert len(outputs) == 1
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "reward"])
+@pytest.mark.parametrize("body, status, said", [
+    (b'{"messages":' + b"[" * 100_000, 400, "RecursionError"),
+    (b'{"a":' * 100_000, 400, "RecursionError"),
+    (b" " * (1 << 20) + b"{}", 413, "more than"),
+])  # fmt: skip
+def test_a_body_that_is_nested_or_long_is_refused(play_http, path, body, status, said, monkeypatch):
+    monkeypatch.setattr(chat_endpoint, "MAX_BODY", 1 << 20)
+
+    async def agent(client, row, base_url, api_key):
+        answer = await raw("POST", f"{base_url}/{path}", body, {"Authorization": f"Bearer {api_key}"})
+        assert answer.status_code == status and said in answer.json()["error"]["message"]
+        await ask(client, *row["prompt"])
+
+    outputs, engine = play_http(agent, "2")
+    assert_output(outputs[-1], engine, (1, "2" + END))
+
+
+def test_a_template_that_refuses_a_message_loses_nothing(play, strict):
+    async def chat(client, prompt, **row):
+        first = await ask(client, *prompt)
+        with pytest.raises(Exception, match="must be the first"):
+            await ask(client, *prompt, first, {"role": "system", "content": "Be brief."})
+        await ask(client, *prompt, first, user("Be brief."))
+
+    outputs, engine = play(chat, "one", "two", tokenizer=strict)
+    assert_exact(outputs, engine)
+
+
+def test_an_agent_that_never_asks_is_skipped(play):
+    async def chat(client, **row):
+        return 1.0
+
+    assert play(chat)[0] == []
+
+
+def test_a_prompt_that_fills_the_window_is_skipped(play, tokenizer):
+    async def chat(client, prompt, **row):
+        await ask(client, *prompt)
+
+    outputs, engine = play(chat, max_model_len=len(encode(tokenizer, FIRST)))
+    assert (outputs, engine.prompts) == ([], [])
+
+
+def test_an_aborted_reply(play):
+    async def chat(client, prompt, **row):
+        await ask(client, *prompt)
+
+    (output,), engine = play(chat, ("ab", "abort"))
+    assert_output(output, engine, (1, "ab"))
+    assert output.stop_reason == "abort"
+
+
+def test_a_loop_without_chat_says_so(tokenizer):
+    with pytest.raises(TypeError, match="Bare has no chat method"):
+        run(type("Bare", (ChatAgentLoop,), {})(None, tokenizer, None, None, Args()).run({}, prompt=PROMPT))
+
+
+def test_the_agent_gets_the_row(play):
+    async def chat(client, **row):
+        seen.update(row)
+
+    seen = {}
+    play(chat, row={"extra_info": {"index": 7}})
+    assert seen == {
+        "prompt": PROMPT, "extra_info": {"index": 7}, "step": 3, "index": 0, "rollout_n": 1, "validate": False
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over HTTP
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """A fresh endpoint, closed in the end; no proxy in between."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    endpoint = chat_endpoint.ChatEndpoint()
+    monkeypatch.setattr(chat_endpoint, "ENDPOINT", endpoint)
+    yield endpoint
+    if endpoint.started is not None:
+        endpoint.server.should_exit = endpoint.server.force_exit = True  # its task sees it in a moment
+
+
+@pytest.fixture(scope="module")
+def openai_client():
+    """One connection pool for all tests; `with_options` gives a trajectory its url and key."""
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def play_http(play, endpoint, openai_client):
+    """As `play`, the agent being called with (client, row, base_url, api_key)."""
+
+    def play_http(agent, *lines, **how):
+        async def connected(base_url, api_key, row):
+            client = openai_client.with_options(base_url=base_url, api_key=api_key)
+            return await agent(client, row, base_url, api_key)
+
+        outputs, engine = play(connected, *lines, base=chat_endpoint.EndpointLoop, **how)
+        assert endpoint.clients == {}
+        return outputs, engine
+
+    return play_http
+
+
+async def post(client, path: str, body):
+    return await client.post(path, body=body, cast_to=object)
+
+
+async def raw(method: str, url: str, body, headers: dict) -> httpx.Response:
+    """A request as it is, and its answer, whatever the status."""
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=HANGS) as client:
+        return await client.request(method, url, content=content, headers=headers)
+
+
+def test_http_gives_the_same_outputs_as_in_process(play, play_http):
+    async def agent(client, prompt):
+        history = await solve(client, prompt)
+        await ask(client, user("Is that right?"), max_tokens=4)
+        await ask(client, *history, user("Sure?"), tools=[CALCULATOR], tool_choice="auto", temperature=0.3)
+        return 0.5
+
+    async def chat(client, prompt, **row):
+        return await agent(client, prompt)
+
+    async def over_http(client, row, base_url, api_key):
+        return await agent(client, row["prompt"])
+
+    lines = ("Hm. é " + SUM, ANSWER, "certainly", "yes")
+    here, engine = play(chat, *lines)
+    there, remote = play_http(over_http, *lines)
+    assert [dataclasses.asdict(output) for output in there] == [dataclasses.asdict(output) for output in here]
+    assert (remote.prompts, remote.params) == (engine.prompts, engine.params)
+    assert_exact(there, remote)
+    assert [output.reward for output in there] == [None, 0.5]
+
+
+def test_a_completion_over_http(play_http, tokenizer):
+    seen = []
+
+    async def agent(client, row, *_):
+        seen.append(await client.chat.completions.create(
+            model="policy", messages=row["prompt"], tools=[CALCULATOR], logprobs=True,
+            extra_body={"return_token_ids": True},
+        ))  # fmt: skip
+
+    _, engine = play_http(agent, SUM)
+    choice, ids = seen[0].choices[0], encode(tokenizer, SUM + END)
+    assert (seen[0].prompt_token_ids, choice.token_ids, choice.finish_reason) == (engine.prompts[0], ids, "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments == '{"expression": "1+1"}'
+    assert [entry.logprob for entry in choice.logprobs.content] == logprobs_of(1, len(ids))
+    assert seen[0].usage.completion_tokens == len(ids)
+
+
+def test_the_model_is_listed(play_http):
+    async def agent(client, row, *_):
+        models.extend([model.id async for model in client.models.list()])
+
+    models = []
+    assert play_http(agent)[0] == []  # it never asked the model
+    assert models == ["policy"]
+
+
+def test_nobody_gets_in_without_the_key(play_http):
+    async def agent(client, row, base_url, api_key):
+        mine = base_url.split("/")[-2]
+        nobody = base_url.replace(mine, "0" * len(mine))
+        bearer = {"Authorization": f"Bearer {api_key}"}
+        strangers = [(base_url, {"Authorization": f"Bearer {key}"}) for key in ("wrong", "\xe9", api_key[:-1])]
+        strangers += [(base_url, {}), (nobody, bearer), (nobody, {}), (nobody, {"Authorization": "Bearer"})]
+        for url, headers in strangers:
+            headers = {name: value.encode("latin-1") for name, value in headers.items()}
+            for method, path, body in (
+                ("POST", "/chat/completions", {"messages": PROMPT}), ("POST", "/reward", {"reward": 9.0}),
+                ("GET", "/models", None),
+            ):  # fmt: skip
+                answer = await raw(method, url + path, body, headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        with pytest.raises(openai.AuthenticationError):
+            await ask(client.with_options(api_key="wrong"), *row["prompt"])
+        await ask(client, *row["prompt"])
+
+    (output,), engine = play_http(agent, "2")
+    assert_output(output, engine, (1, "2" + END))
+    assert output.reward is None
+
+
+def test_a_trajectory_that_is_over_is_unknown(play_http, openai_client):
+    async def agent(client, row, base_url, api_key):
+        kept.update(base_url=base_url, api_key=api_key)
+        await ask(client, *row["prompt"])
+
+    kept = {}
+    play_http(agent, "2")
+    with pytest.raises(openai.AuthenticationError):
+        run(ask(openai_client.with_options(**kept), *PROMPT))
+    with pytest.raises(openai.AuthenticationError):
+        run(post(openai_client.with_options(**kept), "/reward", {"reward": 1.0}))
+
+
+def test_one_trajectory_has_no_key_to_another(make, endpoint, openai_client):
+    async def agent(base_url, api_key, row):
+        known.append((base_url, api_key))
+        await both.wait()
+        other_url = next(url for url, key in known if key != api_key)
+        with pytest.raises(openai.AuthenticationError):
+            await ask(openai_client.with_options(base_url=other_url, api_key=api_key), *row["prompt"])
+
+    async def scenario():
+        return await asyncio.gather(*(make(agent, base=chat_endpoint.EndpointLoop)[0] for _ in range(2)))
+
+    known, both = [], asyncio.Barrier(2)
+    assert run(scenario()) == [[], []]
+
+
+@pytest.mark.parametrize("limit", [dict(max_assistant_turns=1), "length"])
+def test_a_budget_over_http(play_http, tokenizer, limit):
+    async def agent(client, row, *_):
+        try:
+            await solve(client, row["prompt"])
+        except openai.BadRequestError as error:
+            raised.append((error.status_code, error.code))
+            raise
+
+    raised = []
+    reason = "length" if limit == "length" else "max_turns"
+    if limit == "length":
+        limit = dict(max_response_tokens=len(encode(tokenizer, SUM + END + tool_turn("2"))))
+    (output,), engine = play_http(agent, SUM, **limit)
+    assert raised == [(400, "context_length_exceeded")]
+    assert_output(output, engine, (1, SUM + END))
+    assert output.stop_reason == reason
+
+
+MALFORMED = {
+    "not JSON": b"{",
+    "not UTF-8": b'{"messages": "\xff"}',
+    "a list": [],
+    "nothing": {},
+    "no role": {"messages": [{"content": "hi"}]},
+    "n=2": {"messages": PROMPT, "n": 2},
+    "stream": {"messages": PROMPT, "stream": True},
+    "image": {"messages": [IMAGE]},
+    "messages 5": {"messages": 5},
+    "content 5": {"messages": [{"role": "user", "content": 5}]},
+    "calls 5": {"messages": [{"role": "assistant", "tool_calls": 5}]},
+    "calls without a function": {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+    "max_tokens a text": {"messages": PROMPT, "max_tokens": "many"},
+    "max_tokens -1": {"messages": PROMPT, "max_tokens": -1},
+}
+NO_MESSAGES = {
+    "messages a text": {"messages": "hello"},
+    "messages of texts": {"messages": ["hello"]},
+    "content of texts": {"messages": [{"role": "user", "content": ["hello"]}]},
+}
+
+
+@pytest.mark.parametrize("body", [
+    pytest.param(body, id=name) for name, body in (MALFORMED | NO_MESSAGES).items()
+])  # fmt: skip
+def test_a_malformed_request_is_told_so_and_the_server_goes_on(play_http, body):
+    async def agent(client, row, base_url, api_key):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        answer = await raw("POST", f"{base_url}/chat/completions", body, headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert "message" in answer.json()["error"]
+        await ask(client, *row["prompt"])
+
+    outputs, engine = play_http(agent, "2")
+    assert_output(outputs[-1], engine, (1, "2" + END))
+    assert len(outputs) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "reward"])
+@pytest.mark.parametrize("body, status, said", [
+    (b'{"messages":' + b"[" * 100_000, 400, "RecursionError"),
+    (b'{"a":' * 100_000, 400, "RecursionError"),
+    (b" " * (1 << 20) + b"{}", 413, "more than"),
+])  # fmt: skip
+def test_a_body_that_is_nested_or_long_is_refused(play_http, path, body, status, said, monkeypatch):
+    monkeypatch.setattr(chat_endpoint, "MAX_BODY", 1 << 20)
+
+    async def agent(client, row):
+        headers = {"authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(trust_env=False, timeout=HANGS) as http:
+            response = await http.post(f"{str(client.base_url).rstrip('/')}/{path}", content=body, headers=headers)
+        assert response.status_code == status and said in response.text
+        await client.chat.completions.create(model="policy", messages=PROMPT)
+
+    outputs, _ = play_http(agent, "ok")
+    assert len(outputs) == 1
+
+
 def test_a_template_that_refuses_a_message_over_http(play_http, strict):
     async def agent(client, row, *_):
         with pytest.raises(openai.BadRequestError, match="must be the first"):
