@@ -181,7 +181,7 @@ def test_jsonl_is_json_line_by_line_with_the_types_it_has(tmp_path):
         assert data.read_files([str(tmp_path / name)])[:3] == rows
     assert data.read_files([str(tmp_path / "a.jsonl")])[3]["truth"] == "\u2028"
     (tmp_path / "a.jsonl").write_text(text + "\n{")
-    with pytest.raises(BadInput, match=r"a\.jsonl, line 5, is no row: JSONDecodeError"):
+    with pytest.raises(BadInput, match=r"a\.jsonl, line 5, is no row: json.decoder.JSONDecodeError"):
         data.read_files([str(tmp_path / "a.jsonl")])
 
 
