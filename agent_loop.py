@@ -114,12 +114,18 @@ def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
         messages = [  # it looks for reasoning in the content (DeepSeek's)
             {**m, "content": f"<think>{m['reasoning_content']}</think>{m['content']}"}
             if "reasoning_content" in m else m for m in messages]
-    return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False,
-                                         add_generation_prompt=add_generation_prompt)
+    return tokenizer.apply_chat_template(
+        messages, tools=words(tokenizer, tools) or None, tokenize=False,
+        add_generation_prompt=add_generation_prompt)
 
 
-def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a chat up to where the assistant speaks next."""
+def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
+           trusted: Sequence[dict] | None = None) -> list[int]:
+    """Token ids of a chat up to where the assistant speaks next.
+
+    Messages like those in `trusted` (default: all, as in a row's prompt) may spell special tokens;
+    for the others see `words`."""
+    messages = words(tokenizer, messages, messages if trusted is None else trusted)
     return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
 
 
@@ -132,9 +138,48 @@ def templated(tokenizer, variables: str):
     return tokenizer
 
 
+CUT = "\ufdd0"  # in no text, says Unicode: not tokenised, and nothing is a token across it
+
+
+def words(tokenizer, messages: Sequence[dict] | None, trusted: Sequence[dict] = ()) -> list[dict]:
+    """Messages (or tools) for a template, with a CUT in whatever the tokenizer would take for an
+    added token: what tools, users and the policy say controls nothing. Not those in `trusted`.
+
+    In a system's and the policy's messages only special tokens are cut. Decoding left those out of
+    what the policy sampled, so it spelled them; others (<think>) may be sampled ones."""
+    chat = []
+    for message in messages or ():
+        text = json.dumps(message, ensure_ascii=False, default=str)
+        cut = _cut(tokenizer, text, message.get("role") in ("assistant", "system"))
+        chat.append(message if cut == text or message in trusted else json.loads(cut))
+    return chat
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(tokenizer, text, special):
+    for name, cut, is_special in _added_tokens(tokenizer):
+        while name in text and is_special >= special:  # once more where one overlaps the next
+            text = text.replace(name, cut)
+    return text
+
+
+@functools.cache
+def _added_tokens(tokenizer):
+    """Each as it is in JSON, with a CUT, and whether it's special; no words and white space."""
+    tokens = tokenizer.added_tokens_decoder.values()
+    escaped = functools.partial(json.dumps, ensure_ascii=False)
+    return [(escaped(x)[1:-1], escaped(x[0] + CUT + x[1:])[1:-1], token.special)
+            for token in tokens if len(x := token.content) > 1
+            and (token.special or {*"<[|"} & {*x})]
+
+
 def _tokenise(tokenizer, text):
     # The template writes every special token itself (BOS too): adding them would double them.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    text, *others = text.split(CUT)
+    ids, token = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token or ""
+    for text in others:  # behind a token: it is not the start of a text
+        ids += _tokenise(tokenizer, token + text)[bool(token) :]
+    return ids
 
 
 _tokenise_prompt = functools.lru_cache(maxsize=1024)(_tokenise)  # a group's members share theirs
@@ -152,10 +197,12 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
     token on: the newline that many templates put after that token is not sampled by the policy, and
     would be lost if the difference were taken from the end of the first (verl#6501). `ended`: the
     policy sampled a stop token; else (a stop string) the end-of-turn token belongs to the suffix.
+    What the messages say yields no special token: see `words`.
 
     Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning)."""
-    before = render_text(tokenizer, messages, tools)
-    after = render_text(tokenizer, messages + new, tools, True)
+    chat = words(tokenizer, messages + new)
+    before = render_text(tokenizer, chat[: len(messages)], tools)
+    after = render_text(tokenizer, chat, tools, True)
     if not after.startswith(before):
         raise RewritesHistory("the chat template is not append-only: new messages change earlier")
     # Nothing merges across that token, nor is what follows taken for the start of a text.
@@ -328,6 +375,8 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
     """The tools of a row by name: those its tools_kwargs names, all of the task's without any."""
     tools = {}
     for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
+        if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
+            raise BadInput(f"a tool needs a `name`, a str, and a `schema`, a dict: {tool!r}")
         if tool.name in tools:
             raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
         tools[tool.name] = tool
@@ -357,6 +406,8 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     known = getattr(task, "INTERACTIONS", None) or {}
     if not isinstance(known, dict):
         known = {interaction.name: interaction for interaction in known}
+    if not all(isinstance(interaction, Interaction) for interaction in known.values()):
+        raise BadInput(f"INTERACTIONS holds what is no instance of Interaction: {known}")
     name = (kwargs or {}).get("name")
     if name is None and len(known) < 2:
         return next(iter(known.values()), None)
@@ -449,12 +500,12 @@ def clean(text: str) -> str:
 
 
 def finite(value, name: str) -> float:
-    """`value` as a float. Raises ValueError unless it is a finite number."""
+    """`value` as a float. Raises ValueError unless it is a finite number, also in float32."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) < 1e38:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
 
@@ -496,6 +547,7 @@ class Trajectory:
                  images: Sequence):
         self.request_id = uuid4().hex
         self.messages, self.images = list(messages), list(images)
+        self.trusted = list(messages)  # see `render`
         self.metrics, self.extra, self.stop_reason = {}, {}, "stop"
         self.assistant_turns = self.user_turns = 0
         self.ended = True  # whether the last assistant turn ended with a stop token
@@ -592,13 +644,20 @@ class AgentLoopBase:
         ids = render(self.tokenizer, row["prompt"], tools)
         return Trajectory(row["prompt"], expand(ids, images, self.processor), ids, images)
 
+    @property
+    def window(self):
+        return self.args.max_model_len or math.inf
+
+    def too_long(self, messages: Sequence[dict]) -> bool:
+        """Whether they are sure not to fit. That is seen without tokenising, which takes long."""
+        return len(str(messages)) > 16 * (64 + self.window)  # characters; a token has about 4
+
     def room(self, trajectory: Trajectory, used: int | None = None) -> int:
         """Response tokens that budget and window still take; used: other tokens than its own."""
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        window = self.args.max_model_len or math.inf
         spent = sum(len(one.response_ids) for one in (*trajectory.finished, trajectory))
-        return min(self.args.max_response_tokens - spent, window - used)
+        return min(self.args.max_response_tokens - spent, self.window - used)
 
     def append(self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
                stops: set[int], images: Sequence = ()) -> bool:
@@ -606,13 +665,16 @@ class AgentLoopBase:
 
         images: one a placeholder. False if there is no room for them and a token of reply: then
         nothing is appended, and the stop reason is "length"."""
+        if self.too_long(messages):
+            trajectory.stop_reason = "length"
+            return False
         images, history = [_row_image(image) for image in images], trajectory.messages
         try:
             request = turn_suffix(self.tokenizer, history, messages, stops, trajectory.ended, tools)
             ids = expand(request, images, self.processor)
             room, add = self.room(trajectory) - len(ids), trajectory.add_given
         except RewritesHistory:
-            request = render(self.tokenizer, history + messages, tools)
+            request = render(self.tokenizer, history + messages, tools, trajectory.trusted)
             ids = expand(request, [*trajectory.images, *images], self.processor)
             room, add = self.room(trajectory, len(ids)), trajectory.fork
         if room < 1:
@@ -658,11 +720,6 @@ class AgentLoopBase:
         trajectory.messages.append(message)
         trajectory.stop_reason = out.stop_reason
         return text if out.stop_reason == "stop" else None
-
-    def plain(self, text: str) -> str:
-        """`clean`, and nothing in it that the tokenizer takes for the placeholder of an image."""
-        text = clean(text)
-        return text.replace(self.processor.image_token, " ") if self.processor else text
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
         """Of the sampling parameters and the tokenizer."""
@@ -862,7 +919,10 @@ class ToolAgentLoop(AgentLoopBase):
         except Exception as error:  # the model's to read, not the run's to die of
             late = isinstance(error, CallTimeoutError)
             trajectory.count("tool_timeouts" if late else "tool_errors")
-            return ToolResponse(f"Error: {str(error) or repr(error)}")
+            problem = type(error).__name__
+            with suppress(Exception):  # what it says, if it can
+                problem = str(error) or repr(error)
+            return ToolResponse(f"Error: {problem}")
 
     def _tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
@@ -875,7 +935,7 @@ class ToolAgentLoop(AgentLoopBase):
             create = self._tool_method(trajectory, name, "create")
             self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
-        result = await self._tool_method(trajectory, name, "execute", arguments)
+        result = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
         response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
         if not isinstance(response, ToolResponse):
             response = ToolResponse(str(response))
@@ -885,7 +945,8 @@ class ToolAgentLoop(AgentLoopBase):
         if images:
             _image_tokens(images, self.processor)  # raises for a shape that the model does not take
         reward = response.reward if reward is None else reward
-        return ToolResponse(response.text, images, reward, {**response.metrics, **(metrics or {})})
+        metrics = {**response.metrics, **(metrics or {})}
+        return ToolResponse(str(response.text), images, reward, metrics)
 
     async def _in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
@@ -895,13 +956,14 @@ class ToolAgentLoop(AgentLoopBase):
     def _shorten(self, text):
         """At most max_tool_response_tokens of a response: one or both ends, as in verl."""
         limit, side = self.args.max_tool_response_tokens, self.args.tool_response_truncate_side
-        text = self.plain(text)
+        text = clean(text)
         if len(text.encode()) <= limit:  # a token is a byte at least
             return text
         far = 64 * limit  # characters at either end; of megabytes the rest is not even tokenised
         if len(text) > 2 * far:
             text = f"{text[:far]}...{text[-far:]}"
-        ids = _tokenise(self.tokenizer, text)
+        (message,) = words(self.tokenizer, [{"content": text}])
+        ids = _tokenise(self.tokenizer, message["content"])
         if len(ids) <= limit:
             return text
         kept = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]  # at the left end
@@ -910,13 +972,13 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def interacting(self, trajectory):
         done, text, reward, metrics = await self._in_time(
-            self.interaction.generate_response, trajectory.request_id, trajectory.messages,
-            **self.interaction_kwargs)
+            self.interaction.generate_response, trajectory.request_id,
+            copy.deepcopy(trajectory.messages), **self.interaction_kwargs)
         trajectory.record("interaction", self.interaction.name, reward, metrics)
         if done or self._out_of_turns(trajectory, self.user_answers):
             return None
         self.user_answers += 1
-        return self.answer(trajectory, [{"role": "user", "content": self.plain(text)}])
+        return self.answer(trajectory, [{"role": "user", "content": clean(text)}])
 
     def answer(self, trajectory, messages, images=()):
         """The next state: generating, if the messages and a reply to them fit."""
@@ -961,6 +1023,7 @@ class ChatClient:
 
     def __init__(self, loop, sampling_params, row_images=()):
         self.loop, self.sampling_params, self.row_images = loop, sampling_params, row_images
+        self.trusted = []  # the row's messages: see `render`
         self.trajectories = []  # the last one was asked last
         self.tasks = []  # one a call, for those under way at the end
         self.turns = 0
@@ -990,6 +1053,8 @@ class ChatClient:
         messages = [self._plain(message, images) for message in messages]
         others.update(extra_body or ())
         template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
+        if self.loop.too_long(messages):
+            self._give_up("length")
         trajectory = self._resume(messages, images, tools, template)
         sampling = dict(self.sampling_params)
         if max_tokens:
@@ -1032,7 +1097,9 @@ class ChatClient:
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new, tools, stops, images)
         else:
-            trajectory = loop.start({"prompt": messages, "images": images}, tools)
+            prompt = words(loop.tokenizer, messages, self.trusted)
+            trajectory = loop.start({"prompt": prompt, "images": images}, tools)
+            trajectory.messages, trajectory.trusted = messages, self.trusted
             fits = loop.room(trajectory) > 0
         if fits or earlier:  # it is the last one asked
             others = [t for t in self.trajectories if t is not trajectory]
@@ -1141,6 +1208,7 @@ class ChatAgentLoop(AgentLoopBase):
             parts = [part for part in parts if isinstance(part, dict) and part["type"] == "image"]
             for number, part in enumerate(parts):
                 part["image"] = number
+        client.trusted = [client._plain(message, []) for message in row["prompt"]]
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)

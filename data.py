@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
 import weakref
 from bisect import bisect
@@ -66,6 +67,33 @@ def need(ok, message: str):
         raise BadInput(message)
 
 
+@contextlib.contextmanager
+def refusing(problem: str):
+    """Whatever is raised within, SystemExit too, becomes BadInput: the problem and the reason."""
+    try:
+        yield
+    except (BadInput, KeyboardInterrupt):  # the task's own, about what it needs
+        raise
+    except BaseException as error:
+        reason = traceback.format_exception_only(error)[-1].splitlines()[0]
+        raise BadInput(f"{problem}: {reason}") from error
+
+
+# What a task file, a row (or its extra_info) and a message may hold, None always.
+TASK = "SYSTEM_PROMPT:str TOOLS:list|tuple INTERACTIONS:dict|list|tuple"
+ROW = "extra_info:dict tools_kwargs:dict interaction_kwargs:dict agent_name:str index:int|str"
+MESSAGE = "role:str content:str|list|tuple tool_calls:list|tuple name:str tool_call_id:str"
+RUN = "self sampling_params step rollout_n validate".split()  # AgentLoopBase.run has these beside
+
+
+def _check_types(values, schema, name):
+    for key, wanted in (entry.split(":") for entry in schema.split()):
+        value = values.get(key)
+        kinds = {kind.__name__ for kind in type(value).__mro__}
+        need(value is None or kinds & {*wanted.split("|")},
+             f"{name}: {key!r} must be a {wanted}, got {value!r:.80}")
+
+
 def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     """Imports a task file. Raises BadInput if it is missing, fails, or lacks one of `needs`."""
     file = Path(path)
@@ -75,12 +103,12 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     need(spec, f"--task {path}: not a Python file (its name must end in .py)")
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
-    try:
+    with refusing(f"--task {path} does not import"):
         spec.loader.exec_module(module)
-    except BadInput:  # the task's own, about what it needs
-        raise
-    except Exception as error:
-        raise BadInput(f"--task {path} does not import: {type(error).__name__}: {error}") from error
+    _check_types(vars(module), TASK, f"--task {path}")
+    with refusing(f"--task {path} has something in TOOLS or INTERACTIONS that is none"):
+        task_tools(module)
+        task_interaction(module, None)
     for function in needs:
         more = "; give --model instead" if function == "build_model" else ""
         need(callable(getattr(module, function, None)),
@@ -91,23 +119,27 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
 
 def read_files(files: list[str]) -> list[dict]:
     """Rows of parquet or jsonl files. Raises BadInput where a file or `datasets` is missing."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise BadInput("--train_files and --val_files need the datasets package: "
-                       "pip install datasets") from None
-    kinds, rows = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}, []
-    for file in files:
-        need(Path(file).is_file(), f"{file}: no such file")
-        kind = kinds.get(Path(file).suffix)
-        need(kind, f"{file}: data files are .parquet or .jsonl")
-        try:
-            # arrow: images stay the bytes they are in the file, decoded where they are used
-            dataset = load_dataset(kind, data_files=str(file), split="train")
-            rows += dataset.with_format("arrow")[:].to_pylist()
-        except Exception as error:  # datasets, pyarrow and json each have their own
-            reason, *_ = str(error).splitlines() or [type(error).__name__]
-            raise BadInput(f"{file} can't be read as {kind}: {reason}") from error
+    rows = []
+    for file in map(Path, files):
+        if file.suffix == ".parquet":
+            with refusing("parquet files need the datasets package: pip install datasets"):
+                from datasets import load_dataset
+        need(file.is_file(), f"{file}: no such file")
+        need(file.suffix in (".parquet", ".jsonl", ".json"),
+             f"{file}: data files are .parquet or .jsonl")
+        with refusing(f"{file} can't be read"):
+            if file.suffix == ".parquet":
+                # arrow: images stay the bytes they are in the file, decoded where they are used
+                dataset = load_dataset("parquet", data_files=str(file), split="train")
+                rows += dataset.with_format("arrow")[:].to_pylist()
+                continue
+            text = file.read_text("utf-8-sig").strip()
+            if text.startswith("["):  # not lines, but one list
+                rows += json.loads(text)
+                continue
+            for i, line in enumerate(text.split("\n"), 1):
+                with refusing(f"{file}, line {i}, is no row"):
+                    rows += [json.loads(line)] if line.strip() else []
     return rows
 
 
@@ -119,8 +151,8 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
     content, or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a
     list of chat messages, or its placeholders are more or fewer than its images."""
     source = ", ".join(files) if files else f"load({split!r})"
-    rows = read_files(files) if files else task.load(split)
-    need(rows is not None, f"{source} returned None, not a list of rows")
+    with refusing(f"{source} does not give a list of rows"):
+        rows = list(read_files(files) if files else task.load(split))
     rows = [_check_row(row, i, f"row {i} of {source}") for i, row in enumerate(rows)]
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
@@ -133,7 +165,11 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
 def _check_row(row, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
     need(isinstance(row, dict), f"{name} is no dict with a column 'prompt': {row!r:.80}")
+    _check_types(row, ROW, name)
     extra_info = row.get("extra_info") or {}
+    _check_types(extra_info, ROW, name)
+    need(all(isinstance(key, str) and key not in RUN for key in row),
+         f"{name}: a column's name is a str, and none of {RUN}; it has {[*row]}")
     row = {"index": extra_info.get("index", i), **row}
     for columns in (row, extra_info):
         kwargs = columns.keys() & {"tools_kwargs", "interaction_kwargs"}
@@ -141,9 +177,16 @@ def _check_row(row, i, name):
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
     prompt = row["prompt"]
     need(isinstance(prompt, (list, tuple)) and prompt
-         and all(isinstance(message, dict) and "role" in message for message in prompt),
+         and all(isinstance(message, dict) and message.get("role")
+                 and (message.get("tool_calls") or message.get("content")) is not None
+                 for message in prompt),
          f"{name}: 'prompt' must be a list of chat messages, got {prompt!r:.80}")
     row["prompt"] = [_without_none(message) for message in prompt]
+    for message in row["prompt"]:
+        _check_types(message, MESSAGE, f"{name}, a message")
+    for kwargs in row_kwargs(row, "tools_kwargs").values():
+        need(isinstance(kwargs, dict) and all(isinstance(x, dict) for x in kwargs.values()),
+             f"{name}: tools_kwargs has dicts like {{'create_kwargs': {{}}}}, not {kwargs!r:.80}")
     _check_images(row, name)
     return row
 
@@ -201,18 +244,18 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     have none: they get all tools, with empty kwargs."""
     lengths, empty = [], 0
     for i, row in enumerate(rows):
-        agent_loop_class(row, task, args)
-        task_interaction(task, row_kwargs(row, "interaction_kwargs"))
+        with refusing(f"row {i}"):
+            agent_loop_class(row, task, args)
+            task_interaction(task, row_kwargs(row, "interaction_kwargs"))
         kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
         empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
-        ids = render(templated(tokenizer, args.chat_template_args), row["prompt"], schemas)
-        try:
+        with refusing(f"row {i} can't be turned into tokens"):
+            templates = templated(tokenizer, args.chat_template_args)
+            ids = render(templates, row["prompt"], schemas)
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
-        except ValueError as error:
-            raise BadInput(f"row {i}: {error}") from None
     if empty:
         warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
                       stacklevel=2)
@@ -256,7 +299,8 @@ def task_model(task: ModuleType, args) -> str:
         temporary = Path(parent, "model")
         temporary.mkdir()
         set_seed(args.seed)
-        task.build_model(str(temporary))
+        with refusing(f"--task {args.task}: build_model failed"):
+            task.build_model(str(temporary))
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -267,12 +311,9 @@ def task_model(task: ModuleType, args) -> str:
 
 def from_pretrained(auto_class, args, problem: str, **settings):
     """A part of args.model. Raises BadInput, with the problem, if it can't be loaded."""
-    try:
+    with refusing(f"--model {args.model} {problem}"):
         return auto_class.from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **settings)
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadInput(f"--model {args.model} {problem}: {reason}") from None
 
 
 def load_config(args):
@@ -300,13 +341,17 @@ def load_config(args):
 
 def stop_token_ids(args, tokenizer) -> list[int]:
     """The tokenizer's EOS and those of the model's generation_config."""
-    try:
-        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
-    except OSError:  # a model without a generation_config.json
-        eos = None
-    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    need(ids, f"--model {args.model} has no end-of-sequence token: set eos_token in its "
-         "tokenizer_config.json")
+    with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
+        try:
+            eos = GenerationConfig.from_pretrained(args.model).eos_token_id
+        except OSError:
+            if Path(args.model, "generation_config.json").exists():
+                raise
+            eos = None
+        ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    need(ids and ids <= {*range(len(tokenizer))},
+         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: set "
+         f"eos_token in its tokenizer_config.json; generation_config.json has {eos}")
     return sorted(ids)
 
 
@@ -483,7 +528,7 @@ def describe(outputs: Outputs) -> dict:
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
     in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*."""
     seconds = ("generate_s", "tool_s")
-    loops = [dict.fromkeys(seconds, 0.0) | _numbers(o.metrics) for o in outputs]
+    loops = [dict.fromkeys(seconds, 0.0) | numbers(o.metrics) for o in outputs]
     columns = {
         "reward": by_rollout(outputs).rewards.tolist(),
         "prompt_length": [len(o.prompt_ids) for o in outputs],
@@ -503,7 +548,7 @@ def describe(outputs: Outputs) -> dict:
         sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
     result |= {name: total / len(outputs) for name, total in sorted(sums.items())}
     result["response_length/clipped_ratio"] = fmean(o.stop_reason == "length" for o in outputs)
-    parts = [_numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
+    parts = [numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):
         result[f"reward_part/{name}"] = fmean(part[name] for part in parts if name in part)
     o, loop = max(zip(outputs, loops), key=lambda pair: sum(pair[1][name] for name in seconds))
@@ -513,7 +558,7 @@ def describe(outputs: Outputs) -> dict:
     return result
 
 
-def _numbers(values):
+def numbers(values):
     return {name: x for name, x in values.items() if isinstance(x, (int, float))}
 
 
@@ -833,7 +878,7 @@ class Log:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
         if self.wandb:
-            self.wandb.log(_numbers(metrics), step=metrics["step"])
+            self.wandb.log(numbers(metrics), step=metrics["step"])
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
             cell = format(metrics[name], form) if name in metrics else ""

@@ -49,7 +49,8 @@ from tqdm import tqdm
 
 import data
 from agent_loop import (
-    AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite, in_time,
+    RESPONSE_LISTS, AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite,
+    in_time,
 )
 
 PATIENCE = datetime.timedelta(hours=4)  # a rank may wait that long for another's rollouts
@@ -887,9 +888,7 @@ class Pool:
             if not outputs:
                 group.skipped += 1
                 return
-            copies = [dataclasses.replace(output, turn_rewards=[*output.turn_rewards],
-                                          metrics={**output.metrics}, extra={**output.extra})
-                      for output in outputs]  # the grader's, while others read these
+            copies = [_copy(output) for output in outputs]  # the grader's, others read these
             for output in outputs:  # until they are known to be numbers
                 output.reward, output.turn_rewards = None, []
             group.outputs += outputs
@@ -1178,6 +1177,14 @@ async def _results(graders):
     return dict(zip(graders, await asyncio.gather(*graders.values())))
 
 
+def _copy(output):
+    """What is done to it is not done to the output; images, and the like in `extra`, are shared."""
+    flat = ("images", "prompt_ids", *RESPONSE_LISTS)
+    return dataclasses.replace(output, **{
+        name: [*x] if name in flat else tree_map(lambda x: x, x)
+        for name, x in vars(output).items()})
+
+
 def _with_rewards(outputs, results):
     """Writes the results to the outputs; without the rollouts whose reward failed."""
     graded = []
@@ -1194,26 +1201,37 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
     """Sets a rollout's terminal reward: the last output's own, else the task's; earlier segments
     share it. A reward function may also write to output.turn_rewards and output.metrics. Raises
     ValueError if the reward is not a finite number or a dict with one under "score" (and under
-    `metric`, if that is a key: --filter_metric)."""
+    `metric`, if that is a key: --filter_metric); what can't be placed or logged raises, too."""
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
-    reward = _checked(reward)
     if metric not in ("outcome", "total"):
         if not isinstance(reward, dict) or metric not in reward:
             problem = f"the reward is {reward!r}, not a dict with this key"
             raise ValueError(f"--filter_metric {metric}: {problem}")
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
-    outputs[-1].reward = reward
+    outputs[-1].reward = reward = _checked(reward)
     for output in outputs:
-        output.turn_rewards = [(i, finite(r, "a turn's reward")) for i, r in output.turn_rewards]
+        places = range(max(1, len(output.response_ids)))
+        turns = [(places[i], finite(r, "a turn's reward")) for i, r in output.turn_rewards]
+        output.turn_rewards, output.metrics = turns, _loggable(output.metrics)
+        json.dumps([output.messages, output.extra], default=str)  # as the log does
         output.reward = reward if output.reward is None else _checked(output.reward)
 
 
 def _checked(reward):
     if isinstance(reward, dict):
-        return {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')}
+        score = finite(reward.get("score"), 'the "score" of a reward dict')
+        return _loggable({**reward, "score": score})
     return finite(reward, "a reward")
+
+
+def _loggable(values):
+    """A copy of metrics. Raises for names that are not all strings, and infinite numbers."""
+    json.dumps(values, default=str, sort_keys=True)
+    for name, number in data.numbers(values).items():
+        finite(number, name)
+    return {**values}
 
 
 # ---------------------------------------------------------------- an engine that is a file

@@ -192,7 +192,7 @@ class Args:
     agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
     temperature: float = flag(1.0, "of sampling in training; the trainer's logprobs use it too",
-                              POSITIVE)
+                              Range("be greater than 0, vLLM's least is 0.01", lambda x: x >= 0.01))
     max_prompt_tokens: int = flag(512, "longer prompts are filtered out and counted", POSITIVE)
     max_response_tokens: int = flag(
         128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
@@ -327,6 +327,8 @@ def check_args(args: Args):
         elif isinstance(value, (int, float)):
             words, holds = allowed or NOT_NEGATIVE
             need(holds(value), f"--{name} {value} must {words}")
+            need(value < 2**31, f"--{name} {value} must be less than 2^31")
+        need(value != "", f"--{name} is empty: leave it out, or give it a value")
         if only and value != unset.get(name, entry.default):
             used, setting = has_effect(only, args)  # without it's a mistake, seen in results alone
             need(used, f"--{name} has an effect only {setting}")
@@ -335,7 +337,7 @@ def check_args(args: Args):
     for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
         try:
             parameters = json.loads(getattr(args, name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if parameters and "template" not in name:  # vLLM is imported, which takes seconds
@@ -430,12 +432,12 @@ def check_sampling(name: str, parameters: dict):
     fixed = ", ".join(sorted(FIXED_SAMPLING & set(parameters)))
     need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags of their "
          "own")
+    import msgspec
     from vllm import SamplingParams
 
-    try:
-        SamplingParams(**parameters)
-    except Exception as error:  # vLLM's own have no base that says so
-        raise BadInput(f"--{name}: {str(error).splitlines()[0]}") from None
+    with data.refusing(f"--{name}"):
+        SamplingParams(**parameters)  # knows the names and their bounds; msgspec the types
+        msgspec.convert(parameters, SamplingParams)
     others = ", ".join(sorted(set(parameters) - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "

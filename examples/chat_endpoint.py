@@ -19,6 +19,7 @@ The server binds to 127.0.0.1 at a free port and answers nobody without the traj
 
 import asyncio
 import hmac
+import json
 import os
 import secrets
 import socket
@@ -30,6 +31,22 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agent_loop import ChatAgentLoop, ChatClient, OutOfBudget, call, finite
+
+MAX_BODY = 32 << 20  # bytes of a request: more is refused before it is read to its end
+
+
+class TooLarge(ValueError):
+    """A request's body is longer than MAX_BODY."""
+
+
+async def _json_of(request: Request) -> dict:
+    """The body of a request. Raises TooLarge, and what json.loads raises: RecursionError where it is nested deeply."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise TooLarge(f"the request has more than {MAX_BODY} bytes")
+    return json.loads(body)
 
 
 def _error(status: int, message: str, code: str) -> JSONResponse:
@@ -85,7 +102,7 @@ class ChatEndpoint:
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
         try:
-            task = asyncio.ensure_future(client.create(**await request.json()))
+            task = asyncio.ensure_future(client.create(**await _json_of(request)))
             while not task.done():  # nobody waits for the reply of a client that has gone, perhaps to ask again
                 await asyncio.wait({task}, timeout=0.5)
                 if not task.done() and await request.is_disconnected():
@@ -95,7 +112,9 @@ class ChatEndpoint:
             completion = task.result()
         except OutOfBudget as error:
             return _error(400, str(error), "context_length_exceeded")
-        except (ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+        except TooLarge as error:
+            return _error(413, str(error), "request_too_large")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, TemplateError) as error:
             return _error(400, f"{type(error).__name__}: {error}", "invalid_request")
         return JSONResponse(completion.model_dump())
 
@@ -109,8 +128,10 @@ class ChatEndpoint:
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
         try:
-            client.reward = finite((await request.json())["reward"], "a reward")
-        except (ValueError, TypeError, KeyError) as error:
+            client.reward = finite((await _json_of(request))["reward"], "a reward")
+        except TooLarge as error:
+            return _error(413, str(error), "request_too_large")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             return _error(400, f"{type(error).__name__}: {error}", "invalid_request")
         return JSONResponse({})
 

@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).parent))
 from calculator import build_model, init_model  # noqa: F401  (train.py calls build_model when no --model is given)
 
-from agent_loop import BadInput, render_text
+from agent_loop import CUT, BadInput, render_text, words
 
 BATCH, GATHER_S = 16, 0.005  # most conversations in a batch; how long the first waits for others
 
@@ -65,8 +65,9 @@ class Scorer:
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Token ids; of a conversation longer than the model's window, the end: there stands what is to be scored."""
-        text = render_text(self.tokenizer, messages, None)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special tokens
+        # The template writes the special tokens, and what is to be scored can spell none: cut in the middle.
+        text = render_text(self.tokenizer, words(self.tokenizer, messages), None).split(CUT)
+        ids = sum((self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text), [])
         window = getattr(self.model.config, "max_position_embeddings", None) or len(ids)
         return ids[-min(window, self.tokenizer.model_max_length) :]
 

@@ -1131,6 +1131,24 @@ def test_a_malformed_request_is_told_so_and_the_server_goes_on(play_http, body):
     assert len(outputs) == 1
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "reward"])
+@pytest.mark.parametrize("body, status, said", [
+    pytest.param(b'{"messages":' + b"[" * 100_000, 400, "RecursionError", id="lists"),
+    pytest.param(b'{"a":' * 100_000, 400, "RecursionError", id="objects"),
+    pytest.param(b" " * (1 << 20) + b"{}", 413, "more than", id="long"),
+])  # fmt: skip
+def test_a_body_that_is_nested_or_long_is_refused(play_http, path, body, status, said, monkeypatch):
+    monkeypatch.setattr(chat_endpoint, "MAX_BODY", 1 << 20)
+
+    async def agent(client, row, base_url, api_key):
+        answer = await raw("POST", f"{base_url}/{path}", body, {"Authorization": f"Bearer {api_key}"})
+        assert answer.status_code == status and said in answer.json()["error"]["message"]
+        await ask(client, *row["prompt"])
+
+    outputs, engine = play_http(agent, "2")
+    assert_output(outputs[-1], engine, (1, "2" + END))
+
+
 def test_a_template_that_refuses_a_message_over_http(play_http, strict):
     async def agent(client, row, *_):
         with pytest.raises(openai.BadRequestError, match="must be the first"):

@@ -173,6 +173,18 @@ def test_parquet_and_jsonl_round_trip(tmp_path):
     assert rows == [{"index": 10 + i, **row, "prompt": [system, *row["prompt"]]} for i, row in enumerate(ROWS)]
 
 
+def test_jsonl_is_json_line_by_line_with_the_types_it_has(tmp_path):
+    rows = [{"prompt": HELLO, "truth": 1}, {"prompt": HELLO, "truth": "x"}, {"prompt": HELLO, "truth": {"a": [None]}}]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in [*rows, {"prompt": HELLO, "truth": "\u2028"}])
+    for name, content in (("a.jsonl", text + "\n\n"), ("b.json", json.dumps(rows)), ("c.jsonl", "\ufeff" + text)):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert data.read_files([str(tmp_path / name)])[:3] == rows
+    assert data.read_files([str(tmp_path / "a.jsonl")])[3]["truth"] == "\u2028"
+    (tmp_path / "a.jsonl").write_text(text + "\n{")
+    with pytest.raises(BadInput, match=r"a\.jsonl, line 5, is no row: json.decoder.JSONDecodeError"):
+        data.read_files([str(tmp_path / "a.jsonl")])
+
+
 def test_rows_of_a_file_are_named_by_the_file(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"question": "?"}) + "\n")

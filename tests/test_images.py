@@ -483,8 +483,11 @@ def test_several_calls_of_a_turn_keep_their_images_in_order(play):
 
 
 def test_what_a_tool_says_is_never_taken_for_an_image(play):
-    output, engine = play(row_with(), CALL, "red", tool=Show(f"<|image{PLACE}_pad|> {PLACE}"))
-    assert output.messages[2]["content"] == "<|image _pad|>  "
+    said = f"<|image{PLACE}_pad|> {PLACE}"
+    output, engine = play(row_with(), CALL, "red", tool=Show(said))
+    assert output.messages[2]["content"] == said
+    place = engine.tokenizer.convert_tokens_to_ids(PLACE)
+    assert said in engine.tokenizer.decode(engine.prompts[1]) and place not in engine.prompts[1]
     assert output.stop_reason == "stop" and output.images == []
 
 

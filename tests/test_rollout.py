@@ -566,6 +566,85 @@ def test_score_takes_numbers_and_dicts_and_refuses_the_rest():
             run(lambda o, r, bad=bad: bad, out())
 
 
+def spoil(output, how: str):
+    """What a reward function may get wrong, or do to what it is given."""
+    match how:
+        case "metrics None":
+            output.metrics = None
+        case "metric's name":
+            output.metrics[5] = 1.0
+        case "metric inf":
+            output.metrics["x"] = math.inf
+        case "metric huge":
+            output.metrics["x"] = 10**400
+        case "index":
+            output.turn_rewards.append((1.5, 1.0))
+        case "outside":
+            output.turn_rewards.append((10**6, 1.0))
+        case "turn_rewards None":
+            output.turn_rewards = None
+        case "turn reward":
+            output.turn_rewards.append((0, 1e39))
+        case "reward":
+            return 1e39
+        case "parts":
+            return {"score": 1, 5: 2}
+        case "part's name":
+            return {"score": 1, "parts": {(1, 2): 3}}
+        case "part nan":
+            return {"score": 1, "part": math.nan}
+        case "extra":
+            output.extra["x"] = {(1, 2): 3}
+    return 1.0
+
+
+SPOILT = ["metrics None", "metric's name", "metric inf", "metric huge", "index", "outside", "turn_rewards None",
+          "turn reward", "reward", "parts", "part's name", "part nan", "extra"]  # fmt: skip
+
+
+def test_a_malformed_result_of_a_grader_costs_its_trajectory(engine, background, tokenizer, args, tiny_model, tmp_path):
+    def reward(output, row):
+        return spoil(output, SPOILT[row["index"]] if row["index"] < len(SPOILT) else "")
+
+    rows = make_rows(*["x"] * (len(SPOILT) + 1))
+    wake(engine, hf_model(tiny_model), 3)
+    phase = rollout(run_with(engine, background, tokenizer, args, reward), rows, 0, 1, {"temperature": 1.0})
+    engine.sleep()
+    assert [output.extra["index"] for output in phase.outputs] == [len(SPOILT)]
+    assert [(error["kind"], error["prompt"]) for error in phase.errors] == [
+        ("failed_reward", i) for i in range(len(SPOILT))
+    ]
+    log = data.Log(dataclasses.replace(args, output_dir=str(tmp_path)), tokenizer, 0)
+    log.rollouts("step", phase.outputs, phase.errors)
+    log.metrics({"step": 1} | data.describe(phase.outputs))
+
+
+def test_what_a_grader_does_to_an_output_changes_no_training_data(engine, background, tokenizer, args, tiny_model):
+    seen = []
+
+    def reward(output, row):
+        for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "response_versions"):
+            seen.append((name, [*getattr(output, name)]))
+            getattr(output, name).clear()
+        output.messages[0]["content"] = "changed"
+        output.extra.clear()
+        output.text = output.stop_reason = "error"
+        output.response_ids.append(1)
+        row["prompt"].clear()
+        output.metrics["mine"] = 2
+        output.turn_rewards.append((0, 0.5))
+        return 1.0
+
+    wake(engine, hf_model(tiny_model), 3)
+    run = run_with(engine, background, tokenizer, args, reward)
+    (output,) = rollout(run, make_rows("x"), 0, 1, {"temperature": 1.0}).outputs
+    engine.sleep()
+    assert seen == [(name, getattr(output, name)) for name, _ in seen]
+    assert output.messages[0]["content"] == "What is 12+34?" and output.extra["index"] == 0
+    assert output.text and output.stop_reason == "stop" != output.text
+    assert (output.reward, output.turn_rewards, output.metrics["mine"]) == (1.0, [(0, 0.5)], 2)
+
+
 # ---------------------------------------------------------------- memory, room, stop tokens
 
 
