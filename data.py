@@ -54,8 +54,8 @@ from transformers import (
 )
 
 from agent_loop import (
-    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, render_text,
-    row_kwargs, task_interaction, task_tools,
+    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render,
+    render_text, row_kwargs, task_interaction, task_tools,
 )
 
 Outputs = list[AgentLoopOutput]
@@ -216,8 +216,8 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
             text = render_text(tokenizer, row["prompt"], schemas, True)
             asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
                            for x in (text, tokenizer.decode(ids)))
-            need(asked == read, f"--model {args.model}: its tokenizer turns the prompt "
-                 f"{text!r:.80} into {tokenizer.decode(ids)!r:.80}")
+            need(asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
+                 f"{read!r:.80} when decoded")
         try:
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
         except ValueError as error:
@@ -743,8 +743,9 @@ class Log:
             print(titles)
         self.lines += 1
         print(line, flush=True)
-        with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:  # a kill loses nothing
-            written = file.write(self.unwritten)  # of a full disk maybe a part: the rest next time
+        # A kill loses nothing; on a full disk a part may be written: the rest is, next time.
+        with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
+            written = file.write(self.unwritten)
             self.unwritten = self.unwritten[written:]
         if self.wandb:
             self.wandb.log(_numbers(metrics), step=metrics["step"])
@@ -858,8 +859,8 @@ def claim_folder(args):
     something else than a run's files is there; OSError if it can't be written."""
     folder = Path(args.output_dir)
     if args.resume:
-        need(checkpoints(folder), f"--resume: no checkpoint in {folder}; start without --resume, or "
-             "give the run's --output_dir")
+        need(checkpoints(folder), f"--resume: no checkpoint in {folder}; start without --resume, "
+             "or give the run's --output_dir")
     elif folder.is_dir():
         names = {*os.listdir(folder), ".lock"}
         need(len(names) == 1 or "args.json" in names <= OWN, f"--output_dir {folder} is no run's "

@@ -752,7 +752,8 @@ def evaluate(run: "Run", step: int) -> dict:
 
 
 class Stop:
-    """Ctrl-C, SIGTERM, SIGHUP or death of the launcher: all ranks end after the last step. Second: now."""
+    """Ctrl-C, SIGTERM, SIGHUP or death of the launcher: all ranks end after the last step. Second:
+    now."""
 
     def __init__(self, store: dist.Store):
         self.store, self.told, self.asked = store, 0.0, 0.0  # when
@@ -873,15 +874,14 @@ def fill_in_defaults(args: Args):
     own = args.model is None  # the task's own tiny model
     lr, critic_lr = (3e-4, 1e-3) if own else (1e-6, 1e-5)
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": f"runs/{Path(args.task).stem}"})
-    absolute = os.path.abspath
-    args.output_dir = absolute(args.output_dir)
-    if os.path.isdir(args.model or ""):  # else the hub's name
-        args.model = absolute(args.model)
+    for name in ("output_dir", "replay", "model"):
+        path = getattr(args, name)
+        if path and (name != "model" or os.path.isdir(path)):  # else the hub's name
+            setattr(args, name, os.path.realpath(path))
     for files in filter(None, (args.train_files, args.val_files)):
-        files[:] = map(absolute, files)
+        files[:] = map(os.path.realpath, files)
     if args.replay:
-        args.replay = absolute(args.replay)
-        need(Path(args.output_dir).resolve() != Path(args.replay).resolve(),
+        need(args.output_dir != args.replay,
              f"--replay {args.replay} is --output_dir too: give this run another one")
         steps = range(args.num_steps)
         missing = (step for step in steps if not replay_file(args, step).is_file())
@@ -936,7 +936,7 @@ def setup(args: Args) -> Run:
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
     data.register_packed_attention()
-    data.on_main(lambda: Policy(args, vision=vision) and None)  # its files, before the engine starts
+    data.on_main(lambda: Policy(args, vision=vision) and None)  # checks its files
     changed = data.on_main(check_changes, args, own) if args.resume else {}
     checkpoint, state = data.on_main(data.prepare_folder, args)
     done, stop = state.get("step", 0), Stop(store)

@@ -311,7 +311,7 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     first, second = (rows_of(tmp_path / "rolled", step) for step in (1, 2))
     assert len(first) == len(second) == 4 and not first & second  # fresh prompts at each step
     assert [row["step"] for row in rolled] == [1, 2] and "actor/loss" not in rolled[0]
-    assert sorted(p.name for p in (tmp_path / "rolled").iterdir()) == ["args.json", "metrics.jsonl", "rollouts"]
+    assert {p.name for p in (tmp_path / "rolled").iterdir()} == {".lock", "args.json", "metrics.jsonl", "rollouts"}
     run(*REPLAY, "--output_dir", tmp_path / "trained", "--num_steps", "7", "--replay", tmp_path / "rolled", cache=cache)
     trained = metrics_of(tmp_path / "trained")
     assert [row["reward/mean"] for row in trained] == [row["reward/mean"] for row in rolled]
