@@ -736,7 +736,8 @@ class Log:
         self.unwritten += _json_lines([metrics], default=str).encode()
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
-            cell = format(metrics[name], form) if name in metrics else ""
+            number = isinstance(metrics.get(name), (int, float))
+            cell = format(metrics[name], form) if number else ""
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
@@ -934,7 +935,7 @@ def save_checkpoint(run):
     temporary = folder / f".step_{run.done:06d}"
 
     def clean():  # also what a run left that was killed in here
-        for path in folder.glob(".step_*"):
+        for path in folder.glob(".step_*") if dist.get_rank() == 0 else ():
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
@@ -944,12 +945,14 @@ def save_checkpoint(run):
         temporary.rename(folder / temporary.name[1:])
         for old in checkpoints(run.folder)[: -run.args.keep_checkpoints]:
             old.rename(folder / f".{old.name}")
-        clean()
 
-    on_main(clean)
+    clean()
     state = training_state(run)
-    dcp.save(state, checkpoint_id=temporary)
-    on_main(complete)
+    try:
+        dcp.save(state, checkpoint_id=temporary)
+        on_main(complete)
+    finally:
+        clean()
     run.saved = run.done
 
 

@@ -228,7 +228,7 @@ def test_a_full_disk_costs_a_checkpoint_and_says_so(tmp_path, process_group):
         assert data.save_checkpoint(run) is False
     (line,) = run.log.said
     assert line.startswith("warning: save_checkpoint: ") and "\n" not in line and "File too large" in line
-    assert names(tmp_path / "checkpoints")[-1] == "step_000002" and run.saved == 2
+    assert names(tmp_path / "checkpoints") == ["step_000002"] and run.saved == 2
     assert (tmp_path / "checkpoints/step_000002/__0_0.distcp").read_bytes() == before
     save(run, 6)
     assert names(tmp_path / "checkpoints") == ["step_000002", "step_000006"]
@@ -308,11 +308,11 @@ def spoil_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def lose_the_decoder(folder: Path) -> None:
-    """The tokenizer's own vocabulary, with two tokens exchanged on the way back."""
+def lose_a_letter(folder: Path) -> None:
     file = folder / "tokenizer.json"
     about = json.loads(file.read_text())
-    about["decoder"] = {"type": "Replace", "pattern": {"String": "W"}, "content": "v"}
+    vocab = about["model"]["vocab"]
+    vocab["\u2603"] = vocab.pop("W")
     file.write_text(json.dumps(about))
 
 
@@ -320,7 +320,7 @@ def lose_the_decoder(folder: Path) -> None:
     (lose_a_tensor, "lacks parameters: model.layers.0.mlp.up_proj.weight"),
     (spoil_a_tensor, "model.layers.0.mlp.up_proj.weight has NaN or infinite elements"),
     (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
-    (lose_the_decoder, "the tokenizer does not give a prompt back"),
+    (lose_a_letter, "the tokenizer does not give a prompt back"),
     (None, "the engine is built"),
 ])  # fmt: skip
 def test_a_model_that_can_not_be_meant_is_refused_before_the_engine_starts(
@@ -382,7 +382,7 @@ def test_a_log_that_can_not_be_written_is_a_warning_and_loses_no_metrics(tmp_pat
                     {"step": 4, "reward/mean": "no number"}, {"step": 5}]  # fmt: skip
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert [line.split(":")[1:3] for line in warnings] == [
-        [" metrics", " OSError"], [" rollouts", " OSError"], [" metrics", " ValueError"]]  # fmt: skip
+        [" metrics", " OSError"], [" rollouts", " OSError"]]  # fmt: skip
     assert "File too large" in warnings[0]
 
 
