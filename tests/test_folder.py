@@ -308,11 +308,12 @@ def spoil_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def lose_a_letter(folder: Path) -> None:
+def lose_the_digits(folder: Path) -> None:
     file = folder / "tokenizer.json"
     about = json.loads(file.read_text())
     vocab = about["model"]["vocab"]
-    vocab["\u2603"] = vocab.pop("W")
+    for digit in "0123456789":
+        vocab[f"{digit}\u2603"] = vocab.pop(digit)
     file.write_text(json.dumps(about))
 
 
@@ -320,7 +321,7 @@ def lose_a_letter(folder: Path) -> None:
     (lose_a_tensor, "lacks parameters: model.layers.0.mlp.up_proj.weight"),
     (spoil_a_tensor, "model.layers.0.mlp.up_proj.weight has NaN or infinite elements"),
     (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
-    (lose_a_letter, "the tokenizer does not give a prompt back"),
+    (lose_the_digits, "the tokenizer does not give a prompt back"),
     (None, "the engine is built"),
 ])  # fmt: skip
 def test_a_model_that_can_not_be_meant_is_refused_before_the_engine_starts(
