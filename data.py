@@ -7,12 +7,13 @@
     packing     balance, micro_batches, pack, packed_attention: no padding in any forward pass
     images      Vision: pixels and positions of a vision-language model's packed inputs
     the log     Log: metrics, rollouts, the table on the terminal; silent but on the main rank
-    the run     prepare_folder, save_checkpoint, load_checkpoint, save_policy
+    the run     claim_folder, prepare_folder, save_checkpoint, load_checkpoint, save_policy
 
 A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import inspect
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import unicodedata
 import warnings
 import weakref
 from bisect import bisect
@@ -44,6 +46,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 import torch.nn.functional as F
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -52,8 +55,8 @@ from transformers import (
 )
 
 from agent_loop import (
-    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, row_kwargs,
-    task_interaction, task_tools, templated,
+    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render,
+    render_text, row_kwargs, task_interaction, task_tools, templated,
 )
 
 Outputs = list[AgentLoopOutput]
@@ -252,9 +255,15 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
+        templates = templated(tokenizer, args.chat_template_args)
         with refusing(f"row {i} can't be turned into tokens"):
-            templates = templated(tokenizer, args.chat_template_args)
             ids = render(templates, row["prompt"], schemas)
+            text = render_text(templates, row["prompt"], schemas, True)
+            # all but spaces and the form of accents
+            asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
+                           for x in (text, tokenizer.decode(ids)))
+            need(i or asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
+                 f"{read!r:.80} when decoded")
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
     if empty:
         warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
@@ -292,8 +301,7 @@ def task_model(task: ModuleType, args) -> str:
     folder = cache / f"{source.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     if folder.is_dir():
         return str(folder)
-    if dist.get_rank() == 0:
-        print(f"building the task's model, once: {folder}", flush=True)
+    print(f"building the task's model, once: {folder}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
@@ -839,6 +847,23 @@ class Vision:
 # ---------------------------------------------------------------- the log
 
 
+def _or_warn(*errors):
+    """Makes a function return whether something could be written; if one of `errors` came instead
+    (a full disk), the run goes on with a warning."""
+    def decorate(write):
+        @functools.wraps(write)
+        def attempt(self, *args) -> bool:
+            try:
+                write(self, *args)
+                return True
+            except errors as error:
+                log, reason = getattr(self, "log", self), str(error).strip().split("\n")[-1]
+                log.say(f"warning: {write.__name__}: {type(error).__name__}: {reason}")
+                return False
+        return attempt
+    return decorate
+
+
 class Log:
     """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
 
@@ -857,38 +882,44 @@ class Log:
 
     def __init__(self, args, tokenizer, steps_done: int):
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
-        self.lines, self.warned, self.wandb = 0, set(), None
-        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        self.lines, self.warned, self.wandb, self.unwritten = 0, set(), None, b""
+        about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
+        _write_whole(self.folder / "args.json", json.dumps(about, indent=2))  # first: whose it is
+        (self.folder / "rollouts").mkdir(exist_ok=True)
         file, rows = self.folder / "metrics.jsonl", []
         if file.is_file():  # resuming: what came after the checkpoint is done again
-            rows = [row for row in _read_rows(file) if row["step"] <= steps_done]
+            rows = list(_rows_until(file, steps_done))
             _write_whole(file, _json_lines(rows))
         self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
-        about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
-        _write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
             import wandb
 
             self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
 
+    @_or_warn(Exception)
     def metrics(self, metrics: dict):
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
-        if self.wandb:
-            self.wandb.log(numbers(metrics), step=metrics["step"])
+        self.unwritten += _json_lines([metrics], default=str).encode()
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
-            cell = format(metrics[name], form) if name in metrics else ""
+            number = isinstance(metrics.get(name), (int, float))
+            cell = format(metrics[name], form) if number else ""
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
             print(titles)
         self.lines += 1
         print(line, flush=True)
+        # A kill loses nothing; on a full disk a part may be written: the rest is, next time.
+        with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
+            written = file.write(self.unwritten)
+            self.unwritten = self.unwritten[written:]
+        if self.wandb:
+            self.wandb.log(numbers(metrics), step=metrics["step"])
 
+    @_or_warn(Exception)
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]):
         """rollouts/<name>.jsonl: a line for each trajectory and each failure; none, no file."""
         lines = []
@@ -901,6 +932,7 @@ class Log:
             text = _json_lines(lines, default=str, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
+    @_or_warn(Exception)
     def show(self, output: AgentLoopOutput):
         """One whole trajectory, special tokens included."""
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
@@ -917,6 +949,7 @@ class Log:
             self.warned.add(text)
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
+    @_or_warn(Exception)
     def close(self):
         if self.wandb:
             self.wandb.finish()
@@ -933,14 +966,16 @@ def _json_lines(rows, **options):
     return "".join(json.dumps(row, **options) + "\n" for row in rows)
 
 
-def _read_rows(file):
-    for line in file.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # a line cut off by the kill
-            yield json.loads(line)
+def _rows_until(file, step):
+    for line in file.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # garbage, cut off by a kill
+            if (row := json.loads(line))["step"] <= step:
+                yield row
 
 
 def _write_whole(file, text):
     """Writes a file so that it is never seen half-written."""
+    file.parent.mkdir(parents=True, exist_ok=True)  # again, if it was deleted
     temporary = file.with_name(f".{file.name}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary.replace(file)
@@ -970,21 +1005,80 @@ def git_hash() -> str:
 # --seed and the step, so that no generator's or schedule's state is saved.
 
 
-def prepare_folder(args) -> Path | None:
-    """The checkpoint in output_dir to resume from; else an earlier run there is moved aside."""
+def on_main(function, *args):
+    """What a function returns on the main rank, on all ranks. BadInput, and what it can't write,
+    is raised on all as BadInput."""
+    result = ["", None]
+    if dist.get_rank() == 0:
+        try:
+            result[1] = function(*args)
+        except (BadInput, OSError, SafetensorError) as error:
+            result[0] = str(error)
+    dist.broadcast_object_list(result)
+    need(not result[0], result[0])
+    return result[1]
+
+
+OWN = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts checkpoints final
+    .final wandb""".split())  # what a run writes into its folder
+
+
+def claim_folder(args):
+    """Locks output_dir, before anything costly. Raises BadInput if a run writes there now, or
+    something else than a run's files is there; OSError if it can't be written."""
     folder = Path(args.output_dir)
     if args.resume:
-        found = checkpoints(folder / "checkpoints")
-        need(found, f"--resume: no checkpoint in {folder}; start without --resume, or give the "
-             "run's --output_dir")
-        return found[-1]
-    dist.barrier()
-    if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
-        names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
-        aside = folder.rename(next(name for name in names if not name.exists()))
-        print(f"{folder} held an earlier run: moved to {aside}", flush=True)
-    dist.barrier()
-    return None
+        need(checkpoints(folder), f"--resume: no checkpoint in {folder}; start without --resume, "
+             "or give the run's --output_dir")
+    elif folder.is_dir():
+        names = {*os.listdir(folder), ".lock"}
+        need(len(names) == 1 or "args.json" in names <= OWN, f"--output_dir {folder} is no run's "
+             f"own, to be moved aside: it holds {min(names - OWN, default='no args.json')}")
+    _lock(folder)
+
+
+def _lock(folder):
+    """For the life of this process. By lockf, not by flock: processes that a tool forked and that
+    outlive the run would keep that one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"another run is writing to {folder}: choose another --output_dir, or wait "
+                       "for its end") from None
+
+
+def prepare_folder(args) -> tuple[Path | None, dict]:
+    """The last whole checkpoint to --resume from, and what its step.json says; broken ones are
+    moved aside. Without --resume an earlier run in output_dir is."""
+    folder = Path(args.output_dir)
+    if not args.resume:
+        if len(os.listdir(folder)) > 1:
+            print(f"{folder} held an earlier run: moved to {_aside(folder)}", flush=True)
+            _lock(folder)  # the other's is kept too: nobody else moves it
+        return None, {}
+    for path in reversed(checkpoints(folder)):
+        try:
+            return path, _check_checkpoint(path)
+        except Exception as error:  # json and pickle have many
+            print(f"{path} is broken: {type(error).__name__}: {error}; moved to {_aside(path)}",
+                  flush=True)
+    raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
+
+
+def _aside(folder):
+    names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
+    return folder.rename(next(name for name in names if not name.exists()))
+
+
+def _check_checkpoint(folder):
+    """Its step.json. Raises if that or a part is missing, garbage or cut off."""
+    state = dict(json.loads((folder / "step.json").read_text()))
+    for part in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+        file = folder / part.relative_path
+        need(file.stat().st_size >= part.offset + part.length, f"{file.name} is cut off")
+    return state
 
 
 def training_state(run, saved: Iterable[str] = ()) -> dict:
@@ -999,29 +1093,40 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
     return state
 
 
+@_or_warn(BadInput, dcp.api.CheckpointException)  # raised on all ranks
 def save_checkpoint(run):
-    """What learns, after run.done steps; complete or not there at all, for it is renamed last."""
-    folder = run.folder / "checkpoints"
-    target, temporary = (folder / f"{dot}step_{run.done:06d}" for dot in ("", "."))
-    if target.is_dir():
+    """What learns, after run.done steps; complete or not there at all, for it is renamed last, and
+    renamed before it is deleted."""
+    if run.saved == run.done:
         return
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed in here
-    state = training_state(run)
-    dcp.save(state, checkpoint_id=temporary)
-    if dist.get_rank() == 0:
+    folder = run.folder / "checkpoints"
+    temporary = folder / f".step_{run.done:06d}"
+
+    def clean():  # also what a run left that was killed in here
+        for path in folder.glob(".step_*") if dist.get_rank() == 0 else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def complete():
         about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state)}
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
-        os.rename(temporary, target)
-        for old in checkpoints(folder)[: -run.args.keep_checkpoints]:
-            shutil.rmtree(old)
-    dist.barrier()
+        temporary.rename(folder / temporary.name[1:])
+        for old in checkpoints(run.folder)[: -run.args.keep_checkpoints]:
+            old.rename(folder / f".{old.name}")
+
+    clean()
+    state = training_state(run)
+    try:
+        dcp.save(state, checkpoint_id=temporary)
+        on_main(complete)
+    finally:
+        clean()
+    run.saved = run.done
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path.parent for path in folder.glob("step_*/step.json"))
+    """Those of a run, oldest first; not the broken ones that were moved aside."""
+    return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
@@ -1029,14 +1134,22 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
     need(run.learners.keys() <= set(parts), f"--resume: {folder} holds {list(parts)}, not all of "
          f"{list(run.learners)}: was it written with other flags, or by an earlier version?")
     state = training_state(run, parts)
-    dcp.load(state, checkpoint_id=folder)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise BadInput(f"--resume: {folder} does not load ({reason}): broken, or another model's; "
+                       "moved away, the one before is taken") from None
     for name, learner in run.learners.items():
         dcp_state.set_model_state_dict(learner.net, state[name])
         if f"{name}_optimizer" in parts:
             optimizer = state[f"{name}_optimizer"]
             dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
+            for group in learner.optimizer.param_groups:
+                group |= learner.optimizer.defaults  # the present flags', not those of before
 
 
+@_or_warn(BadInput)
 def save_policy(run, folder: Path):
     """The policy in Hugging Face format, with its tokenizer or processor, by the main rank.
 
@@ -1044,13 +1157,15 @@ def save_policy(run, folder: Path):
     model = run.policy.net.model
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dcp_state.get_model_state_dict(model, options=options)
-    if dist.get_rank() > 0:
-        return
     tied_once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: x for name, x in state.items() if name in tied_once}
     temporary = folder.with_name(f".{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=state)
-    (run.processor or run.tokenizer).save_pretrained(temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(temporary, folder)
+
+    def write():
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary, state_dict=state)
+        (run.processor or run.tokenizer).save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+
+    on_main(write)

@@ -244,7 +244,9 @@ class Args:
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
-    resume: bool = flag(False, "go on from the latest checkpoint in output_dir")
+    resume: bool = flag(False, "go on from the latest whole checkpoint in output_dir")
+    resume_with_changes: bool = flag(False, "... although flags differ from those of the run: they "
+                                     "take effect from here on", only="resume")
     show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
     wandb_project: str | None = flag(None, "log to Weights & Biases (WANDB_MODE=offline works)")
 
@@ -352,7 +354,7 @@ def has_effect(rule: str, args: Args) -> tuple[bool, str]:
         return value in values, f"with --{name} {' or '.join(values)}"
     if sign == "!=":
         return value not in values, f"with a --{name} other than {values[0]}"
-    given = value not in ("0", "0.0", "none", "None")
+    given = value not in ("0", "0.0", "none", "None", "False")
     return given != bool(without), f"without --{name}" if without else f"with a --{name}"
 
 
@@ -463,8 +465,13 @@ class Net(nn.Module):
         super().__init__()
         attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else None
         self.vision = vision
-        self.model = data.from_pretrained(auto_class, args, "can't be loaded for training",
-                                          attn_implementation=attention, dtype=torch.float32)
+        self.model, info = data.from_pretrained(
+            auto_class, args, "can't be loaded for training", attn_implementation=attention,
+            dtype=torch.float32, output_loading_info=True)
+        lacking = ", ".join(sorted(info["missing_keys"])[:3])  # transformers draws them at random
+        need(not lacking, f"--model {args.model} lacks parameters: {lacking}")
+        for name, p in self.model.named_parameters():
+            need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -807,13 +814,15 @@ head -c 1; timeout 1 cat; head -c 1 | grep . && kill -9 $PPID"""
 
 
 class Stop:
-    """Ctrl-C, SIGTERM or death of the launcher: all ranks end after the last step. Second: now."""
+    """Ctrl-C, SIGTERM, SIGHUP or death of the launcher: all ranks end after the last step. Second:
+    now."""
 
     def __init__(self, store: dist.Store):
         self.store, self.told, self.asked = store, False, 0.0  # when
         self.over = False  # the run is: ranks may go
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._signalled)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # nohup: ignored already
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._signalled)
         told, tell = os.pipe()
         os.set_blocking(tell, False)
         signal.set_wakeup_fd(tell)
@@ -903,6 +912,7 @@ class Run:
     reference: nn.Module | None  # the starting model, frozen
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     done: int = 0  # steps
+    saved: int = 0  # steps done at the last checkpoint
     agreed: float | None = None  # mean |engine - trainer| logprob in the first step from here
     pool: Pool | None = None  # None with --replay
     background: Background = field(default_factory=Background)
@@ -922,12 +932,19 @@ def replay_file(args: Args, step: int) -> Path:
 
 
 def fill_in_defaults(args: Args):
-    """What depends on other flags; with --replay, num_steps is what there are files for."""
+    """What depends on other flags; with --replay, num_steps is what there are files for. Paths
+    become absolute: a tool may change the directory."""
     own = args.model is None  # the task's own tiny model
     lr, critic_lr = (3e-4, 1e-3) if own else (1e-6, 1e-5)
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": f"runs/{Path(args.task).stem}"})
+    for name in ("output_dir", "replay", "model"):
+        path = getattr(args, name)
+        if path and (name != "model" or os.path.isdir(path)):  # else the hub's name
+            setattr(args, name, os.path.realpath(path))
+    for files in filter(None, (args.train_files, args.val_files)):
+        files[:] = map(os.path.realpath, files)
     if args.replay:
-        need(Path(args.output_dir).resolve() != Path(args.replay).resolve(),
+        need(args.output_dir != args.replay,
              f"--replay {args.replay} is --output_dir too: give this run another one")
         steps = range(args.num_steps)
         missing = (step for step in steps if not replay_file(args, step).is_file())
@@ -935,19 +952,45 @@ def fill_in_defaults(args: Args):
         need(args.num_steps, f"--replay: no {replay_file(args, 0)}")
 
 
+FREE = """output_dir val_files trust_remote_code tokens_per_micro_batch gradient_checkpointing shard
+    oversample tp max_num_seqs max_concurrent gpu_memory_utilization sleep_level engine_args
+    check_sync deterministic eval_every eval_temperature eval_top_p eval_sampling_args save_every
+    keep_checkpoints resume resume_with_changes show_every wandb_project"""
+
+
+def check_changes(args: Args, own: bool) -> dict[str, str]:
+    """The flags that differ from those of the run to --resume, without those that make no other run
+    of it: evaluation, log, memory and speed (FREE), num_steps at a constant rate, and the place
+    where the task's own model is. Raises BadInput if there are any, but for
+    --resume_with_changes."""
+    try:
+        before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
+        own = own and Path(before["model"]).parent == Path(args.model).parent
+    except (ValueError, LookupError, TypeError):
+        raise BadInput(f"--resume: {args.output_dir}/args.json is damaged") from None
+    free = FREE + " num_steps" * (args.lr_schedule == "constant") + " model" * own
+    changed = {name: f"--{name} {x} -> {now}" for name, x in before.items()
+               if name not in free.split() and x != (now := getattr(args, name, None))}
+    need(not changed or args.resume_with_changes, f"--resume: the run had other flags: "
+         f"{', '.join(changed.values())}; give --resume_with_changes to go on with these")
+    return changed
+
+
 def setup(args: Args) -> Run:
     """Checks all input, and raises BadInput; then loads what is expensive, engine and networks."""
     check_args(args)
     check_sharding(args)
-    task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * (not args.model))
+    fill_in_defaults(args)
+    own = not args.model
+    task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * own)
+    args.task = task.__file__
     files = {"train": args.train_files, "val": args.val_files}
     read = {split: data.load_rows(task, split, files[split]) for split in files}
-    fill_in_defaults(args)
     disable_progress_bar()  # of loading and saving weights
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     accelerator, store = start_processes(args)
-    with accelerator.main_process_first():
-        args.model = args.model or data.task_model(task, args)
+    data.on_main(data.claim_folder, args)
+    args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
@@ -955,22 +998,23 @@ def setup(args: Args) -> Run:
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
     if not args.replay:
         check_model(args, accelerator.device)
-    checkpoint = data.prepare_folder(args)
-    state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
-    done, stop = state.get("step", 0), Stop(store)
-    log = (data.Log if accelerator.is_main_process else data.SilentLog)(args, tokenizer, done)
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
     data.register_packed_attention()
     policy = Policy(args, vocab_size, vision)  # before the engine: what can't be trained is refused
+    changed = data.on_main(check_changes, args, own) if args.resume else {}
+    checkpoint, state = data.on_main(data.prepare_folder, args)
+    done, stop = state.get("step", 0), Stop(store)
+    log = (data.Log if accelerator.is_main_process else data.SilentLog)(args, tokenizer, done)
     engine = None if args.replay else Engine(
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id)
     networks = build_networks(args, accelerator, policy)
-    kl_coef = state["kl_coef"] if args.kl_target and state else args.kl_coef
+    adapted = args.kl_target and state and "kl_coef" not in changed
+    kl_coef = state["kl_coef"] if adapted else args.kl_coef
     kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
-              vocab_size, *networks, kl, done)
+              vocab_size, *networks, kl, done, done)
     if checkpoint:
         data.load_checkpoint(run, checkpoint, state.get("parts", ()))
     if engine:
@@ -982,7 +1026,7 @@ def setup(args: Args) -> Run:
 
 def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     """Learners of policy and critic, and the reference, where they are used."""
-    set_seed(args.seed)  # the engine drew from the generators
+    set_seed(args.seed)  # of what a task may draw; the engine drew from the generators
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
         critic = Critic(args, policy.vision)
@@ -1016,20 +1060,20 @@ trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
 def finish(run: Run, start: int):
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     args, log, folder, done = run.args, run.log, run.folder, run.done
-    if done > start and not args.rollout_only:
-        data.save_checkpoint(run)
+    saved = args.rollout_only or data.save_checkpoint(run)
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
     elif done == args.num_steps:
-        data.save_policy(run, folder / "final")
+        final = data.save_policy(run, folder / "final")
         evals = [f"{reward:.3f}" for reward in log.evals]
         summary = f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}; " * bool(evals)
-        log.say(f"{summary}the trained policy is in {folder / 'final'}")
+        log.say(summary + f"the trained policy is in {folder / 'final'}" * final)
+        saved |= final
     elif done < args.num_steps:
-        saved = data.checkpoints(folder / "checkpoints")
-        more = "; the same command with --resume goes on from there" * bool(saved)
+        more = "; the same command with --resume goes on from there" * (run.saved > 0)
         log.say(f"stopped after step {done}{more}")
     close(run)
+    need(saved, "nothing of the last steps could be saved")
 
 
 def close(run: Run):
@@ -1338,7 +1382,18 @@ def main(args: Args):
     finish(run, start)
 
 
+def never_fails(write: Callable) -> Callable:
+    """A terminal that is gone or a full disk ends no run."""
+    def attempt(*text):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a signal came meanwhile
+            return write(*text)
+    return attempt
+
+
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+        stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
     try:
         main(parse_args())
     except BadInput as error:

@@ -280,19 +280,20 @@ def test_the_death_of_a_rank_ends_the_others_by_name(cache, tmp_path):
 def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_path):
     flags = ["--num_steps", "3", "--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2"]
     run(*TINY, *flags, "--output_dir", tmp_path / "first", cache=cache)
+    second_run = tmp_path / "second \u2713"  # no letter of the terminal's
     # A module that can't be imported: nothing of vLLM is needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
     flags = [*REPLAY, *flags]
-    printed = run(*flags, "--output_dir", tmp_path / "second", "--replay", tmp_path / "first", by="python", cache=cache,
-                  PYTHONPATH=str(tmp_path))  # fmt: skip
-    assert "the trained policy is in" in printed
-    first, second = metrics_of(tmp_path / "first")[1:], metrics_of(tmp_path / "second")
+    printed = run(*flags, "--output_dir", second_run, "--replay", tmp_path / "first", by="python", cache=cache,
+                  PYTHONPATH=str(tmp_path), PYTHONIOENCODING="latin-1")  # fmt: skip
+    assert f"the trained policy is in {tmp_path}/second \\u2713/final" in printed
+    first, second = metrics_of(tmp_path / "first")[1:], metrics_of(second_run)
     assert len(first) == len(second) == 3
     for a, b in zip(first, second, strict=True):
         same = {name: x for name, x in a.items() if not name.startswith(("eval/", "memory/"))}
         assert {name: b[name] for name in same} == same
-    assert not list((tmp_path / "second" / "rollouts").iterdir())
-    one, two = (safetensors(tmp_path / name / "final") for name in ("first", "second"))
+    assert not list((second_run / "rollouts").iterdir())
+    one, two = (safetensors(folder / "final") for folder in (tmp_path / "first", second_run))
     assert all(torch.equal(one[name], two[name]) for name in one)
     printed = run(*flags, "--output_dir", tmp_path / "third", "--replay", tmp_path / "nothing", cache=cache, code=2)
     assert "rollouts/step_000001.jsonl" in printed
@@ -311,7 +312,7 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     first, second = (rows_of(tmp_path / "rolled", step) for step in (1, 2))
     assert len(first) == len(second) == 4 and not first & second  # fresh prompts at each step
     assert [row["step"] for row in rolled] == [1, 2] and "actor/loss" not in rolled[0]
-    assert sorted(p.name for p in (tmp_path / "rolled").iterdir()) == ["args.json", "metrics.jsonl", "rollouts"]
+    assert {p.name for p in (tmp_path / "rolled").iterdir()} == {".lock", "args.json", "metrics.jsonl", "rollouts"}
     run(*REPLAY, "--output_dir", tmp_path / "trained", "--num_steps", "7", "--replay", tmp_path / "rolled", cache=cache)
     trained = metrics_of(tmp_path / "trained")
     assert [row["reward/mean"] for row in trained] == [row["reward/mean"] for row in rolled]
