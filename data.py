@@ -54,6 +54,7 @@ from agent_loop import (
     AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, row_kwargs,
     task_interaction, task_tools,
 )
+from report import report
 
 Outputs = list[AgentLoopOutput]
 
@@ -672,7 +673,8 @@ class Vision:
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, report.html, the terminal, wandb. `evals`:
+    rewards."""
 
     COLUMNS = """\
         reward      reward/mean                 6   .3f
@@ -703,8 +705,9 @@ class Log:
 
             self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
 
-    def metrics(self, metrics: dict):
-        """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
+    def metrics(self, metrics: dict, *learned):
+        """One JSON object a step in metrics.jsonl, one aligned line on the terminal. learned: the
+        Phase and the batch, of which the report keeps advantages and the trainer's logprobs."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
         with (self.folder / "metrics.jsonl").open("a") as file:
@@ -720,6 +723,7 @@ class Log:
             print(titles)
         self.lines += 1
         print(line, flush=True)
+        report.step(self, metrics, *learned)
 
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]):
         """rollouts/<name>.jsonl: a line for each trajectory and each failure; none, no file."""
@@ -750,6 +754,7 @@ class Log:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def close(self):
+        report.close(self)
         if self.wandb:
             self.wandb.finish()
 
