@@ -1,10 +1,10 @@
-"""<output_dir>/report.html: a run on one page, kept fresh while it trains. No server, no outside script: a file to open.
+"""<output_dir>/report.html: a run on one page, kept fresh while it trains. No server, no outside script.
 
     python report/report.py runs/calculator                 # writes runs/calculator/report.html anew
     python report/report.py runs/a runs/b                   # two runs on one page: report.html in this folder
 
-The page holds every number of metrics.jsonl and a sample of the trajectories in rollouts/*.jsonl: whole groups, drawn by
-a hash of the row's index, the same share of every step and evaluation, so that the same questions are there of each
+The page holds every number of metrics.jsonl and a sample of the trajectories in rollouts/*.jsonl: whole groups, drawn
+by a hash of the row's index, as many of every step and evaluation, so that the same questions are there of each
 evaluation and each run. What the update knew of a trajectory (advantages, the trainer's logprobs) is not in
 rollouts/*.jsonl, which are written before it: `step` writes learned/step_*.jsonl after it.
 
@@ -23,7 +23,6 @@ import re
 import sys
 import time
 import weakref
-import zlib
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("page.html")
@@ -50,10 +49,12 @@ def load_tokenizer(folder: Path, about: dict):
     """The run's tokenizer from final/ or the model that it started from, and what to say if there is none.
 
     Only files of this machine, and never code of a model's: a report may be made of a stranger's folder."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return None, ["Tokens are shown as numbers: the transformers package is not installed here."]
     for source in (folder / "final", (about.get("args") or {}).get("model")):
         with contextlib.suppress(Exception):  # each kind of damage has its own
-            from transformers import AutoTokenizer
-
             return AutoTokenizer.from_pretrained(source, local_files_only=True), []
     return None, ["Tokens are shown as numbers: neither final/ nor the model of args.json has a tokenizer here."]
 
@@ -160,8 +161,8 @@ class Run:
         for line in json_lines(file):
             groups.setdefault(line.get("prompt", (line.get("extra") or {}).get("prompt")), []).append(line)
         self.counts[name] = sum(map(len, groups.values()))
-        rank, draw, learned = 0, zlib.crc32(repr(name).encode()), self._learned(name, file)
-        for prompt, lines in sorted(groups.items(), key=lambda group: drawn(group[1], group[0])):
+        rank, draw, learned = 0, chance(name), self._learned(name, file)
+        for _, lines in sorted(groups.items(), key=lambda group: drawn(group[1], group[0])):
             if rank >= self.limits[0] or (rank, draw) >= self.cut and (rank or name != newest):
                 break
             self.kept.append((rank, draw, name, [self._encode(name, line, learned) for line in lines]))
@@ -204,7 +205,8 @@ class Run:
             "about": [key for key in ("greedy", "filtered") if extra.get(key)], "trained": known.get("trained"),
             "blocks": self._blocks(line, known),
         }  # fmt: skip
-        return len(line["prompt_ids"]) + len(line["response_ids"]), dump(self.texts.context(line["prompt_ids"])), dump(shown)
+        prompt = dump(self.texts.context(line["prompt_ids"]))
+        return shown["prompt_length"] + shown["length"], prompt, dump(shown)
 
     def _blocks(self, line, known):
         """The response in runs of sampled and other tokens; tool calls and roles from the messages."""
@@ -271,7 +273,12 @@ def read_about(folder: Path) -> dict:
 def drawn(lines: list[dict], prompt) -> tuple:
     """Sorts groups at random, the same questions first in every file that has them."""
     index = next((x for x in ((line.get("extra") or {}).get("index") for line in lines) if x is not None), prompt)
-    return zlib.crc32(f"flatrl {index}".encode()), prompt is None, prompt or 0
+    return chance(index), prompt is None, prompt or 0
+
+
+def chance(name) -> int:
+    """A random number that is the same for this name in every run."""
+    return int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:6], "big")
 
 
 def spoken(messages: list[dict], turns: int) -> list[tuple[str, list]]:
