@@ -27,10 +27,13 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("page.html")
 TRAJECTORIES = 1000  # on a page, of all its runs
-TOKENS = 1_000_000  # of these trajectories, prompts included: 10 to 20 bytes each
+TOKENS = 500_000  # of these trajectories, prompts included: 20 bytes each
 STEPS = 2000  # rows of metrics; of longer runs every second, third ...
 SHARE = 0.02  # of the run's time that goes into writing the page
 RUN_OF_ONE = 16  # tokens: a longer run of one context token (an image's) is written as a number
+# A line of rollouts/*.jsonl as data.Log writes it: {"index": its row's, ... "extra": {... "prompt": its group's, ...}}
+INDEX = re.compile(rb'\{"index": ("(?:[^"\\]|\\.)*"|(?!null)[^,"\[{]+), ')
+PROMPT = re.compile(rb'"extra": \{[^{}]*"prompt": (\d+)')
 
 
 # ---------------------------------------------------------------- reading
@@ -79,20 +82,15 @@ class Texts:
 
     def of(self, ids: list[int]) -> list[str]:
         """One text for each id."""
-        texts, start = [], None  # start: of tokens that are no whole characters yet
-        for i, token in enumerate(ids):
-            if start is None:
-                if token not in self.known:
-                    self.known[token] = self._after([token])
-                text = self.known[token]
-                if "\ufffd" not in text or not self.tokenizer:
-                    texts.append(text)
-                    continue
-                start = i
-            text = self._after(ids[start : i + 1])
-            whole = "\ufffd" not in text or i - start > 6 or i + 1 == len(ids)
+        texts, start = [], 0  # start: of tokens that are no whole characters yet
+        for i in range(len(ids)):
+            window = tuple(ids[start : i + 1])
+            if window not in self.known:
+                self.known[window] = self._after(list(window))
+            text = self.known[window]
+            whole = "\ufffd" not in text or len(window) > 6 or i + 1 == len(ids)
             texts.append(text if whole else "")
-            start = None if whole else start
+            start = i + 1 if whole else start
         return texts
 
     def context(self, ids: list[int]) -> list[str]:
@@ -128,12 +126,13 @@ class Run:
         for name in self.counts.keys() - files.keys():
             self._forget(name)
         newest = max(files, key=lambda name: (name[1], name[0]), default=None)
-        for name, file in files.items():
-            state = (file.stat().st_mtime_ns, file.stat().st_size)
-            if self.seen.get(name) != state:
-                self._forget(name)
-                self.seen[name] = state
-                self._read(name, file, newest)
+        states = {name: (file.stat().st_mtime_ns, file.stat().st_size) for name, file in files.items()}
+        new = [name for name in files if self.seen.get(name) != states[name]]
+        share = self._share([files[name] for name in new])
+        for name in new:
+            self._forget(name)
+            self.seen[name] = states[name]
+            self._read(name, files[name], newest, share)
 
     def _files(self):
         """rollouts/*.jsonl by (kind, step). What a resumed run has yet to do again is older than its metrics."""
@@ -148,24 +147,31 @@ class Run:
                     files[kind, step] = file
         return files
 
+    def _share(self, files):
+        """How many trajectories of a file there is room for, if no file holds more: not to read what has to go."""
+        share, lines = self.limits[0], []
+        if len(files) > 1:
+            lines = [file.read_bytes().count(b"\n") for file in files]
+            share = next((n for n in range(1, share) if sum(min(n, count) for count in lines) >= share), share)
+        return share
+
     def _forget(self, name):
         self.kept = [group for group in self.kept if group[2] != name]
         self.counts.pop(name, None)
         self.seen.pop(name, None)
 
-    def _read(self, name, file, newest):
+    def _read(self, name, file, newest, share):
         """Draws groups from a file of rollouts, then makes room: the first of each file stay, the newest file's surely.
 
         A group's rank is the number of trajectories drawn before it from its file."""
-        groups = {}
-        for line in json_lines(file):
-            groups.setdefault(line.get("prompt", (line.get("extra") or {}).get("prompt")), []).append(line)
-        self.counts[name] = sum(map(len, groups.values()))
+        groups = draw_groups(file)
+        self.counts[name] = sum(len(lines) for _, lines in groups)
         rank, draw, learned = 0, chance(name), self._learned(name, file)
-        for _, lines in sorted(groups.items(), key=lambda group: drawn(group[1], group[0])):
-            if rank >= self.limits[0] or (rank, draw) >= self.cut and (rank or name != newest):
+        for _, lines in groups:
+            if rank >= share or (rank, draw) >= self.cut and (rank or name != newest):
                 break
-            self.kept.append((rank, draw, name, [self._encode(name, line, learned) for line in lines]))
+            rows = [json.loads(line) for line in lines]
+            self.kept.append((rank, draw, name, [self._encode(name, row, learned) for row in rows]))
             rank += len(lines)
         self.kept.sort(key=lambda group: (group[0], group[2] != newest, group[1]))
         n = size = 0
@@ -225,7 +231,7 @@ class Run:
                       for text, i in zip(self.texts.of(ids[part]), ids[part])]  # fmt: skip
             turn += 1
             block = {"at": run[0], "role": "assistant", "tokens": tokens, "calls": said[turn][1],
-                     "logprobs": [round(x, 4) or 0 for x in line["response_logprobs"][part]],
+                     "logprobs": [round(x, 3) or 0 for x in line["response_logprobs"][part]],
                      "versions": alike(line["response_versions"][part])}  # fmt: skip
             if len(difference := known.get("logp_diff", ())) == sum(line["response_mask"]):
                 block["difference"] = difference[n : n + len(run)]
@@ -270,10 +276,25 @@ def read_about(folder: Path) -> dict:
     return {}
 
 
-def drawn(lines: list[dict], prompt) -> tuple:
-    """Sorts groups at random, the same questions first in every file that has them."""
-    index = next((x for x in ((line.get("extra") or {}).get("index") for line in lines) if x is not None), prompt)
-    return chance(index), prompt is None, prompt or 0
+def draw_groups(file: Path) -> list[tuple]:
+    """The lines of a file of rollouts by group, as (name, lines) in random order: the same questions come first in
+    every file that has them. Only what names a group is parsed: the file may be large, and few of its groups wanted."""
+    groups, failures, prompts = {}, [], {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in file.read_bytes().splitlines():
+            if match := INDEX.match(line):
+                key = match[1].decode()
+                if prompt := PROMPT.search(line, max(0, len(line) - 1000)):
+                    prompts[int(prompt[1])] = key
+            else:  # a failure, or a row without an index
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    failures.append((row.get("prompt", (row.get("extra") or {}).get("prompt")), line))
+                continue
+            groups.setdefault(key, []).append(line)
+    for prompt, line in failures:
+        groups.setdefault(prompts.get(prompt, f"prompt {prompt}"), []).append(line)
+    return sorted(groups.items(), key=lambda group: chance(group[0]))
 
 
 def chance(name) -> int:
