@@ -20,7 +20,7 @@ from report import report
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><!--<img src=x onerror=\"document.title='pwned'\">"
-    "&lt;\u2028\ud800 é <|im_end|> __DATA__ __SCRIPT__"
+    "&lt;\u2028 é <|im_end|> __DATA__ __SCRIPT__"
 )
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -175,24 +175,25 @@ def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
 
 
 def test_hostile_text_stays_text(folder):
-    ids = range(3, 3 + len(HOSTILE))
-    decode = lambda ids, **_: "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
+    hostile = HOSTILE + "\ud800"  # Chromium shows that too, but its --dump-dom dies of it
+    ids = range(3, 3 + len(hostile))
+    decode = lambda ids, **_: "".join("a" if i < 3 else hostile[i - 3] for i in ids)
     tokenizer = SimpleNamespace(all_special_ids=[], encode=lambda *_, **__: [0], decode=decode)
-    tool = {"role": HOSTILE, "name": HOSTILE, "content": ""}
-    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    tool = {"role": hostile, "name": hostile, "content": ""}
+    call = {"function": {"name": hostile, "arguments": hostile}}
     messages = [{"role": "assistant", "tool_calls": [call]}, tool]
-    more = {"messages": messages, "reward": {"score": 1.0, HOSTILE: 0.5}, "metrics": {HOSTILE: 1}}
+    more = {"messages": messages, "reward": {"score": 1.0, hostile: 0.5}, "metrics": {hostile: 1}}
     evil = trajectory(ids=ids, mask=[1] * len(ids), **more)
-    write_rollouts(folder, "step_000001", [evil], [{"kind": HOSTILE, "prompt": 0, "sample": 1, "error": HOSTILE}])
-    (folder / "args.json").write_text(json.dumps({"args": {"task": HOSTILE}, "command": [HOSTILE]}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, HOSTILE: 2.0}) + "\n")
+    write_rollouts(folder, "step_000001", [evil], [{"kind": hostile, "prompt": 0, "sample": 1, "error": hostile}])
+    (folder / "args.json").write_text(json.dumps({"args": {"task": hostile}, "command": [hostile]}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, hostile: 2.0}) + "\n")
     page = folder / "report.html"
     [run] = page_of(report.Run(folder, tokenizer), file=page)
     told, failed = run["trajectories"]
     [block] = told["blocks"]
-    assert "".join(run["pieces"][i] for i in block["tokens"]) == HOSTILE
-    assert told["parts"][HOSTILE] == 0.5 and failed["error"] == failed["stop"] == HOSTILE
-    assert block["calls"] == [[HOSTILE, HOSTILE]] and run["columns"][HOSTILE] == [2.0]
+    assert "".join(run["pieces"][i] for i in block["tokens"]) == hostile
+    assert told["parts"][hostile] == 0.5 and failed["error"] == failed["stop"] == hostile
+    assert block["calls"] == [[hostile, hostile]] and run["columns"][hostile] == [2.0]
     text, template = page.read_text(), report.PAGE.read_text()
     for mark in ("<script", "</script", "<!--", "<img"):  # the page's own and no other
         assert text.lower().count(mark) == template.lower().count(mark)
@@ -333,9 +334,9 @@ def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
     if tab == "curves":
         assert drawn.count("<polyline") >= 2 and escaped not in drawn.split("<details")[0] and ">0.375<" in drawn
     elif tab == "time":
-        assert "4.00 s" in drawn or "4 s" in drawn
+        assert drawn.count("<td>4 s</td>") == 4  # of two runs: the update, and what no phase accounts for
     elif tab == "settings":
-        assert drawn.count(escaped) == 5  # of two runs: the task, the command; of the head: the task, which is cut
+        assert drawn.count(escaped) == 4  # of two runs: the task, the command
     else:
         assert drawn.count('class="card chosen"') == 1 and drawn.count("rgba(31, 95, 168, 0.62)") > 3  # advantage 1
         assert escaped in drawn and 'aria-selected="true"' in drawn
