@@ -252,7 +252,7 @@ class Run:
         every = math.ceil(len(rows) / STEPS)
         if every > 1:
             rows = [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % every == 0 or "eval/reward" in row]
-            notes.append(f"Curves show every {every}th of {len(self.rows):,} steps, and each evaluation.")
+            notes.append(f"Curves show one in {every} of {len(self.rows):,} steps, and each evaluation.")
         names = sorted({key for row in rows for key, x in row.items() if number(x)})
         total = sum(self.counts.values())
         if not self.counts:
@@ -415,7 +415,7 @@ def keep_learned(file: Path, phase, batch: dict):
     """learned/step_*.jsonl: advantages and the trainer's logprobs less the engine's, of the sampled tokens.
 
     Names as in rollouts/*.jsonl. A number stands for a list of equal advantages; differences have two digits; "trained"
-    is false of what --mask_truncated took out of the losses."""
+    is false of what --mask_truncated took out of the losses: the update has no logprobs of that."""
     outputs = [output for output in phase.trained if output.reward is not None]  # the batch's rows
     lines = []
     difference = batch["logprobs_old"] - batch["logprobs_rollout"]  # (B, T)
@@ -425,7 +425,7 @@ def keep_learned(file: Path, phase, batch: dict):
         values, n = advantages.tolist(), differences.tolist()
         lines.append({key: output.extra[key] for key in ("prompt", "sample", "segment")} | {
             "trained": trained > 0, "advantage": alike([values[i] for i in sampled] or [0.0]),
-            "logp_diff": [float(f"{n[i]:.1e}") for i in sampled]})  # fmt: skip
+            "logp_diff": [float(f"{n[i]:.1e}") for i in sampled if trained]})  # fmt: skip
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

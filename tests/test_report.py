@@ -96,7 +96,7 @@ def test_of_a_long_run_some_steps_are_drawn_and_it_says_so(folder, monkeypatch):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     [run] = page_of(report.Run(folder), file=folder / "report.html")
     assert run["columns"]["step"] == [0, 3, 6, 9, 12, 15, 18, 20, 21, 24]
-    assert run["notes"][0] == "Curves show every 3th of 25 steps, and each evaluation."
+    assert run["notes"][0] == "Curves show one in 3 of 25 steps, and each evaluation."
 
 
 # ------------------------------------------------------------- trajectories
@@ -133,6 +133,7 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     assert (told["reward"], told["parts"], told["turn_rewards"]) == (1.25, {"score": 1.0, "form": 0.5}, [[1, 0.25]])
     assert (told["kind"], told["step"], told["prompt"], told["sample"], told["stop"]) == ("step", 2, 4, 1, "stop")
     assert told["trained"] is True and cut["trained"] is False and cut["stop"] == "length"
+    assert all("difference" not in block for block in cut["blocks"])
     assert (failed["stop"], failed["error"], failed["sample"]) == ("failed_reward", "oh", 2)
     assert run["total"] == 3 and run["notes"] == []
 
@@ -312,7 +313,8 @@ def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, ca
 @pytest.mark.parametrize("tab", ["curves", "time", "trajectories", "settings"])
 def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
     same = {"timing/step_s": 2.0, "timing/train_s": 1.0, HOSTILE: 1.0}
-    rows = [{"step": i, "reward/mean": i / 8} | same for i in range(4)]
+    alike = 1.0, 1.0000000000000002  # all but equal: an axis of their range would have no marks
+    rows = [{"step": i, "reward/mean": i / 8, "actor/entropy": alike[i % 2]} | same for i in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "args.json").write_text(json.dumps({"args": {"task": HOSTILE}, "command": [HOSTILE]}))
     call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
@@ -332,7 +334,7 @@ def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
     assert "<img" not in drawn and drawn.count("<script") == 0
     escaped = "&lt;/script&gt;&lt;script&gt;document.title='pwned'"
     if tab == "curves":
-        assert drawn.count("<polyline") >= 2 and escaped not in drawn.split("<details")[0] and ">0.375<" in drawn
+        assert drawn.count("<polyline") == 4 and escaped not in drawn.split("<details")[0] and ">0.375<" in drawn
     elif tab == "time":
         assert drawn.count("<td>4 s</td>") == 4  # of two runs: the update, and what no phase accounts for
     elif tab == "settings":
