@@ -59,6 +59,11 @@ from agent_loop import (
     render_text, row_kwargs, task_interaction, task_tools, templated,
 )
 
+try:
+    from report import report
+except ImportError:  # the five files alone
+    report = None
+
 Outputs = list[AgentLoopOutput]
 
 # ---------------------------------------------------------------- rows
@@ -865,7 +870,8 @@ def _or_warn(*errors):
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, report.html, the terminal, wandb. `evals`:
+    rewards."""
 
     COLUMNS = """\
         reward      reward/mean                 6   .3f
@@ -897,8 +903,9 @@ class Log:
             self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
 
     @_or_warn(Exception)
-    def metrics(self, metrics: dict):
-        """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
+    def metrics(self, metrics: dict, *learned):
+        """One JSON object a step in metrics.jsonl, one aligned line on the terminal. learned: the
+        Phase and the batch, of which the report keeps advantages and the trainer's logprobs."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
         self.unwritten += _json_lines([metrics], default=str).encode()
@@ -918,6 +925,8 @@ class Log:
             self.unwritten = self.unwritten[written:]
         if self.wandb:
             self.wandb.log(numbers(metrics), step=metrics["step"])
+        if report:
+            report.step(self, metrics, *learned)
 
     @_or_warn(Exception)
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]):
@@ -951,6 +960,8 @@ class Log:
 
     @_or_warn(Exception)
     def close(self):
+        if report:
+            report.close(self)
         if self.wandb:
             self.wandb.finish()
 
@@ -1019,8 +1030,8 @@ def on_main(function, *args):
     return result[1]
 
 
-OWN = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts checkpoints final
-    .final wandb""".split())  # what a run writes into its folder
+OWN = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned checkpoints final
+    .final wandb report.html .report.html""".split())  # what a run writes into its folder
 
 
 def claim_folder(args):

@@ -1373,7 +1373,7 @@ def main(args: Args):
                 if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):
                     metrics |= evaluate(run, run.done)
             finally:  # also if the evaluation is stopped
-                log.metrics(metrics)
+                log.metrics(metrics, phase, batch)
             if args.show_every and step % args.show_every == 0:
                 log.show(phase.outputs[0])
             if args.save_every and run.done % args.save_every == 0:

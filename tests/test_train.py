@@ -116,8 +116,9 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
 
 
 def test_remax_and_rollout_correction(cache, tmp_path):
-    run(*TINY, "--algo", "remax", "--rollout_correction", "seq_mask", "--entropy_coef", "0.01", "--group_size", "1",
-        "--num_steps", "2", "--eval_every", "0", "--output_dir", tmp_path / "run", cache=cache)  # fmt: skip
+    flags = ["--algo", "remax", "--rollout_correction", "seq_mask", "--entropy_coef", "0.01", "--group_size", "1"]
+    more = ["--num_steps", "2", "--eval_every", "0", "--output_dir", tmp_path / "run"]
+    printed = run(*TINY, *flags, *more, cache=cache)
     rows = metrics_of(tmp_path / "run")[1:]
     for step, row in enumerate(rows, 1):
         lines = (tmp_path / f"run/rollouts/step_00000{step}.jsonl").read_text().splitlines()
@@ -129,6 +130,16 @@ def test_remax_and_rollout_correction(cache, tmp_path):
         assert row["rollout/ratio"] == pytest.approx(1, abs=1e-3) and row["rollout/ratio_max"] < 1.01
         assert row["rollout/dropped"] == 0 and row["rollout/effective_sample_size"] == pytest.approx(1, abs=1e-4)
         assert row["actor/ratio"] == 1.0 and row["actor/grad_norm"] > 0
+        # what the update knew of these trajectories, for the report
+        learned = [json.loads(line) for line in (tmp_path / f"run/learned/step_00000{step}.jsonl").open()]
+        rewards = {(r["extra"]["prompt"], r["extra"]["sample"]): r["total_reward"] for r in map(json.loads, lines)}
+        assert [(line["prompt"], line["sample"]) for line in learned] == sorted(key for key in rewards if key[1] == 0)
+        for line in learned:
+            prompt = line["prompt"]
+            assert line["advantage"] == pytest.approx(rewards[prompt, 0] - rewards[prompt, 1]) and line["trained"]
+        largest = max(abs(x) for line in learned for x in line["logp_diff"])
+        assert largest == pytest.approx(row["rollout/logp_diff_max"], rel=0.06)
+    assert "warning: report.html" not in printed and (tmp_path / "run/report.html").is_file()
 
 
 def test_a_whole_rollout_is_masked_where_its_last_output_was_cut_off():
@@ -312,7 +323,8 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     first, second = (rows_of(tmp_path / "rolled", step) for step in (1, 2))
     assert len(first) == len(second) == 4 and not first & second  # fresh prompts at each step
     assert [row["step"] for row in rolled] == [1, 2] and "actor/loss" not in rolled[0]
-    assert {p.name for p in (tmp_path / "rolled").iterdir()} == {".lock", "args.json", "metrics.jsonl", "rollouts"}
+    written = [".lock", "args.json", "metrics.jsonl", "report.html", "rollouts"]
+    assert sorted(p.name for p in (tmp_path / "rolled").iterdir()) == written
     run(*REPLAY, "--output_dir", tmp_path / "trained", "--num_steps", "7", "--replay", tmp_path / "rolled", cache=cache)
     trained = metrics_of(tmp_path / "trained")
     assert [row["reward/mean"] for row in trained] == [row["reward/mean"] for row in rolled]

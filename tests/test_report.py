@@ -1,0 +1,353 @@
+"""report/: the page's data is the run's, a run's text stays text, and a report that fails ends no run."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_log import Args, an_output, read
+
+import data
+from agent_loop import AgentLoopOutput
+from report import report
+
+HOSTILE = (
+    "</script><script>document.title='pwned'</script><!--<img src=x onerror=\"document.title='pwned'\">"
+    "&lt;\u2028 é <|im_end|> __DATA__ __SCRIPT__"
+)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+def embedded(page: Path) -> dict:
+    """The page's data, as a browser finds it: up to the first </script>."""
+    element = re.search('<script type="application/json" id="data">(.*?)</script', page.read_text(), re.DOTALL)
+    return json.loads(element[1])
+
+
+def page_of(*runs: report.Run, file: Path) -> list[dict]:
+    for run in runs:
+        run.refresh()
+    report.write(list(runs), file)
+    return embedded(file)["runs"]
+
+
+def trajectory(prompt=0, sample=0, index=None, ids=(5, 6, 7, 8), mask=(1, 0, 1, 1), **changes) -> AgentLoopOutput:
+    extra = {"index": prompt if index is None else index, "prompt": prompt, "sample": sample, "segment": 0}
+    logprobs, versions = [-0.5 * m for m in mask], [3 if m else -1 for m in mask]
+    response = {"response_ids": list(ids), "response_mask": list(mask)}
+    response |= {"response_logprobs": logprobs, "response_versions": versions}
+    return AgentLoopOutput(prompt_ids=[1, 2], extra=extra, **response, **{"reward": 1.0} | changes)
+
+
+def write_rollouts(folder: Path, name: str, outputs: list, errors=()):
+    log = SimpleNamespace(folder=folder)
+    data.Log.rollouts(log, name, outputs, list(errors))
+
+
+def learned(outputs: list, advantages: list[float], difference: float, mask=None) -> tuple:
+    """A phase and the batch of a step after its update."""
+    batch = data.collate(outputs)
+    batch["advantages"] = torch.tensor(advantages)[:, None].expand_as(batch["response_mask"])
+    batch["logprobs_old"] = batch["logprobs_rollout"] + difference
+    if mask is not None:
+        batch["response_mask"] *= torch.tensor(mask)[:, None]
+    return SimpleNamespace(trained=outputs), batch
+
+
+# ------------------------------------------------------------- metrics
+
+
+def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
+    rows = [
+        {"step": 0, "eval/reward": 0.1 + 0.2},
+        {"step": 1, "reward/mean": 1 / 3, "actor/lr": 3e-300, "timing/slowest": {"prompt": 3}, "timing/idle_s": [1.0]},
+        {"step": 2, "reward/mean": float("nan"), "actor/lr": -math.inf, "eval/reward": 1},
+    ]
+    half = '{"step": 3, "reward/me'  # being written
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + half)
+    (folder / "args.json").write_text(json.dumps({"args": {"lr": 0.5}, "git": "abc"}))
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    assert run["columns"] == {
+        "step": [0, 1, 2],
+        "eval/reward": [0.1 + 0.2, None, 1],
+        "reward/mean": [None, 1 / 3, "nan"],
+        "actor/lr": [None, 3e-300, "-inf"],
+    }
+    assert run["about"] == {"args": {"lr": 0.5}, "git": "abc"} and run["trajectories"] == [] and run["total"] == 0
+    assert run["notes"] == ["No trajectories: this run wrote no rollouts (--replay reads those of another run)."]
+
+
+def test_of_a_long_run_some_steps_are_drawn_and_it_says_so(folder, monkeypatch):
+    monkeypatch.setattr(report, "STEPS", 10)
+    rows = [{"step": step} | ({"eval/reward": 1.0} if step == 20 else {}) for step in range(25)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    assert run["columns"]["step"] == [0, 3, 6, 9, 12, 15, 18, 20, 21, 24]
+    assert run["notes"][0] == "Curves show one in 3 of 25 steps, and each evaluation."
+
+
+# ------------------------------------------------------------- trajectories
+
+
+def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
+    ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
+    call = {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
+    messages = [
+        *({"role": "user", "content": "q"}, {"role": "assistant", "content": "the prompt's own example"}),
+        *({"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}),
+        *({"role": "tool", "name": "calculator", "content": "c"}, {"role": "assistant", "content": "b"}),
+    ]
+    more = {"messages": messages, "turn_rewards": [(1, 0.25)], "reward": {"score": 1.0, "form": 0.5}}
+    outputs = [trajectory(prompt=4, sample=1, ids=ids, mask=[1, 1, 0, 0, 0, 1], **more)]
+    outputs.append(trajectory(prompt=4, sample=0, stop_reason="length"))
+    write_rollouts(folder, "step_000002", outputs, [{"prompt": 4, "sample": 2, "kind": "failed_reward", "error": "oh"}])
+    phase, batch = learned(outputs, [1.5, -0.5], 0.25, mask=[1, 0])
+    report.keep_learned(folder / "learned" / "step_000002.jsonl", phase, batch)
+    [run] = page_of(report.Run(folder, tokenizer), file=folder / "report.html")
+    told, cut, failed = run["trajectories"]
+    blocks = told["blocks"]
+    for block in blocks:
+        if "tokens" in block:
+            block["tokens"] = [run["pieces"][i] for i in block["tokens"]]
+    same = {"role": "assistant", "versions": 3, "advantages": 1.5}
+    two, one = ({"logprobs": [-0.5] * n, "difference": [0.25] * n} for n in (2, 1))
+    assert blocks == [
+        {"at": 0, "tokens": ["a", "b"], "calls": [["calculator", '{"expression": "1+1"}']]} | two | same,
+        {"at": 2, "role": "tool calculator", "text": ["c", tokenizer.eos_token, "a"]},
+        {"at": 5, "tokens": ["b"], "calls": []} | one | same,
+    ]
+    assert run["prompts"][told["text"]] == report.Texts(tokenizer).context([1, 2])
+    assert (told["reward"], told["parts"], told["turn_rewards"]) == (1.25, {"score": 1.0, "form": 0.5}, [[1, 0.25]])
+    assert (told["kind"], told["step"], told["prompt"], told["sample"], told["stop"]) == ("step", 2, 4, 1, "stop")
+    assert told["trained"] is True and cut["trained"] is False and cut["stop"] == "length"
+    assert all("difference" not in block for block in cut["blocks"])
+    assert (failed["stop"], failed["error"], failed["sample"]) == ("failed_reward", "oh", 2)
+    assert run["total"] == 3 and run["notes"] == []
+
+
+def test_what_an_earlier_try_at_a_step_knew_is_not_shown(folder):
+    outputs = [trajectory()]
+    report.keep_learned(folder / "learned" / "step_000001.jsonl", *learned(outputs, [1.0], 0.5))
+    write_rollouts(folder, "step_000001", outputs)
+    file = folder / "learned" / "step_000001.jsonl"
+    for age, known in ((10, False), (0, True)):
+        then = (folder / "rollouts" / "step_000001.jsonl").stat().st_mtime - age
+        os.utime(file, (then, then))
+        [run] = page_of(report.Run(folder), file=folder / "report.html")
+        assert ("advantages" in run["trajectories"][0]["blocks"][0]) is known
+
+
+def test_learned_holds_a_number_for_equal_advantages_and_a_list_for_others(tmp_path):
+    outputs = [trajectory(sample=0), trajectory(sample=1, reward=None), trajectory(sample=2)]
+    graded = [outputs[0], outputs[2]]
+    phase, batch = learned(graded, [1.0, 2.0], 1.23456e-6)
+    phase.trained = outputs
+    batch["advantages"] = torch.tensor([[1.0, 9.0, 1.0, 1.0], [0.5, 9.0, 0.25, 0.125]])  # 9: not sampled
+    report.keep_learned(tmp_path / "learned" / "step_000001.jsonl", phase, batch)
+    name = {"prompt": 0, "segment": 0, "trained": True, "logp_diff": [1.2e-06] * 3}
+    assert read(tmp_path / "learned" / "step_000001.jsonl") == [
+        name | {"sample": 0, "advantage": 1.0},
+        name | {"sample": 2, "advantage": [0.5, 0.25, 0.125]},
+    ]
+
+
+def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
+    text = "a é漢 b" + tokenizer.eos_token
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts = report.Texts(tokenizer)
+    pieces = texts.of(ids)
+    assert "".join(pieces) == text and len(pieces) == len(ids) and "" in pieces and "\ufffd" not in "".join(pieces)
+    assert texts.context(ids) == ["a é漢 b", tokenizer.eos_token]
+    assert texts.context([*ids[:1] * 30, *ids[:1]]) == ["a × 31 "]  # an image's, as a rule
+    assert report.Texts(None).of([7, 8]) == ["⟨7⟩", "⟨8⟩"]
+
+
+def test_hostile_text_stays_text(folder):
+    hostile = HOSTILE + "\ud800"  # Chromium shows that too, but its --dump-dom dies of it
+    ids = range(3, 3 + len(hostile))
+    decode = lambda ids, **_: "".join("a" if i < 3 else hostile[i - 3] for i in ids)
+    tokenizer = SimpleNamespace(all_special_ids=[], encode=lambda *_, **__: [0], decode=decode)
+    tool = {"role": hostile, "name": hostile, "content": ""}
+    call = {"function": {"name": hostile, "arguments": hostile}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, tool]
+    more = {"messages": messages, "reward": {"score": 1.0, hostile: 0.5}, "metrics": {hostile: 1}}
+    evil = trajectory(ids=ids, mask=[1] * len(ids), **more)
+    write_rollouts(folder, "step_000001", [evil], [{"kind": hostile, "prompt": 0, "sample": 1, "error": hostile}])
+    (folder / "args.json").write_text(json.dumps({"args": {"task": hostile}, "command": [hostile]}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, hostile: 2.0}) + "\n")
+    page = folder / "report.html"
+    [run] = page_of(report.Run(folder, tokenizer), file=page)
+    told, failed = run["trajectories"]
+    [block] = told["blocks"]
+    assert "".join(run["pieces"][i] for i in block["tokens"]) == hostile
+    assert told["parts"][hostile] == 0.5 and failed["error"] == failed["stop"] == hostile
+    assert block["calls"] == [[hostile, hostile]] and run["columns"][hostile] == [2.0]
+    text, template = page.read_text(), report.PAGE.read_text()
+    for mark in ("<script", "</script", "<!--", "<img"):  # the page's own and no other
+        assert text.lower().count(mark) == template.lower().count(mark)
+    assert text.isascii() == template.isascii()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", template)
+
+
+def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(folder):
+    for step in range(1, 6):
+        write_rollouts(folder, f"step_{step:06d}", [trajectory(10 * step + i // 4, i % 4) for i in range(40)])
+    for step in (0, 5):
+        write_rollouts(folder, f"eval_{step:06d}", [trajectory(i, index=f"row, {i}") for i in range(100)])
+    [run] = page_of(report.Run(folder, trajectories=70), file=folder / "report.html")
+    shown = run["trajectories"]
+    assert run["total"] == 400 and 60 <= len(shown) <= 70
+    drawn = "trajectories are on this page: whole groups, drawn at random from every step and evaluation."
+    assert run["notes"] == [f"{len(shown)} of 400 {drawn} All are in rollouts/."]
+    of = lambda kind, step: [t for t in shown if (t["kind"], t["step"]) == (kind, step)]
+    for step in range(1, 6):
+        samples = [t["sample"] for t in of("step", step)]
+        assert len(samples) >= 8 and samples == [0, 1, 2, 3] * (len(samples) // 4)
+    before, after = ([t["index"] for t in of("eval", step)] for step in (0, 5))
+    n = min(len(before), len(after))
+    assert n >= 8 and before[:n] == after[:n] and before != sorted(before)
+    # One after another, as a run that trains reads them: as many, and the newest step is there.
+    live, late = report.Run(folder, trajectories=70), folder / "rollouts" / "step_000006.jsonl"
+    live.refresh()
+    write_rollouts(folder, late.stem, [trajectory(i // 4, i % 4) for i in range(40)])
+    [again] = page_of(live, file=folder / "report.html")
+    assert {t["step"] for t in again["trajectories"] if t["kind"] == "step"} == {1, 2, 3, 4, 5, 6}
+    assert len(again["trajectories"]) <= 70 and again["total"] == 440
+
+
+def test_long_trajectories_count_by_their_tokens(folder):
+    write_rollouts(folder, "step_000001", [trajectory(i, ids=[5] * 98, mask=[1] * 98) for i in range(20)])
+    [run] = page_of(report.Run(folder, tokens=550), file=folder / "report.html")
+    assert len(run["trajectories"]) == 5 and run["notes"][0].startswith("5 of 20 trajectories")
+
+
+def test_steps_that_a_resumed_run_has_yet_to_do_again_are_left_out(folder):
+    for step in (1, 2, 3):
+        write_rollouts(folder, f"step_{step:06d}", [trajectory()])
+        os.utime(folder / "rollouts" / f"step_{step:06d}.jsonl", (1000 + step, 1000 + step))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    steps = lambda: [t["step"] for t in page_of(run, file=folder / "report.html")[0]["trajectories"]]
+    run = report.Run(folder)
+    assert steps() == [1]
+    os.utime(folder / "metrics.jsonl", (1001, 1001))  # these came after the last metrics: what the run died of
+    assert steps() == [1, 2, 3]
+    write_rollouts(folder, "step_000002", [trajectory(reward=0.5)] * 2)
+    assert steps() == [1, 2, 2, 3]
+
+
+# ------------------------------------------------------------- while it trains
+
+
+def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0))
+    write = report.write
+    monkeypatch.setattr(report, "write", lambda *args: (write(*args), clock.__setitem__(0, clock[0] + 1.0)))
+    log = data.Log(Args(str(tmp_path / "run")), None, 0)
+    page = tmp_path / "run" / "report.html"
+    steps = lambda: embedded(page)["runs"][0]["columns"]["step"]
+    log.metrics({"step": 0})
+    assert steps() == [0]  # at second 1, and it took 1: not again before second 51
+    outputs = [trajectory()]
+    log.rollouts("step_000001", outputs, [])
+    log.metrics({"step": 1}, *learned(outputs, [0.75], 0.0))
+    assert steps() == [0] and (tmp_path / "run" / "learned" / "step_000001.jsonl").is_file()
+    clock[0] = 51.0
+    log.metrics({"step": 2})
+    assert steps() == [0, 1, 2] and embedded(page)["runs"][0]["trajectories"][0]["blocks"][0]["advantages"] == 0.75
+    log.metrics({"step": 3})
+    assert steps() == [0, 1, 2]
+    log.close()
+    assert steps() == [0, 1, 2, 3] and [file.name for file in page.parent.glob(".*")] == []
+
+
+def test_a_report_that_fails_is_one_warning(tmp_path, capsys):
+    log = data.Log(Args(str(tmp_path / "run")), None, 0)
+    (tmp_path / "run" / "report.html").mkdir()
+    log.metrics({"step": 0})
+    log.metrics({"step": 1}, SimpleNamespace(trained=[an_output(reward=1.0)]), {"nothing": 1})
+    log.close()
+    err = capsys.readouterr().err
+    assert err.count("warning: report.html can't be written: IsADirectoryError") == 1 and err.count("\n") == 1
+    assert [row["step"] for row in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+
+
+# ------------------------------------------------------------- the command, and a browser
+
+
+def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, capsys):
+    for i, name in enumerate("ab"):
+        (tmp_path / name / "rollouts").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": i}) + "\n")
+        about = {"args": {"model": tiny_model if name == "a" else "/none"}}
+        (tmp_path / name / "args.json").write_text(json.dumps(about))
+        write_rollouts(tmp_path / name, "eval_000000", [trajectory(ids=[1], mask=[1])])
+    monkeypatch.chdir(tmp_path)
+    report.main(["a", "b"])
+    out, err = capsys.readouterr()
+    assert out == "report.html\n" and err.startswith("b: Tokens are shown as numbers")
+    a, b = embedded(tmp_path / "report.html")["runs"]
+    assert (a["name"], b["name"], b["columns"]) == ("a", "b", {"step": [1]})
+    assert a["pieces"] == ["<|im_start|>"] and a["special"] == [0] and b["pieces"] == ["⟨1⟩"]
+    report.main(["a", "--trajectories", "1"])
+    assert len(embedded(tmp_path / "a" / "report.html")["runs"]) == 1
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path)])
+    assert "has no metrics.jsonl and no rollouts/" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium")
+@pytest.mark.parametrize("tab", ["curves", "time", "trajectories", "settings"])
+def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
+    same = {"timing/step_s": 2.0, "timing/train_s": 1.0, HOSTILE: 1.0}
+    alike = 1.0, 1.0000000000000002  # all but equal: an axis of their range would have no marks
+    rows = [{"step": i, "reward/mean": i / 8, "actor/entropy": alike[i % 2]} | same for i in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "args.json").write_text(json.dumps({"args": {"task": HOSTILE}, "command": [HOSTILE]}))
+    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE}]
+    outputs = [trajectory(sample=i, messages=messages, metrics={HOSTILE: 1}, reward=float(i)) for i in range(2)]
+    write_rollouts(folder, "step_000001", outputs)
+    report.keep_learned(folder / "learned" / "step_000001.jsonl", *learned(outputs, [1.0, -1.0], 1e-6))
+    run = report.Run(folder, tokenizer)
+    run.refresh()
+    report.write([run, run], folder / "report.html")
+    sandbox = ["--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--enable-logging=stderr"]
+    address = f"{(folder / 'report.html').as_uri()}#tab={tab}&mode=group&sort=reward"
+    command = [BROWSER, "--headless=new", *sandbox, "--virtual-time-budget=500", "--dump-dom", address]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "CONSOLE" not in result.stderr and "<title>run and run (2) – flatrl</title>" in result.stdout
+    drawn = result.stdout.split('<script type="application/json"')[0]  # the page's own elements
+    assert "<img" not in drawn and drawn.count("<script") == 0
+    escaped = "&lt;/script&gt;&lt;script&gt;document.title='pwned'"
+    if tab == "curves":
+        assert drawn.count("<polyline") == 4 and escaped not in drawn.split("<details")[0] and ">0.375<" in drawn
+    elif tab == "time":
+        assert drawn.count("<td>4 s</td>") == 4  # of two runs: the update, and what no phase accounts for
+    elif tab == "settings":
+        assert drawn.count(escaped) == 4  # of two runs: the task, the command
+    else:
+        assert drawn.count('class="card chosen"') == 1 and drawn.count("rgba(31, 95, 168, 0.62)") > 3  # advantage 1
+        assert escaped in drawn and 'aria-selected="true"' in drawn
+
+
+def test_the_writer_needs_nothing_but_python(folder):
+    """It runs where no torch and no transformers are."""
+    write_rollouts(folder, "step_000001", [trajectory()])
+    command = [sys.executable, "-S", "-E", report.PAGE.with_name("report.py"), folder]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "the transformers package is not installed here" in result.stderr
+    assert embedded(folder / "report.html")["runs"][0]["total"] == 1
