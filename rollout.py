@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -164,8 +165,10 @@ def _prepare_vllm(device, tp):
     for name, value in settings.items():  # its external launcher wants ranks of one process too
         os.environ.setdefault(name, str(value))
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    _give_back_classes()
     if device.type != "cpu":
         return
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
     import vllm.model_executor.layers.utils as layers
     import vllm.v1.sample.sampler as sampler
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -173,6 +176,10 @@ def _prepare_vllm(device, tp):
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
     layers.dispatch_cpu_unquantized_gemm = (
         lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear))
+    # It repacks experts too, but only at the first load: let each be the first.
+    setup = moe.UnquantizedFusedMoEMethod._setup_kernel
+    moe.UnquantizedFusedMoEMethod._setup_kernel = (
+        lambda self, **weights: (setattr(self, "moe_kernel", None), setup(self, **weights)))
     # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
@@ -181,6 +188,39 @@ def _prepare_vllm(device, tp):
         dist.broadcast_object_list(name)
         ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
+
+
+def _give_back_classes():
+    """vLLM's Transformers backend decorates a model's class, the trainer's too. Let it, and then
+    make the decorated class one of the engine's own, and transformers' what it was."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    if hasattr(Base.__init__, "__wrapped__"):
+        return
+    build, decorate, before = Base.__init__, Base._decorate_cls_for_torch_compile, {}
+
+    def note(self, cls, *args, **kwargs):
+        before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+        decorate(self, cls, *args, **kwargs)
+
+    @functools.wraps(build)
+    def init(self, **kwargs):
+        build(self, **kwargs)
+        for cls, (bases, attributes) in before.items():
+            new = {name: x for name, x in vars(cls).items() if x is not attributes.get(name)}
+            added = [base for base in cls.__bases__ if base not in bases]
+            cls.__bases__ = bases
+            for name in new:
+                delattr(cls, name)
+                if name in attributes:
+                    setattr(cls, name, attributes[name])
+            own = type(cls.__name__, (cls, *added), {"__module__": cls.__module__} | new)
+            for module in self.modules():
+                if type(module) is cls:
+                    module.__class__ = own
+        before.clear()
+
+    Base.__init__, Base._decorate_cls_for_torch_compile = init, note
 
 
 class Engine:
@@ -209,7 +249,7 @@ class Engine:
         padding = vocab_size and slice(vocab_size, None)  # the head's rows beyond the tokenizer's
         never = [ids for ids in (padding, image_token_id) if ids is not None]
         self.llm.apply_model(lambda net: _never_sample(net, never))
-        self.version, self.sent = -1, {}  # by the last sync: Hugging Face name -> the engine's
+        self.version, self.sent = -1, {}  # by the last sync: checkpoint's name -> the engine's
         self.leader, self.team = dist.get_rank() % args.tp == 0, None  # consecutive ranks
         if args.tp > 1:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
@@ -247,27 +287,38 @@ class Engine:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int):
-        """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
-        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that
-        failed, came twice or did not arrive; the engine then stays unusable."""
+        """Copies every parameter from (name in a checkpoint, tensor) pairs; a tied weight comes
+        once. Takes one pair at a time, and keeps those of a layer until it is whole: then what
+        vLLM made of its weights (other layouts, fp8) is made anew. Raises RuntimeError naming the
+        parameter that failed, came twice or did not arrive; the engine then stays unusable."""
+        from vllm.config import set_current_vllm_config
+
         self._require("weights")
-        (self.sent,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        config = self.core.vllm_config
+        with set_current_vllm_config(config):
+            (self.sent,) = self.llm.apply_model(
+                lambda model: _load(model, named_tensors, config.model_config))
         if not self.core.reset_prefix_cache():  # while a request holds blocks: keys would be stale
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.core.reset_encoder_cache()  # what the old weights made of images
         self.version = version
         self._become("synced")
 
-    def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
-        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by
-        Hugging Face name, summed over the --tp team: what all its ranks hold counts for each."""
+    def checksums(self) -> dict[tuple[str, ...], tuple[torch.dtype, int, int]]:
+        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, summed
+        over the --tp team (what all its ranks hold counts for each), by its names in a checkpoint:
+        an expert's are parts of one."""
         (fused,) = self.llm.apply_model(_fused)
+        (model,) = self.llm.apply_model(lambda model: model)
         parts = {name: x for inside in fused.values() for name, x in inside.items()}
-        held = {name: parts[part] for name, part in self.sent.items() if part in parts}
-        sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
+        parts |= dict(model.named_parameters())
+        names = {}
+        for name, part in self.sent.items():
+            names.setdefault(part, []).append(name)
+        sums = torch.tensor([[int(checksum(parts[x])), parts[x].numel()] for x in names])
         if self.team:
             dist.all_reduce(sums, group=self.team)
-        return {name: (held[name].dtype, *row) for name, row in zip(held, sums.tolist())}
+        return {tuple(names[x]): (parts[x].dtype, *row) for x, row in zip(names, sums.tolist())}
 
     def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
@@ -530,37 +581,57 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
-def _load(model, named_tensors):
+def _load(model, named_tensors, config):
     """Loads, or raises RuntimeError; the engine's name of each tensor that came."""
     from vllm.distributed import get_tp_group
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    fused, sent, current = _fused(model), {}, "the first parameter"
-    parts = {name: x for inside in fused.values() for name, x in inside.items()}
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
-        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+    fused, world, current = _fused(model), get_tp_group().world_size, "the first parameter"
+    sizes, sent = {}, {}
+
+    def noting(name, loader):
+        @functools.wraps(loader)
+        def load(*args, **kwargs):
+            own = "." + ".".join(current.split(".")[-2:])  # k_proj.bias: a part of qkv_proj.bias?
+            sent[current] = next((x for x in fused[name] if x.endswith(own)), name)
+            # vLLM complains of a tensor too small, and takes the first rows of one too large.
+            room = fused[name].get(sent[current])
+            if room is not None and sizes[current].numel() > room.numel() * world:
+                shapes = f"{tuple(sizes[current])}, the engine's {tuple(room.shape)}"
+                raise RuntimeError(f"its shape is {shapes}")
+            return loader(*args, **kwargs)
+
+        return load
 
     def one_by_one():
         nonlocal current
-        for name, tensor in named_tensors:
-            current = name
-            if name in sent:
+        for current, tensor in named_tensors:
+            if current in sizes:
                 raise RuntimeError("it came twice")
-            sent[name] = (mapper and mapper._map_name(name)) or name
-            part = parts.get(sent[name])
-            # vLLM complains of a tensor too small, and takes the first rows of one too large.
-            if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
-                shapes = f"{tuple(tensor.shape)}, the engine's {tuple(part.shape)}"
-                raise RuntimeError(f"its shape is {shapes}")
-            yield name, tensor
+            sizes[current] = tensor.shape
+            yield current, tensor
 
+    layerwise.initialize_layerwise_reload(model)
+    watched = [(p, name, getattr(p, "weight_loader", default_weight_loader))
+               for name, p in model.named_parameters()]
     try:
-        loaded = model.load_weights(one_by_one())
+        for p, name, loader in watched:
+            p.weight_loader = noting(name, loader)
+        try:
+            model.load_weights(one_by_one())
+        finally:
+            for p, _, loader in watched:
+                p.weight_loader = loader
+            layerwise.finalize_layerwise_reload(model, config)
     except Exception as error:  # vLLM's own are bare assertions, among others
         raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
-    arrived = set(sent.values())
-    missing = [part for name, inside in fused.items() for part in inside if name not in loaded
-               or part not in arrived and arrived & inside.keys()]  # q_proj alone loads qkv_proj
+    arrived = Counter()
+    for name, part in sent.items():
+        arrived[part] += sizes[name].numel()
+    missing = [part for name, inside in fused.items() for part, x in inside.items()
+               if not arrived[part] + arrived[name]
+               or "experts." in name and arrived[name] < x.numel()]
     if missing:
         problem = "weight sync incomplete, these parameters of the engine got no tensor"
         raise RuntimeError(f"{problem}: {sorted(missing)}")

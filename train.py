@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
 
 import contextlib
 import difflib
+import itertools
 import json
 import logging
 import math
@@ -43,6 +44,7 @@ from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, HfArgumentParser,
     PreTrainedModel, get_scheduler, set_seed,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 import data
@@ -683,13 +685,26 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of every parameter, tied ones once: the transformers model's own
-    names are those that vLLM knows.
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, dict]]:
+    """What a checkpoint holds, tied weights once: (name here, {name in the checkpoint: tensor}), by
+    transformers' own way back. There may be several names: fused experts are single ones there.
 
-    Of a sharded policy one parameter at a time is whole: it must not be kept beyond the next one,
+    Of a sharded model one parameter at a time is whole: it must not be kept beyond the next one,
     and all ranks go through them together."""
-    yield from ((name, whole(p.detach())) for name, p in policy.model.named_parameters())
+    saved = model.state_dict()
+    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name in saved and x.is_floating_point():
+            parts = revert_weight_conversion(model, {name: whole(x.detach())})
+            if model.config.model_type == "gpt_oss" and ".experts." in name:  # vLLM's own names
+                ((path, x),) = parts.items()
+                parts = {path.replace("experts", f"experts.{i}"): x for i, x in enumerate(x)}
+            yield name, parts
+
+
+def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in a checkpoint, tensor) of everything that the engine needs."""
+    for _, parts in checkpoint_weights(policy.model):
+        yield from parts.items()
 
 
 def check_sync(engine: Engine, policy: Policy):
@@ -697,17 +712,23 @@ def check_sync(engine: Engine, policy: Policy):
     now, fused as it may be.
 
     Raises RuntimeError naming the first parameter that differs, was not sent or is not finite."""
-    checksums = engine.checksums()
-    for name, p in policy.model.named_parameters():  # itself, not what named_weights made of it
-        x = whole(p.detach())
-        if bad := (~x.isfinite()).sum().item():
-            raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
-        if name not in checksums:
-            raise RuntimeError(f"--check_sync: {name} was not sent, or vLLM names it otherwise")
-        dtype, found, numel = checksums[name]
-        copies = numel // x.numel()  # ranks of a tensor parallel group may hold one each
-        if (found - checksum(x.to(dtype)).item() * copies) % 2**64:
-            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's")
+    held = engine.checksums()
+    together = {name: names for names in held for name in names}
+    sums, numels = Counter(), Counter()
+    for name, parts in checkpoint_weights(policy.model):  # itself, not what named_weights made
+        for part, x in parts.items():
+            if bad := (~x.isfinite()).sum().item():
+                raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
+            if part not in together:
+                raise RuntimeError(f"--check_sync: {part} was not sent, or vLLM names it otherwise")
+            names = together[part]
+            sums[names] += checksum(x.to(held[names][0])).item()
+            numels[names] += x.numel()
+    for names, (_, found, numel) in held.items():
+        copies = numel // numels[names]  # ranks of a tensor parallel group may hold one each
+        if (found - sums[names] * copies) % 2**64:
+            more = f" (with {len(names) - 1} more in one)" * (len(names) > 1)
+            raise RuntimeError(f"--check_sync: the engine's {names[0]}{more} is not the trainer's")
 
 
 def sync(engine: Engine, policy: Policy, version: int) -> float:
