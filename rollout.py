@@ -23,6 +23,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -165,17 +166,25 @@ def _prepare_vllm(device, tp):
     for name, value in settings.items():  # its external launcher wants ranks of one process too
         os.environ.setdefault(name, str(value))
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    _give_back_classes()
+    _own_classes()
     if device.type != "cpu":
         return
+    import vllm.model_executor.layers.activation as activation
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
     import vllm.model_executor.layers.utils as layers
+    import vllm.model_executor.models.config as models
     import vllm.v1.sample.sampler as sampler
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
     layers.dispatch_cpu_unquantized_gemm = (
         lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear))
+    # Hybrids: with a prefix cache they would need chunked prefill.
+    verify = models.MambaModelConfig.verify_and_update_config
+    models.MambaModelConfig.verify_and_update_config = lambda config: (
+        setattr(config.cache_config, "enable_prefix_caching", False), verify(config))
+    # In the model's dtype, not in bfloat16 whatever that is.
+    activation.XIELU.__init__ = functools.partialmethod(activation.XIELU.__init__, dtype=None)
     # It repacks experts too, but only at the first load: let each be the first.
     setup = moe.UnquantizedFusedMoEMethod._setup_kernel
     moe.UnquantizedFusedMoEMethod._setup_kernel = (
@@ -190,37 +199,30 @@ def _prepare_vllm(device, tp):
         ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
-def _give_back_classes():
-    """vLLM's Transformers backend decorates a model's class, the trainer's too. Let it, and then
-    make the decorated class one of the engine's own, and transformers' what it was."""
+def _own_classes():
+    """vLLM's Transformers backend would decorate a model's class, which is the trainer's too: here
+    the engine's model gets a class of its own, and that is decorated."""
     from vllm.model_executor.models.transformers.base import Base
 
     if hasattr(Base.__init__, "__wrapped__"):
         return
-    build, decorate, before = Base.__init__, Base._decorate_cls_for_torch_compile, {}
-
-    def note(self, cls, *args, **kwargs):
-        before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
-        decorate(self, cls, *args, **kwargs)
+    build, decorate, calls = Base.__init__, Base._decorate_cls_for_torch_compile, []
 
     @functools.wraps(build)
     def init(self, **kwargs):
         build(self, **kwargs)
-        for cls, (bases, attributes) in before.items():
-            new = {name: x for name, x in vars(cls).items() if x is not attributes.get(name)}
-            added = [base for base in cls.__bases__ if base not in bases]
-            cls.__bases__ = bases
-            for name in new:
-                delattr(cls, name)
-                if name in attributes:
-                    setattr(cls, name, attributes[name])
-            own = type(cls.__name__, (cls, *added), {"__module__": cls.__module__} | new)
+        while calls:
+            call = calls.pop()
+            cls = call["cls"]
+            own = type(cls.__name__, (cls,), {"__init__": lambda self: None})
+            decorate(self, **call | {"cls": own})
             for module in self.modules():
                 if type(module) is cls:
                     module.__class__ = own
-        before.clear()
+                    module.__init__(vllm_config=self.vllm_config)  # the decoration's attributes
 
-    Base.__init__, Base._decorate_cls_for_torch_compile = init, note
+    Base.__init__ = init
+    Base._decorate_cls_for_torch_compile = lambda self, **call: calls.append(call)
 
 
 class Engine:
@@ -304,21 +306,30 @@ class Engine:
         self.version = version
         self._become("synced")
 
-    def checksums(self) -> dict[tuple[str, ...], tuple[torch.dtype, int, int]]:
-        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, summed
-        over the --tp team (what all its ranks hold counts for each), by its names in a checkpoint:
-        an expert's are parts of one."""
-        (fused,) = self.llm.apply_model(_fused)
+    def check(self, named_tensors: Iterable[tuple[str, torch.Tensor]]):
+        """--check_sync: checksums of these pairs against those of what the engine holds now, fused
+        as it may be, summed over the --tp team.
+
+        Raises RuntimeError naming the first that differs, was not sent or is not finite."""
         (model,) = self.llm.apply_model(lambda model: model)
-        parts = {name: x for inside in fused.values() for name, x in inside.items()}
-        parts |= dict(model.named_parameters())
-        names = {}
-        for name, part in self.sent.items():
-            names.setdefault(part, []).append(name)
-        sums = torch.tensor([[int(checksum(parts[x])), parts[x].numel()] for x in names])
+        held, sums, numels = dict(model.named_buffers()), Counter(), Counter()
+        for name, inside in _fused(model).items():
+            held |= {name: model.get_parameter(name)} | inside
+        for name, x in named_tensors:
+            if bad := (~x.isfinite()).sum().item():
+                raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
+            if name not in self.sent:
+                raise RuntimeError(f"--check_sync: {name} was not sent")
+            if part := self.sent[name]:
+                sums[part] += int(checksum(x.to(held[part].dtype)))
+                numels[part] += x.numel()
+        found = torch.tensor([[int(checksum(held[x])), held[x].numel()] for x in sums])
         if self.team:
-            dist.all_reduce(sums, group=self.team)
-        return {tuple(names[x]): (parts[x].dtype, *row) for x, row in zip(names, sums.tolist())}
+            dist.all_reduce(found, group=self.team)
+        for part, (total, numel) in zip(sums, found.tolist()):
+            copies = numel // numels[part]  # ranks of a team may hold one each
+            if (total - sums[part] * copies) % 2**64:
+                raise RuntimeError(f"--check_sync: the engine's {part} is not the trainer's")
 
     def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
@@ -582,23 +593,28 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _load(model, named_tensors, config):
-    """Loads, or raises RuntimeError; the engine's name of each tensor that came."""
+    """Loads, or raises RuntimeError. Of each tensor that came the engine's name; None where there
+    is nothing to compare."""
     from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    fused, world, current = _fused(model), get_tp_group().world_size, "the first parameter"
-    sizes, sent = {}, {}
+    world, current = get_tp_group().world_size, "the first parameter"
+    sizes, sent, left, arrived = {}, {}, {}, Counter()
+    layerwise.initialize_layerwise_reload(model)
+    fused = _fused(model)
 
-    def noting(name, loader):
+    def watched(name, loader):
         @functools.wraps(loader)
         def load(*args, **kwargs):
             own = "." + ".".join(current.split(".")[-2:])  # k_proj.bias: a part of qkv_proj.bias?
-            sent[current] = next((x for x in fused[name] if x.endswith(own)), name)
+            part = next((x for x in fused[name] if x.endswith(own)), name)
+            sent[current] = part if inspect.unwrap(loader).__name__ != "composed_loader" else None
+            arrived[part] += (size := sizes[current]).numel()
             # vLLM complains of a tensor too small, and takes the first rows of one too large.
-            room = fused[name].get(sent[current])
-            if room is not None and sizes[current].numel() > room.numel() * world:
-                shapes = f"{tuple(sizes[current])}, the engine's {tuple(room.shape)}"
+            room = fused[name].get(part)
+            if room is not None and size.numel() > room.numel() * world:
+                shapes = f"{tuple(size)}, the engine's {tuple(room.shape)}"
                 raise RuntimeError(f"its shape is {shapes}")
             return loader(*args, **kwargs)
 
@@ -611,27 +627,30 @@ def _load(model, named_tensors, config):
                 raise RuntimeError("it came twice")
             sizes[current] = tensor.shape
             yield current, tensor
+            if current not in sent:
+                left[current] = tensor
 
-    layerwise.initialize_layerwise_reload(model)
-    watched = [(p, name, getattr(p, "weight_loader", default_weight_loader))
+    loaders = [(p, name, getattr(p, "weight_loader", default_weight_loader))
                for name, p in model.named_parameters()]
     try:
-        for p, name, loader in watched:
-            p.weight_loader = noting(name, loader)
-        try:
-            model.load_weights(one_by_one())
-        finally:
-            for p, _, loader in watched:
-                p.weight_loader = loader
-            layerwise.finalize_layerwise_reload(model, config)
+        for p, name, loader in loaders:
+            p.weight_loader = watched(name, loader)
+        model.load_weights(one_by_one())
     except Exception as error:  # vLLM's own are bare assertions, among others
+        for module in model.modules():  # what came by halves is forgotten
+            info = layerwise.get_layerwise_info(module)
+            info.loaded_weights, info.load_numel = [], 0
         raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
-    arrived = Counter()
-    for name, part in sent.items():
-        arrived[part] += sizes[name].numel()
+    finally:
+        for p, _, loader in loaders:
+            p.weight_loader = loader
+        layerwise.finalize_layerwise_reload(model, config)
+    for name, tensor in left.items():  # what vLLM copies without a loader is lost so far
+        sent[name] = next(iter(model.load_weights([(name, tensor)])), None)
+        arrived[sent[name]] += 1
     missing = [part for name, inside in fused.items() for part, x in inside.items()
                if not arrived[part] + arrived[name]
-               or "experts." in name and arrived[name] < x.numel()]
+               or ".experts." in name and arrived[name] < x.numel()]
     if missing:
         problem = "weight sync incomplete, these parameters of the engine got no tensor"
         raise RuntimeError(f"{problem}: {sorted(missing)}")

@@ -52,7 +52,7 @@ import losses
 from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
-    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, checksum, gather_unless_stopped,
+    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, gather_unless_stopped,
     grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
@@ -336,6 +336,12 @@ def check_args(args: Args):
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if parameters:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
+    if json.loads(args.engine_args).get("quantization"):
+        need(not args.check_sync, "--check_sync compares weights, which quantization changes: "
+             "give one of them")
+        if args.rollout_correction == "none":
+            warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
+                          "give --rollout_correction tis", stacklevel=2)
 
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
@@ -685,9 +691,9 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, dict]]:
-    """What a checkpoint holds, tied weights once: (name here, {name in the checkpoint: tensor}), by
-    transformers' own way back. There may be several names: fused experts are single ones there.
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a checkpoint holds, tied weights once, by transformers' own way back:
+    renamed, and fused experts one by one.
 
     Of a sharded model one parameter at a time is whole: it must not be kept beyond the next one,
     and all ranks go through them together."""
@@ -698,37 +704,12 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, dict]]:
             if model.config.model_type == "gpt_oss" and ".experts." in name:  # vLLM's own names
                 ((path, x),) = parts.items()
                 parts = {path.replace("experts", f"experts.{i}"): x for i, x in enumerate(x)}
-            yield name, parts
+            yield from parts.items()
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in a checkpoint, tensor) of everything that the engine needs."""
-    for _, parts in checkpoint_weights(policy.model):
-        yield from parts.items()
-
-
-def check_sync(engine: Engine, policy: Policy):
-    """--check_sync: checksums of the trainer's parameters against those of what the engine holds
-    now, fused as it may be.
-
-    Raises RuntimeError naming the first parameter that differs, was not sent or is not finite."""
-    held = engine.checksums()
-    together = {name: names for names in held for name in names}
-    sums, numels = Counter(), Counter()
-    for name, parts in checkpoint_weights(policy.model):  # itself, not what named_weights made
-        for part, x in parts.items():
-            if bad := (~x.isfinite()).sum().item():
-                raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
-            if part not in together:
-                raise RuntimeError(f"--check_sync: {part} was not sent, or vLLM names it otherwise")
-            names = together[part]
-            sums[names] += checksum(x.to(held[names][0])).item()
-            numels[names] += x.numel()
-    for names, (_, found, numel) in held.items():
-        copies = numel // numels[names]  # ranks of a tensor parallel group may hold one each
-        if (found - sums[names] * copies) % 2**64:
-            more = f" (with {len(names) - 1} more in one)" * (len(names) > 1)
-            raise RuntimeError(f"--check_sync: the engine's {names[0]}{more} is not the trainer's")
+    """What the engine gets."""
+    return checkpoint_weights(policy.model)
 
 
 def sync(engine: Engine, policy: Policy, version: int) -> float:
@@ -738,7 +719,7 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     engine.wake_weights()
     engine.load_weights(named_weights(policy), version)
     if engine.args.check_sync:
-        check_sync(engine, policy)
+        engine.check(checkpoint_weights(policy.model))  # itself: named_weights may be at fault
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -27,6 +27,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "examples")]
 
 WINDOW = dict(sliding_window=16)
+TIED = dict(tie_word_embeddings=True)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 LAYERS = ["sliding_attention", "full_attention"] * 2
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
@@ -34,7 +35,7 @@ NO_KV = dict(num_key_value_heads=4)
 # name -> (configuration class of transformers, what differs from COMMON)
 ARCHITECTURES = {
     "qwen2": ("Qwen2Config", {}),
-    "qwen2 (tied)": ("Qwen2Config", dict(tie_word_embeddings=True)),
+    "qwen2 (tied)": ("Qwen2Config", TIED),
     "qwen3": ("Qwen3Config", {}),
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", dict(sliding_window=None)),
@@ -45,21 +46,21 @@ ARCHITECTURES = {
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", WINDOW | dict(layer_types=LAYERS)),
     "phi3": ("Phi3Config", {}),
-    "gemma2": ("Gemma2Config", WINDOW | dict(query_pre_attn_scalar=32, layer_types=LAYERS)),
-    "gemma3": ("Gemma3TextConfig", WINDOW | dict(query_pre_attn_scalar=32, layer_types=LAYERS)),
-    "gemma4": ("Gemma4TextConfig", WINDOW | dict(layer_types=LAYERS, hidden_size_per_layer_input=0,
+    "gemma2": ("Gemma2Config", WINDOW | TIED | dict(query_pre_attn_scalar=32, layer_types=LAYERS)),
+    "gemma3": ("Gemma3TextConfig", WINDOW | TIED | dict(query_pre_attn_scalar=32, layer_types=LAYERS)),
+    "gemma4": ("Gemma4TextConfig", WINDOW | TIED | dict(layer_types=LAYERS, hidden_size_per_layer_input=0,
                                                  global_head_dim=32, num_kv_shared_layers=0)),
     "granite": ("GraniteConfig", dict(logits_scaling=1.0, attention_multiplier=0.2)),
     "granite (logits_scaling)": ("GraniteConfig", dict(logits_scaling=4.0, attention_multiplier=0.2)),
     "glm4": ("Glm4Config", {}),
-    "cohere2": ("Cohere2Config", WINDOW | dict(layer_types=LAYERS, tie_word_embeddings=True)),
+    "cohere2": ("Cohere2Config", WINDOW | TIED | dict(layer_types=LAYERS)),
     "exaone4": ("Exaone4Config", WINDOW | dict(layer_types=LAYERS, sliding_window_pattern=2)),
     "ernie4_5": ("Ernie4_5Config", {}),
     "seed_oss": ("SeedOssConfig", {}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {}),
     "apertus": ("ApertusConfig", {}),
     "arcee": ("ArceeConfig", {}),
-    "gpt2": ("GPT2Config", dict(n_embd=128, n_layer=4, n_head=4, n_positions=1024, tie_word_embeddings=True)),
+    "gpt2": ("GPT2Config", dict(n_embd=128, n_layer=4, n_head=4, n_positions=1024, **TIED)),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "stablelm": ("StableLmConfig", {}),
     "nemotron": ("NemotronConfig", {}),
@@ -69,9 +70,9 @@ ARCHITECTURES = {
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "olmoe": ("OlmoeConfig", dict(num_experts=4, num_experts_per_tok=2, intermediate_size=64)),
     "gpt_oss": ("GptOssConfig", WINDOW | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=64,
-                                              layer_types=LAYERS, rope_parameters={"rope_type": "default",
-                                                                                   "rope_theta": 1e4})),
+                                              layer_types=LAYERS)),
     "deepseek_v3": ("DeepseekV3Config", dict(
+        topk_method="noaux_tc",
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1,
         first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16,
         v_head_dim=32, head_dim=16, num_key_value_heads=4)),
@@ -87,8 +88,6 @@ ARCHITECTURES = {
         layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, num_local_experts=4,
         num_experts_per_tok=2, shared_intermediate_size=64, position_embedding_type="rope", mamba_chunk_size=16)),
     "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)),
-    "bamba": ("BambaConfig", dict(attn_layer_indices=[1, 3], mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16,
-                                  mamba_chunk_size=16)),
     "mamba2": ("Mamba2Config", dict(num_heads=8, head_dim=32, state_size=16, n_groups=1, chunk_size=16)),
     "nemotron_h": ("NemotronHConfig", dict(hybrid_override_pattern="M*-M", mamba_num_heads=8, mamba_head_dim=32,
                                            ssm_state_size=16, n_groups=1, chunk_size=16)),
