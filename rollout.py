@@ -199,16 +199,14 @@ def _prepare_vllm(device, tp):
         ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
+@functools.cache
 def _own_classes():
     """vLLM's Transformers backend would decorate a model's class, which is the trainer's too: here
     the engine's model gets a class of its own, and that is decorated."""
     from vllm.model_executor.models.transformers.base import Base
 
-    if hasattr(Base.__init__, "__wrapped__"):
-        return
     build, decorate, calls = Base.__init__, Base._decorate_cls_for_torch_compile, []
 
-    @functools.wraps(build)
     def init(self, **kwargs):
         build(self, **kwargs)
         while calls:
@@ -593,14 +591,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _load(model, named_tensors, config):
-    """Loads, or raises RuntimeError. Of each tensor that came the engine's name; None where there
-    is nothing to compare."""
+    """Loads, or raises RuntimeError; the engine's name of each tensor that came, or None."""
     from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    world, current = get_tp_group().world_size, "the first parameter"
     sizes, sent, left, arrived = {}, {}, {}, Counter()
+    current = "the first parameter"
     layerwise.initialize_layerwise_reload(model)
     fused = _fused(model)
 
@@ -613,9 +610,8 @@ def _load(model, named_tensors, config):
             arrived[part] += (size := sizes[current]).numel()
             # vLLM complains of a tensor too small, and takes the first rows of one too large.
             room = fused[name].get(part)
-            if room is not None and size.numel() > room.numel() * world:
-                shapes = f"{tuple(size)}, the engine's {tuple(room.shape)}"
-                raise RuntimeError(f"its shape is {shapes}")
+            if room is not None and size.numel() > room.numel() * get_tp_group().world_size:
+                raise RuntimeError(f"its shape is {tuple(size)}, the engine's {tuple(room.shape)}")
             return loader(*args, **kwargs)
 
         return load
@@ -652,8 +648,8 @@ def _load(model, named_tensors, config):
                if not arrived[part] + arrived[name]
                or ".experts." in name and arrived[name] < x.numel()]
     if missing:
-        problem = "weight sync incomplete, these parameters of the engine got no tensor"
-        raise RuntimeError(f"{problem}: {sorted(missing)}")
+        raise RuntimeError("weight sync incomplete, these parameters of the engine got no tensor: "
+                           f"{sorted(missing)}")
     return sent
 
 
