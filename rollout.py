@@ -645,8 +645,7 @@ def _load(model, named_tensors, config):
         sent[name] = next(iter(model.load_weights([(name, tensor)])), None)
         arrived[sent[name]] += 1
     missing = [part for name, inside in fused.items() for part, x in inside.items()
-               if not arrived[part] + arrived[name]
-               or ".experts." in name and arrived[name] < x.numel()]
+               if max(arrived[part], arrived[name]) < (x.numel() if ".experts." in name else 1)]
     if missing:
         raise RuntimeError("weight sync incomplete, these parameters of the engine got no tensor: "
                            f"{sorted(missing)}")
