@@ -31,7 +31,7 @@ TIED = dict(tie_word_embeddings=True)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 LAYERS = ["sliding_attention", "full_attention"] * 2
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-NO_KV = dict(num_key_value_heads=4)
+NO_KV = dict(num_key_value_heads=4)  # vLLM reads it of models, too, that have no such thing
 # name -> (configuration class of transformers, what differs from COMMON)
 ARCHITECTURES = {
     "qwen2": ("Qwen2Config", {}),
@@ -61,7 +61,7 @@ ARCHITECTURES = {
     "apertus": ("ApertusConfig", {}),
     "arcee": ("ArceeConfig", {}),
     "gpt2": ("GPT2Config", dict(n_embd=128, n_layer=4, n_head=4, n_positions=1024, **TIED)),
-    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", NO_KV),
     "stablelm": ("StableLmConfig", {}),
     "nemotron": ("NemotronConfig", {}),
     "nanochat": ("NanoChatConfig", {}),
@@ -74,8 +74,8 @@ ARCHITECTURES = {
     "deepseek_v3": ("DeepseekV3Config", dict(
         topk_method="noaux_tc",
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16,
-        v_head_dim=32, head_dim=16, num_key_value_heads=4)),
+        first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64,
+        v_head_dim=32, head_dim=64, num_key_value_heads=4)),
     "qwen3_5": ("Qwen3_5TextConfig", dict(
         layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=32, linear_value_head_dim=32)),
@@ -87,7 +87,8 @@ ARCHITECTURES = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", dict(
         layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, num_local_experts=4,
         num_experts_per_tok=2, shared_intermediate_size=64, position_embedding_type="rope", mamba_chunk_size=16)),
-    "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)),
+    "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"] * 2, conv_dim=128,
+                                block_auto_adjust_ff_dim=False)),
     "mamba2": ("Mamba2Config", dict(num_heads=8, head_dim=32, state_size=16, n_groups=1, chunk_size=16)),
     "nemotron_h": ("NemotronHConfig", dict(hybrid_override_pattern="M*-M", mamba_num_heads=8, mamba_head_dim=32,
                                            ssm_state_size=16, n_groups=1, chunk_size=16)),
