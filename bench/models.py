@@ -261,8 +261,8 @@ def row(name: str, found: dict) -> str:
         verdict = f"{'agrees' if agrees else '**disagrees**'} | {found['mean']:.1e} | {found['max']:.1e}"
         return f"| {name} | {verdict} |"
     kind = "refused" if "refused" in found else "fails"
-    text = " ".join(found.get("refused", found.get("error", "")).split()).replace("|", "/")
-    return f"| {name} | {kind}: {text[:200]} | | |"
+    text = " ".join(found.get("refused", found.get("error", "")).split()).replace("|", "/").split(" [type=")[0]
+    return f"| {name} | {kind}: {text[:160]} | | |"
 
 
 def main() -> None:

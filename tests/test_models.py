@@ -127,12 +127,14 @@ def test_a_transposed_expert_is_for_the_logprobs_to_tell(moe, mixed, background)
 def test_transformers_own_class_is_untouched_by_the_engine_whatever_is_built_first(
     args, tokenizer, process_group, background, tmp_path
 ):
-    before = Olmo2Model.__bases__, dict(vars(Olmo2Model))
+    bases, attributes = Olmo2Model.__bases__, dict(vars(Olmo2Model))
     args, policy = build("olmo2", tmp_path, args)
     policies = [policy()]
     engine = engine_of(args, tokenizer)
     policies.append(policy())
-    assert (Olmo2Model.__bases__, dict(vars(Olmo2Model))) == before
+    assert Olmo2Model.__bases__ == bases
+    assert [name for name, x in attributes.items() if vars(Olmo2Model)[name] is not x] == []
+    assert "__call__" not in vars(Olmo2Model)
     for step, policy in enumerate(policies):
         assert type(policy.model.model) is Olmo2Model
         models.change(policy.model, step + 1)
