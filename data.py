@@ -1030,8 +1030,8 @@ def on_main(function, *args):
     return result[1]
 
 
-OWN = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned checkpoints final
-    .final wandb report.html .report.html""".split())  # what a run writes into its folder
+OWN = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned checkpoints
+    final .final wandb report.html .report.html""".split())  # what a run writes into its folder
 
 
 def claim_folder(args):

@@ -23,7 +23,9 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -219,15 +221,29 @@ def _prepare_vllm(device, tp):
     for name, value in settings.items():  # its external launcher wants ranks of one process too
         os.environ.setdefault(name, str(value))
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    _own_classes()
     if device.type != "cpu":
         return
+    import vllm.model_executor.layers.activation as activation
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
     import vllm.model_executor.layers.utils as layers
+    import vllm.model_executor.models.config as models
     import vllm.v1.sample.sampler as sampler
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
     layers.dispatch_cpu_unquantized_gemm = (
         lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear))
+    # Hybrids: with a prefix cache they would need chunked prefill.
+    verify = models.MambaModelConfig.verify_and_update_config
+    models.MambaModelConfig.verify_and_update_config = lambda config: (
+        setattr(config.cache_config, "enable_prefix_caching", False), verify(config))
+    # In the model's dtype, not in bfloat16 whatever that is.
+    activation.XIELU.__init__ = functools.partialmethod(activation.XIELU.__init__, dtype=None)
+    # It repacks experts too, but only at the first load: let each be the first.
+    setup = moe.UnquantizedFusedMoEMethod._setup_kernel
+    moe.UnquantizedFusedMoEMethod._setup_kernel = (
+        lambda self, **weights: (setattr(self, "moe_kernel", None), setup(self, **weights)))
     # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
@@ -236,6 +252,30 @@ def _prepare_vllm(device, tp):
         dist.broadcast_object_list(name)
         ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
+
+
+@functools.cache
+def _own_classes():
+    """vLLM's Transformers backend would decorate a model's class, which is the trainer's too: here
+    the engine's model gets a class of its own, and that is decorated."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    build, decorate, calls = Base.__init__, Base._decorate_cls_for_torch_compile, []
+
+    def init(self, **kwargs):
+        build(self, **kwargs)
+        while calls:
+            call = calls.pop()
+            cls = call["cls"]
+            own = type(cls.__name__, (cls,), {"__init__": lambda self: None})
+            decorate(self, **call | {"cls": own})
+            for module in self.modules():
+                if type(module) is cls:
+                    module.__class__ = own
+                    module.__init__(vllm_config=self.vllm_config)  # the decoration's attributes
+
+    Base.__init__ = init
+    Base._decorate_cls_for_torch_compile = lambda self, **call: calls.append(call)
 
 
 class Engine:
@@ -264,7 +304,7 @@ class Engine:
         padding = vocab_size and slice(vocab_size, None)  # the head's rows beyond the tokenizer's
         never = [ids for ids in (padding, image_token_id) if ids is not None]
         self.llm.apply_model(lambda net: _never_sample(net, never))
-        self.version, self.sent = -1, {}  # by the last sync: Hugging Face name -> the engine's
+        self.version, self.sent = -1, {}  # by the last sync: checkpoint's name -> the engine's
         self.leader, self.team = dist.get_rank() % args.tp == 0, None  # consecutive ranks
         if args.tp > 1:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
@@ -302,27 +342,47 @@ class Engine:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int):
-        """Copies every parameter from (Hugging Face name, tensor) pairs; a tied weight comes once.
-        Takes one pair at a time and keeps no tensor. Raises RuntimeError naming the parameter that
-        failed, came twice or did not arrive; the engine then stays unusable."""
+        """Copies every parameter from (name in a checkpoint, tensor) pairs; a tied weight comes
+        once. Takes one pair at a time, and keeps those of a layer until it is whole: then what
+        vLLM made of its weights (other layouts, fp8) is made anew. Raises RuntimeError naming the
+        parameter that failed, came twice or did not arrive; the engine then stays unusable."""
+        from vllm.config import set_current_vllm_config
+
         self._require("weights")
-        (self.sent,) = self.llm.apply_model(lambda model: _load(model, named_tensors))
+        config = self.core.vllm_config
+        with set_current_vllm_config(config):
+            (self.sent,) = self.llm.apply_model(
+                lambda model: _load(model, named_tensors, config.model_config))
         if not self.core.reset_prefix_cache():  # while a request holds blocks: keys would be stale
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.core.reset_encoder_cache()  # what the old weights made of images
         self.version = version
         self._become("synced")
 
-    def checksums(self) -> dict[str, tuple[torch.dtype, int, int]]:
-        """(dtype, `checksum`, number of elements) of each parameter that the last sync sent, by
-        Hugging Face name, summed over the --tp team: what all its ranks hold counts for each."""
-        (fused,) = self.llm.apply_model(_fused)
-        parts = {name: x for inside in fused.values() for name, x in inside.items()}
-        held = {name: parts[part] for name, part in self.sent.items() if part in parts}
-        sums = torch.tensor([[int(checksum(x)), x.numel()] for x in held.values()])
+    def check(self, named_tensors: Iterable[tuple[str, torch.Tensor]]):
+        """--check_sync: checksums of these pairs against those of what the engine holds now, fused
+        as it may be, summed over the --tp team.
+
+        Raises RuntimeError naming the first that differs, was not sent or is not finite."""
+        (model,) = self.llm.apply_model(lambda model: model)
+        held, sums, numels = dict(model.named_buffers()), Counter(), Counter()
+        for name, inside in _fused(model).items():
+            held |= {name: model.get_parameter(name)} | inside
+        for name, x in named_tensors:
+            if bad := (~x.isfinite()).sum().item():
+                raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
+            if name not in self.sent:
+                raise RuntimeError(f"--check_sync: {name} was not sent")
+            if part := self.sent[name]:
+                sums[part] += int(checksum(x.to(held[part].dtype)))
+                numels[part] += x.numel()
+        found = torch.tensor([[int(checksum(held[x])), held[x].numel()] for x in sums])
         if self.team:
-            dist.all_reduce(sums, group=self.team)
-        return {name: (held[name].dtype, *row) for name, row in zip(held, sums.tolist())}
+            dist.all_reduce(found, group=self.team)
+        for part, (total, numel) in zip(sums, found.tolist()):
+            copies = numel // numels[part]  # ranks of a team may hold one each
+            if (total - sums[part] * copies) % 2**64:
+                raise RuntimeError(f"--check_sync: the engine's {part} is not the trainer's")
 
     def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
@@ -585,40 +645,65 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
 
 
-def _load(model, named_tensors):
-    """Loads, or raises RuntimeError; the engine's name of each tensor that came."""
+def _load(model, named_tensors, config):
+    """Loads, or raises RuntimeError; the engine's name of each tensor that came, or None."""
     from vllm.distributed import get_tp_group
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    fused, sent, current = _fused(model), {}, "the first parameter"
-    parts = {name: x for inside in fused.values() for name, x in inside.items()}
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "orig_to_new_stacked"):  # would give the fused parameter's name
-        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+    sizes, sent, left, arrived = {}, {}, {}, Counter()
+    current, names = "the first parameter", {name for name, _ in model.named_parameters()}
+    layerwise.initialize_layerwise_reload(model)  # a tied head is a parameter of its own meanwhile
+    fused = {name: inside for name, inside in _fused(model).items() if name in names}
+
+    def watched(name, loader):
+        @functools.wraps(loader)
+        def load(*args, **kwargs):
+            own = "." + ".".join(current.split(".")[-2:])  # k_proj.bias: a part of qkv_proj.bias?
+            part = next((x for x in fused[name] if x.endswith(own)), name)
+            sent[current] = part if inspect.unwrap(loader).__name__ != "composed_loader" else None
+            arrived[part] += (size := sizes[current]).numel()
+            # vLLM complains of a tensor too small, and takes the first rows of one too large.
+            room = fused[name].get(part)
+            if room is not None and size.numel() > room.numel() * get_tp_group().world_size:
+                raise RuntimeError(f"its shape is {tuple(size)}, the engine's {tuple(room.shape)}")
+            return loader(*args, **kwargs)
+
+        return load
 
     def one_by_one():
         nonlocal current
-        for name, tensor in named_tensors:
-            current = name
-            if name in sent:
+        for current, tensor in named_tensors:
+            if current in sizes:
                 raise RuntimeError("it came twice")
-            sent[name] = (mapper and mapper._map_name(name)) or name
-            part = parts.get(sent[name])
-            # vLLM complains of a tensor too small, and takes the first rows of one too large.
-            if part is not None and tensor.numel() > part.numel() * get_tp_group().world_size:
-                shapes = f"{tuple(tensor.shape)}, the engine's {tuple(part.shape)}"
-                raise RuntimeError(f"its shape is {shapes}")
-            yield name, tensor
+            sizes[current] = tensor.shape
+            yield current, tensor
+            if current not in sent:
+                left[current] = tensor
 
+    loaders = [(p, name, getattr(p, "weight_loader", default_weight_loader))
+               for name, p in model.named_parameters() if name in fused]
     try:
-        loaded = model.load_weights(one_by_one())
+        for p, name, loader in loaders:
+            p.weight_loader = watched(name, loader)
+        model.load_weights(one_by_one())
     except Exception as error:  # vLLM's own are bare assertions, among others
+        for module in model.modules():  # what came by halves is forgotten
+            info = layerwise.get_layerwise_info(module)
+            info.loaded_weights, info.load_numel = [], 0
         raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
-    arrived = set(sent.values())
-    missing = [part for name, inside in fused.items() for part in inside if name not in loaded
-               or part not in arrived and arrived & inside.keys()]  # q_proj alone loads qkv_proj
-    if missing:
-        problem = "weight sync incomplete, these parameters of the engine got no tensor"
-        raise RuntimeError(f"{problem}: {sorted(missing)}")
+    finally:
+        for p, _, loader in loaders:
+            p.weight_loader = loader
+        layerwise.finalize_layerwise_reload(model, config)
+    for name, tensor in left.items():  # what vLLM copies without a loader is lost so far
+        sent[name] = next(iter(model.load_weights([(name, tensor)])), None)
+        arrived[sent[name]] += 1
+    if missing := [
+            part for name, inside in fused.items() for part, x in inside.items()
+            if max(arrived[part], arrived[name]) < (x.numel() if ".experts." in name else 1)]:
+        raise RuntimeError("weight sync incomplete, these parameters of the engine got no tensor: "
+                           f"{sorted(missing)}")
     return sent
 
 

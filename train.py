@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
 
 import contextlib
 import difflib
+import itertools
 import json
 import logging
 import math
@@ -44,6 +45,7 @@ from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, HfArgumentParser,
     PreTrainedModel, get_scheduler, set_seed,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 import data
@@ -51,7 +53,7 @@ import losses
 from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
-    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model, checksum,
+    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model,
     gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
@@ -344,6 +346,12 @@ def check_args(args: Args):
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if parameters and "template" not in name:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
+    if json.loads(args.engine_args).get("quantization"):
+        need(not args.check_sync, "--check_sync compares weights, which quantization changes: "
+             "give one of them")
+        if args.rollout_correction == "none":
+            warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
+                          "give --rollout_correction tis", stacklevel=2)
 
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
@@ -746,31 +754,25 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of every parameter, tied ones once: the transformers model's own
-    names are those that vLLM knows.
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a checkpoint holds, tied weights once, by transformers' own way back:
+    renamed, and fused experts one by one.
 
-    Of a sharded policy one parameter at a time is whole: it must not be kept beyond the next one,
+    Of a sharded model one parameter at a time is whole: it must not be kept beyond the next one,
     and all ranks go through them together."""
-    yield from ((name, whole(p.detach())) for name, p in policy.model.named_parameters())
+    saved = model.state_dict()
+    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name in saved and x.is_floating_point():
+            parts = revert_weight_conversion(model, {name: whole(x.detach())})
+            if model.config.model_type == "gpt_oss" and ".experts." in name:  # vLLM's own names
+                ((path, x),) = parts.items()
+                parts = {path.replace("experts", f"experts.{i}"): x for i, x in enumerate(x)}
+            yield from parts.items()
 
 
-def check_sync(engine: Engine, policy: Policy):
-    """--check_sync: checksums of the trainer's parameters against those of what the engine holds
-    now, fused as it may be.
-
-    Raises RuntimeError naming the first parameter that differs, was not sent or is not finite."""
-    checksums = engine.checksums()
-    for name, p in policy.model.named_parameters():  # itself, not what named_weights made of it
-        x = whole(p.detach())
-        if bad := (~x.isfinite()).sum().item():
-            raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
-        if name not in checksums:
-            raise RuntimeError(f"--check_sync: {name} was not sent, or vLLM names it otherwise")
-        dtype, found, numel = checksums[name]
-        copies = numel // x.numel()  # ranks of a tensor parallel group may hold one each
-        if (found - checksum(x.to(dtype)).item() * copies) % 2**64:
-            raise RuntimeError(f"--check_sync: the engine's {name} is not the trainer's")
+def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the engine gets."""
+    return checkpoint_weights(policy.model)
 
 
 def sync(engine: Engine, policy: Policy, version: int) -> float:
@@ -780,7 +782,7 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     engine.wake_weights()
     engine.load_weights(named_weights(policy), version)
     if engine.args.check_sync:
-        check_sync(engine, policy)
+        engine.check(checkpoint_weights(policy.model))  # itself: named_weights may be at fault
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     torch.cuda.empty_cache()

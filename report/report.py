@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -356,7 +355,7 @@ def write(runs: list[Run], file: Path):
     head, tail = PAGE.read_text(encoding="utf-8").split("__DATA__")
     script = re.search("<script>(.*?)</script>", tail, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}")
     try:
         with temporary.open("w", encoding="utf-8") as page:
             page.write(head.replace("__SCRIPT__", f"sha256-{digest}"))

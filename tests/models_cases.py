@@ -1,0 +1,154 @@
+"""Architectures beyond the calculator's Qwen2, through bench/models.py: do engine and trainer agree after two syncs?
+
+bench/models.py itself runs dozens, each in a process of its own; here are an MoE model and one of vLLM's Transformers
+backend, in this process.
+"""
+
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import KEPT, REPO
+from transformers import AutoModelForCausalLM
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Model
+
+import data
+import train
+from rollout import Engine
+
+sys.path.insert(0, str(REPO / "bench"))
+import models
+
+FAR = 1e-3  # nats, mean in float32: where a run is stopped
+
+
+def build(name: str, folder: Path, args) -> tuple:
+    """Arguments for the architecture's random model, and what loads it as the trainer's."""
+    models.build(name, folder)
+    args = dataclasses.replace(args, model=str(folder), check_sync=True)
+    args.engine_args = json.dumps({"kv_cache_memory_bytes": 1 << 25})
+
+    def policy():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return types.SimpleNamespace(model=model.eval())
+
+    return args, policy
+
+
+def engine_of(args, tokenizer) -> Engine:
+    KEPT.append(Engine(args.model, args, torch.device("cpu"), [tokenizer.eos_token_id]))
+    return KEPT[-1]
+
+
+def difference(engine: Engine, background, policy, step: int) -> float:
+    """Mean |engine - trainer| logprob of what the engine samples."""
+    outputs = models.sample(engine, background, step)
+    scores = torch.cat(models.eager_scores(policy.model, outputs, None))
+    return (scores - torch.tensor([x for o in outputs for x in o.response_logprobs])).abs().mean().item()
+
+
+@pytest.fixture(scope="module")
+def moe(args, tokenizer, process_group, tmp_path_factory):
+    """(engine, policy) of a Qwen3-MoE whose experts are square: a transposed one has the right shape."""
+    models.ARCHITECTURES["square"] = ("Qwen3MoeConfig", models.MOE | dict(moe_intermediate_size=128))
+    args, policy = build("square", tmp_path_factory.mktemp("moe"), args)
+    engine = engine_of(args, tokenizer)
+    return engine, policy()
+
+
+@pytest.fixture
+def mixed(moe, monkeypatch):
+    """sync(change): the next sync, with (name, tensor) pairs changed on their way; then its error, or None."""
+    engine, policy = moe
+
+    def sync(change=lambda weights: weights):
+        monkeypatch.setattr(train, "named_weights", lambda p: change(dict(train.checkpoint_weights(p.model))).items())
+        try:
+            train.sync(engine, policy, engine.version + 1)
+        except RuntimeError as error:
+            engine.state = "asleep"
+            return str(error)
+
+    return sync
+
+
+def test_experts_arrive_at_every_sync(moe, background):
+    engine, policy = moe
+    names = [name for name, _ in train.named_weights(policy)]
+    assert "model.layers.3.mlp.experts.2.down_proj.weight" in names and len(set(names)) == len(names)
+    for step in range(3):
+        models.change(policy.model, step + 1)
+        train.sync(engine, policy, step)
+        assert difference(engine, background, policy, step) < 1e-5
+        engine.sleep()
+
+
+def expert(layer: int, i: int, kind: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{i}.{kind}_proj.weight"
+
+
+def test_a_swapped_layer_or_a_missing_expert_is_named(mixed):
+    def swap(weights):
+        first, second = "model.layers.1.input_layernorm.weight", "model.layers.2.input_layernorm.weight"
+        return weights | {first: weights[second], second: weights[first]}
+
+    assert "model.layers.1.input_layernorm.weight is not the trainer's" in mixed(swap)
+
+    def swap_experts(weights):
+        first, second = expert(1, 0, "up"), expert(2, 0, "up")
+        return weights | {first: weights[second], second: weights[first]}
+
+    assert "model.layers.1.mlp.experts.routed_experts.w13_weight is not the trainer's" in mixed(swap_experts)
+
+    error = mixed(lambda weights: {name: x for name, x in weights.items() if name != expert(1, 2, "gate")})
+    assert "got no tensor: ['model.layers.1.mlp.experts.routed_experts.w13_weight']" in error
+
+
+def test_a_transposed_expert_is_for_the_logprobs_to_tell(moe, mixed, background):
+    """Checksums are sums: an order inside a parameter is not in them."""
+    engine, policy = moe
+    assert mixed() is None and difference(engine, background, policy, 4) < 1e-5
+    engine.sleep()
+    assert mixed(lambda weights: weights | {(name := expert(1, 2, "gate")): weights[name].T.contiguous()}) is None
+    assert difference(engine, background, policy, 5) > FAR
+    engine.sleep()
+    models.change(policy.model, 6)  # and so is an engine that missed an update
+    engine.wake_weights()
+    engine.state = "synced"
+    engine.wake_kv()
+    assert difference(engine, background, policy, 6) > FAR
+    engine.sleep()
+
+
+def test_transformers_own_class_is_untouched_by_the_engine_whatever_is_built_first(
+    args, tokenizer, process_group, background, tmp_path
+):
+    bases, attributes = Olmo2Model.__bases__, dict(vars(Olmo2Model))
+    args, policy = build("olmo2", tmp_path, args)
+    policies = [policy()]
+    engine = engine_of(args, tokenizer)
+    policies.append(policy())
+    assert Olmo2Model.__bases__ == bases
+    assert [name for name, x in attributes.items() if vars(Olmo2Model)[name] is not x] == []
+    assert "__call__" not in vars(Olmo2Model)
+    for step, policy in enumerate(policies):
+        assert type(policy.model.model) is Olmo2Model
+        models.change(policy.model, step + 1)
+        train.sync(engine, policy, step)
+        assert difference(engine, background, policy, step) < 1e-5
+        engine.sleep()
+    (theirs,) = engine.llm.apply_model(lambda net: net.model)
+    assert isinstance(theirs, Olmo2Model) and type(theirs) is not Olmo2Model
+    assert theirs.do_not_compile and theirs.vllm_config.model_config.enforce_eager  # vLLM's decoration is there
+
+
+def test_quantization_is_taken_with_advice_and_not_with_check_sync():
+    quantised = train.Args(engine_args='{"quantization": "fp8"}')
+    with pytest.warns(UserWarning, match="--rollout_correction tis"):
+        train.check_args(quantised)
+    with pytest.raises(data.BadInput, match="--check_sync compares weights"):
+        train.check_args(dataclasses.replace(quantised, check_sync=True, rollout_correction="tis"))
