@@ -45,8 +45,8 @@ from agent_loop import AgentLoopOutput
 LR = 1e-6
 
 
-def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: int, response_tokens: int) -> dict:
-    """A batch of random ids, members of a group with the same prompt, and random advantages."""
+def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: int, n: int) -> dict:
+    """A batch of random ids, members of a group with the same prompt, responses of n tokens, random advantages."""
     generator = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(3, vocab_size, (n,), generator=generator).tolist()
     outputs = []
@@ -54,11 +54,10 @@ def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: in
         prompt = ids(prompt_tokens)
         for _ in range(options.group_size):
             own = ids(prompt_tokens) if options.distinct else prompt
-            n = response_tokens
-            outputs.append(AgentLoopOutput(prompt_ids=own, response_ids=ids(n), response_mask=[1] * n,
-                                           response_logprobs=[0.0] * n, response_versions=[0] * n, reward=0.0))  # fmt: skip
+            columns = {"response_mask": [1] * n, "response_logprobs": [0.0] * n, "response_versions": [0] * n}
+            outputs.append(AgentLoopOutput(prompt_ids=own, response_ids=ids(n), reward=0.0, **columns))
     batch = data.collate(outputs)
-    batch["advantages"] = torch.randn(len(outputs), generator=generator)[:, None].expand(-1, response_tokens).clone()
+    batch["advantages"] = torch.randn(len(outputs), generator=generator)[:, None].expand(-1, n).clone()
     return batch
 
 
@@ -101,8 +100,8 @@ class Unshared(Flatrl):
 class Bare:
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
         self.tokens, self.accelerator = options.micro_batch, accelerator
-        self.model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa", dtype=torch.float32)
-        self.model.to(accelerator.device).train()
+        model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa", dtype=torch.float32)
+        self.model = model.to(accelerator.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0)
 
     def micro_batches(self, batch: dict) -> list[dict]:
@@ -139,9 +138,10 @@ class Trl(Bare):
 
         cuda = accelerator.device.type == "cuda"
         config = GRPOConfig(
-            output_dir=f"{options.folder}/trl", per_device_train_batch_size=options.group_size, beta=0.0, max_steps=10**6,
-            num_generations=options.group_size, learning_rate=LR, temperature=1.0, bf16=cuda, use_cpu=not cuda,
-            gradient_checkpointing=False, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
+            output_dir=f"{options.folder}/trl", per_device_train_batch_size=options.group_size, max_steps=10**6,
+            num_generations=options.group_size, learning_rate=LR, temperature=1.0, beta=0.0, bf16=cuda,
+            use_cpu=not cuda, gradient_checkpointing=False, save_strategy="no", logging_strategy="no", report_to=[],
+            disable_tqdm=True,
         )  # fmt: skip
         self.tokens, self.accelerator = options.micro_batch, accelerator
         self.trainer = trainer = GRPOTrainer(
@@ -166,9 +166,9 @@ class Trl(Bare):
     def score(self, batch: dict) -> torch.Tensor:
         logprobs = []
         for x in self.prepared(batch):
-            parts = torch.cat([x["prompt_ids"], x["completion_ids"]], 1), torch.cat([x["prompt_mask"], x["completion_mask"]], 1)
-            scores = self.trainer._get_per_token_logps_and_entropies(self.model, *parts, x["completion_ids"].shape[1])
-            logprobs.append(scores[0].float().cpu())
+            ids, seen = (torch.cat([x[f"prompt_{kind}"], x[f"completion_{kind}"]], 1) for kind in ("ids", "mask"))
+            T = x["completion_ids"].shape[1]
+            logprobs.append(self.trainer._get_per_token_logps_and_entropies(self.model, ids, seen, T)[0].float().cpu())
         return torch.cat(logprobs)
 
     def update(self, batch: dict):
