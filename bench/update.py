@@ -70,6 +70,11 @@ class Flatrl:
         self.learner = train.Learner(train.Policy(args), LR, 1, args, accelerator)
         self.model = self.learner.net
 
+    def sizes(self, batch: dict) -> list[int]:
+        """Tokens of each micro-batch that go through the network."""
+        shares = data.shares(batch, range(len(batch["lengths"])), self.args.tokens_per_micro_batch)
+        return [data.pack_rows(batch, rows, "cpu")["input_ids"].numel() for rows, _ in shares]
+
     def score(self, batch: dict) -> torch.Tensor:
         return train.score_tokens(self.learner.net, batch, self.args)
 
@@ -94,7 +99,7 @@ class Unshared(Flatrl):
     def prefixes(batch, rows):
         return list(range(len(rows))), batch["lengths"][rows].tolist(), [0] * len(rows)
 
-    score, update = apart(Flatrl.score), apart(Flatrl.update)
+    sizes, score, update = map(apart, (Flatrl.sizes, Flatrl.score, Flatrl.update))
 
 
 class Bare:
@@ -103,6 +108,9 @@ class Bare:
         model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa", dtype=torch.float32)
         self.model = model.to(accelerator.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0)
+
+    def sizes(self, batch: dict) -> list[int]:
+        return [micro["input_ids"].numel() for micro in self.micro_batches(batch)]
 
     def micro_batches(self, batch: dict) -> list[dict]:
         B, L = batch["input_ids"].shape
@@ -214,22 +222,6 @@ def peak_memory(side, batch: dict) -> float:
     return peak / 1e6
 
 
-def largest(side, batch: dict) -> tuple[int, int]:
-    """Tokens that go through flatrl's network, with and without (side) sharing: all, and in the largest micro-batch."""
-    sizes = []
-
-    def count(*args):
-        sizes.append((packed := pack_rows(*args))["input_ids"].numel())
-        return packed
-
-    pack_rows, data.pack_rows = data.pack_rows, count
-    try:
-        side.score(batch)
-    finally:
-        data.pack_rows = pack_rows
-    return sum(sizes), max(sizes)
-
-
 def timed(function, batch: dict) -> float:
     started = time.perf_counter()
     function(batch)
@@ -243,8 +235,7 @@ def measure(sides: dict, batch: dict, rounds: int):
     for name, score in scores.items():
         off = (score - scores["flatrl"]).abs().max().item()
         assert off < (0.1 if torch.cuda.is_available() else 1e-3), f"{name}'s logprobs are {off} off"
-    for side in sides.values():
-        side.update(batch)
+    memory = {name: peak_memory(side, batch) for name, side in sides.items()}  # also a warm-up
     seconds = [{name: {what: timed(getattr(side, what), batch) for what in ("score", "update")}
                 for name, side in sides.items()} for _ in range(rounds)]  # fmt: skip
     for name, side in sides.items():
@@ -253,11 +244,8 @@ def measure(sides: dict, batch: dict, rounds: int):
             ratios = [row[name][what] / row["flatrl"][what] for row in seconds]
             cells.append(f"{statistics.median(row[name][what] for row in seconds):9.3f} s")
             cells.append(f"{statistics.median(ratios):5.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
-        if isinstance(side, Flatrl):
-            total, most = largest(side, batch)
-            cells.append(f"{peak_memory(side, batch):9.0f} MB of {total:6} tokens, {most:6} in the largest micro-batch")
-        else:
-            cells.append(f"{peak_memory(side, batch):9.0f} MB")
+        sizes = side.sizes(batch)
+        cells.append(f"{sum(sizes):7,} tokens in {len(sizes)} passes, {memory[name]:6,.0f} MB for {max(sizes):6,}")
         print(f"  {name:9}", *cells, flush=True)
 
 
