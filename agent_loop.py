@@ -110,6 +110,10 @@ def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
     """A chat as text under the tokenizer's template. Raises BadInput if it has no template."""
     if not tokenizer.chat_template:
         raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
+    if "</think>" in (known := str(tokenizer.chat_template)) and "reasoning_content" not in known:
+        messages = [  # it looks for reasoning in the content (DeepSeek's)
+            {**m, "content": f"<think>{m['reasoning_content']}</think>{m['content']}"}
+            if "reasoning_content" in m else m for m in messages]
     return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False,
                                          add_generation_prompt=add_generation_prompt)
 
@@ -117,6 +121,15 @@ def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
 def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Token ids of a chat up to where the assistant speaks next."""
     return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
+
+
+@functools.lru_cache(maxsize=64)
+def templated(tokenizer, variables: str):
+    """The tokenizer, with more variables for its chat template: a JSON object."""
+    if variables := json.loads(variables):
+        apply, tokenizer = tokenizer.apply_chat_template, copy.copy(tokenizer)
+        tokenizer.apply_chat_template = functools.partial(apply, **variables)
+    return tokenizer
 
 
 def _tokenise(tokenizer, text):
@@ -455,7 +468,7 @@ class Trajectory:
         self.assistant_turns = self.user_turns = 0
         self.ended = True  # whether the last assistant turn ended with a stop token
         self.tool_calls = []  # of the last assistant turn, still to be executed
-        self.tools = None  # those with which a chat agent may go on from here
+        self.tools = None  # (those, variables of the template) with which a chat agent may go on
         self.finished = []  # AgentLoopOutputs of sequences before the last fork
         self._begin(prompt_ids, request_ids)
 
@@ -534,8 +547,8 @@ class AgentLoopBase:
     module; args: train.Args."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
-        self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
-        self.task, self.args = task, args
+        self.tokenizer = templated(tokenizer, args.chat_template_args)
+        self.engine, self.processor, self.task, self.args = engine, processor, task, args
 
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one trajectory of a row (its columns, and step, index, rollout_n, validate)."""
@@ -580,7 +593,10 @@ class AgentLoopBase:
         return True
 
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
-        """Samples one turn; returns its text, special tokens kept, or None if it was cut off."""
+        """Samples one turn; returns its text, special tokens kept, or None if it was cut off.
+
+        Reasoning is not in the text, but its message's reasoning_content: all up to the last end
+        tag of --think_tags, and from a start tag behind that on."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
@@ -598,10 +614,18 @@ class AgentLoopBase:
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = not stops.isdisjoint(out.token_ids[-1:])
         content = out.token_ids[:-1] if trajectory.ended else out.token_ids
-        text = self.tokenizer.decode(content, skip_special_tokens=True)
-        trajectory.messages.append({"role": "assistant", "content": text})
+        decode, (start, end) = self.tokenizer.decode, self.args.think_tags.split()
+        message = {"role": "assistant", "content": decode(content, skip_special_tokens=True)}
+        thinking = decode(prompt[-64:]).rstrip().endswith(start)  # the template has opened it
+        before, closed, text = (start * thinking + decode(content)).rpartition(end)
+        text, opened, rest = text.partition(start)
+        if closed or opened:  # the tags may be special tokens
+            reasoning = (before + rest).removeprefix(start)
+            for name, part in ("content", text), ("reasoning_content", reasoning):
+                message[name] = decode(_tokenise(self.tokenizer, part), skip_special_tokens=True)
+        trajectory.messages.append(message)
         trajectory.stop_reason = out.stop_reason
-        return self.tokenizer.decode(content) if out.stop_reason == "stop" else None
+        return text if out.stop_reason == "stop" else None
 
     def plain(self, text: str) -> str:
         """`clean`, and nothing in it that the tokenizer takes for the placeholder of an image."""
@@ -689,11 +713,11 @@ def _function_call(id, name, arguments):
     return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def _calling_message(content, calls, turn):
-    """The assistant's message that makes these calls."""
+def _make_calls(message, content, calls, turn):
+    """Turns an assistant's message into one that makes these calls."""
     made = [_function_call(_call_id(turn, i), call["name"], call["arguments"])
             for i, call in enumerate(calls)]
-    return {"role": "assistant", "content": content, "tool_calls": made}
+    message.update(content=content, tool_calls=made)
 
 
 @register("tool_agent")
@@ -762,7 +786,7 @@ class ToolAgentLoop(AgentLoopBase):
         """A turn's [{"name", "arguments" (a dict), "error"}]; the turn's message gets them too."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
-            trajectory.messages[-1] = _calling_message(content, calls, trajectory.assistant_turns)
+            _make_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
         return calls
 
     async def processing_tools(self, trajectory):
@@ -917,8 +941,11 @@ class ChatClient:
 
     async def create(
         self, *, messages, tools=None, tool_choice="auto", n=1, stream=False, logprobs=False,
-        max_tokens=None, max_completion_tokens=None, stop=None, response_format=None, **others):
+        max_tokens=None, max_completion_tokens=None, stop=None, response_format=None,
+        extra_body=None, **others):
         """One reply, as an openai ChatCompletion with vLLM's prompt_token_ids and token_ids.
+        chat_template_kwargs, in extra_body or (over HTTP) beside the rest, go over
+        --chat_template_args.
 
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
         response_format, content other than text (and, for vision, images as data: URLs)."""
@@ -931,7 +958,9 @@ class ChatClient:
         tools = list(tools or ()) if tool_choice != "none" else []
         images = []  # of all messages, in the order of their placeholders
         messages = [self._plain(message, images) for message in messages]
-        trajectory = self._resume(messages, images, tools)
+        others.update(extra_body or ())
+        template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
+        trajectory = self._resume(messages, images, tools, template)
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
@@ -954,17 +983,18 @@ class ChatClient:
             content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
             # A malformed one is text, as from vLLM's server.
             if calls and not any(call["error"] for call in calls):
-                trajectory.messages[-1] = _calling_message(content, calls, turn)
-        trajectory.tools = tools  # others may go on from it now
+                _make_calls(reply, content, calls, turn)
+        trajectory.tools = tools, template  # others may go on from it now
         return self._completion(trajectory, before, logprobs)
 
-    def _resume(self, messages, images, tools):
+    def _resume(self, messages, images, tools, template):
         """The trajectory to sample the next turn in; parallel calls never share one."""
-        loop, known = self.loop, list(map(_identity, messages))
+        loop, known = copy.copy(self.loop), list(map(_identity, messages))
+        loop.tokenizer = templated(loop.tokenizer, template)
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         earlier = [t for t in self.trajectories
-                   if t.tools == tools and len(t.messages) < len(known)
+                   if t.tools == (tools, template) and len(t.messages) < len(known)
                    and list(map(_identity, t.messages)) == known[: len(t.messages)]]
         if earlier:
             trajectory = max(earlier, key=lambda t: len(t.messages))
@@ -1001,7 +1031,8 @@ class ChatClient:
             content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        plain = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
+        kept = ("role", "name", "tool_call_id", "reasoning_content")
+        plain = {key: message[key] for key in kept if message.get(key)}
         plain["content"] = content
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]

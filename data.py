@@ -52,7 +52,7 @@ from transformers import (
 
 from agent_loop import (
     AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render, row_kwargs,
-    task_interaction, task_tools,
+    task_interaction, task_tools, templated,
 )
 
 Outputs = list[AgentLoopOutput]
@@ -208,7 +208,7 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
         schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
-        ids = render(tokenizer, row["prompt"], schemas)
+        ids = render(templated(tokenizer, args.chat_template_args), row["prompt"], schemas)
         try:
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
         except ValueError as error:
@@ -280,6 +280,10 @@ def load_config(args):
     model, its window is too short, or it has what the trainer doesn't implement."""
     config = from_pretrained(AutoConfig, args,
                              "is neither a model folder nor a model that can be loaded")
+    need(not config.is_encoder_decoder, f"--model {args.model} is an encoder-decoder model: choose "
+         "one that is a decoder alone")
+    need(not getattr(config, "quantization_config", None), f"--model {args.model} is quantised: "
+         "only unquantised weights can be trained, choose a version that has them")
     text = config.get_text_config()
     window = getattr(text, "max_position_embeddings", None)
     needed = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
@@ -291,10 +295,6 @@ def load_config(args):
     need(heads % args.tp == 0 and (kv_heads % args.tp == 0 or args.tp % kv_heads == 0),
          f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} key-value "
          "heads")
-    # What scales or caps the logits outside the head would make the trainer's logprobs wrong.
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        need(getattr(text, name, None) in (None, 1),
-             f"--model {args.model} sets {name}, which the trainer's logprobs don't implement")
     return config
 
 
@@ -519,8 +519,6 @@ def _numbers(values):
 
 # ---------------------------------------------------------------- packing
 
-FORWARD = "input_ids position_ids cu_seqlens max_seqlen cu_seqlens_k key_index".split()
-
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals indices to n shares of about equal total length, longest first (of equal ones the
@@ -582,20 +580,35 @@ def _cut(lengths, shared, limit):
     return found
 
 
-def shares(batch: dict, rows: Sequence[int], max_tokens: int) -> list[tuple[list[int], bool]]:
+def _rectangles(lengths, _, limit):
+    """As `_cut`, of right-padded rows: lengths from the longest down."""
+    found, start = [], 0
+    while start < len(lengths):
+        n, width = min(limit // lengths[start], len(lengths) - start), lengths[start]
+        found.append([n * width, range(start, start + n)])
+        start += n
+    return found
+
+
+def shares(batch: dict, rows: Sequence[int], max_tokens: int,
+           packed: bool = True) -> list[tuple[list[int], bool]]:
     """This rank's micro-batches of some global rows, of at most max_tokens tokens that go through
-    the network: a prefix that rows of a micro-batch share counts once. As few as the budget allows,
-    then about equal in size, and dealt evenly to the ranks.
+    the network: packed, where a prefix that rows of a micro-batch share counts once, or padded. As
+    few as the budget allows, then about equal in size, and dealt evenly to the ranks.
 
     All ranks get the same number, because DDP counts backward passes: (rows, False) is a filler,
     whose loss is weighted 0."""
     n, (order, lengths, shared) = dist.get_world_size(), prefixes(batch, rows)
-    most = -(-len(_cut(lengths, shared, max_tokens)) // n) * n
+    if not packed:
+        order = sorted(order, key=lambda i: -batch["lengths"][rows[i]])
+        lengths.sort(reverse=True)
+    cut = functools.partial(_cut if packed else _rectangles, lengths, shared)
+    most = -(-len(cut(max_tokens)) // n) * n
     limits = range(max(lengths), max_tokens)
-    even = bisect(limits, False, key=lambda limit: len(_cut(lengths, shared, limit)) <= most)
-    cut = _cut(lengths, shared, max(lengths) + even)
-    dealt = balance([tokens for tokens, _ in cut], n)
-    mine = [([rows[order[i]] for i in cut[k][1]], True) for k in dealt[dist.get_rank()]]
+    even = bisect(limits, False, key=lambda limit: len(cut(limit)) <= most)
+    micros = cut(max(lengths) + even)
+    dealt = balance([tokens for tokens, _ in micros], n)
+    mine = [([rows[order[i]] for i in micros[k][1]], True) for k in dealt[dist.get_rank()]]
     filler = [min(rows, key=batch["lengths"].__getitem__)], False
     return mine + [filler] * (max(map(len, dealt)) - len(mine))
 
@@ -614,45 +627,50 @@ def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
     return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), longest
 
 
-def pack_rows(batch: dict, rows: list[int], device) -> dict:
-    """The forward pass of some rows as a forest: a prefix that several share stands once. And where
-    each sampled token is predicted.
+def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict:
+    """The forward pass of some rows, and where each sampled token is predicted.
 
-    Of rows sorted by `prefixes` each adds what it does not share with the one before: input_ids,
-    position_ids (1, S), cu_seqlens, as `pack`. Where anything is shared, its queries attend to the
-    keys and values of its whole sequence, at key_index (K,), one sequence after the other,
-    cu_seqlens_k; max_seqlen: the longest sequence. source (M,): positions in the packed input whose
-    hidden state predicts a sampled token; targets (M,): that token, (source, target) pairs once;
-    pair: which of them is at (row, column) in (len(rows), T). images: for `Vision`, a list of
-    (token ids, PIL images, first own token) of the sorted rows, or []."""
+    Packed they are a forest: sorted by `prefixes`, each adds what it does not share with the one
+    before. inputs: those of the model; input_ids, position_ids (1, S), cu_seqlens, max_seqlen as of
+    `pack`; where anything is shared, queries attend to the keys and values of their whole sequence,
+    which are at key_index (K,), one sequence after the other, cu_seqlens_k. Not packed: input_ids
+    (len(rows), L), right-padded; a causal model needs no mask.
+
+    source (M,): tokens, counted row by row, whose hidden state predicts a sampled one; targets
+    (M,): that one; a pair comes once. pair: which of them is at (row, column) in (len(rows), T).
+    images, for `Vision`: (token ids, PIL images, its first own token) of each row, or []."""
     order, lengths, shared = prefixes(batch, rows)
-    sorted_rows = [rows[i] for i in order]
-    ids, positions, cu_seqlens, max_seqlen = pack(batch["input_ids"][sorted_rows], lengths, shared)
-    own = torch.arange(ids.shape[1]).split(cu_seqlens.diff().tolist())
-    path, paths = own[0], []  # a sequence's tokens in the packed input
-    for mine, common in zip(own, shared):
-        path = torch.cat([path[:common], mine])
-        paths.append(path)
-    mask = batch["response_mask"][sorted_rows]
-    row, column = mask.nonzero(as_tuple=True)  # (M,) each
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    token = (starts[row] + batch["prompt_lengths"][sorted_rows][row] + column)  # in its path, (M,)
-    where = torch.cat(paths)
-    pairs = torch.stack([where[token - 1], ids[0, where[token]]])
+    rows = [rows[i] for i in order]
+    ids, starts = batch["input_ids"][rows], torch.tensor([0, *lengths]).cumsum(0)
+    if packed:
+        flat, positions, cu_seqlens, max_seqlen = pack(ids, lengths, shared)
+        inputs = {"input_ids": flat, "position_ids": positions, "max_seqlen": max_seqlen,
+                  "cu_seqlens": cu_seqlens.unique()}  # a copy of another row has no queries
+        own = torch.arange(flat.shape[1]).split(cu_seqlens.diff().tolist())
+        path, paths = own[0], []  # where a row's tokens are
+        for mine, common in zip(own, shared):
+            path = torch.cat([path[:common], mine])
+            paths.append(path)
+        if any(shared):
+            keys = [path for path, mine in zip(paths, own) if len(mine)]
+            ends = itertools.accumulate(map(len, keys))
+            inputs["cu_seqlens_k"] = torch.tensor([0, *ends], dtype=torch.int32)
+            inputs["key_index"] = torch.cat(keys)
+    else:
+        inputs = {"input_ids": ids[:, : max(lengths)]}
+        paths = [torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]
+    mask = batch["response_mask"][rows]
+    row, column = mask.nonzero(as_tuple=True)  # (number of sampled tokens,) each
+    column_in_row = batch["prompt_lengths"][rows][row] + column
+    before = torch.cat(paths)[starts[row] + column_in_row - 1]
+    pairs = torch.stack([before, ids[row, column_in_row]])
     (source, targets), pair = pairs.unique(dim=1, return_inverse=True)
-    packed = {
-        "input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens.unique(),
-        "max_seqlen": max_seqlen, "source": source, "targets": targets, "pair": pair,
-        "at": (torch.tensor(order)[row], column), "shape": mask.shape, "images": []}
-    if any(shared):  # without queries of its own a sequence needs no keys
-        paths = [path for path, mine in zip(paths, own) if len(mine)]
-        ends = itertools.accumulate(map(len, paths))
-        packed["cu_seqlens_k"] = torch.tensor([0, *ends], dtype=torch.int32)
-        packed["key_index"] = torch.cat(paths)
-    if any(images := [batch["images"][i] for i in sorted_rows] if "images" in batch else ()):
-        sequences = [batch["input_ids"][i, :n] for i, n in zip(sorted_rows, lengths)]
-        packed["images"] = list(zip(sequences, images, shared))
-    return tree_map_only(Tensor, lambda x: x.to(device), packed)
+    images = [batch["images"][i] for i in rows] if "images" in batch else []
+    sequences = [x[:n] for x, n in zip(ids, lengths)]
+    return tree_map_only(Tensor, lambda x: x.to(device), {
+        "inputs": inputs, "source": source, "targets": targets, "pair": pair,
+        "at": (torch.tensor(order)[row], column), "shape": mask.shape,
+        "images": list(zip(sequences, images, shared)) if any(images) else []})
 
 
 def packed_attention(module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
@@ -660,48 +678,59 @@ def packed_attention(module, query, key, value, attention_mask, *, scaling=None,
                      softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, transformers' attention function "packed".
 
-    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens, max_seqlen
-    as `pack` gives them, passed through the model's forward, and cu_seqlens_k, key_index as
-    `pack_rows` does where sequences share prefixes. Returns (1, S, H, D). Dropout is not applied: a
-    policy gradient needs the network that sampled. Raises ValueError where a model asks for what is
-    not implemented here, instead of ignoring it."""
-    def must(ok, problem):
-        if not ok:
-            raise ValueError(f"packed attention {problem}")
-
-    must(cu_seqlens is not None and max_seqlen is not None,
-         "needs cu_seqlens and max_seqlen: call the model on what data.pack returns")
-    must(sliding_window is None or sliding_window >= max_seqlen,
-         f"has no sliding window ({sliding_window} < {max_seqlen} tokens)")
-    must(all(x is None for x in (softcap, s_aux, getattr(module, "sinks", None))),
-         "has neither logit soft caps nor attention sinks: this model needs them")
-    must(getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False,
-         "is causal; this layer is not")
+    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens and the like
+    as `pack` and `pack_rows` give them, passed through the model's forward. sliding_window: a token
+    sees so many, itself included; softcap: scores are softcap * tanh(scores / softcap); s_aux (H,):
+    attention sinks. Returns (1, S, H, D). Dropout is not applied: a policy gradient needs the
+    network that sampled. Raises ValueError where a model asks for what is not implemented here,
+    instead of ignoring it."""
+    if cu_seqlens is None or max_seqlen is None:
+        raise ValueError("packed attention needs cu_seqlens and max_seqlen: call the model on what "
+                         "data.pack returns")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise ValueError("packed attention is causal; this layer is not")
+    sinks = getattr(module, "sinks", None) if s_aux is None else s_aux
     # under autocast RoPE leaves these in float32, value is not; flash attention knows no float32
     query, key = query.to(value.dtype), key.to(value.dtype)
     if key_index is None:
         cu_seqlens_k = cu_seqlens
     else:
         key, value = (x.index_select(2, key_index) for x in (key, value))  # (1, H_kv, K, D)
-    grouped = query.shape[1] != key.shape[1]
-    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+    window = min(sliding_window or max_seqlen, max_seqlen)
+    half = value.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and softcap is None and sinks is None:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S or K, H, D)
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen, scale=scaling,
-                          window_size=(-1, 0), enable_gqa=grouped)  # causal, to the keys' end
+                          window_size=(window - 1, 0),  # causal, aligned to the keys' end
+                          enable_gqa=query.shape[1] != key.shape[1])
         return out[None], None
     # split, not slices: a slice's backward fills a tensor of the whole length, for every segment
     lengths = [cu.diff().tolist() for cu in (cu_seqlens, cu_seqlens_k, cu_seqlens_k)]
     parts = (x.split(n, dim=2) for x, n in zip((query, key, value), lengths))
-    segments = []
-    for q, k, v in zip(*parts):
-        n, before = q.shape[2], k.shape[2] - q.shape[2]
-        mask = torch.ones(n, n + before, dtype=torch.bool, device=q.device).tril(before)
-        segments.append(F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask if before else None, is_causal=not before, scale=scaling,
-            enable_gqa=grouped))
+    segments = [_attend(*part, scaling, window, softcap, sinks) for part in zip(*parts)]
     return torch.cat(segments, dim=2).transpose(1, 2), None
+
+
+def _attend(q, k, v, scaling, window, softcap, sinks):
+    """One segment: q (1, H, n, D), the last of k, v (1, H_kv, m, D)."""
+    n, m = q.shape[2], k.shape[2]
+    groups = q.shape[1] // k.shape[1]
+    mask = torch.ones(n, m, dtype=torch.bool, device=q.device)
+    mask = mask.tril(m - n).triu(m - n - window + 1)  # (n, m)
+    if softcap is None and sinks is None:
+        plain = n == m <= window
+        return F.scaled_dot_product_attention(q, k, v, None if plain else mask, is_causal=plain,
+                                              scale=scaling, enable_gqa=groups > 1)
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)).float() * (scaling or q.shape[-1] ** -0.5)  # (1, H, n, m)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # a column of its own, whose value is 0
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, n, 1)], dim=-1)
+    return scores.softmax(-1)[..., :m].to(v.dtype) @ v
 
 
 def register_packed_attention():
@@ -744,7 +773,7 @@ class Vision:
         """For a packed forward pass with images: position_ids (3, 1, S), and what the vision tower
         makes of the images. The tower runs here and not in model.forward, which would pass it the
         cu_seqlens of the tokens as its own."""
-        device, positions, new = packed["input_ids"].device, [], []
+        device, positions, new = packed["targets"].device, [], []
         for ids, images, start in packed["images"]:  # (L,)
             ids, at = ids[None].cpu(), (ids == self.image_token_id).cpu()
             grid = self._preprocessed("image_grid_thw", images) if images else None  # (images, 3)

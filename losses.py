@@ -380,7 +380,8 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
                    chunk: int = 1024, entropy: bool = False, vocab_size: int | None = None,
-                   banned: Sequence[int] = ()) -> Tensor | tuple[Tensor, Tensor]:
+                   banned: Sequence[int] = (),
+                   softcap: float | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at targets, (T, H), (V, H), (T,) -> (T,), or
     with entropy=True both (logprobs, entropy), both differentiable. With z = the logits over the
     temperature and y = the target:
@@ -397,7 +398,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     layer, hidden follows autocast; weight is cast to hidden's dtype. Either may be frozen; weight
     may be a tied embedding. Ids >= vocab_size and those in `banned` get no probability, as in the
     engine (a padded vocabulary, the placeholder of images); a target among them has logprob -inf.
-    """
+    softcap: logits, before the temperature, are softcap * tanh(logits / softcap), as in Gemma 2."""
     if temperature <= 0 or chunk <= 0:
         raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
     device = hidden.device.type
@@ -408,7 +409,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     edges = [-1, *sorted(banned), vocab]  # blocks are cut at the ids that are left out
     blocks = [(start, min(start + columns, stop)) for before, stop in zip(edges, edges[1:])
               for start in range(before + 1, stop, columns)]
-    both = _TokenLogprobs.apply(hidden, weight, targets, temperature, blocks, entropy)
+    both = _TokenLogprobs.apply(hidden, weight, targets, temperature, softcap, blocks, entropy)
     return both if entropy else both[0]
 
 
@@ -420,10 +421,12 @@ def _matmul(a, b):
         return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def _block(hidden, weight, targets, temperature, start, stop):
+def _block(hidden, weight, targets, temperature, softcap, start, stop):
     """A block's logits (T, n), weights (n, H); is the target inside (T,), which column (T, 1)?"""
     w = weight[start:stop].to(hidden.dtype)
     logits = _matmul(hidden, w.T)
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1:
         logits /= temperature
     inside = (targets >= start) & (targets < stop)
@@ -432,11 +435,12 @@ def _block(hidden, weight, targets, temperature, start, stop):
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, blocks, with_entropy):
+    def forward(ctx, hidden, weight, targets, temperature, softcap, blocks, with_entropy):
         lses, entropies = [], []  # per block, (T,): log sum exp z; its softmax's entropy
         target_logits = float("-inf")
-        for start, stop in blocks:
-            logits, _, inside, column = _block(hidden, weight, targets, temperature, start, stop)
+        scale = temperature, softcap
+        for block in blocks:
+            logits, _, inside, column = _block(hidden, weight, targets, *scale, *block)
             target_logits = torch.where(inside, logits.gather(1, column).squeeze(1), target_logits)
             lses.append(logits.logsumexp(-1))
             if with_entropy:
@@ -451,7 +455,7 @@ class _TokenLogprobs(torch.autograd.Function):
             log_share = lses - lse  # of each block in the probability, (blocks, T)
             entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature, ctx.blocks = temperature, blocks
+        ctx.scale, ctx.blocks = scale, blocks
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs no gradient
         return target_logits - lse, entropy
 
@@ -463,8 +467,10 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         g = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        temperature, softcap = ctx.scale
         for start, stop in ctx.blocks:
-            dz, w, inside, column = _block(hidden, weight, targets, ctx.temperature, start, stop)
+            dz, w, inside, column = _block(hidden, weight, targets, *ctx.scale, start, stop)
+            tanh = dz * (temperature / softcap) if softcap else None
             dz -= lse[:, None]  # log p; in place from here on, memory being the point
             if grad_entropy is None:
                 dz.exp_().mul_(-g[:, None])
@@ -474,12 +480,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz.mul_(p).neg_()
                 del p
             dz.scatter_add_(1, column, torch.where(inside, g, 0)[:, None])
-            if ctx.temperature != 1:
-                dz /= ctx.temperature
+            if temperature != 1:
+                dz /= temperature
+            if softcap:
+                dz *= 1 - tanh.square_()
             dz = dz.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden += _matmul(dz, w)
             if grad_weight is not None:
                 grad_weight[start:stop] = _matmul(dz.T, hidden)
-            del dz
-        return grad_hidden, grad_weight, None, None, None, None  # cast by autograd
+            del dz, tanh
+        return grad_hidden, grad_weight, *[None] * 5  # cast by autograd

@@ -137,6 +137,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         tensor_parallel_size=args.tp,
         # Logprobs of softmax(logits / temperature), as the trainer computes them (trl#4159).
         logprobs_mode="processed_logprobs",
+        runner="generate",
         generation_config="vllm",  # no sampling defaults from the model's folder
         disable_log_stats=True, use_tqdm_on_load=False,
     )
@@ -153,7 +154,23 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
             max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
             enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
         )
-    return arguments | json.loads(args.engine_args or "{}")
+    given = json.loads(args.engine_args or "{}")
+    # The trainer's logits are float32; a bfloat16 head would round the engine's.
+    arguments["hf_overrides"] = {"head_dtype": "float32"} | given.pop("hf_overrides", {})
+    return arguments | given
+
+
+def check_model(args, device: torch.device):
+    """Raises BadInput if vLLM can't generate text with args.model; loads nothing."""
+    _prepare_vllm(device, args.tp)
+    from vllm import EngineArgs
+
+    try:
+        EngineArgs(**vllm_arguments(args.model, args, device)).create_model_config()
+    except Exception as error:  # vLLM's own have no common base
+        reason = str(error).split("Value error, ")[-1].split(". ")[0]  # a long list follows
+        raise data.BadInput(f"--model {args.model}: vLLM can't generate text with it: {reason}; "
+                            "choose a model that vLLM serves") from None
 
 
 def _prepare_vllm(device, tp):

@@ -50,8 +50,8 @@ import losses
 from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
-    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, checksum, gather_unless_stopped,
-    grade, read_rollouts, rollout, seed_of, training_pool,
+    PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model, checksum,
+    gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
 # --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
@@ -117,6 +117,8 @@ class Args:
     seed: int = flag(0, "all randomness comes from it and the step")
     dtype: str = flag("auto", "of the engine and of matrix products; auto: bfloat16 on CUDA",
                       ("auto", "float32", "bfloat16"))
+    allow_mismatch: bool = flag(False, "train even if engine and trainer disagree about the "
+                                "logprobs of the first rollout", only="!replay")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     # algorithm
     algo: str = flag("grpo", "a preset for the flags marked [preset]", tuple(PRESETS))
@@ -199,6 +201,9 @@ class Args:
         8, "then the trajectory ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
+    chat_template_args: str = flag(
+        "{}", 'variables for the chat template: {"enable_thinking": false}')
+    think_tags: str = flag("<think> </think>", "around reasoning, in which no tool is called")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
     reward_timeout: float = flag(
         300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
@@ -326,13 +331,13 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
-    for name in ("engine_args", "sampling_args", "eval_sampling_args"):
+    for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
         try:
             parameters = json.loads(getattr(args, name))
         except ValueError as error:
             raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if parameters:  # vLLM is imported, which takes seconds
+        if parameters and "template" not in name:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
 
 
@@ -381,6 +386,8 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         # Forks and chat agents may fill the window.
         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
         f"trajectory: {longest} tokens": args.tokens_per_micro_batch >= longest,
+        f"--think_tags {args.think_tags} must be two tags with a space between":
+            len(args.think_tags.split()) == 2,
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
         "--max_staleness 0": not args.rollout_only or not args.max_staleness,
@@ -437,6 +444,11 @@ def check_sampling(name: str, parameters: dict):
 
 # ---------------------------------------------------------------- networks, sharded or whole
 
+# Three sequences, two with a common prefix, to try a network on; all but the first tokens sampled.
+PROBE = {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [9, 8, 7, 6, 5, 4]]),
+         "lengths": torch.full((3,), 6), "prompt_lengths": torch.full((3,), 1),
+         "response_mask": torch.ones(3, 5)}
+
 
 class Net(nn.Module):
     """A transformers model on packed inputs, and what is read off its hidden states.
@@ -446,33 +458,56 @@ class Net(nn.Module):
 
     def __init__(self, auto_class, args: Args, vision):
         super().__init__()
-        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
+        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else None
         self.vision = vision
         self.model = data.from_pretrained(auto_class, args, "can't be loaded for training",
                                           attn_implementation=attention, dtype=torch.float32)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+        self.packed = bool(vision) or self._takes_packed_rows()
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # only then does transformers; without dropout nothing else changes
+
+    def pack(self, batch: dict, rows: list[int]) -> dict:
+        """`data.pack_rows` for this network."""
+        return data.pack_rows(batch, rows, next(self.parameters()).device, self.packed)
+
+    @torch.no_grad()
+    def _takes_packed_rows(self):
+        """Whether packed attention is all that the layers need to know of a forest. Recurrent and
+        convolutional ones, and a model's own attention, need more: they get padded rows."""
+        states, own = [], self.model.config._attn_implementation
+        for self.packed in (False, True):
+            self.model.set_attn_implementation("packed" if self.packed else "eager")
+            packed = self.pack(PROBE, [0, 1, 2])
+            with contextlib.suppress(Exception):  # a model may raise what it likes
+                states.append(self.states(packed)[packed["pair"]])
+        bound = 1e-3 * states[0].abs().max()
+        same = len(states) == 2 and torch.allclose(*states, rtol=0, atol=bound.item())
+        if not same:
+            self.model.set_attn_implementation(own)
+        return same
+
+    def states(self, packed: dict) -> torch.Tensor:
+        """The hidden states (M, H) that predict the sampled tokens of `data.pack_rows`."""
+        backbone, vision, inputs, zero = self.model.base_model, self.vision, packed["inputs"], 0
+        if vision and packed["images"]:
+            inputs = inputs | vision.inputs(backbone, packed)
+        elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
+            zero = vision.zero(backbone, packed["targets"].device)
+        hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
+        return hidden[packed["source"]] + zero
 
     def forward(self, packed: dict) -> list[torch.Tensor]:
         """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`:
         each (rows, T), 0 elsewhere.
 
         Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
-        backbone, vision = self.model.base_model, self.vision
-        inputs = {x: packed[x] for x in data.FORWARD if x in packed}
-        zero = 0
-        if vision and packed["images"]:
-            inputs |= vision.inputs(backbone, packed)
-        elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
-            zero = vision.zero(backbone, packed["input_ids"].device)
-        hidden = backbone(**inputs, use_cache=False).last_hidden_state[0]  # (S, H)
-        hidden = hidden[packed["source"]] + zero  # (M, H)
-        numbers = (x[packed["pair"]] for x in self.read(hidden, packed["targets"]))  # (M,) each
-        return [x.new_zeros(packed["shape"]).index_put(packed["at"], x) for x in numbers]
+        numbers = self.read(self.states(packed), packed["targets"])  # (M,) each
+        zeros = (x.new_zeros(packed["shape"]) for x in numbers)
+        return [zero.index_put(packed["at"], x[packed["pair"]]) for zero, x in zip(zeros, numbers)]
 
 
 class Policy(Net):
@@ -484,12 +519,27 @@ class Policy(Net):
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
              "which token_logprobs doesn't implement")
-        self.temperature, self.vocab_size = args.temperature, vocab_size
+        text = self.model.config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", 0) or 1)
+        self.temperature, self.vocab_size = args.temperature / scale, vocab_size
+        self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
+        need(vision or self._is_whole(args), f"--model {args.model} makes logits in a way that "
+             "token_logprobs doesn't implement: only a product, a scale and a soft cap are")
+
+    @torch.no_grad()
+    def _is_whole(self, args):
+        """Whether these are the logprobs that the model's own logits give."""
+        packed = self.pack(PROBE, [0, 1, 2])
+        logits = self.model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
+        logits = logits[packed["source"], : self.vocab_size] / args.temperature
+        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])[packed["pair"], 0]
+        return torch.allclose(self(packed)[0].flatten(), logprobs, rtol=0, atol=1e-3)
 
     def read(self, hidden, targets):
-        return losses.token_logprobs(hidden, self.head[0].weight, targets, self.temperature,
-                                     entropy=True, vocab_size=self.vocab_size, banned=self.banned)
+        return losses.token_logprobs(
+            hidden, self.head[0].weight, targets, self.temperature, entropy=True,
+            vocab_size=self.vocab_size, banned=self.banned, softcap=self.softcap)
 
 
 class Critic(Net):
@@ -583,9 +633,9 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
 def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     """A Policy's logprobs or a Critic's values of every sampled token, on every rank: (B, T)."""
     result = torch.zeros_like(batch["response_mask"])
-    device = next(net.parameters()).device
-    for rows, real in data.shares(batch, range(len(result)), args.tokens_per_micro_batch):
-        scores = net(data.pack_rows(batch, rows, device))[0].float().cpu()
+    micros = data.shares(batch, range(len(result)), args.tokens_per_micro_batch, net.packed)
+    for rows, real in micros:
+        scores = net(net.pack(batch, rows))[0].float().cpu()
         if real:
             result[rows] = scores
     return all_sum(result)
@@ -603,12 +653,12 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     the batch's COLUMNS of a micro-batch. Losses are summed over micro-batches and ranks and divided
     by global counts, so that no way to cut the batch changes the gradient (loss_agg: see
     losses.aggregate; its max_len is --max_response_tokens, the same for every batch). Returns the
-    loss, grad_norm, unique_tokens and the token means of the stats; and the network's first number of this rank's
-    tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
+    loss, grad_norm, unique_tokens, the stats' token means; and the network's first number of this
+    rank's tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
     model, device = learner.wrapped, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
-    micros = data.shares(batch, rows, args.tokens_per_micro_batch)
+    micros = data.shares(batch, rows, args.tokens_per_micro_batch, learner.net.packed)
     sums = Counter(unique_tokens=0)
     seen = torch.zeros_like(batch["response_mask"])
     for i, (micro, real) in enumerate(micros):
@@ -616,7 +666,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         mask = part["response_mask"].mul_(real)  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
         wait = i < len(micros) - 1 and not isinstance(model, FSDPModule)
-        packed = data.pack_rows(batch, micro, device)
+        packed = learner.net.pack(batch, micro)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             numbers = model(packed)
             loss, stats = objective(numbers, part, args)
@@ -626,7 +676,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.item())
         if real:
-            sums["unique_tokens"] += packed["input_ids"].numel()
+            sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
             seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = float(whole(grad_norm))
@@ -844,6 +894,7 @@ class Run:
     reference: nn.Module | None  # the starting model, frozen
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     done: int = 0  # steps
+    agreed: float | None = None  # mean |engine - trainer| logprob in the first step from here
     pool: Pool | None = None  # None with --replay
     background: Background = field(default_factory=Background)
 
@@ -893,16 +944,20 @@ def setup(args: Args) -> Run:
             for split in files}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # an unknown one is found now
+    if not args.replay:
+        check_model(args, accelerator.device)
     checkpoint = data.prepare_folder(args)
     state = json.loads((checkpoint / "step.json").read_text()) if checkpoint else {}
     done, stop = state.get("step", 0), Stop(store)
     log = (data.Log if accelerator.is_main_process else data.SilentLog)(args, tokenizer, done)
     vision = data.Vision(processor) if processor else None
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
+    data.register_packed_attention()
+    policy = Policy(args, vocab_size, vision)  # before the engine: what can't be trained is refused
     engine = None if args.replay else Engine(
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id)
-    networks = build_networks(args, accelerator, vocab_size, vision)
+    networks = build_networks(args, accelerator, policy)
     kl_coef = state["kl_coef"] if args.kl_target and state else args.kl_coef
     kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
@@ -916,19 +971,18 @@ def setup(args: Args) -> Run:
     return run
 
 
-def build_networks(args: Args, accelerator, vocab_size: int, vision) -> tuple:
-    """Policy, and critic and reference where they are used."""
-    data.register_packed_attention()
-    set_seed(args.seed)  # of what a checkpoint lacks; the engine drew from the generators
-    n_steps = args.num_steps - args.critic_warmup
-    policy = Learner(Policy(args, vocab_size, vision), args.lr, n_steps, args, accelerator)
+def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
+    """Learners of policy and critic, and the reference, where they are used."""
+    set_seed(args.seed)  # the engine drew from the generators
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
-        critic = Learner(Critic(args, vision), args.critic_lr, args.num_steps, args, accelerator)
+        critic = Critic(args, policy.vision)
+        critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
-        reference = Policy(args, vocab_size, vision).requires_grad_(False)
+        reference = Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
-    return policy, critic, reference
+    n_steps = args.num_steps - args.critic_warmup
+    return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
 def banner(run: Run, read: dict[str, list[dict]]) -> str:
@@ -936,12 +990,14 @@ def banner(run: Run, read: dict[str, list[dict]]) -> str:
     args, rows, n_updates = run.args, run.rows, run.args.updates_per_rollout
     n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
     note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
+    padded = "; its layers take no packed sequences: each is computed alone, right-padded"
+    padded *= not run.policy.net.packed
     resuming = f"resuming after step {run.done} of " if run.done else ""
     return f"""{args.task}: {len(rows["train"])} training rows \
 ({len(read["train"]) - len(rows["train"])} overlong ones dropped), {len(rows["val"])} validation \
 rows ({len(read["val"]) - len(rows["val"])} dropped)
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
-{run.accelerator.device.type}
+{run.accelerator.device.type}{padded}
 {args.algo}: {args.describe_algo()}
 {args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} \
 trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
@@ -951,8 +1007,6 @@ trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
 def finish(run: Run, start: int):
     """The last checkpoint; the policy in Hugging Face format if training came to its end."""
     args, log, folder, done = run.args, run.log, run.folder, run.done
-    if run.pool:
-        run.pool.end()
     if done > start and not args.rollout_only:
         data.save_checkpoint(run)
     if args.rollout_only:
@@ -966,7 +1020,14 @@ def finish(run: Run, start: int):
         saved = data.checkpoints(folder / "checkpoints")
         more = "; the same command with --resume goes on from there" * bool(saved)
         log.say(f"stopped after step {done}{more}")
-    log.close()
+    close(run)
+
+
+def close(run: Run):
+    """Ends what a run holds, on all ranks together: the process may end then."""
+    if run.pool:
+        run.pool.end()
+    run.log.close()
     run.background.close()
     run.stop.over = True
     dist.barrier()
@@ -997,6 +1058,7 @@ def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     args, networks = run.args, {}
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
+    old = old or run.engine and run.agreed is None  # for check_agreement
     if old and not args.rollout_only:
         networks["logprobs_old"] = run.policy.net
     if run.reference:
@@ -1098,6 +1160,32 @@ def mask_truncated(batch: dict):
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
 
+def check_agreement(run: Run, phase: Phase, batch: dict, step: int):
+    """Ends the run, by BadInput on all ranks, if its first rollout (from the start, or a resume)
+    was not sampled from the trainer's policy: rollout/logp_diff_mean above 1e-3, or 0.1 where one
+    of them computes in less than float32. Only warns with --allow_mismatch, and with
+    --sampling_args that change the engine's distribution: they make a difference."""
+    if not run.engine or run.agreed is not None:
+        return
+    args = run.args
+    found = run.agreed = step_metrics(phase, batch, step, args)["rollout/logp_diff_mean"]
+    coarse = args.dtype == "bfloat16" or "quantization" in args.engine_args
+    bound = 0.1 if coarse else 1e-3
+    if found <= bound:
+        return
+    problem = (
+        f"engine and trainer disagree: their logprobs of the first rollout differ by "
+        f"{found:.2g} in the mean, more than {bound:g} ({args.dtype}). Likely causes: a weight "
+        "that did not arrive (--check_sync), a part of this model that vLLM and the trainer "
+        "compute differently, or settings of the engine that the trainer does not know "
+        "(--engine_args, --sampling_args, an agent loop's own)")
+    if args.allow_mismatch or args.sampling().keys() - {"temperature", *NEUTRAL_SAMPLING}:
+        run.log.warn_once(problem)
+        return
+    close(run)
+    raise BadInput(f"{problem}; --allow_mismatch goes on")
+
+
 def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     """What the outputs that were learned from say about the engine and about groups."""
     mask, groups = batch["response_mask"].bool(), batch["rollouts"].groups
@@ -1137,7 +1225,10 @@ def mean(x: torch.Tensor) -> float:
 
 
 def warn(run: Run, metrics: dict, n_groups: int, first: bool):
-    """What makes a run learn nothing, each once."""
+    """What makes a run learn nothing, or the wrong thing, each once."""
+    if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
+        run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
+                          f"since this run's first step, from {run.agreed:.1e}")
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
@@ -1205,6 +1296,8 @@ def main(args: Args):
             if args.rollout_only:
                 log.metrics(metrics)
                 continue
+
+            check_agreement(run, phase, batch, step)
 
             # ---- 3. rewards -> advantages: the lines to change
             metrics |= shape_rewards(batch, run.kl.coef, args)

@@ -83,6 +83,7 @@ def gradients(
     optimizer.zero_grad = keep_gradients
     rows = list(range(19))
     metrics, _ = train.optimise(learner, train.policy_objective, batch, rows, args, accelerator, args.loss_agg)
+    metrics.pop("unique_tokens")  # depends on the micro-batches: a prefix is shared within one
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)

@@ -534,10 +534,10 @@ def test_pack_rows_by_hand():
         make_output([4], [1, 0]),
     ])  # fmt: skip
     packed = data.pack_rows(batch, [2, 0], "cpu")
-    assert packed["input_ids"].tolist() == [[1, 2, 3, 100, 101, 102, 103, 4, 100, 101]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
-    assert packed["cu_seqlens"].tolist() == [0, 7, 10]
-    assert packed["max_seqlen"] == 7 and "key_index" not in packed  # nothing is shared
+    assert packed["inputs"]["input_ids"].tolist() == [[1, 2, 3, 100, 101, 102, 103, 4, 100, 101]]
+    assert packed["inputs"]["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
+    assert packed["inputs"]["cu_seqlens"].tolist() == [0, 7, 10]
+    assert packed["inputs"]["max_seqlen"] == 7 and "key_index" not in packed["inputs"]  # nothing is shared
     # The state that predicts a token is the one before it: the last prompt token for the first of a response.
     assert packed["source"].tolist() == [2, 3, 5, 7]
     assert packed["targets"].tolist() == [100, 101, 103, 100]
@@ -561,11 +561,11 @@ def test_a_shared_prefix_is_packed_once():
     assert order == [0, 4, 3, 2, 1]  # equal ones in their order
     assert (lengths, shared) == ([5, 5, 6, 4, 2], [0, 5, 4, 3, 0])
     packed = data.pack_rows(batch, [0, 1, 2, 3, 4], "cpu")
-    assert packed["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 4, 7, 8, 9]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 5, 3, 0, 1]]
-    assert packed["cu_seqlens"].tolist() == [0, 5, 7, 8, 10]  # the copy has no queries of its own
-    assert packed["cu_seqlens_k"].tolist() == [0, 5, 11, 15, 17]
-    assert packed["key_index"].tolist() == [0, 1, 2, 3, 4] + [0, 1, 2, 3, 5, 6] + [0, 1, 2, 7] + [8, 9]
+    assert packed["inputs"]["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 4, 7, 8, 9]]
+    assert packed["inputs"]["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 5, 3, 0, 1]]
+    assert packed["inputs"]["cu_seqlens"].tolist() == [0, 5, 7, 8, 10]  # the copy has no queries of its own
+    assert packed["inputs"]["cu_seqlens_k"].tolist() == [0, 5, 11, 15, 17]
+    assert packed["inputs"]["key_index"].tolist() == [0, 1, 2, 3, 4] + [0, 1, 2, 3, 5, 6] + [0, 1, 2, 7] + [8, 9]
     # The last prompt token predicts 4, for two rows at once, and 7; its successor 5; 6 predicts 4; 8 predicts 9.
     pairs = list(zip(packed["source"].tolist(), packed["targets"].tolist(), strict=True))
     assert pairs == [(2, 4), (2, 7), (3, 5), (5, 4), (8, 9)]
@@ -606,7 +606,7 @@ def ranks(monkeypatch, n: int):
 
 
 def unique_tokens(batch: dict, rows) -> int:
-    return data.pack_rows(batch, list(rows), "cpu")["input_ids"].numel()
+    return data.pack_rows(batch, list(rows), "cpu")["inputs"]["input_ids"].numel()
 
 
 @few
@@ -647,7 +647,7 @@ def test_pack_rows_predicts_every_sampled_token(masks, random):
     placed = torch.zeros(packed["shape"], dtype=torch.long)
     placed = placed.index_put(packed["at"], packed["targets"][packed["pair"]])
     assert placed.tolist() == (batch["response_ids"] * batch["response_mask"].long())[rows].tolist()
-    ids, positions = packed["input_ids"][0], packed["position_ids"][0]
+    ids, positions = packed["inputs"]["input_ids"][0], packed["inputs"]["position_ids"][0]
     for source, row, column in zip(packed["source"][packed["pair"]], *packed["at"], strict=True):
         b = rows[row]
         before = batch["prompt_lengths"][b] + column - 1
@@ -726,8 +726,7 @@ def scores_and_gradients(model, batch: dict, parts: list[list[int]]) -> tuple[to
     weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2))
     for rows in parts:
         packed = data.pack_rows(batch, rows, "cpu")
-        inputs = {name: packed[name] for name in data.FORWARD if name in packed}
-        logits = model(**inputs, use_cache=False).logits[0, packed["source"]].log_softmax(-1)
+        logits = model(**packed["inputs"], use_cache=False).logits[0, packed["source"]].log_softmax(-1)
         logprobs = logits.gather(1, packed["targets"][:, None])[packed["pair"], 0]
         found = logprobs.new_zeros(packed["shape"]).index_put(packed["at"], logprobs)
         (found * weights[rows]).sum().backward()

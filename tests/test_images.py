@@ -312,6 +312,45 @@ def test_gradients_are_those_of_transformers_whatever_the_micro_batches(args, pr
         assert torch.allclose(p.grad, whole[f"model.{name}"], atol=1e-4, rtol=1e-3), name
 
 
+def test_a_shared_prefix_with_images_is_computed_once(args, processor, vision, monkeypatch):
+    policy = train.Policy(args, len(processor.tokenizer), vision)
+    image = lambda: picture(1, 56, 84)  # equal pixels, an object each
+    again = output_of(processor, f"a{SEEN}b{SEEN}", [image(), picture(2, 56, 56)])
+    outputs = [
+        output_of(processor, f"a{SEEN}b", [image()], "abc"),
+        output_of(processor, f"a{SEEN}b", [image()], "abd"),
+        output_of(processor, f"a{SEEN}b", [picture(3, 56, 84)]),  # the same tokens, another image
+        again,
+        output_of(processor, f"a{SEEN}b{SEEN}c", [image(), picture(2, 56, 56)]),
+        again,
+        output_of(processor, "a", []),
+    ]
+    batch, alone = data.collate(outputs, processor.image_token_id), data.collate(outputs)
+    assert batch["images"][0][0] is batch["images"][1][0] is batch["images"][3][0]
+    assert batch["images"][0][0] is not batch["images"][2][0]
+    encoded, encode = [], vision._encode
+
+    def counted(model, images, device):
+        encoded.append(images)
+        return encode(model, images, device)
+
+    monkeypatch.setattr(vision, "_encode", counted)
+    rows = list(range(len(outputs)))
+    whole = gradients(policy, batch, [rows])
+    first, second, other = batch["images"][0][0], batch["images"][3][1], batch["images"][2][0]
+    (images,) = encoded
+    assert sorted(map(id, images)) == sorted(map(id, [first, second, other]))
+    n_tokens = [policy.pack(x, rows)["inputs"]["input_ids"].numel() for x in (batch, alone)]
+    assert n_tokens[0] < 0.6 * n_tokens[1]
+    single = gradients(policy, alone, [[row] for row in rows])
+    norm = torch.stack([gradient.norm() for gradient in single.values()]).norm()
+    for name, gradient in single.items():
+        assert (whole[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6 * norm, name
+    with torch.no_grad():
+        one = torch.cat([policy(policy.pack(alone, [row]))[0][:, :3] for row in rows])
+        assert torch.allclose(policy(policy.pack(batch, rows))[0][:, :3], one, atol=1e-5)
+
+
 def test_a_micro_batch_without_images_still_has_a_gradient_for_every_parameter(args, processor, policy):
     batch = data.collate([output_of(processor, "no image", [])])
     found = gradients(policy, batch, [[0]])

@@ -689,8 +689,9 @@ def test_unknown_names_raise_and_name_the_choices():
 # ---- token_logprobs --------------------------------------------------------------------------------------------------
 
 
-def plain_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=None):
-    logits = hidden @ weight.T / temperature
+def plain_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=None, softcap=None):
+    logits = hidden @ weight.T
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / temperature
     if vocab_size is not None:
         logits[:, vocab_size:] = -math.inf
     logp = torch.log_softmax(logits, -1)
@@ -724,6 +725,16 @@ def test_token_logprobs_against_log_softmax(chunk, temperature):
     outputs = token_logprobs(hidden, weight, targets, temperature, chunk, entropy=True)  # the entropy's gradient alone
     plain = plain_logprobs(hidden, weight, targets, temperature)
     close(both_grads(outputs[1:], (hidden, weight)), both_grads(plain[1:], (hidden, weight)))
+
+
+@pytest.mark.parametrize("chunk", [4, 1024])
+def test_token_logprobs_of_capped_logits(chunk):
+    hidden, weight, targets = head()
+    want = plain_logprobs(hidden, weight, targets, 0.7, softcap=1.5)
+    got = token_logprobs(hidden, weight, targets, 0.7, chunk, entropy=True, softcap=1.5)
+    assert (want[0] - plain_logprobs(hidden, weight, targets, 0.7)[0]).abs().max() > 0.1  # it makes a difference
+    close(got, want)
+    close(both_grads(got, (hidden, weight)), both_grads(want, (hidden, weight)))
 
 
 def test_token_logprobs_gradcheck():

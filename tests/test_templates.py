@@ -252,7 +252,7 @@ def test_a_fork_in_which_nothing_was_sampled_leaves_what_it_has_to_the_one_befor
     (output,) = asyncio.run(loop.run({"stop_token_ids": [other.eos_token_id]}, **row))
     assert output.stop_reason == "timeout" and output.metrics["forks"] == 1
     assert output.turn_rewards == [(len(output.response_ids) - 1, 0.25)] and 0 not in output.response_mask
-    assert output.messages[-1]["content"] == words
+    assert output.messages[-1] == {"role": "assistant", "content": "\n" + ANSWER, "reasoning_content": "long"}
 
 
 def test_messages_of_a_call_are_json_that_any_client_reads(tokenizer):

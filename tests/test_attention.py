@@ -1,0 +1,119 @@
+"""The trainer's forward and backward pass of one architecture after the other, on a forest of shared prefixes, against
+transformers' own eager attention on right-padded rows."""
+
+import pytest
+import torch
+from gradient_worker import batch_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import data
+import train
+from agent_loop import BadInput
+
+SIZES = dict(
+    vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
+    bos_token_id=1, eos_token_id=1,
+)  # fmt: skip
+WINDOW = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+# model_type -> what is special; those after the line are computed row by row
+PACKED = {
+    "qwen2": {},
+    "mistral": dict(sliding_window=7),
+    "gemma2": WINDOW | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=5),
+    "gemma3_text": WINDOW | dict(query_pre_attn_scalar=5),
+    "gpt_oss": WINDOW | dict(num_local_experts=4, num_experts_per_tok=2),
+    "olmo3": WINDOW,
+    "cohere2": WINDOW | dict(logit_scale=0.25),
+    "granite": dict(logits_scaling=4.0, attention_multiplier=0.3),
+    "smollm3": dict(no_rope_layers=[1, 0], tie_word_embeddings=False),
+}
+PADDED = {
+    "stablelm": {},
+    "nemotron": {},
+    "lfm2": dict(layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8),
+    "mamba2": dict(state_size=8, num_heads=8, expand=2, n_groups=1, head_dim=8, chunk_size=16),
+}
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict:
+    torch.manual_seed(0)
+    batch = batch_of(14)
+    batch["weights"] = torch.randn(batch["response_mask"].shape) * batch["response_mask"]
+    return batch
+
+
+def saved(path, model_type: str, **changes):
+    """A model of that architecture with random weights, eager attention, saved at the path."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(model_type, **SIZES | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    for name, parameter in model.named_parameters():  # norms are ones, biases and sinks zeros
+        parameter.data += 0.2 * torch.randn(parameter.shape) * ("norm" in name or "bias" in name or "sinks" in name)
+    model.save_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+
+
+def expected(model, batch: dict, temperature: float) -> torch.Tensor:
+    """(B, T) logprobs by the model's own forward, a row at a time."""
+    found = torch.zeros_like(batch["response_mask"])
+    for i, (n, start) in enumerate(zip(batch["lengths"].tolist(), batch["prompt_lengths"].tolist(), strict=True)):
+        ids = batch["input_ids"][i : i + 1, :n]
+        logprobs = (model(input_ids=ids, use_cache=False).logits[0] / temperature).log_softmax(-1)
+        found[i, : n - start] = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+    return found * batch["response_mask"]
+
+
+@pytest.mark.parametrize("model_type", [*PACKED, *PADDED])
+def test_logprobs_and_gradients_are_those_of_eager_attention(model_type, batch, tmp_path, process_group):
+    data.register_packed_attention()
+    reference = saved(tmp_path, model_type, **(PACKED | PADDED)[model_type])
+    args = train.Args(model=str(tmp_path), temperature=0.9)
+    policy = train.Policy(args)
+    assert policy.packed == (model_type in PACKED)
+    logprobs = expected(reference, batch, args.temperature)
+    assert logprobs[batch["response_mask"].bool()].std() > 0.1  # there is something to compare
+    rows = range(len(logprobs))
+    micros = [micro for micro, _ in data.shares(batch, rows, 120, policy.packed)]
+    assert len(micros) > 1
+    n_tokens = 0
+    for micro in micros:
+        packed = policy.pack(batch, micro)
+        n_tokens += packed["inputs"]["input_ids"].numel()
+        assert packed["inputs"]["input_ids"].numel() <= 120
+        found = policy(packed)[0]
+        torch.testing.assert_close(found, logprobs[micro], rtol=1e-5, atol=2e-5)
+        (found * batch["weights"][micro]).sum().backward()
+    assert policy.packed == (n_tokens < batch["lengths"].sum())
+    (logprobs * batch["weights"]).sum().backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert len(gradients) > 8
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for name, parameter in policy.model.named_parameters():
+        if name in gradients:  # routers' biases have none, for one
+            difference = (parameter.grad - gradients[name]).norm()
+            assert difference <= 2e-5 * gradients[name].norm() + 1e-6 * whole, name
+
+
+def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group, monkeypatch):
+    from transformers import GraniteForCausalLM
+
+    data.register_packed_attention()
+    saved(tmp_path, "granite")
+    forward = GraniteForCausalLM.forward
+
+    def sharper(self, *args, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        outputs.logits = outputs.logits * 1.5
+        return outputs
+
+    monkeypatch.setattr(GraniteForCausalLM, "forward", sharper)
+    with pytest.raises(BadInput, match="makes logits in a way that token_logprobs doesn't implement"):
+        train.Policy(train.Args(model=str(tmp_path)))
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path, process_group):
+    saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
+    with pytest.raises(BadInput, match="has a bias in its output head, which token_logprobs doesn't implement"):
+        train.Policy(train.Args(model=str(tmp_path)))

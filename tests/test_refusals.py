@@ -1,0 +1,59 @@
+"""Models that can't be trained here: one line before an engine starts, which names the feature and what would work."""
+
+import pytest
+import torch
+import transformers
+from conftest import SMALL_CACHE
+
+import data
+import train
+from agent_loop import BadInput
+from rollout import check_model
+from train import Args
+
+TINY = dict(vocab_size=272, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
+
+
+def config_of(model_type: str, architecture: str, **more):
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **more})
+    config.architectures = [architecture]
+    return config
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    (config_of("t5", "T5ForConditionalGeneration"), "is an encoder-decoder model: choose one that is a decoder alone"),
+    (config_of("bart", "BartForCausalLM"), "is an encoder-decoder model: choose one that is a decoder alone"),
+    (config_of("qwen3", "Qwen3ForCausalLM", quantization_config={"quant_method": "gptq", "bits": 4}),
+     "is quantised: only unquantised weights can be trained, choose a version that has them"),
+])  # fmt: skip
+def test_what_the_trainer_cannot_train(config, said, tmp_path):
+    """The configuration is all there is: no weights, no tokenizer."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(BadInput) as caught:
+        data.load_tokenizer(Args(model=str(tmp_path), max_model_len=128))
+    assert str(caught.value).startswith(f"--model {tmp_path}") and str(caught.value).endswith(said)
+
+
+def test_a_model_that_generates_no_text(tmp_path):
+    config_of("vit", "ViTForImageClassification").save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=f"--model {tmp_path} can't be loaded for training: Unrecognized configuration"):
+        train.Policy(Args(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    (config_of("codegen", "CodeGenForCausalLM"),
+     "Model architectures ['CodeGenForCausalLM'] are not supported for now; choose a model that vLLM serves"),
+    (config_of("qwen2", "Qwen2ForNothing"),
+     "Model architectures ['Qwen2ForNothing'] are not supported for now; choose a model that vLLM serves"),
+    (None, ""),
+])  # fmt: skip
+def test_what_vllm_does_not_serve(config, said, tmp_path, tiny_model, process_group):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(tmp_path)
+    (config or transformers.AutoConfig.from_pretrained(tiny_model)).save_pretrained(tmp_path)
+    args = Args(model=str(tmp_path), dtype="float32", max_model_len=128, engine_args=SMALL_CACHE)
+    if config is None:
+        return check_model(args, torch.device("cpu"))
+    with pytest.raises(BadInput) as caught:
+        check_model(args, torch.device("cpu"))
+    assert str(caught.value) == f"--model {tmp_path}: vLLM can't generate text with it: {said}"
