@@ -18,7 +18,6 @@ forward passes keep for their backward passes, weights left out.
 """
 
 import argparse
-import functools
 import os
 import statistics
 import sys
@@ -65,6 +64,8 @@ def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: in
 
 
 class Flatrl:
+    prefixes = staticmethod(data.prefixes)
+
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
         self.args, self.accelerator = args, accelerator
         self.learner = train.Learner(train.Policy(args), LR, 1, args, accelerator)
@@ -72,34 +73,23 @@ class Flatrl:
 
     def sizes(self, batch: dict) -> list[int]:
         """Tokens of each micro-batch that go through the network."""
+        data.prefixes = self.prefixes
         shares = data.shares(batch, range(len(batch["lengths"])), self.args.tokens_per_micro_batch)
-        return [data.pack_rows(batch, rows, "cpu")["input_ids"].numel() for rows, _ in shares]
+        return [self.model.pack(batch, rows)["inputs"]["input_ids"].numel() for rows, _ in shares]
 
     def score(self, batch: dict) -> torch.Tensor:
-        return train.score_tokens(self.learner.net, batch, self.args)
+        data.prefixes = self.prefixes
+        return train.score_tokens(self.model, batch, self.args)
 
     def update(self, batch: dict):
-        rows = range(len(batch["lengths"]))
+        data.prefixes, rows = self.prefixes, range(len(batch["lengths"]))
         train.optimise(self.learner, train.policy_objective, batch, rows, self.args, self.accelerator)
 
 
 class Unshared(Flatrl):
-    def apart(method):
-        @functools.wraps(method)
-        def run(self, batch):
-            kept, data.prefixes = data.prefixes, self.prefixes
-            try:
-                return method(self, batch)
-            finally:
-                data.prefixes = kept
-
-        return run
-
     @staticmethod
     def prefixes(batch, rows):
         return list(range(len(rows))), batch["lengths"][rows].tolist(), [0] * len(rows)
-
-    sizes, score, update = map(apart, (Flatrl.sizes, Flatrl.score, Flatrl.update))
 
 
 class Bare:
@@ -201,25 +191,23 @@ def peak_memory(side, batch: dict) -> float:
         side.update(batch)
         return (torch.cuda.max_memory_allocated() - before) / 1e6
     weights = {p.untyped_storage().data_ptr() for p in side.model.parameters()}
-    alive, now, peak = Counter(), 0, 0  # saved tensors of each storage
+    users, sizes = Counter(), [0]  # of each storage; bytes held after each change
 
     class Saved:
         def __init__(self, x):
-            nonlocal now, peak
-            self.x, self.storage = x, x.untyped_storage().data_ptr()
-            self.size = 0 if self.storage in weights else x.untyped_storage().nbytes()
-            now += self.size * (not alive[self.storage])
-            peak = max(peak, now)
-            alive[self.storage] += 1
+            self.x, self.storage = x, x.untyped_storage()
+            self.change(1, not users[self.storage.data_ptr()])
 
         def __del__(self):
-            nonlocal now
-            alive[self.storage] -= 1
-            now -= self.size * (not alive[self.storage])
+            self.change(-1, -(users[self.storage.data_ptr()] == 1))
+
+        def change(self, n, sign):
+            users[at := self.storage.data_ptr()] += n
+            sizes.append(sizes[-1] + sign * (at not in weights) * self.storage.nbytes())
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
         side.update(batch)
-    return peak / 1e6
+    return max(sizes) / 1e6
 
 
 def timed(function, batch: dict) -> float:
