@@ -41,7 +41,7 @@ import data
 import train
 from agent_loop import AgentLoopOutput
 
-LR = 1e-6
+LR = 0.0  # the same work, and all sides keep the same weights
 
 
 def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: int, n: int) -> dict:
@@ -119,7 +119,7 @@ class Bare:
 
     @torch.no_grad()
     def score(self, batch: dict) -> torch.Tensor:
-        return torch.cat([self.logprobs(micro).cpu() for micro in self.micro_batches(batch)])
+        return torch.cat([self.logprobs(micro).float().cpu() for micro in self.micro_batches(batch)])
 
     def update(self, batch: dict):
         n_tokens = batch["response_mask"].sum().item()
@@ -151,27 +151,19 @@ class Trl(Bare):
         trainer.create_optimizer()
         self.model = trainer.model.train()
 
-    def prepared(self, batch: dict) -> list[dict]:
-        micros = self.micro_batches(batch)
-        self.trainer.current_gradient_accumulation_steps = self.trainer.args.steps_per_generation = len(micros)
-        T = batch["response_mask"].shape[1]
-        return [{"prompt_ids": micro["input_ids"][:, :-T], "prompt_mask": torch.ones_like(micro["input_ids"][:, :-T]),
-                 "completion_ids": micro["response_ids"], "completion_mask": micro["response_mask"].long(),
-                 "advantages": micro["advantages"][:, 0], "num_items_in_batch": batch["response_mask"].sum()}
-                for micro in micros]  # fmt: skip
-
-    @torch.no_grad()
-    def score(self, batch: dict) -> torch.Tensor:
-        logprobs = []
-        for x in self.prepared(batch):
-            ids, seen = (torch.cat([x[f"prompt_{kind}"], x[f"completion_{kind}"]], 1) for kind in ("ids", "mask"))
-            T = x["completion_ids"].shape[1]
-            logprobs.append(self.trainer._get_per_token_logps_and_entropies(self.model, ids, seen, T)[0].float().cpu())
-        return torch.cat(logprobs)
+    def logprobs(self, micro: dict) -> torch.Tensor:
+        ids, T = micro["input_ids"], micro["response_ids"].shape[1]
+        return self.trainer._get_per_token_logps_and_entropies(self.model, ids, torch.ones_like(ids), T)[0]
 
     def update(self, batch: dict):
-        trainer = self.trainer
-        for inputs in self.prepared(batch):
+        trainer, micros = self.trainer, self.micro_batches(batch)
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = len(micros)
+        for micro in micros:
+            prompts = micro["input_ids"][:, : -micro["response_ids"].shape[1]]
+            inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts),
+                      "completion_ids": micro["response_ids"], "completion_mask": micro["response_mask"].long(),
+                      "advantages": micro["advantages"][:, 0],
+                      "num_items_in_batch": batch["response_mask"].sum()}  # fmt: skip
             trainer.training_step(self.model, inputs, None)
         trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
@@ -253,7 +245,7 @@ def main():
             torch.manual_seed(0)
             calculator.init_model(options.model, hidden_size=256, intermediate_size=576, num_hidden_layers=4,
                                   initializer_range=0.02, max_position_embeddings=4096)  # fmt: skip
-        args = train.Args(model=options.model, tokens_per_micro_batch=options.micro_batch, lr=LR)
+        args = train.Args(model=options.model, tokens_per_micro_batch=options.micro_batch)
         accelerator, _ = train.start_processes(args)
         data.register_packed_attention()
         names = dict.fromkeys(["flatrl", *options.sides])
