@@ -721,8 +721,9 @@ def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict
     row, column = mask.nonzero(as_tuple=True)  # (number of sampled tokens,) each
     column_in_row = batch["prompt_lengths"][rows][row] + column
     before = torch.cat(paths)[starts[row] + column_in_row - 1]
-    pairs = torch.stack([before, ids[row, column_in_row]])
-    (source, targets), pair = pairs.unique(dim=1, return_inverse=True)
+    # one number a pair: unique(dim=1) takes microseconds for each column
+    pairs, pair = ((before << 32) + ids[row, column_in_row]).unique(return_inverse=True)
+    source, targets = pairs >> 32, pairs % (1 << 32)
     images = [batch["images"][i] for i in rows] if "images" in batch else []
     sequences = [x[:n] for x, n in zip(ids, lengths)]
     return tree_map_only(Tensor, lambda x: x.to(device), {

@@ -3,6 +3,7 @@
     pip install trl==1.16.0 datasets
     python bench/trl.py [--model FOLDER] [--prompts 16] [--group_size 8] [--tokens 64] [--rounds 5]
     python bench/trl.py --trl generate vllm     # beside TRL with vLLM in its process, too
+    python bench/trl.py --prompt_tokens 300     # a system prompt and tool schemas before every question
 
 Whole steps, single turn: flatrl is `train.main` with this file as its --task, TRL is `GRPOTrainer.train`, which
 generates with transformers' `generate` or (--trl vllm) with vLLM in its own process. Each runs in a process of its
@@ -16,12 +17,14 @@ With --free, responses end where the model ends them: both sides sample from the
 import argparse
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
+from bisect import bisect
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -33,13 +36,30 @@ sys.path[:] = [str(FOLDER.parent), str(FOLDER.parent / "examples"), *others]
 
 import calculator
 import torch
+from transformers import AutoTokenizer
+from transformers.utils import get_json_schema
+
+from agent_loop import render
 
 # ---------------------------------------------------------------- what both train on; for flatrl this is a task file
 
 
 def load(split: str) -> list[dict]:
-    n = int(os.environ["BENCH_PROMPTS"])
-    return calculator.load(split)[: n if split == "train" else 1]
+    n, system = int(os.environ["BENCH_PROMPTS"]), os.environ["BENCH_SYSTEM"]
+    rows = calculator.load(split)[: n if split == "train" else 1]
+    for row in rows if system else ():
+        row["prompt"].insert(0, {"role": "system", "content": system})
+    return rows
+
+
+def system_prompt(model: str, n_tokens: int) -> str:
+    """As many instructions and tool schemas as make the first prompt n_tokens long; the questions differ after them."""
+    tokenizer, (row, *_) = AutoTokenizer.from_pretrained(model), calculator.load("train")
+    length = lambda text: len(render(tokenizer, [{"role": "system", "content": text}, *row["prompt"]]))
+    text = f"You are an assistant with tools. {json.dumps(get_json_schema(calculator.calculator))} "
+    ids = tokenizer.encode(text * (1 + n_tokens // 50), add_special_tokens=False)
+    cut = lambda n: tokenizer.decode(ids[:n])
+    return cut(bisect(range(n_tokens), n_tokens, key=lambda n: length(cut(n))) - 1) if n_tokens else ""
 
 
 def score(text: str) -> float:
@@ -160,6 +180,7 @@ def main() -> None:
     parser.add_argument("--model", help="default: a random model of 2.6M parameters and 275 tokens")
     for name, default in (("prompts", 16), ("group_size", 8), ("tokens", 64), ("rounds", 5), ("warm_up", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--prompt_tokens", type=int, default=0, help="0: the question alone, 13 with the default model")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
     parser.add_argument("--free", action="store_true", help="responses end by themselves, --tokens is only the limit")
@@ -172,7 +193,6 @@ def main() -> None:
     except ImportError as error:
         parser.error(f"{error}: pip install trl==1.16.0 datasets")
     sides = ["flatrl", *(f"TRL, {name}" for name in options.trl)]
-    os.environ["BENCH_PROMPTS"] = str(options.prompts)
     with tempfile.TemporaryDirectory() as folder:
         if not options.model:
             options.model = f"{folder}/model"
@@ -180,6 +200,8 @@ def main() -> None:
             calculator.init_model(
                 options.model, hidden_size=256, intermediate_size=576, num_hidden_layers=4, initializer_range=0.02
             )
+        os.environ["BENCH_PROMPTS"] = str(options.prompts)
+        os.environ["BENCH_SYSTEM"] = system_prompt(options.model, options.prompt_tokens)
         measure(sides, options, folder)
 
 
@@ -215,6 +237,7 @@ def report(table: dict[str, list[dict]], options: argparse.Namespace) -> None:
     columns = ("length", "step", "sync", "generate", "update", "rest")
     print(
         f"\n{options.prompts} prompts x {options.group_size}, {options.tokens} tokens{' at most' * options.free}, "
+        f"prompts of {options.prompt_tokens or 'their own'} tokens, "
         f"{os.environ['OMP_NUM_THREADS']} threads; medians of {options.rounds} rounds, seconds\n"
         f"{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by (min - max)"
     )
