@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -509,6 +510,44 @@ def describe(outputs: Outputs) -> dict:
     return result
 
 
+def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
+    """The eval/* of trajectories of rows, by their prompts' numbers.
+
+    eval/pass@j, for every j up to the most rollouts n of a row: the chance that one of j passes,
+    1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1), which is an outcome of at
+    least 1; the mean over the rows with n >= j. eval/reward_stderr: the standard error of the mean
+    over rows (rollouts of one row are not independent). With several data_source:
+    eval/<data_source>/reward."""
+    means, rollouts = describe(outputs), by_rollout(outputs)
+    result = {f"eval/{x}": means[f"{x}/mean"] for x in ("reward", "response_length", "num_turns")}
+    rewards, groups = rollouts.rewards.double(), rollouts.groups
+    of_source = [rows[prompt].get("data_source") for prompt in groups]
+    for source in dict.fromkeys(of_source) if len({*of_source}) > 1 else ():
+        result[f"eval/{source}/reward"] = rewards[[x == source for x in of_source]].mean().item()
+    _, row, n = groups.unique(return_inverse=True, return_counts=True)  # (N,), (rows,)
+    total = lambda x: torch.zeros(len(n), dtype=x.dtype).index_add(0, row, x)
+    error = (total(rewards) / n).std(correction=int(len(n) > 1)) / len(n) ** 0.5
+    result["eval/reward_stderr"] = error.item()
+    failed, fails = total((rollouts.outcomes < 1).double()), 1  # (rows,)
+    for j in range(n.max()):
+        fails = fails * (failed - j).clamp(min=0) / (n - j)
+        result[f"eval/pass@{j + 1}"] = 1 - fails[n > j].mean().item()
+    return result
+
+
+def turn_states(outputs: Outputs) -> Tensor:
+    """Of every sampled turn (a run of mask-1 tokens), in order, an integer (turns,): equal where
+    turns of one prompt met the same state. Those are an output's metrics["states"], a hashable each
+    turn, which a task's reward function may set; by default a turn's index. Raises ValueError if
+    they are more or fewer than the turns."""
+    known, labels = {}, []
+    for o in outputs:
+        turns = range(sum(mask for mask, _ in itertools.groupby(o.response_mask)))
+        for _, state in zip(turns, o.metrics.get("states", turns), strict=True):
+            labels.append(known.setdefault((o.extra["prompt"], state), len(known)))
+    return torch.tensor(labels, dtype=torch.long)
+
+
 def _numbers(values):
     return {name: x for name, x in values.items() if isinstance(x, (int, float))}
 
@@ -791,7 +830,7 @@ class Vision:
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: step -> eval/reward."""
 
     COLUMNS = """\
         reward      reward/mean                 6   .3f
@@ -814,7 +853,7 @@ class Log:
         if file.is_file():  # resuming: what came after the checkpoint is done again
             rows = [row for row in _read_rows(file) if row["step"] <= steps_done]
             _write_whole(file, _json_lines(rows))
-        self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
+        self.evals = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
@@ -825,7 +864,7 @@ class Log:
     def metrics(self, metrics: dict):
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if "eval/reward" in metrics:
-            self.evals.append(metrics["eval/reward"])
+            self.evals[metrics["step"]] = metrics["eval/reward"]
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
         if self.wandb:
@@ -876,7 +915,7 @@ class Log:
 class SilentLog(Log):
     """The log of all other ranks: the same methods, and none does anything."""
 
-    evals = []
+    evals = {}
     __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
@@ -965,7 +1004,7 @@ def save_checkpoint(run):
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
         os.rename(temporary, target)
-        for old in checkpoints(folder)[: -run.args.keep_checkpoints]:
+        for old in {*checkpoints(folder)[: -run.args.keep_checkpoints]} - {best_checkpoint(run)}:
             shutil.rmtree(old)
     dist.barrier()
 
@@ -973,6 +1012,12 @@ def save_checkpoint(run):
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
+
+
+def best_checkpoint(run) -> Path | None:
+    """On the main rank, the one of the highest eval/reward, of equal ones the latest."""
+    reward = lambda path: run.log.evals.get(int(path.name[5:]), -math.inf)
+    return max(reversed(checkpoints(run.folder / "checkpoints")), key=reward, default=None)
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
