@@ -830,7 +830,7 @@ class Vision:
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: step -> eval/reward."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal, wandb. `evals`: rewards."""
 
     COLUMNS = """\
         reward      reward/mean                 6   .3f
@@ -853,7 +853,7 @@ class Log:
         if file.is_file():  # resuming: what came after the checkpoint is done again
             rows = [row for row in _read_rows(file) if row["step"] <= steps_done]
             _write_whole(file, _json_lines(rows))
-        self.evals = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
+        self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         if args.wandb_project:
@@ -864,7 +864,7 @@ class Log:
     def metrics(self, metrics: dict):
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal."""
         if "eval/reward" in metrics:
-            self.evals[metrics["step"]] = metrics["eval/reward"]
+            self.evals.append(metrics["eval/reward"])
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(_json_lines([metrics]))  # flushed by closing: a kill loses nothing
         if self.wandb:
@@ -915,7 +915,7 @@ class Log:
 class SilentLog(Log):
     """The log of all other ranks: the same methods, and none does anything."""
 
-    evals = {}
+    evals = []
     __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
@@ -1004,7 +1004,7 @@ def save_checkpoint(run):
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
         os.rename(temporary, target)
-        for old in {*checkpoints(folder)[: -run.args.keep_checkpoints]} - {best_checkpoint(run)}:
+        for old in {*checkpoints(folder)[: -run.args.keep_checkpoints]} - {best_checkpoint(run.folder)}:
             shutil.rmtree(old)
     dist.barrier()
 
@@ -1014,10 +1014,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step_*/step.json"))
 
 
-def best_checkpoint(run) -> Path | None:
-    """On the main rank, the one of the highest eval/reward, of equal ones the latest."""
-    reward = lambda path: run.log.evals.get(int(path.name[5:]), -math.inf)
-    return max(reversed(checkpoints(run.folder / "checkpoints")), key=reward, default=None)
+def best_checkpoint(folder: Path) -> Path | None:
+    """Of a run's checkpoints, the one of the highest eval/reward; of equal ones the latest."""
+    evals = {row["step"]: row.get("eval/reward") for row in _read_rows(folder / "metrics.jsonl")}
+    reward = lambda path: evals.get(int(path.name[5:])) or -math.inf
+    return max(reversed(checkpoints(folder / "checkpoints")), key=reward, default=None)
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):

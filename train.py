@@ -1039,12 +1039,12 @@ def finish(run: Run, start: int):
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
     elif done == args.num_steps:
-        evals = [f"{reward:.3f}" for reward in log.evals.values()]
+        evals = [f"{reward:.3f}" for reward in log.evals]
         summary = [f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}"] * bool(evals)
         if done:  # else it was an evaluation
             data.save_policy(run, folder / "final")
-            summary.append(f"the trained policy is in {folder / 'final'}")
-            summary.append(f"the best checkpoint is {data.best_checkpoint(run)}")
+            best = f", the best checkpoint is {data.best_checkpoint(folder)}" * bool(evals)
+            summary.append(f"the trained policy is in {folder / 'final'}{best}")
         log.say("; ".join(summary))
     elif done < args.num_steps:
         saved = data.checkpoints(folder / "checkpoints")
