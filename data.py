@@ -537,14 +537,14 @@ def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
 
 def turn_states(outputs: Outputs) -> Tensor:
     """Of every sampled turn (a run of mask-1 tokens), in order, an integer (turns,): equal where
-    turns of one prompt met the same state. Those are an output's metrics["states"], a hashable each
-    turn, which a task's reward function may set; by default a turn's index. Raises ValueError if
-    they are more or fewer than the turns."""
-    known, labels = {}, []
+    turns of one prompt met the same state. Those are an output's metrics["states"], one a turn and
+    compared by their repr, which a task's reward function may set; by default a turn's index.
+    Raises ValueError if they are more or fewer than the turns."""
+    labels = []
     for o in outputs:
         turns = range(sum(mask for mask, _ in itertools.groupby(o.response_mask)))
         for _, state in zip(turns, o.metrics.get("states", turns), strict=True):
-            labels.append(known.setdefault((o.extra["prompt"], state), len(known)))
+            labels.append(hash(repr((o.extra["prompt"], state))))
     return torch.tensor(labels, dtype=torch.long)
 
 

@@ -64,7 +64,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float,
     mask-1 tokens) gamma is times turn_discount: with gamma 1, rewards are discounted by turns."""
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
-    gammas = torch.where(mask.roll(-1, 1), gamma, gamma * turn_discount).type_as(advantages)
+    gammas = torch.full_like(advantages, gamma * turn_discount)
+    gammas = gammas.masked_fill(mask.roll(-1, 1), gamma)  # the last column's counts for nothing
     next_value = next_advantage = advantages.new_zeros(len(mask))  # (B,)
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + gammas[:, t] * next_value - values[:, t]
@@ -152,7 +153,7 @@ def gigpo_advantages(rewards: Tensor, mask: Tensor, states: Tensor,
     r_j: the reward of turn j, a run of mask-1 tokens, all of which get its A. states (turns,): in
     batch order, equal integers where turns of one group met the same state; one alone gets 0."""
     mask = mask.bool()
-    starts = torch.cat([mask[:, :1], mask[:, 1:] & ~mask[:, :-1]], dim=1)
+    starts = mask & ~torch.nn.functional.pad(mask, (1, -1))  # (B, T)
     returns = reinforce_pp_advantages(rewards, mask, 1.0, turn_discount)[starts]  # (turns,)
     advantages = torch.cat([returns.new_zeros(1), grpo_advantages(returns, states)])
     return torch.where(mask, advantages[starts.flatten().cumsum(0).view_as(mask)], 0)
@@ -254,7 +255,7 @@ def policy_loss(
         clipped = weight != ratio
         loss = -weight * advantages * logprobs  # a token beyond the bounds keeps its gradient
     elif kind == "sapo":
-        tau = torch.where(advantages > 0, clip_high, clip_low).type_as(ratio)
+        tau = torch.full_like(ratio, clip_low).masked_fill(advantages > 0, clip_high)
         loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     else:
         loss = -advantages * logprobs

@@ -366,12 +366,12 @@ def check_args(args: Args):
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
     """Whether a flag's `only` is so, and how to say it."""
     without, name, sign, values = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
-    value, values = str(getattr(args, name)), values.split("|")
-    if sign == "=":
-        used = {*value.split(",")} & {*values}  # --rollout_correction may have several
-        return bool(used), f"with --{name} {' or '.join(values)}"
+    value = str(getattr(args, name))
+    if sign == "=":  # of --rollout_correction one of several
+        used = re.search(rf"\b({values})\b", value)
+        return bool(used), f"with --{name} {values.replace('|', ' or ')}"
     if sign == "!=":
-        return value not in values, f"with a --{name} other than {values[0]}"
+        return value != values, f"with a --{name} other than {values}"
     given = value not in ("0", "0.0", "none", "None")
     return given != bool(without), f"without --{name}" if without else f"with a --{name}"
 
