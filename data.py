@@ -1004,8 +1004,9 @@ def save_checkpoint(run):
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
         os.rename(temporary, target)
-        for old in {*checkpoints(folder)[: -run.args.keep_checkpoints]} - {best_checkpoint(run.folder)}:
-            shutil.rmtree(old)
+        old = checkpoints(folder)[: -run.args.keep_checkpoints]
+        for path in {*old} - {best_checkpoint(run.folder)}:
+            shutil.rmtree(path)
     dist.barrier()
 
 

@@ -217,10 +217,9 @@ def policy_loss(
         sapo       -A sigmoid(tau (r - 1)) 4 / tau, tau = clip_high       arXiv 2511.20347
                    if A > 0, else clip_low (there 1 and 1.05): temperatures, no bounds
         reinforce  -A log pi; logprobs_old enters only the stats          Williams 1992
-    gspo (clip 3e-4, 4e-4), gmpo and sapo are their papers' under aggregate's "seq-mean-token-mean".
-    With logprobs_old = logprobs.detach(), r is exactly 1 and all six have REINFORCE's gradient
-    (gmpo if A is constant along a row). gmpo's loss being the same at every token of a row, weights
-    per token (`rollout_correction`) weigh the row by their arithmetic mean.
+    gspo (3e-4, 4e-4), gmpo and sapo are their papers' under aggregate's "seq-mean-token-mean". With
+    logprobs_old = logprobs.detach(), r is exactly 1 and all six have REINFORCE's gradient (gmpo if
+    A is constant along a row). Token weights weigh a row of gmpo by their arithmetic mean.
 
     stats: ratio (r; gspo, gmpo: the row's), ppo_kl (-log r: k1 of KL(old, new)), clipfrac (the
     bound is active: no gradient, for cispo a reduced one), clipfrac_lower (the dual clip is).

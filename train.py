@@ -1117,8 +1117,8 @@ def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
-    """--reward_clip, --overlong_buffer, then, with --kl_in reward, --reward_coef and -kl_coef KL, on
-    the (N,) rewards of batch["rollouts"] and on batch["token_rewards"] (B, T).
+    """--reward_clip, --overlong_buffer, --reward_coef, and -kl_coef KL with --kl_in reward, on the
+    (N,) rewards of batch["rollouts"] and on batch["token_rewards"] (B, T).
 
     Both in place: the sums per rollout for the group estimators, the tokens for gae and
     reinforce_pp. Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""

@@ -5,7 +5,7 @@
 
 The tiny model has learned the form, and guesses blindly: half of its guesses are anything from 10 to 99, legal or not.
 To find the number it has to heed the interval, and to bisect it: seven turns of eight decide nothing by themselves, so
-what counts is which of them is praised (docs/algorithms.md has the comparison). Nothing has to be downloaded;
+what counts is which of them is praised (docs/credit.md has the comparison). Nothing has to be downloaded;
 --train_files and --val_files may hold games of your own: prompt (the first observation) and
 extra_info.interaction_kwargs {"name", "seed", and what NumberHunt takes, like "low" and "high"}.
 

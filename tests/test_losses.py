@@ -412,6 +412,8 @@ def test_on_policy_every_objective_has_reinforces_gradient():
 @pytest.mark.parametrize("kind", [kind for kind in ROLLOUT_CORRECTIONS if kind != "veto"])
 def test_rollout_correction_by_loops(kind, low, high):
     x = make(4)
+    if kind.startswith("geo") and low:  # a mean varies less
+        low, high = 0.95, 1.05
     weights, stats = rollout_correction(kind, x["logprobs_old"], x["logprobs_rollout"], x["mask"], low, high)
     seen = set()
     for b, i in torch.cartesian_prod(torch.arange(5), torch.arange(7)).tolist():
