@@ -19,6 +19,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -569,6 +570,44 @@ def describe(outputs: Outputs) -> dict:
         "prompt": o.extra["prompt"], "sample": o.extra["sample"], "num_turns": o.num_turns,
         "response_length": len(o.response_ids), **{name: loop[name] for name in seconds}}
     return result
+
+
+def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
+    """The eval/* of trajectories of rows, by their prompts' numbers.
+
+    eval/pass@j, for every j up to the most rollouts n of a row: the chance that one of j passes,
+    1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1), which is an outcome of at
+    least 1; the mean over the rows with n >= j. eval/reward_stderr: the standard error of the mean
+    over rows (rollouts of one row are not independent). With several data_source:
+    eval/<data_source>/reward."""
+    means, rollouts = describe(outputs), by_rollout(outputs)
+    result = {f"eval/{x}": means[f"{x}/mean"] for x in ("reward", "response_length", "num_turns")}
+    rewards, groups = rollouts.rewards.double(), rollouts.groups
+    of_source = [rows[prompt].get("data_source") for prompt in groups]
+    for source in dict.fromkeys(of_source) if len({*of_source}) > 1 else ():
+        result[f"eval/{source}/reward"] = rewards[[x == source for x in of_source]].mean().item()
+    _, row, n = groups.unique(return_inverse=True, return_counts=True)  # (N,), (rows,)
+    total = lambda x: torch.zeros(len(n), dtype=x.dtype).index_add(0, row, x)
+    error = (total(rewards) / n).std(correction=int(len(n) > 1)) / len(n) ** 0.5
+    result["eval/reward_stderr"] = error.item()
+    failed, fails = total((rollouts.outcomes < 1).double()), 1  # (rows,)
+    for j in range(n.max()):
+        fails = fails * (failed - j).clamp(min=0) / (n - j)
+        result[f"eval/pass@{j + 1}"] = 1 - fails[n > j].mean().item()
+    return result
+
+
+def turn_states(outputs: Outputs) -> Tensor:
+    """Of every sampled turn (a run of mask-1 tokens), in order, an integer (turns,): equal where
+    turns of one prompt met the same state. Those are an output's metrics["states"], one a turn and
+    compared by their repr, which a task's reward function may set; by default a turn's index.
+    Raises ValueError if they are more or fewer than the turns."""
+    labels = []
+    for o in outputs:
+        turns = range(sum(mask for mask, _ in itertools.groupby(o.response_mask)))
+        for _, state in zip(turns, o.metrics.get("states", turns), strict=True):
+            labels.append(hash(repr((o.extra["prompt"], state))))
+    return torch.tensor(labels, dtype=torch.long)
 
 
 def numbers(values):
@@ -1123,8 +1162,9 @@ def save_checkpoint(run):
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
         temporary.rename(folder / temporary.name[1:])
-        for old in checkpoints(run.folder)[: -run.args.keep_checkpoints]:
-            old.rename(folder / f".{old.name}")
+        old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
+        for path in {*old} - {best_checkpoint(run.folder)}:
+            path.rename(folder / f".{path.name}")
 
     clean()
     state = training_state(run)
@@ -1139,6 +1179,14 @@ def save_checkpoint(run):
 def checkpoints(folder: Path) -> list[Path]:
     """Those of a run, oldest first; not the broken ones that were moved aside."""
     return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Of a run's checkpoints, the one of the highest eval/reward; of equal ones the latest."""
+    rows = _rows_until(folder / "metrics.jsonl", math.inf)
+    evals = {row["step"]: row.get("eval/reward", -math.inf) for row in rows}
+    reward = lambda path: evals.get(int(path.name[5:]), -math.inf)
+    return max(reversed(checkpoints(folder)), key=reward, default=None)
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-POLICY_LOSSES = ("ppo", "gspo", "gmpo", "cispo", "reinforce")
-ROLLOUT_CORRECTIONS = ("none", "tis", "icepop", "seq_tis", "seq_mask")
+POLICY_LOSSES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
+ROLLOUT_CORRECTIONS = ("none", "tis", "icepop", "seq_tis", "seq_mask", "geo_tis", "geo_mask",
+                       "veto")
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
@@ -52,20 +53,23 @@ def _check(name, value, choices):
 
 
 @no_grad
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float,
-        lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float,
+        turn_discount: float = 1.0) -> tuple[Tensor, Tensor]:
     """Generalised advantages, all (B, T) -> advantages, returns (arXiv 1506.02438, eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},   returns = A + V
 
     t+1 is the next mask-1 token: V and A are carried over tool and user tokens unchanged, so those
-    are invisible. After the last mask-1 token both are 0."""
+    are invisible. After the last mask-1 token both are 0. At a turn's last token (turns are runs of
+    mask-1 tokens) gamma is times turn_discount: with gamma 1, rewards are discounted by turns."""
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
+    gammas = torch.full_like(advantages, gamma * turn_discount)
+    gammas = gammas.masked_fill(mask.roll(-1, 1), gamma)  # the last column's counts for nothing
     next_value = next_advantage = advantages.new_zeros(len(mask))  # (B,)
     for t in reversed(range(mask.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage,
+        delta = rewards[:, t] + gammas[:, t] * next_value - values[:, t]
+        next_advantage = torch.where(mask[:, t], delta + gammas[:, t] * lam * next_advantage,
                                      next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = next_advantage
@@ -74,15 +78,17 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float,
 
 
 @no_grad
-def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, gamma: float,
+                            turn_discount: float = 1.0) -> Tensor:
     """REINFORCE++: every token's discounted return, (B, T) -> (B, T) (arXiv 2501.03262).
 
-        A_t = r_t + gamma A_{t+1}    over mask-1 tokens, as in `gae`
+        A_t = r_t + gamma A_{t+1}    over mask-1 tokens and with turn_discount as in `gae`
 
     The paper then whitens A over the global batch (`whiten`). Its -baseline form first subtracts
     the group's mean from the rewards (`grpo_advantages(..., normalize_std=False)`)."""
     rewards = _floating(rewards)
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]  # V = 0: A is the return
+    values = torch.zeros_like(rewards)  # so A is the return
+    return gae(rewards, values, mask, gamma, 1.0, turn_discount)[0]
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True,
@@ -134,6 +140,23 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
         std = (_group_sum(centered.square(), groups) / (size - 1).clamp(min=1)).sqrt()
         centered /= torch.where(std > 0, std + eps, 1)  # so that 0 stays 0 with eps = 0 as well
     return centered.type_as(_floating(rewards))
+
+
+@no_grad
+def gigpo_advantages(rewards: Tensor, mask: Tensor, states: Tensor,
+                     turn_discount: float) -> Tensor:
+    """GiGPO's step advantages, (B, T) -> (B, T), to be added to the rollouts' own (arXiv
+    2505.10978, eq. 7; there with the weight 1).
+
+        R_k = sum_{j >= k} turn_discount^(j - k) r_j,    A = `grpo_advantages` of R over a state
+
+    r_j: the reward of turn j, a run of mask-1 tokens, all of which get its A. states (turns,): in
+    batch order, equal integers where turns of one group met the same state; one alone gets 0."""
+    mask = mask.bool()
+    starts = mask & ~torch.nn.functional.pad(mask, (1, -1))  # (B, T)
+    returns = reinforce_pp_advantages(rewards, mask, 1.0, turn_discount)[starts]  # (turns,)
+    advantages = torch.cat([returns.new_zeros(1), grpo_advantages(returns, states)])
+    return torch.where(mask, advantages[starts.flatten().cumsum(0).view_as(mask)], 0)
 
 
 @no_grad
@@ -191,10 +214,12 @@ def policy_loss(
                    log r' = min(log r, clip_high) if A >= 0 else max(log r, -clip_low): LOG bounds
         cispo      -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi     arXiv 2506.13585
                    (bounds around 1, as in verl and slime; TRL's is an absolute cap)
+        sapo       -A sigmoid(tau (r - 1)) 4 / tau, tau = clip_high       arXiv 2511.20347
+                   if A > 0, else clip_low (there 1 and 1.05): temperatures, no bounds
         reinforce  -A log pi; logprobs_old enters only the stats          Williams 1992
-    gspo (clip 3e-4, 4e-4) and gmpo are their papers' under aggregate's "seq-mean-token-mean". With
-    logprobs_old = logprobs.detach(), r is exactly 1 and all five have REINFORCE's gradient (gmpo if
-    A is constant along a row).
+    gspo (3e-4, 4e-4), gmpo and sapo are their papers' under aggregate's "seq-mean-token-mean". With
+    logprobs_old = logprobs.detach(), r is exactly 1 and all six have REINFORCE's gradient (gmpo if
+    A is constant along a row). Token weights weigh a row of gmpo by their arithmetic mean.
 
     stats: ratio (r; gspo, gmpo: the row's), ppo_kl (-log r: k1 of KL(old, new)), clipfrac (the
     bound is active: no gradient, for cispo a reduced one), clipfrac_lower (the dual clip is).
@@ -228,6 +253,9 @@ def policy_loss(
         weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
         clipped = weight != ratio
         loss = -weight * advantages * logprobs  # a token beyond the bounds keeps its gradient
+    elif kind == "sapo":
+        tau = torch.full_like(ratio, clip_low).masked_fill(advantages > 0, clip_high)
+        loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     else:
         loss = -advantages * logprobs
     return _result(mask, loss, ratio=ratio, ppo_kl=logprobs_old - logprobs, clipfrac=clipped,
@@ -235,37 +263,56 @@ def policy_loss(
 
 
 @no_grad
-def rollout_correction(kind: str, logprobs_old: Tensor, logprobs_rollout: Tensor, mask: Tensor,
-                       low: float, high: float) -> LossAndStats:
+def rollout_correction(
+        kind: str, logprobs_old: Tensor, logprobs_rollout: Tensor, mask: Tensor,
+        low: float | Sequence[float], high: float | Sequence[float]) -> LossAndStats:
     """Importance weights from the engine's policy to the trainer's, all (B, T) -> (B, T), stats.
 
-    With rho = exp(logprobs_old - logprobs_rollout), per token or, for seq_*, the product over the
-    row's mask-1 tokens:
-        none             1
-        tis, seq_tis     min(rho, high)                     truncated, arXiv 1802.01561
-        icepop           rho inside [low, high], 0 outside  arXiv 2510.18855 (there 0.5 and 5)
-        seq_mask         the same with the row's rho
-    What gets weight 0 still counts in `aggregate`'s denominators: dropping a token must not make
-    the others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop", low = 0.
+    With rho = exp(logprobs_old - logprobs_rollout) per token; over the row's mask-1 tokens, for
+    seq_* their product, for geo_* their geometric mean:
+        none                       1
+        tis, seq_tis, geo_tis      min(rho, high)                     truncated, arXiv 1802.01561
+        icepop                     rho inside [low, high], 0 outside  arXiv 2510.18855 (0.5 and 5)
+        seq_mask, geo_mask         the same with the row's rho
+        veto                       1, and 0 for a row with any token's rho outside [low, high]
+    Several, "tis,geo_mask": the product of the weights, to which a mask adds 0 or 1; low and high
+    are then one number for all, or one for each. What gets weight 0 still counts in `aggregate`'s
+    denominators: dropping a token must not make the others heavier. Decoupled PPO (arXiv
+    2505.24298) is policy_loss times "icepop", low = 0.
 
-    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho),
-    rollout_clipped (cut to high), rollout_dropped (set to 0), rollout_weight and rollout_weight_sq,
-    whose global means give the effective sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
-    """
-    _check("rollout correction", kind, ROLLOUT_CORRECTIONS)
+    A token whose logprobs are both -inf has no rho: its weight is NaN, or its row's, but not that
+    of a veto or of a mask beside a weight, which let it pass.
+
+    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho; of several
+    kinds the last's), rollout_clipped (cut to high), rollout_dropped (set to 0), rollout_weight
+    and rollout_weight_sq, whose global means give the effective sample size, mean(weight)^2 /
+    mean(weight_sq), in [0, 1]. ValueError: unknown kind, low > high, bounds not one for each."""
     mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
-    log_ratio = logprobs_old - logprobs_rollout
-    if kind.startswith("seq_"):
-        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
-    ratio = log_ratio.clamp(-20, 20).exp()
+    difference = logprobs_old - logprobs_rollout
     clipped = dropped = torch.zeros_like(mask)
-    weights = torch.ones_like(ratio)
-    if kind.endswith("tis"):
-        clipped, weights = ratio > high, ratio.clamp(max=high)
-    elif kind != "none":
-        dropped = (ratio < low) | (ratio > high)
-        weights = torch.where(dropped, 0, ratio)
-    return _result(mask, weights, rollout_kl=logprobs_rollout - logprobs_old, rollout_ratio=ratio,
+    weights = torch.ones_like(difference)
+    kinds = kind.split(",")
+    bounds = (x if isinstance(x, Sequence) else [x] * len(kinds) for x in (low, high))
+    for kind, low, high in zip(kinds, *bounds, strict=True):
+        _check("rollout correction", kind, ROLLOUT_CORRECTIONS)
+        if low > high:
+            raise ValueError(f"the lower bound {low} of {kind} exceeds the upper one, {high}")
+        log_ratio = difference
+        if "_" in kind:
+            log_ratio = difference.sum(-1, keepdim=True)  # (B, 1)
+        if kind.startswith("geo"):
+            log_ratio = log_ratio / mask.sum(-1, keepdim=True).clamp(min=1)
+        ratio = log_ratio.clamp(-20, 20).exp()
+        outside = mask & ((ratio < low) | (ratio > high))
+        if kind.endswith("tis"):
+            clipped, weights = clipped | (ratio > high), weights * ratio.clamp(max=high)
+        elif kind != "none":
+            if kind == "veto":
+                outside = outside.any(-1, keepdim=True)
+            elif len(kinds) == 1:
+                weights = ratio
+            dropped, weights = dropped | outside, torch.where(outside, 0, weights)
+    return _result(mask, weights, rollout_kl=-difference, rollout_ratio=ratio,
                    rollout_clipped=clipped, rollout_dropped=dropped, rollout_weight=weights,
                    rollout_weight_sq=weights.square())
 

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import contextlib
+import dataclasses
 import difflib
 import itertools
 import json
@@ -62,7 +63,8 @@ from rollout import (
 PRESETS: dict[str, dict] = {
     "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo", clip_low=0.2,
                  clip_high=0.2, loss_agg="token-mean", kl_coef=0.0, kl_in="loss", kl_kind="k3",
-                 overlong_buffer=0.0, max_gen_batches=1),
+                 overlong_buffer=0.0, max_gen_batches=1, gamma=1.0, turn_discount=1.0,
+                 reward_coef=1.0),
     "ppo": dict(adv_estimator="gae", whiten_advantages=True),
     "dapo": dict(clip_high=0.28, overlong_buffer=0.2, max_gen_batches=10),
     "drgrpo": dict(adv_estimator="drgrpo", loss_agg="seq-mean-token-sum-norm"),
@@ -77,11 +79,17 @@ PRESETS: dict[str, dict] = {
                  loss_agg="seq-mean-token-mean"),
     "gmpo": dict(policy_loss="gmpo", clip_low=0.4, clip_high=0.4, loss_agg="seq-mean-token-mean"),
     "cispo": dict(policy_loss="cispo", clip_low=1.0, clip_high=0.28),
+    "sapo": dict(policy_loss="sapo", clip_low=1.05, clip_high=1.0, loss_agg="seq-mean-token-mean"),
+    "gigpo": dict(adv_estimator="gigpo", turn_discount=0.95),
+    "opd": dict(adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0, kl_coef=1.0,
+                kl_in="reward", kl_kind="k1"),
 }
-GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo")  # compare the trajectories of one prompt
+# These compare the trajectories of one prompt.
+GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo")
 ADV_ESTIMATORS = (*GROUP_ESTIMATORS, "remax", "reinforce_pp", "gae")
 CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
-                     "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0)}
+                     "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
+                     "geo_mask": (0.999, 1.002), "veto": (1e-4, 1e4)}
 
 # ---------------------------------------------------------------- flags, with their rules
 
@@ -134,14 +142,16 @@ class Args:
     # advantages
     adv_estimator: str = preset("advantage estimator", ADV_ESTIMATORS)
     whiten_advantages: bool = preset("to mean 0 and variance 1 over the batch's tokens")
-    gamma: float = flag(1.0, "discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
+    gamma: float = preset("discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
+    turn_discount: float = preset("discount per turn, beside gamma", DISCOUNT,
+                                  "adv_estimator=gae|reinforce_pp|gigpo")
     lam: float = flag(1.0, "gae: its lambda", DISCOUNT, "adv_estimator=gae")
     # objective
     policy_loss: str = preset("policy-gradient objective", losses.POLICY_LOSSES)
-    clip_low: float = preset("lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm",
-                             only="policy_loss!=reinforce")
-    clip_high: float = preset("upper clip of the ratio, 1 + clip_high; gmpo: of its logarithm",
-                              only="policy_loss!=reinforce")
+    clip_low: float = preset("lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm; sapo: "
+                             "temperature where A <= 0", only="policy_loss!=reinforce")
+    clip_high: float = preset("upper clip of the ratio, 1 + clip_high; gmpo: of its logarithm; "
+                              "sapo: temperature where A > 0", only="policy_loss!=reinforce")
     clip_c: float = flag(0.0, "dual clip, the largest ratio where A < 0 (3 is usual); 0: off",
                          only="policy_loss=ppo|gspo")
     loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
@@ -149,14 +159,20 @@ class Args:
     mask_truncated: bool = flag(False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, with "
-        "--max_staleness icepop from 0 (decoupled PPO)", losses.ROLLOUT_CORRECTIONS)
-    correction_low: float = flag(None, f"least ratio kept; low, high: {CORRECTION_BOUNDS}",
-                                 only="rollout_correction=icepop|seq_mask")
-    correction_high: float = flag(
-        None, "largest importance ratio: clamped (tis) or dropped (icepop, seq_mask)", POSITIVE,
-        "rollout_correction")
+        f"--max_staleness icepop from 0 (decoupled PPO) ({' | '.join(CORRECTION_BOUNDS)}, or "
+        "several: tis,geo_mask)")
+    correction_low: list[float] = flag(
+        None, f"least ratio kept; of several kinds, one each; low, high: {CORRECTION_BOUNDS}",
+        only="rollout_correction=icepop|seq_mask|geo_mask|veto")
+    correction_high: list[float] = flag(
+        None, "largest importance ratio: clamped (*tis) or dropped (the others)",
+        only="rollout_correction")
     # reward
-    kl_coef: float = preset("weight of the KL to the starting model; 0: no reference is loaded")
+    kl_coef: float = preset("weight of the KL to the reference; 0: none is loaded")
+    ref_model: str | None = flag(None, "the reference, a teacher of the same tokenizer; default: "
+                                 "the starting model", only="kl_coef")
+    reward_coef: float = preset("weight of the task's reward, beside the KL in it",
+                                only="kl_in=reward")
     kl_in: str = preset("a term of the objective, or token by token of the reward",
                         ("loss", "reward"), "kl_coef")
     kl_kind: str = preset("k1 is for the reward: a loss of no gradient", losses.KL_ESTIMATES,
@@ -241,7 +257,10 @@ class Args:
         False, "same numbers to the last digit in every run on the same machine; slower with tools")
     # evaluation, checkpoints, log
     eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
-    eval_temperature: float = flag(0.0, "0: greedy")
+    eval_samples: int = flag(1, "trajectories of a validation row: eval/pass@1 to pass@N", POSITIVE,
+                             "eval_temperature")
+    eval_temperature: float = flag(None, "0: greedy; default: 0, that of training with several "
+                                   "--eval_samples")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
@@ -256,6 +275,7 @@ class Args:
         self.fill(self.preset_values())
         self.fill({"rollout_correction": "icepop" if self.max_staleness else "none"})
         self.fill(self.correction_bounds())
+        self.fill({"eval_temperature": self.temperature if self.eval_samples > 1 else 0.0})
 
     def fill(self, values: dict):
         """Sets what the user did not."""
@@ -273,8 +293,10 @@ class Args:
         return values
 
     def correction_bounds(self) -> dict:
-        """Under staleness a small ratio is nothing to drop."""
-        low, high = CORRECTION_BOUNDS.get(self.rollout_correction, (0.0, 1.0))
+        """Of several kinds, one each. Under staleness a small ratio is nothing to drop."""
+        kinds = self.rollout_correction.split(",")
+        bounds = [CORRECTION_BOUNDS.get(kind, (0.0, 1.0)) for kind in kinds]
+        low, high = zip(*bounds) if len(kinds) > 1 else bounds[0]
         return {"correction_low": 0.0 if self.max_staleness else low, "correction_high": high}
 
     def describe_algo(self) -> str:
@@ -338,6 +360,11 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
+    correction = args.rollout_correction, *torch.zeros(3, 1, 1)
+    try:
+        losses.rollout_correction(*correction, args.correction_low, args.correction_high)
+    except ValueError as error:
+        raise BadInput(f"--rollout_correction, --correction_low and _high: {error}") from None
     for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
         try:
             parameters = json.loads(getattr(args, name))
@@ -357,11 +384,12 @@ def check_args(args: Args):
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
     """Whether a flag's `only` is so, and how to say it."""
     without, name, sign, values = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
-    value, values = str(getattr(args, name)), values.split("|")
-    if sign == "=":
-        return value in values, f"with --{name} {' or '.join(values)}"
+    value = str(getattr(args, name))
+    if sign == "=":  # of --rollout_correction one of several
+        used = re.search(rf"\b({values})\b", value)
+        return bool(used), f"with --{name} {values.replace('|', ' or ')}"
     if sign == "!=":
-        return value not in values, f"with a --{name} other than {values[0]}"
+        return value != values, f"with a --{name} other than {values}"
     given = value not in ("0", "0.0", "none", "None", "False")
     return given != bool(without), f"without --{name}" if without else f"with a --{name}"
 
@@ -381,8 +409,10 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
             args.overlong_buffer <= 1,
         f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1":
             args.clip_c == 0 or args.clip_c > 1,
-        "--correction_low must not exceed --correction_high":
-            args.correction_low <= args.correction_high,
+        "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0":
+            args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0,
+        "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model":
+            args.reward_coef > 0 or args.ref_model is not None,
         "--critic_warmup leaves no step that trains the policy":
             args.critic_warmup < max(1, args.num_steps),
         "--kl_target has an effect only with a --kl_coef": not args.kl_target or args.kl_coef > 0,
@@ -791,18 +821,16 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
 
 
 def evaluate(run: "Run", step: int) -> dict:
-    """Mean reward on the validation rows, with evaluation's own sampling parameters."""
+    """data.describe_eval of the validation rows, with evaluation's own sampling parameters."""
     args = run.args
     sync(run.engine, run.policy.net, step)
     run.pool.end() if step == args.num_steps else run.pool.settle()
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     sampling |= sampling_args(args.eval_sampling_args)
-    phase = rollout(run, run.rows["val"], step, 1, sampling, kind="eval")
+    phase = rollout(run, run.rows["val"], step, args.eval_samples, sampling, kind="eval")
     run.engine.sleep()
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
-    means = data.describe(phase.outputs)
-    metrics = {f"eval/{name}": means[f"{name}/mean"]
-               for name in ("reward", "response_length", "num_turns")}
+    metrics = data.describe_eval(phase.outputs, run.rows["val"])
     return metrics | {"eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
 
 
@@ -911,7 +939,7 @@ class Run:
     vocab_size: int
     policy: Learner
     critic: Learner | None
-    reference: nn.Module | None  # the starting model, frozen
+    reference: nn.Module | None  # the starting model or --ref_model, frozen
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     done: int = 0  # steps
     saved: int = 0  # steps done at the last checkpoint
@@ -938,16 +966,19 @@ def fill_in_defaults(args: Args):
     become absolute: a tool may change the directory."""
     own = args.model is None  # the task's own tiny model
     lr, critic_lr = (3e-4, 1e-3) if own else (1e-6, 1e-5)
-    args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": f"runs/{Path(args.task).stem}"})
-    for name in ("output_dir", "replay", "model"):
+    folder = f"runs/{Path(args.task).stem}" + "-eval" * (not args.num_steps)
+    args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder})
+    for name in ("output_dir", "replay", "model", "ref_model"):
         path = getattr(args, name)
-        if path and (name != "model" or os.path.isdir(path)):  # else the hub's name
-            setattr(args, name, os.path.realpath(path))
+        if path and ("model" not in name or os.path.isdir(path)):  # else a hub's name
+            path = os.path.realpath(path)
+            setattr(args, name, path)
+            inside = Path(args.output_dir) in (Path(path), *Path(path).parents)
+            need(name == "output_dir" or not inside, f"--{name} {path} is in --output_dir, which "
+                 "would be moved aside: give this run another one")
     for files in filter(None, (args.train_files, args.val_files)):
         files[:] = map(os.path.realpath, files)
     if args.replay:
-        need(args.output_dir != args.replay,
-             f"--replay {args.replay} is --output_dir too: give this run another one")
         steps = range(args.num_steps)
         missing = (step for step in steps if not replay_file(args, step).is_file())
         args.num_steps = next(missing, args.num_steps)
@@ -994,6 +1025,9 @@ def setup(args: Args) -> Run:
     data.on_main(data.claim_folder, args)
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
+    teacher = dataclasses.replace(args, model=args.ref_model or args.model)
+    need(data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(), f"--ref_model "
+         f"{args.ref_model} has another tokenizer than --model {args.model}: ids differ in meaning")
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):
@@ -1011,7 +1045,7 @@ def setup(args: Args) -> Run:
     engine = None if args.replay else Engine(
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id)
-    networks = build_networks(args, accelerator, policy)
+    networks = build_networks(args, accelerator, policy, teacher)
     adapted = args.kl_target and state and "kl_coef" not in changed
     kl_coef = state["kl_coef"] if adapted else args.kl_coef
     kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
@@ -1026,7 +1060,7 @@ def setup(args: Args) -> Run:
     return run
 
 
-def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
+def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tuple:
     """Learners of policy and critic, and the reference, where they are used."""
     set_seed(args.seed)  # of what a task may draw; the engine drew from the generators
     critic = reference = None
@@ -1034,7 +1068,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
         critic = Critic(args, policy.vision)
         critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
-        reference = Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
+        reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
@@ -1066,11 +1100,13 @@ def finish(run: Run, start: int):
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
     elif done == args.num_steps:
-        final = data.save_policy(run, folder / "final")
         evals = [f"{reward:.3f}" for reward in log.evals]
-        summary = f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}; " * bool(evals)
-        log.say(summary + f"the trained policy is in {folder / 'final'}" * final)
-        saved |= final
+        summary = [f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}"] * bool(evals)
+        if done and data.save_policy(run, folder / "final"):  # without steps it was an evaluation
+            best = f", the best checkpoint is {data.best_checkpoint(folder)}" * bool(evals)
+            summary.append(f"the trained policy is in {folder / 'final'}{best}")
+            saved = True
+        log.say("; ".join(summary))
     elif done < args.num_steps:
         more = "; the same command with --resume goes on from there" * (run.saved > 0)
         log.say(f"stopped after step {done}{more}")
@@ -1150,8 +1186,8 @@ def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
-    """--reward_clip, --overlong_buffer, and -kl_coef KL with --kl_in reward, on the (N,) rewards of
-    batch["rollouts"] and on batch["token_rewards"] (B, T).
+    """--reward_clip, --overlong_buffer, --reward_coef, and -kl_coef KL with --kl_in reward, on the
+    (N,) rewards of batch["rollouts"] and on batch["token_rewards"] (B, T).
 
     Both in place: the sums per rollout for the group estimators, the tokens for gae and
     reinforce_pp. Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
@@ -1161,6 +1197,8 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
     added = clipping(batch["outcomes"], args) + penalty[rollouts.index]  # (B,)
     last = mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # (B, T): 1 at the last sampled
     batch["token_rewards"] += last * added[:, None]
+    batch["token_rewards"] *= args.reward_coef
+    rollouts.rewards *= args.reward_coef
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
@@ -1177,7 +1215,8 @@ def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch
     greedy = data.by_rollout(phase.greedy)
     rewards = greedy.rewards + clipping(greedy.outcomes, args) + overlong(greedy, args)
     known = dict(zip(greedy.groups.tolist(), rewards.tolist(), strict=True))
-    return torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
+    rewards = torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
+    return rewards * args.reward_coef
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
@@ -1185,13 +1224,17 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     Those that compare rollouts give (N,), a number for all tokens of a rollout's trajectories."""
     mask, token_rewards = batch["response_mask"], batch["token_rewards"]  # (B, T)
     rollouts = batch["rollouts"]
-    rewards, groups = rollouts.rewards, rollouts.groups  # (N,)
+    rewards, groups, by_turn = rollouts.rewards, rollouts.groups, args.turn_discount  # (N,)
     match args.adv_estimator:
         case "gae":
             inputs = token_rewards, batch["values"], mask
-            advantages, batch["returns"] = losses.gae(*inputs, args.gamma, args.lam)
+            advantages, batch["returns"] = losses.gae(*inputs, args.gamma, args.lam, by_turn)
         case "reinforce_pp":
-            advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma)
+            advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma, by_turn)
+        case "gigpo":
+            states = data.turn_states(phase.trained)
+            advantages = losses.gigpo_advantages(token_rewards, mask, states, by_turn)
+            advantages += losses.grpo_advantages(rewards, groups)[rollouts.index][:, None]
         case "grpo":
             advantages = losses.grpo_advantages(rewards, groups)
         case "drgrpo":

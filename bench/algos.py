@@ -2,8 +2,9 @@
 
     python bench/algos.py [--steps 40] [--jobs 2] [--only grpo ppo] [--seeds 1] [--out runs/algos] [-- train.py's flags]
 
-grpo, ppo, dapo and gspo over three seeds, the others over one; --jobs runs at a time, sharing the cores. Runs that are
-complete in --out are not repeated. Greedy evaluation on the 512 held-out questions every second step.
+Those of THREE_SEEDS over three seeds, the others over one; --jobs runs at a time, sharing the cores. Runs that are
+complete in --out are not repeated. Greedy evaluation on the 512 held-out questions every second step. opd's teacher is
+what grpo with seed 0 made of its model, in the same --out.
 """
 
 import argparse
@@ -19,7 +20,7 @@ sys.path.insert(0, str(REPO))
 
 import train
 
-THREE_SEEDS = ("grpo", "ppo", "dapo", "gspo")
+THREE_SEEDS = ("grpo", "ppo", "dapo", "gspo", "sapo", "gigpo", "opd")
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=list(train.PRESETS), choices=list(train.PRESETS))
     parser.add_argument("--seeds", type=int, help="for every preset")
+    parser.add_argument("--at", type=float, default=0.9, help="the reward whose first step is counted")
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "algos")
     own, flags = sys.argv[1:], []
     if "--" in own:
@@ -49,6 +51,8 @@ def main() -> None:
         command = [sys.executable, "train.py", "--algo", algo, "--seed", str(seed), "--num_steps", str(options.steps),
                    "--eval_every", "2", "--save_every", "0", "--show_every", "0", "--output_dir", str(folder.resolve()),
                    *flags]  # fmt: skip
+        if algo == "opd":
+            command += ["--ref_model", str((options.out / "grpo-0" / "final").resolve())]
         if rows_of(folder)[-1:] and rows_of(folder)[-1]["step"] == options.steps:
             if json.loads((folder / "args.json").read_text())["command"] != command[1:]:
                 raise RuntimeError(f"{folder} was run with other flags: give another --out")
@@ -65,15 +69,16 @@ def main() -> None:
         for job in concurrent.futures.as_completed(jobs):
             job.result()
 
-    print("\n| `--algo` | eval reward before | after | steps to eval 0.9 | steps to sampled 0.9 | trajectories |")
+    at = options.at
+    print(f"\n| `--algo` | eval reward before | after | steps to eval {at} | steps to sampled {at} | trajectories |")
     print("| --- | --- | --- | --- | --- | --- |")
     for algo in options.only:
         runs = [rows_of(options.out / f"{algo}-{seed}") for seed in seeds[algo]]
         columns = (
             [f"{rows[0]['eval/reward']:.3f}" for rows in runs],
             [f"{rows[-1]['eval/reward']:.3f}" for rows in runs],
-            [str(first_step(rows, "eval/reward", 0.9) or "-") for rows in runs],
-            [str(first_step(rows, "reward/mean", 0.9) or "-") for rows in runs],
+            [str(first_step(rows, "eval/reward", at) or "-") for rows in runs],
+            [str(first_step(rows, "reward/mean", at) or "-") for rows in runs],
             [f"{sum(row.get('rollout/trajectories', 0) for row in rows):,}" for rows in runs],
         )
         print(f"| `{algo}` | " + " | ".join(", ".join(column) for column in columns) + " |")

@@ -252,12 +252,17 @@ def demonstration(row: dict) -> list[dict]:
     ]
 
 
-def warm_up(model, tokenizer, num_batches: int = 600, batch_size: int = 32, lr: float = 3e-3) -> None:
-    """Supervised learning on fresh demonstrations of training questions; the loss is on the assistant's tokens only."""
-    rows = random.choices(load("train"), k=num_batches * batch_size)
+def warm_up(
+    model, tokenizer, num_batches: int = 600, batch_size: int = 32, lr: float = 3e-3, chats=None, tools=TOOLS
+) -> None:
+    """Supervised learning on `chats`; the loss is on the assistant's tokens only.
+
+    By default they are fresh demonstrations of training questions, `num_batches` of them."""
+    chats = chats or [demonstration(row) for row in random.choices(load("train"), k=num_batches * batch_size)]
+    num_batches = len(chats) // batch_size
     batch = tokenizer.apply_chat_template(
-        [demonstration(row) for row in rows],
-        tools=[get_json_schema(tool) for tool in TOOLS],  # the prompt must be what the agent loop will render
+        chats,
+        tools=[get_json_schema(tool) for tool in tools] or None,  # the prompt must be what the agent loop will render
         return_assistant_tokens_mask=True,
         return_dict=True,
         return_tensors="pt",
@@ -272,7 +277,7 @@ def warm_up(model, tokenizer, num_batches: int = 600, batch_size: int = 32, lr: 
     # 20 batches up, the second half down to 0.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, 1, 2 - 2 * i / num_batches))
     model.train()
-    for i in range(0, len(rows), batch_size):
+    for i in range(0, len(chats), batch_size):
         part, longest = slice(i, i + batch_size), int(lengths[i : i + batch_size].max())
         hidden = model.model(input_ids=input_ids[part, :longest], use_cache=False).last_hidden_state  # (B, T, H)
         targets = labels[part, 1:longest]  # (B, T - 1)

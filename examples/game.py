@@ -3,10 +3,11 @@
     accelerate launch train.py --task examples/game.py --max_response_tokens 256     # the built-in tiny model
     accelerate launch train.py --task examples/game.py --model Qwen/Qwen2.5-0.5B-Instruct --max_response_tokens 512
 
-The tiny model can't play, it only shows that this runs: to babble until the tokens are out (no turn, so reward 0) is
-better for it than an illegal guess, and that is what it learns. Nothing has to be downloaded; --train_files and
---val_files may hold games of your own: prompt (the first observation) and extra_info.interaction_kwargs {"name",
-"seed", and what NumberHunt takes, like "low" and "high"}.
+The tiny model has learned the form, and guesses blindly: half of its guesses are anything from 10 to 99, legal or not.
+To find the number it has to heed the interval, and to bisect it: seven turns of eight decide nothing by themselves, so
+what counts is which of them is praised (docs/credit.md has the comparison). Nothing has to be downloaded;
+--train_files and --val_files may hold games of your own: prompt (the first observation) and
+extra_info.interaction_kwargs {"name", "seed", and what NumberHunt takes, like "low" and "high"}.
 
     user       Find my number from 10 to 99.
     assistant  <answer>50</answer>
@@ -15,8 +16,9 @@ better for it than an illegal guess, and that is what it learns. Nothing has to 
     user       Illegal: 20 is not in 51-99.      turn reward -0.1
 
 All reward is per turn, so the task's own `reward` is 0: it would be added to what the turns have earned. `--algo ppo`
-and `reinforce_pp` credit a turn's reward where it falls, the group estimators (grpo, rloo, ...) sum a trajectory's. The
-"outcome" of --filter_metric is the task's own reward: for dynamic sampling give `--filter_metric total`.
+and `reinforce_pp` credit a turn's reward where it falls, the group estimators (grpo, rloo, ...) sum a trajectory's, and
+`gigpo` compares turns that met the same interval. The "outcome" of --filter_metric is the task's own reward: for
+dynamic sampling give `--filter_metric total`.
 """
 
 import math
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # examples/ is no package
-from calculator import build_model  # noqa: F401  (train.py calls it when there is no --model)
+from calculator import init_model, warm_up
 
 from agent_loop import Interaction, in_thread
 
@@ -120,5 +122,33 @@ def load(split: str) -> list[dict]:
 
 
 def reward(output, row: dict) -> float:
-    """0.0: the environment has paid for every turn already."""
+    """0.0: the environment has paid for every turn already. A turn's state, for gigpo, is what the user said last."""
+    said = [message["content"] for message in output.messages]
+    output.metrics["states"] = [said[i - 1] for i, m in enumerate(output.messages) if m["role"] == "assistant"]
     return 0.0
+
+
+def demonstration(seed: int, turns: int = 8) -> list[dict]:
+    """A game as a beginner plays it: a guess is somewhere in the interval, or, one time in two, anywhere at all."""
+    env = NumberHunt()
+    chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": env.reset(seed)}]
+    for _ in range(turns):
+        low, high = (env.low, env.high) if random.random() < 0.5 else (10, 99)
+        guess = f"<answer>{random.randint(low, high)}</answer>"
+        chat.append({"role": "assistant", "content": guess})
+        try:
+            said, _, done, _ = env.step(guess)
+        except IllegalAction as error:
+            said, done = f"Illegal: {error}", False
+        if done:
+            break
+        chat.append({"role": "user", "content": said})
+    return chat
+
+
+def build_model(path: str | Path) -> None:
+    """Write the default model to the folder `path`: train.py calls it when there is no --model."""
+    model, tokenizer = init_model(path)
+    chats = [demonstration(seed) for seed in random.sample(range(64, 10**6), 400 * 16)]  # not those of "val"
+    warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
+    model.eval().save_pretrained(path)

@@ -34,7 +34,7 @@ def test_presets_are_flags_and_pass_the_checks():
     names = {field.name for field in dataclasses.fields(Args)}
     for algo, values in PRESETS.items():
         assert set(values) <= set(PRESETS["grpo"]) <= names
-        args = Args(algo=algo)
+        args = Args(algo=algo, ref_model="teacher" if algo == "opd" else None)
         check_args(args)
         for name, default in PRESETS["grpo"].items():
             assert getattr(args, name) == values.get(name, default), (algo, name)
@@ -64,6 +64,21 @@ def test_correction_bounds_follow_the_kind():
     decoupled = Args(rollout_correction="icepop", correction_low=0.0)
     assert (decoupled.correction_low, decoupled.correction_high) == (0.0, 5.0)
     assert Args(rollout_correction="tis").correction_high == 2.0
+    assert set(train.CORRECTION_BOUNDS) == set(losses.ROLLOUT_CORRECTIONS)
+    for flags, low, high in (
+        ([], (0.0, 0.999), (2.0, 1.002)),
+        (["--correction_high", "3", "1.1"], (0.0, 0.999), [3.0, 1.1]),
+        (["--max_staleness", "1"], 0.0, (2.0, 1.002)),
+    ):
+        args = parse_args(["--rollout_correction", "tis,geo_mask", *flags])
+        check_args(args)
+        assert (args.correction_low, args.correction_high) == (low, high)
+
+
+def test_several_samples_are_evaluated_at_the_temperature_of_training():
+    assert Args().eval_temperature == 0.0
+    assert Args(eval_samples=4, temperature=0.7).eval_temperature == 0.7
+    assert Args(eval_samples=4, eval_temperature=0.3).eval_temperature == 0.3
 
 
 @pytest.mark.parametrize(
@@ -87,8 +102,18 @@ def test_correction_bounds_follow_the_kind():
         ({"kl_coef": 0.1, "kl_target": 0.1}, "--kl_target has an effect only with --kl_in reward"),
         ({"filter_metric": "acc"}, "--filter_metric has an effect only with a --max_gen_batches other than 1"),
         ({"overlong_buffer": 32.0}, "--overlong_buffer 32.0 is a share"),
-        ({"rollout_correction": "icepop", "correction_low": 6.0}, "--correction_low must not exceed"),
-        ({"rollout_correction": "clip"}, "--rollout_correction clip: choose from none, tis"),
+        ({"rollout_correction": "icepop", "correction_low": 6.0}, "bound 6.0 of icepop exceeds the upper one, 5.0"),
+        ({"rollout_correction": "clip"}, "unknown rollout correction 'clip': choose from none, tis"),
+        ({"rollout_correction": "tis,clip"}, "unknown rollout correction 'clip': choose from none, tis"),
+        ({"rollout_correction": "tis,veto", "correction_low": [0.1]}, "--rollout_correction, --correction_low"),
+        ({"rollout_correction": "tis,seq_tis", "correction_low": 0.1}, "--correction_low has an effect only with"),
+        ({"algo": "opd"}, "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
+        ({"ref_model": "x"}, "--ref_model has an effect only with a --kl_coef"),
+        ({"reward_coef": 0.5}, "--reward_coef has an effect only with --kl_in reward"),
+        ({"turn_discount": 0.5}, "--turn_discount has an effect only with --adv_estimator gae or"),
+        ({"algo": "gigpo", "group_size": 1}, "--adv_estimator gigpo compares the trajectories of a prompt"),
+        ({"algo": "sapo", "clip_low": 0.0}, "--policy_loss sapo: its temperatures"),
+        ({"eval_samples": 2, "eval_temperature": 0.0}, "--eval_samples has an effect only with a --eval_temperature"),
         ({"policy_loss": "trpo"}, "--policy_loss trpo: choose from ppo"),
         ({"adv_estimator": "td"}, "--adv_estimator td: choose from grpo"),
         ({"kl_in": "prompt"}, "--kl_in prompt: choose from loss, reward"),
@@ -163,18 +188,33 @@ def test_kl_in_the_reward_by_hand():
     assert "actor/kl" not in metrics
 
 
+def test_the_reward_of_distillation_is_the_kl_to_the_teacher_token_by_token():
+    mask = data.collate(OUTPUTS)["response_mask"]
+    old, ref = -mask, -mask * torch.linspace(0.5, 3, mask.shape[1])
+    advantages, batch = estimated(algo="opd", ref_model="x", logprobs_old=old, logprobs_ref=ref)
+    close(advantages, (ref - old) * mask)
+    sums = torch.zeros(4).index_add(0, torch.tensor(ROLLOUT_OF), ((ref - old) * mask).sum(-1))
+    close(batch["rollouts"].rewards, sums)
+    # beside the task's reward: its sum over a rollout, compared in groups
+    mixed = Args(algo="opd", ref_model="x", reward_coef=0.5, kl_coef=0.1, adv_estimator="drgrpo")
+    batch, rollouts, _ = prepared(mixed, 0.1, logprobs_old=old, logprobs_ref=ref)
+    close(rollouts.rewards, 0.5 * torch.tensor([1.5, -2.75, 2.0, 0.0]) + 0.1 * sums)
+
+
 # ---------------------------------------------------------------- estimators
 
 MASK = data.collate(OUTPUTS)["response_mask"]
 ROLLOUT_OF = [0, 1, 1, 2, 3]
 
 
-def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
+def estimated(greedy=(), values=None, logprobs_old=None, logprobs_ref=None, **flags) -> tuple[torch.Tensor, dict]:
     args = Args(**flags)
-    batch, _, _ = prepared(args, values=torch.zeros_like(MASK) if values is None else values)
+    values = torch.zeros_like(MASK) if values is None else values
+    tensors = {"values": values, "logprobs_old": logprobs_old, "logprobs_ref": logprobs_ref}
+    batch, _, _ = prepared(args, args.kl_coef, **tensors)
     for baseline in greedy:
         baseline.extra["greedy"] = True
-    return train.estimate_advantages(batch, Phase(outputs=list(greedy)), args), batch
+    return train.estimate_advantages(batch, Phase(outputs=[*OUTPUTS, *greedy]), args), batch
 
 
 @pytest.mark.parametrize(
@@ -199,6 +239,9 @@ def test_remax_subtracts_the_greedy_reward_shaped_alike_and_a_missing_one_teache
     greedy = [output(0, 0, "1", 9.0, turn_rewards=[(0, 0.25)])]  # prompt 4's failed
     advantages, _ = estimated(greedy, adv_estimator="remax", reward_clip=2.0)
     assert advantages[:, 0].tolist() == [1.5 - 2.25, -1.75 - 2.25, -1.75 - 2.25, 0.0, 0.0]
+    mixed = dict(kl_coef=0.1, kl_in="reward", reward_coef=0.5, logprobs_old=-MASK, logprobs_ref=-MASK)
+    half, _ = estimated(greedy, adv_estimator="remax", reward_clip=2.0, **mixed)
+    close(half, advantages / 2)
 
 
 def test_token_estimators_use_turn_rewards_where_they_fall():
@@ -208,6 +251,32 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
     advantages, batch = estimated(adv_estimator="gae", values=values, gamma=1.0, lam=0.0)
     close(advantages[0], torch.tensor([0, 0.5, 0, 0, 0.5, 0, 0, 0, 0, 0]))  # r_t + V' - V; V' = 0 at the end
     close(batch["returns"][0], torch.tensor([0.5, 1.0, 0, 0.5, 1.0, 0, 0, 0, 0, 0]))
+    for estimator in ("reinforce_pp", "gae"):  # by turns; without a critic's values both are the return
+        advantages, _ = estimated(adv_estimator=estimator, turn_discount=0.5)
+        close(advantages[0], torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 0, 0, 0]))
+
+
+def test_a_turns_state_is_what_the_reward_function_said_or_its_index():
+    outputs = [output(0, 0, "1100101", 0.0), output(0, 1, "0101", 0.0), output(0, 1, "000", 0.0, segment=1),
+               output(3, 0, "11", 0.0)]  # fmt: skip
+    alike = lambda: [data.turn_states(outputs).tolist().index(x) for x in data.turn_states(outputs).tolist()]
+    assert alike() == [0, 1, 2, 0, 1, 5]  # where it was first met
+    outputs[0].metrics["states"], outputs[1].metrics["states"] = ["a", "b", "a"], [["b", 1], "a"]
+    assert alike() == [0, 1, 0, 3, 0, 5]
+    outputs[3].metrics["states"] = ["a", "b"]
+    with pytest.raises(ValueError):
+        data.turn_states(outputs)
+
+
+def test_gigpo_adds_what_a_turn_did_in_its_state_to_what_the_rollout_did():
+    """Turns of prompt 0: 0.5 then 1; -3 (a trajectory of its own); -2.75. Of prompt 4: 2; 0."""
+    advantages, _ = estimated(adv_estimator="gigpo", turn_discount=0.5)
+    whole, _ = estimated(adv_estimator="grpo")
+    first = torch.tensor([0.5 + 0.5 * 1, -3.0, -2.75])  # the first turns' returns; turn index 1 was met once
+    first = (first - first.mean()) / (first.std() + 1e-6)
+    steps = torch.zeros_like(MASK)
+    steps[0, :2], steps[1], steps[2], steps[3], steps[4] = first[0], first[1], first[2], 0.7071068, -0.7071068
+    close(advantages, whole + steps * MASK, atol=1e-5, rtol=0)
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():

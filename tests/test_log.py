@@ -1,7 +1,9 @@
 """data.Log: the files of a run, the table on the terminal, and what a resumed run keeps of them."""
 
 import inspect
+import itertools
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -153,3 +155,44 @@ def test_wandb_gets_the_numbers(args, monkeypatch):
     log.metrics({"step": 2, "reward/mean": 0.5, "timing/slowest": {"prompt": 0}})
     log.close()
     assert logged == [({"step": 2, "reward/mean": 0.5}, 2)] and ends == [1]
+
+
+def evaluated(*scores: list) -> list[AgentLoopOutput]:
+    """Outputs of prompts 0, 1, ...: one rollout a score."""
+    return [
+        AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-1.0], reward=score,
+                        response_versions=[0], extra={"prompt": prompt, "sample": sample, "segment": 0})
+        for prompt, group in enumerate(scores) for sample, score in enumerate(group)
+    ]  # fmt: skip
+
+
+def test_an_evaluation_of_several_samples_a_row():
+    """pass@j against all subsets of j rollouts; a row that lost a rollout counts as far as it goes."""
+    scores = [[1.0, 0.5, 0.0, 2.0], [0.0] * 4, [{"score": 1.0}, 0.0, 0.99], [1.0] * 4]
+    rows = [{"data_source": name} for name in ("gsm8k", "math", "gsm8k", "math")]
+    got = data.describe_eval(evaluated(*scores), rows)
+    passed = [[1, 0, 0, 1], [0] * 4, [1, 0, 0], [1] * 4]
+    for j in range(1, 5):
+        chances = [statistics.fmean(map(any, itertools.combinations(row, j))) for row in passed if len(row) >= j]
+        assert got[f"eval/pass@{j}"] == pytest.approx(statistics.fmean(chances), abs=1e-12)
+    assert "eval/pass@5" not in got
+    assert got["eval/reward"] == pytest.approx((3.5 + 0 + 1.99 + 4) / 15)
+    assert got["eval/gsm8k/reward"] == pytest.approx((3.5 + 1.99) / 7) and got["eval/math/reward"] == 0.5
+    rows_mean = [3.5 / 4, 0, 1.99 / 3, 1]
+    assert got["eval/reward_stderr"] == pytest.approx(statistics.stdev(rows_mean) / 2)
+    assert got["eval/response_length"] == 1
+
+    one = data.describe_eval(evaluated([0.25]), [{}])
+    assert one["eval/pass@1"] == one["eval/reward_stderr"] == 0 and one["eval/reward"] == 0.25
+    assert not [name for name in one if name.count("/") > 1]
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_evaluation_and_the_latest_of_equals(tmp_path):
+    rewards = {1: 0.5, 2: 0.75, 3: None, 4: 0.75, 5: 0.25}
+    rows = [{"step": step} | ({"eval/reward": x} if x else {}) for step, x in rewards.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step, best in ((3, 3), (1, 1), (5, 1), (2, 2), (4, 4)):
+        folder = tmp_path / f"checkpoints/step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "step.json").write_text("{}")
+        assert data.best_checkpoint(tmp_path).name == f"step_{best:06d}"

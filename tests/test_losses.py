@@ -1,6 +1,7 @@
 """losses.py against numbers computed some other way: by hand, by plain Python loops, by finite differences, by autograd
 through log_softmax. All in float64 unless the dtype is the subject."""
 
+import itertools
 import math
 import statistics
 import threading
@@ -21,6 +22,7 @@ from losses import (
     aggregate,
     explained_variance,
     gae,
+    gigpo_advantages,
     grpo_advantages,
     kl_estimate,
     opo_advantages,
@@ -193,6 +195,33 @@ def test_group_advantages_by_loops():
     close(remax_advantages(REWARDS, LENGTHS), t([0.0, 2, -3, 3, 0, -4, -4]))
 
 
+def test_a_turn_discount_counts_turns_and_not_tokens():
+    rewards, mask = t([[0.0, 1, 8, 2, 0, 4]]), t([[1, 1, 0, 1, 1, 1]])  # turns of 2 and of 3 tokens
+    last = 2 + 4
+    close(reinforce_pp_advantages(rewards, mask, 1.0, 0.5), t([[1 + last / 2, 1 + last / 2, 0, last, 4, 4]]))
+    # a per-token discount beside it: between the turns both
+    close(reinforce_pp_advantages(rewards, mask, 0.5, 0.1), t([[0.5 * 1.15, 1.15, 0, 2 + 1, 2, 4]]))
+    # a critic: delta of the first turn's last token has turn_discount V of the next turn
+    values = t([[0.0, 0, 9, 10, 10, 10]])
+    advantages, returns = gae(rewards, values, mask, 1.0, 0.0, 0.5)
+    close(advantages, t([[0.0, 1 + 5, 0, 2, 0, 4 - 10]]))
+    close(returns, t([[0.0, 6, 0, 12, 10, 4]]))
+
+
+def test_gigpo_compares_the_turns_that_met_one_state():
+    rewards = t([[0.0, 0, 1, 2], [0, 9, 0, 4], [3, 0, 0, 0], [5, 0, 0, 0]])
+    mask = t([[1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+    # returns of turns, discounted by half: 1.5, 3; 2, 4; 3
+    states = torch.tensor([7, 5, 7, 5, 7])
+    first, second = statistics.stdev([1.5, 2, 3]), statistics.stdev([3, 4])
+    mean = (1.5 + 2 + 3) / 3
+    want = t([[(1.5 - mean) / first, 0, -0.5 / second, -0.5 / second], [(2 - mean) / first, 0, 0, 0.5 / second],
+              [(3 - mean) / first] * 2 + [0, 0], [0, 0, 0, 0]])  # fmt: skip
+    close(gigpo_advantages(rewards, mask, states, 0.5), want, rtol=1e-5, atol=1e-5)
+    assert (gigpo_advantages(rewards, mask, torch.arange(5), 0.5) == 0).all()  # each alone
+    assert gigpo_advantages(rewards, 0 * mask, states[:0], 0.5).tolist() == (0 * rewards).tolist()
+
+
 def test_group_advantages_by_hand():
     rewards, groups = t([1.0, 0, 0, 0]), torch.zeros(4, dtype=torch.long)
     close(grpo_advantages(rewards, groups, eps=0), t([1.5, -0.5, -0.5, -0.5]))  # std = sqrt((9 + 3) / 16 / 3) = 1/2
@@ -288,6 +317,10 @@ def naive_policy_loss(kind, logprobs, frozen, old, advantages, mask, low, high, 
                 row[i] = -sum(adv[j] for j in tokens) / n * math.exp(sum(logs) / n)
             elif kind == "cispo":
                 row[i] = -clip(math.exp(fz[i] - lo[i])) * a * lp[i]
+            elif kind == "sapo":  # eq. 5 and 6, their sigmoid by tanh
+                tau = high if a > 0 else low
+                gate = (1 + math.tanh(tau * (math.exp(lp[i] - lo[i]) - 1) / 2)) / 2
+                row[i] = -4 / tau * gate * a
             else:
                 row[i] = -a * lp[i]
         out.append(row)
@@ -376,9 +409,11 @@ def test_on_policy_every_objective_has_reinforces_gradient():
 
 
 @pytest.mark.parametrize("low,high", [(0.8, 1.25), (0.0, 2.0)])
-@pytest.mark.parametrize("kind", ROLLOUT_CORRECTIONS)
+@pytest.mark.parametrize("kind", [kind for kind in ROLLOUT_CORRECTIONS if kind != "veto"])
 def test_rollout_correction_by_loops(kind, low, high):
     x = make(4)
+    if kind.startswith("geo") and low:  # a mean varies less
+        low, high = 0.95, 1.05
     weights, stats = rollout_correction(kind, x["logprobs_old"], x["logprobs_rollout"], x["mask"], low, high)
     seen = set()
     for b, i in torch.cartesian_prod(torch.arange(5), torch.arange(7)).tolist():
@@ -386,7 +421,8 @@ def test_rollout_correction_by_loops(kind, low, high):
             assert weights[b, i] == 0 and all(v[b, i] == 0 for v in stats.values())
             continue
         d = (x["logprobs_old"] - x["logprobs_rollout"])[b]
-        rho = math.exp(sum(d[x["mask"][b]].tolist()) if kind.startswith("seq") else d[i].item())
+        row = [math.exp(v) for v in d[x["mask"][b]].tolist()]
+        rho = {"seq": math.prod(row), "geo": math.prod(row) ** (1 / len(row))}.get(kind[:3], math.exp(d[i].item()))
         want, clipped, dropped = rho, 0, 0
         if kind == "none":
             want = 1.0
@@ -400,6 +436,58 @@ def test_rollout_correction_by_loops(kind, low, high):
         assert (stats["rollout_clipped"][b, i], stats["rollout_dropped"][b, i]) == (clipped, dropped)
         seen.add((bool(clipped), bool(dropped)))
     assert kind == "none" or high == 2.0 or len(seen) == 2  # the tight bounds do both: keep and cut
+
+
+def test_a_veto_takes_a_row_out_by_one_token_and_lets_the_others_be():
+    old = t([[0.9, 1.1, 1.0], [0.9, 0.4, 1.0], [0.4, 1.0, 2.5], [1.0, 1.0, 1.0]]).log()
+    mask = t([[1.0, 1, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0]])
+    weights, stats = rollout_correction("veto", old, 0 * old, mask, 0.5, 2.5)
+    close(weights, t([[1.0, 1, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]))  # what the mask hides vetoes nothing
+    close(stats["rollout_dropped"], t([[0.0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]))
+    close(stats["rollout_ratio"], old.exp() * mask)
+    assert rollout_correction("veto", old, 0 * old, mask, 0.5, 2.4)[0].sum() == 3
+
+
+def test_a_weight_and_a_mask_at_once():
+    """The weight its value, the masks 0 or 1; bounds for all, or one each."""
+    x = make(4)
+    args = x["logprobs_old"], x["logprobs_rollout"], x["mask"]
+    alone = lambda kind, low, high: rollout_correction(kind, *args, low, high)[0]
+    kept = lambda kind, low, high: (alone(kind, low, high) > 0).double()
+    both, stats = rollout_correction("tis,geo_mask", *args, 0.9, 1.05)
+    assert 0 < kept("geo_mask", 0.9, 1.05).sum() < x["mask"].sum()
+    close(both, alone("tis", 0, 1.05) * kept("geo_mask", 0.9, 1.05))
+    close(stats["rollout_clipped"], (alone("none", 0, 1) * (args[0] - args[1] > math.log(1.05))).double())
+    three, stats = rollout_correction("geo_mask,seq_tis,veto", *args, [0.8, 0, 0.6], [1.5, 2, 1.7])
+    want = alone("seq_tis", 0, 2) * kept("geo_mask", 0.8, 1.5) * alone("veto", 0.6, 1.7)
+    assert 0 < (want > 0).sum() < (alone("geo_mask", 0.8, 1.5) > 0).sum()
+    close(three, want)
+    close(stats["rollout_dropped"], x["mask"].double() - (want > 0).double())
+    close(alone("icepop,veto", [0.8, 0.6], [1.2, 1.7]), kept("icepop", 0.8, 1.2) * alone("veto", 0.6, 1.7))
+    for wrong in (("tis,clip", 0.0, 1.0), ("tis,veto", [0.0], 1.0), ("icepop", 2.0, 1.0)):
+        with pytest.raises(ValueError):
+            rollout_correction(wrong[0], *args, *wrong[1:])
+
+
+def test_a_token_without_a_ratio():
+    """Both logprobs -inf, as the docstring says."""
+    old = t([[-math.inf, 0.0], [0.0, 0.0]])
+    nan = lambda kind: rollout_correction(kind, old, old, torch.ones(2, 2), 0.5, 2.0)[0].isnan().tolist()
+    for kind in ("tis", "icepop", "tis,veto"):
+        assert nan(kind) == [[True, False], [False, False]]
+    for kind in ("seq_tis", "seq_mask", "geo_tis", "geo_mask"):
+        assert nan(kind) == [[True, True], [False, False]]
+    for kind in ("none", "veto", "geo_mask,veto"):
+        assert nan(kind) == [[False, False], [False, False]]
+
+
+def test_gmpo_with_weights_per_token_weighs_the_row_by_their_mean():
+    x = make(6)
+    weights = rollout_correction("tis", x["logprobs_old"], x["logprobs_rollout"], x["mask"], 0, 1.1)[0]
+    loss = policy_loss("gmpo", x["logprobs"], x["logprobs_old"], x["advantages"], x["mask"])[0]
+    n = x["mask"].sum(-1).clamp(min=1)
+    want = (loss.sum(-1) / n * weights.sum(-1) / n).sum() / (x["mask"].sum(-1) > 0).sum()
+    close(aggregate(loss * weights, x["mask"], "seq-mean-token-mean"), want)
 
 
 def test_rollout_bounds_are_inclusive_and_the_effective_sample_size_is_one_for_equal_weights():
@@ -590,10 +678,17 @@ def test_splitting_permuting_and_padding_change_nothing(kind, mode, seed, data):
 
 # ---- All of them: garbage, empty batches, dtypes, names --------------------------------------------------------------
 
+
+def one_state(mask: torch.Tensor) -> torch.Tensor:
+    """That of every turn."""
+    return torch.zeros(sum(sum(on for on, _ in itertools.groupby(row)) for row in mask.bool().tolist()))
+
+
 # name -> (the inputs it takes, the one it differentiates or None, the function)
 EVERY = {
     "gae": (("rewards", "values"), None, lambda m, r, v: gae(r, v, m, 0.9, 0.8)),
-    "reinforce_pp": (("rewards",), None, lambda m, r: (reinforce_pp_advantages(r, m, 0.9),)),
+    "reinforce_pp": (("rewards",), None, lambda m, r: (reinforce_pp_advantages(r, m, 0.9, 0.8),)),
+    "gigpo": (("rewards",), None, lambda m, r: (gigpo_advantages(r, m, one_state(m), 0.9),)),
     "whiten": (("values",), "values", lambda m, v: (whiten(v, m),)),
     "whiten in place": (("values",), "values", lambda m, v: (whiten(v, m, shift_mean=False),)),
     "explained_variance": (("values", "returns"), None, lambda m, v, r: (explained_variance(v, r, m),)),

@@ -115,6 +115,55 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
     assert "logp_diff" in printed and "What is" in printed and "   6/6" in printed
 
 
+def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
+    """--eval_samples, the best checkpoint, --num_steps 0 --model, and --ref_model, whose KL is computed here again."""
+    import transformers
+
+    teacher, judged = tmp_path / "teacher", tmp_path / "judged"
+    printed = run(*TINY, "--num_steps", "3", "--eval_every", "1", "--save_every", "1", "--keep_checkpoints", "1",
+                  "--lr", "0.01", "--eval_samples", "3", "--output_dir", teacher, cache=cache)  # fmt: skip
+    rows = metrics_of(teacher)
+    evals = {row["step"]: row["eval/reward"] for row in rows if row["step"]}
+    best = max(reversed(evals), key=evals.get)
+    assert sorted(p.name for p in (teacher / "checkpoints").iterdir()) == sorted({f"step_00000{best}", "step_000003"})
+    assert f"the best checkpoint is {teacher}/checkpoints/step_00000{best}" in printed
+    assert {f"eval/pass@{j}" for j in (1, 2, 3)} < set(rows[0]) and rows[0]["eval/reward_stderr"] > 0
+    assert len((teacher / "rollouts/eval_000000.jsonl").read_text().splitlines()) == 3 * 8
+
+    final = teacher / "final"
+    printed = run(*TINY, "--num_steps", "0", "--model", final, "--output_dir", judged, cache=cache)
+    refused = run(*TINY, "--num_steps", "0", "--model", final, "--output_dir", teacher, code=2, cache=cache)
+    assert "is in --output_dir: give this run another one" in refused and final.is_dir()
+    (row,) = metrics_of(judged)
+    assert row["step"] == 0 and f"eval reward {row['eval/reward']:.3f}" in printed
+    assert not (judged / "final").exists() and not (judged / "checkpoints").exists()
+
+    # The student's rollouts are those of the teacher's first steps: no engine.
+    learns = [*REPLAY, "--replay", teacher, "--algo", "opd", "--num_steps", "2", "--output_dir", tmp_path / "student"]
+    run(*learns, "--ref_model", final, cache=cache)
+    model = transformers.AutoModelForCausalLM.from_pretrained(final)
+    kl, shaped = [], []
+    for line in (teacher / "rollouts/step_000001.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        ids = torch.tensor(r["prompt_ids"] + r["response_ids"])
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].detach()
+        sampled = torch.tensor(r["response_mask"]).bool()
+        d = (torch.tensor(r["response_logprobs"]) - logprobs[len(r["prompt_ids"]) - 1 :])[sampled]
+        kl.append(d.mean().item())
+        shaped.append(-d.sum().item())
+    first = metrics_of(tmp_path / "student")[0]
+    assert abs(first["actor/kl"]) > 1e-3 and first["actor/grad_norm"] > 0
+    assert first["actor/kl"] == pytest.approx(sum(kl) / len(kl), abs=1e-4)
+    assert first["reward/shaped_mean"] == pytest.approx(sum(shaped) / len(shaped), abs=1e-3)
+
+    other = tmp_path / "other"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
+    model.config.save_pretrained(other)
+    assert "has another tokenizer than --model" in run(*learns, "--ref_model", other, code=2, cache=cache)
+
+
 def test_remax_and_rollout_correction(cache, tmp_path):
     flags = ["--algo", "remax", "--rollout_correction", "seq_mask", "--entropy_coef", "0.01", "--group_size", "1"]
     more = ["--num_steps", "2", "--eval_every", "0", "--output_dir", tmp_path / "run"]
