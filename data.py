@@ -1017,8 +1017,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """Of a run's checkpoints, the one of the highest eval/reward; of equal ones the latest."""
-    evals = {row["step"]: row.get("eval/reward") for row in _read_rows(folder / "metrics.jsonl")}
-    reward = lambda path: evals.get(int(path.name[5:])) or -math.inf
+    rows = _read_rows(folder / "metrics.jsonl")
+    evals = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
+    reward = lambda path: evals.get(int(path.name[5:]), -math.inf)
     return max(reversed(checkpoints(folder / "checkpoints")), key=reward, default=None)
 
 
