@@ -1026,8 +1026,10 @@ def setup(args: Args) -> Run:
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     teacher = dataclasses.replace(args, model=args.ref_model or args.model)
-    need(data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(), f"--ref_model "
-         f"{args.ref_model} has another tokenizer than --model {args.model}: ids differ in meaning")
+    same = not args.ref_model or (
+        data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab())
+    need(same, f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: its "
+         "ids mean other tokens")
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):

@@ -4,8 +4,8 @@
     accelerate launch train.py --task examples/game.py --model Qwen/Qwen2.5-0.5B-Instruct --max_response_tokens 512
 
 The tiny model has learned the form, and guesses blindly: half of its guesses are anything from 10 to 99, legal or not.
-To find the number it has to heed the interval, and to bisect it: seven turns of eight decide nothing by themselves, so
-what counts is which of them is praised (docs/credit.md has the comparison). Nothing has to be downloaded;
+It has to heed the interval, and to bisect it. A game has up to eight turns, good and bad ones, so that it matters which
+of them is praised (docs/credit.md has the comparison). Nothing has to be downloaded;
 --train_files and --val_files may hold games of your own: prompt (the first observation) and
 extra_info.interaction_kwargs {"name", "seed", and what NumberHunt takes, like "low" and "high"}.
 

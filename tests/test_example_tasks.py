@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import random
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop import TokenOutput, ToolAgentLoop, agent_loop_class
-from data import collate, filter_overlong, load_rows, load_task
+from data import collate, filter_overlong, load_rows, load_task, turn_states
 from rollout import score
 from train import Args
 
@@ -466,6 +467,24 @@ def test_a_game_to_its_end(play, tokenizer, envs):
     metrics = {"interaction/won": 1, "interaction/guesses": 2, "interaction/illegal": 2}
     assert {name: output.metrics[name] for name in metrics} == metrics
     assert envs == {}
+
+
+def test_the_state_of_a_turn_is_the_interval_that_the_user_named(play, envs):
+    output = play(game, hunt(), guess(4), guess(9), guess(6), max_response_tokens=200)
+    output.extra = {"prompt": 0}
+    states = ["Find my number from 1 to 8.", "Higher: 5-8.", "Illegal: 9 is not in 5-8."]
+    assert output.metrics["states"] == states
+    assert len(set(turn_states([output]).tolist())) == 3
+
+
+def test_a_beginners_games_are_legal_half_of_the_time_and_end():
+    random.seed(0)
+    chats = [game.demonstration(seed) for seed in range(100, 300)]
+    said = [message["content"] for chat in chats for message in chat[2:] if message["role"] == "user"]
+    illegal = sum(text.startswith("Illegal") for text in said) / len(said)
+    assert 0.2 < illegal < 0.5 and not any("say one" in text for text in said)
+    assert {chat[-1]["role"] for chat in chats} <= {"assistant", "user"} and max(map(len, chats)) == 2 + 2 * 8
+    assert all([m["role"] for m in chat[2::2]] == ["assistant"] * len(chat[2::2]) for chat in chats)
 
 
 def test_a_lost_game_ends_too(play, envs):

@@ -188,8 +188,8 @@ def test_an_evaluation_of_several_samples_a_row():
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_evaluation_and_the_latest_of_equals(tmp_path):
-    rewards = {1: 0.5, 2: 0.75, 3: None, 4: 0.75, 5: 0.25}
-    rows = [{"step": step} | ({"eval/reward": x} if x else {}) for step, x in rewards.items()]
+    rewards = {1: 0.0, 2: 0.75, 3: None, 4: 0.75, 5: -0.25}
+    rows = [{"step": step} | ({} if x is None else {"eval/reward": x}) for step, x in rewards.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step, best in ((3, 3), (1, 1), (5, 1), (2, 2), (4, 4)):
         folder = tmp_path / f"checkpoints/step_{step:06d}"
