@@ -1208,7 +1208,7 @@ class ChatAgentLoop(AgentLoopBase):
             parts = [part for part in parts if isinstance(part, dict) and part["type"] == "image"]
             for number, part in enumerate(parts):
                 part["image"] = number
-        client.trusted = [client._plain(message, []) for message in row["prompt"]]
+        client.trusted = [client._plain(message, []) for message in row.get("prompt", ())]
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 reward = await self.chat(client, **row)
