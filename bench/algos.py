@@ -3,8 +3,8 @@
     python bench/algos.py [--steps 40] [--jobs 2] [--only grpo ppo] [--seeds 1] [--out runs/algos] [-- train.py's flags]
 
 Those of THREE_SEEDS over three seeds, the others over one; --jobs runs at a time, sharing the cores. Runs that are
-complete in --out are not repeated. Greedy evaluation on the 512 held-out questions every second step. opd's teacher is
-what grpo with seed 0 made of its model, in the same --out.
+complete in --out are not repeated. Greedy evaluation on the 512 held-out questions every second step. opd's --teacher
+is by default what grpo with seed 0 made of its model, in the same --out.
 """
 
 import argparse
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=list(train.PRESETS), choices=list(train.PRESETS))
     parser.add_argument("--seeds", type=int, help="for every preset")
+    parser.add_argument("--teacher", type=Path, help="opd's: a model folder")
     parser.add_argument("--at", type=float, default=0.9, help="the reward whose first step is counted")
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "algos")
     own, flags = sys.argv[1:], []
@@ -52,7 +53,8 @@ def main() -> None:
                    "--eval_every", "2", "--save_every", "0", "--show_every", "0", "--output_dir", str(folder.resolve()),
                    *flags]  # fmt: skip
         if algo == "opd":
-            command += ["--ref_model", str((options.out / "grpo-0" / "final").resolve())]
+            teacher = options.teacher or options.out / "grpo-0" / "final"
+            command += ["--ref_model", str(teacher.resolve())]
         if rows_of(folder)[-1:] and rows_of(folder)[-1]["step"] == options.steps:
             if json.loads((folder / "args.json").read_text())["command"] != command[1:]:
                 raise RuntimeError(f"{folder} was run with other flags: give another --out")
