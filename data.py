@@ -31,7 +31,7 @@ import unicodedata
 import warnings
 import weakref
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
@@ -78,14 +78,15 @@ def need(ok, message: str):
 
 @contextlib.contextmanager
 def refusing(problem: str):
-    """Whatever is raised within, SystemExit too, becomes BadInput: the problem and the reason."""
+    """Whatever is raised within, SystemExit too, becomes BadInput: the problem and the reason (a
+    ValueError's, which is about the input, without its class)."""
     try:
         yield
     except (BadInput, KeyboardInterrupt):  # the task's own, about what it needs
         raise
     except BaseException as error:
         reason = traceback.format_exception_only(error)[-1].splitlines()[0]
-        raise BadInput(f"{problem}: {reason}") from error
+        raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error
 
 
 # What a task file, a row (or its extra_info) and a message may hold, None always.
@@ -132,15 +133,14 @@ def read_files(files: list[str]) -> list[dict]:
     for file in map(Path, files):
         if file.suffix == ".parquet":
             with refusing("parquet files need the datasets package: pip install datasets"):
-                from datasets import load_dataset
+                from datasets import Dataset
         need(file.is_file(), f"{file}: no such file")
         need(file.suffix in (".parquet", ".jsonl", ".json"),
              f"{file}: data files are .parquet or .jsonl")
         with refusing(f"{file} can't be read"):
             if file.suffix == ".parquet":
                 # arrow: images stay the bytes they are in the file, decoded where they are used
-                dataset = load_dataset("parquet", data_files=str(file), split="train")
-                rows += dataset.with_format("arrow")[:].to_pylist()
+                rows += Dataset.from_parquet(str(file)).with_format("arrow")[:].to_pylist()
                 continue
             text = file.read_text("utf-8-sig").strip()
             if text.startswith("["):  # not lines, but one list
@@ -174,16 +174,15 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
 def _check_row(row, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
     need(isinstance(row, dict), f"{name} is no dict with a column 'prompt': {row!r:.80}")
-    _check_types(row, ROW, name)
-    extra_info = row.get("extra_info") or {}
-    _check_types(extra_info, ROW, name)
     need(all(isinstance(key, str) and key not in RUN for key in row),
          f"{name}: a column's name is a str, and none of {RUN}; it has {[*row]}")
-    row = {"index": extra_info.get("index", i), **row}
-    for columns in (row, extra_info):
-        kwargs = columns.keys() & {"tools_kwargs", "interaction_kwargs"}
-        columns |= {key: _without_none(columns[key]) for key in kwargs}
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
+    row = dict(row)
+    for columns in (row, row.get("extra_info") or {}):
+        _check_types(columns, ROW, name)
+        for kwargs in columns.keys() & {"tools_kwargs", "interaction_kwargs"}:
+            columns[kwargs] = _without_none(columns[kwargs])
+    row.setdefault("index", (row.get("extra_info") or {}).get("index", i))
     prompt = row["prompt"]
     need(isinstance(prompt, (list, tuple)) and prompt
          and all(isinstance(message, dict) and message.get("role")
@@ -206,11 +205,9 @@ def _check_images(row, name):
     images = [] if row.get("images") is None else row["images"]
     need(isinstance(images, (list, tuple)),
          f"{name}: 'images' must be a list of images, got a {type(images).__name__}")
-    try:
+    with refusing(name):
         images = [image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
                   for image in images]  # those are opened where they are used
-    except ValueError as error:
-        raise BadInput(f"{name}: {error}") from None
     if images:
         row["images"] = images
     placeholders = 0
@@ -251,18 +248,16 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     is left, or if a row has images that can't be read, are more than args.max_images or meet a text
     model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
     have none: they get all tools, with empty kwargs."""
-    lengths, empty = [], 0
+    lengths, empty, templates = [], 0, templated(tokenizer, args.chat_template_args)
     for i, row in enumerate(rows):
+        kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
+        empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
+        need(len(images) <= args.max_images,
+             f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
         with refusing(f"row {i}"):
             agent_loop_class(row, task, args)
             task_interaction(task, row_kwargs(row, "interaction_kwargs"))
-        kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
-        empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
-        schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
-        need(len(images) <= args.max_images,
-             f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
-        templates = templated(tokenizer, args.chat_template_args)
-        with refusing(f"row {i} can't be turned into tokens"):
+            schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
             ids = render(templates, row["prompt"], schemas)
             text = render_text(templates, row["prompt"], schemas, True)
             # all but spaces and the form of accents
@@ -527,13 +522,10 @@ def select(batch: dict, rows: list[int]) -> dict:
     """The same batch with these rows alone, trimmed to their longest response and sequence."""
     L, T = (max(batch[name][rows].tolist(), default=0) for name in ("lengths", "response_lengths"))
 
-    def part(name, x):
-        if isinstance(x, list):
-            return [x[row] for row in rows]
-        whole = name in ("input_ids", "prefix_ids")
-        return x[rows] if x.ndim == 1 else x[rows, : L if whole else T]
-
-    return {name: part(name, x) for name, x in batch.items()}
+    widths = {"input_ids": L, "prefix_ids": L}
+    return {name: [x[row] for row in rows] if isinstance(x, list)
+            else x[rows] if x.ndim == 1 else x[rows, : widths.get(name, T)]
+            for name, x in batch.items()}
 
 
 def describe(outputs: Outputs) -> dict:
@@ -544,19 +536,15 @@ def describe(outputs: Outputs) -> dict:
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | numbers(o.metrics) for o in outputs]
     columns = {
-        "reward": by_rollout(outputs).rewards.tolist(),
-        "prompt_length": [len(o.prompt_ids) for o in outputs],
-        "response_length": [len(o.response_ids) for o in outputs],
-        "num_turns": [o.num_turns for o in outputs]}
-    statistics, result = {"mean": fmean, "std": np.std, "min": min, "max": max}, {}
-    for metric in ("reward/mean", "reward/std", "reward/min", "reward/max", "prompt_length/mean",
-                   "response_length/mean", "response_length/max", "num_turns/mean",
-                   "num_turns/max"):
-        column, how = metric.split("/")
-        result[metric] = statistics[how](columns[column])
-    for name in seconds:
-        for how in ("min", "mean", "max"):
-            result[f"timing/{name}_{how}"] = statistics[how]([loop[name] for loop in loops])
+        "reward/ mean std min max": by_rollout(outputs).rewards.tolist(),
+        "prompt_length/ mean": [len(o.prompt_ids) for o in outputs],
+        "response_length/ mean max": [len(o.response_ids) for o in outputs],
+        "num_turns/ mean max": [o.num_turns for o in outputs],
+        **{f"timing/{name}_ min mean max": [loop[name] for loop in loops] for name in seconds}}
+    result = {}
+    for metrics, column in columns.items():
+        name, *statistics = metrics.split()
+        result |= {name + how: float(getattr(np, how)(column)) for how in statistics}
     sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
     for loop in loops:
         sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
@@ -582,18 +570,21 @@ def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
     eval/<data_source>/reward."""
     means, rollouts = describe(outputs), by_rollout(outputs)
     result = {f"eval/{x}": means[f"{x}/mean"] for x in ("reward", "response_length", "num_turns")}
-    rewards, groups = rollouts.rewards.double(), rollouts.groups
-    of_source = [rows[prompt].get("data_source") for prompt in groups]
-    for source in dict.fromkeys(of_source) if len({*of_source}) > 1 else ():
-        result[f"eval/{source}/reward"] = rewards[[x == source for x in of_source]].mean().item()
-    _, row, n = groups.unique(return_inverse=True, return_counts=True)  # (N,), (rows,)
-    total = lambda x: torch.zeros(len(n), dtype=x.dtype).index_add(0, row, x)
-    error = (total(rewards) / n).std(correction=int(len(n) > 1)) / len(n) ** 0.5
-    result["eval/reward_stderr"] = error.item()
-    failed, fails = total((rollouts.outcomes < 1).double()), 1  # (rows,)
-    for j in range(n.max()):
-        fails = fails * (failed - j).clamp(min=0) / (n - j)
-        result[f"eval/pass@{j + 1}"] = 1 - fails[n > j].mean().item()
+    of_source, of_row, passed = defaultdict(list), defaultdict(list), defaultdict(list)
+    columns = rollouts.groups, rollouts.rewards, rollouts.outcomes >= 1
+    for prompt, reward, passes in zip(*(column.tolist() for column in columns)):
+        of_source[rows[prompt].get("data_source")].append(reward)
+        of_row[prompt].append(reward)
+        passed[prompt].append(passes)
+    if len(of_source) > 1:
+        result |= {f"eval/{source}/reward": fmean(x) for source, x in of_source.items()}
+    n = len(of_row)
+    error = np.std([fmean(x) for x in of_row.values()], ddof=min(1, n - 1)) / n ** 0.5
+    result["eval/reward_stderr"] = float(error)
+    counts = [(len(x), x.count(False)) for x in passed.values()]  # rollouts, failed ones
+    for j in range(1, max(counts)[0] + 1):
+        chances = [1 - math.comb(failed, j) / math.comb(n, j) for n, failed in counts if n >= j]
+        result[f"eval/pass@{j}"] = fmean(chances)
     return result
 
 
@@ -621,10 +612,10 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals indices to n shares of about equal total length, longest first (of equal ones the
     first), each to the lightest so far; with fewer than n some shares stay empty."""
     shares, totals = [[] for _ in range(n)], [0] * n
-    for length, i in sorted((-int(length), i) for i, length in enumerate(lengths)):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         k = totals.index(min(totals))
         shares[k].append(i)
-        totals[k] -= length
+        totals[k] += lengths[i]
     return [sorted(share) for share in shares]
 
 
@@ -645,8 +636,8 @@ def prefixes(batch: dict, rows: Sequence[int]) -> tuple[list[int], list[int], li
     order = sorted(range(len(rows)), key=lambda i: words[i, : lengths[i]].tobytes())
     ids, lengths = ids[order], lengths[order]
     ends = torch.minimum(lengths[1:], lengths[:-1])[:, None]
-    differ = (ids[1:] != ids[:-1]) | (torch.arange(ids.shape[1]) >= ends)  # (N - 1, L)
-    return order, lengths.tolist(), [0, *F.pad(differ, (0, 1), value=True).int().argmax(1).tolist()]
+    same = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1]) < ends)  # (N - 1, L)
+    return order, lengths.tolist(), [0, *same.cumprod(1, dtype=torch.int32).sum(1).tolist()]
 
 
 def _runs(lengths, shared, limit):
@@ -665,25 +656,21 @@ def _runs(lengths, shared, limit):
     return runs
 
 
-def _cut(lengths, shared, limit):
-    """Micro-batches [tokens, indices] of at most `limit` tokens, a shared prefix counted once."""
+def _cut(lengths, shared, limit, packed=True):
+    """Micro-batches [tokens, indices] of at most `limit` tokens, longest first, each to the first
+    with room: packed, where a shared prefix counts once, or each padded to its longest."""
     found = []
     for tokens, run in sorted(_runs(lengths, shared, limit), key=lambda run: -run[0]):
-        micro = next((micro for micro in found if micro[0] + tokens <= limit), None)
-        if micro is None:
+        for micro in found:
+            whole, rows = micro
+            whole = whole + tokens if packed else lengths[rows[0]] * (len(rows) + 1)
+            if whole <= limit:
+                break
+        else:
             found.append(micro := [0, []])
-        micro[0] += tokens
+            whole = tokens
+        micro[0] = whole
         micro[1] += run
-    return found
-
-
-def _rectangles(lengths, _, limit):
-    """As `_cut`, of right-padded rows: lengths from the longest down."""
-    found, start = [], 0
-    while start < len(lengths):
-        n, width = min(limit // lengths[start], len(lengths) - start), lengths[start]
-        found.append([n * width, range(start, start + n)])
-        start += n
     return found
 
 
@@ -697,9 +684,8 @@ def shares(batch: dict, rows: Sequence[int], max_tokens: int,
     whose loss is weighted 0."""
     n, (order, lengths, shared) = dist.get_world_size(), prefixes(batch, rows)
     if not packed:
-        order = sorted(order, key=lambda i: -batch["lengths"][rows[i]])
-        lengths.sort(reverse=True)
-    cut = functools.partial(_cut if packed else _rectangles, lengths, shared)
+        shared = [0] * len(rows)
+    cut = functools.partial(_cut, lengths, shared, packed=packed)
     most = -(-len(cut(max_tokens)) // n) * n
     limits = range(max(lengths), max_tokens)
     even = bisect(limits, False, key=lambda limit: len(cut(limit)) <= most)
@@ -716,12 +702,11 @@ def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
     input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,); starts (N,): tokens to
     leave out at the start of each. Returns input_ids and position_ids (1, S), these from 0 (or its
     start) in each sequence, cu_seqlens (N + 1,) int32, max_seqlen."""
-    spans = [(int(a), int(n)) for a, n in zip(starts or [0] * len(lengths), lengths, strict=True)]
+    spans = list(zip(starts or [0] * len(lengths), lengths, strict=True))
     parts = [torch.as_tensor(row)[a:n] for row, (a, n) in zip(input_ids, spans, strict=True)]
     ids, positions = torch.cat(parts), torch.cat([torch.arange(*span) for span in spans])
     cu_seqlens = torch.tensor([0, *itertools.accumulate(map(len, parts))], dtype=torch.int32)
-    longest = max(n for _, n in spans)
-    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), longest
+    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), int(max(lengths))
 
 
 def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict:
@@ -750,9 +735,8 @@ def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict
             paths.append(path)
         if any(shared):
             keys = [path for path, mine in zip(paths, own) if len(mine)]
-            ends = itertools.accumulate(map(len, keys))
-            inputs["cu_seqlens_k"] = torch.tensor([0, *ends], dtype=torch.int32)
-            inputs["key_index"] = torch.cat(keys)
+            key_index, _, inputs["cu_seqlens_k"], _ = pack(keys, list(map(len, keys)))
+            inputs["key_index"] = key_index[0]
     else:
         inputs = {"input_ids": ids[:, : max(lengths)]}
         paths = [torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]
@@ -949,10 +933,10 @@ class Log:
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
         self.unwritten += _json_lines([metrics], default=str).encode()
+        shown = numbers(metrics)
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
-            number = isinstance(metrics.get(name), (int, float))
-            cell = format(metrics[name], form) if number else ""
+            cell = format(shown[name], form) if name in shown else ""
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
@@ -964,7 +948,7 @@ class Log:
             written = file.write(self.unwritten)
             self.unwritten = self.unwritten[written:]
         if self.wandb:
-            self.wandb.log(numbers(metrics), step=metrics["step"])
+            self.wandb.log(shown, step=metrics["step"])
         if report:
             report.step(self, metrics, *learned)
 
