@@ -52,7 +52,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
-    AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig, set_seed,
+    AttentionInterface, AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig,
+    set_seed,
 )
 
 from agent_loop import (
@@ -120,10 +121,9 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
         task_tools(module)
         task_interaction(module, None)
     for function in needs:
-        more = "; give --model instead" if function == "build_model" else ""
         need(callable(getattr(module, function, None)),
-             f"--task {path} has no function {function}: a task file defines load(split) and "
-             f"reward(output, row), and build_model(path) if it brings its own model{more}")
+             f"--task {path} has no function {function}: a task file defines load(split), "
+             "reward(output, row) and, unless --model gives the model, build_model(path)")
     return module
 
 
@@ -259,12 +259,12 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
             task_interaction(task, row_kwargs(row, "interaction_kwargs"))
             schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
             ids = render(templates, row["prompt"], schemas)
-            text = render_text(templates, row["prompt"], schemas, True)
-            # all but spaces and the form of accents
-            asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
-                           for x in (text, tokenizer.decode(ids)))
-            need(i or asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
-                 f"{read!r:.80} when decoded")
+            if i == 0:  # the tokenizer itself, by all but spaces and the form of accents
+                text = render_text(templates, row["prompt"], schemas, True)
+                asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
+                               for x in (text, tokenizer.decode(ids)))
+                need(asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
+                     f"{read!r:.80} when decoded")
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
     if empty:
         warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
@@ -441,12 +441,9 @@ def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
     """The prompts whose rollouts differ in `metric`: "outcome" (best: a shaped reward nearly always
     differs, verl-recipe#125), "total" (both as in Rollouts), or a reward dict's key."""
     rollouts = by_rollout(outputs)
-    known = {"outcome": rollouts.outcomes, "total": rollouts.rewards}
-    if metric in known:
-        values = known[metric].tolist()
-    else:
-        last = dict(zip(rollouts.index.tolist(), outputs))  # of several outputs the last stays
-        values = [output.reward[metric] for output in last.values()]
+    last = dict(zip(rollouts.index.tolist(), outputs))  # of several outputs the last stays
+    known = {"outcome": rollouts.outcomes.tolist(), "total": rollouts.rewards.tolist()}
+    values = known.get(metric) or [output.reward[metric] for output in last.values()]
     groups, first = rollouts.groups.tolist(), {}
     return {group for group, x in zip(groups, values) if first.setdefault(group, x) != x}
 
@@ -570,20 +567,19 @@ def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
     eval/<data_source>/reward."""
     means, rollouts = describe(outputs), by_rollout(outputs)
     result = {f"eval/{x}": means[f"{x}/mean"] for x in ("reward", "response_length", "num_turns")}
-    of_source, of_row, passed = defaultdict(list), defaultdict(list), defaultdict(list)
-    columns = rollouts.groups, rollouts.rewards, rollouts.outcomes >= 1
-    for prompt, reward, passes in zip(*(column.tolist() for column in columns)):
+    of_source, of_row, failed = defaultdict(list), defaultdict(list), Counter()
+    columns = rollouts.groups, rollouts.rewards, rollouts.outcomes < 1
+    for prompt, reward, fails in zip(*(column.tolist() for column in columns)):
         of_source[rows[prompt].get("data_source")].append(reward)
         of_row[prompt].append(reward)
-        passed[prompt].append(passes)
+        failed[prompt] += fails
     if len(of_source) > 1:
         result |= {f"eval/{source}/reward": fmean(x) for source, x in of_source.items()}
-    n = len(of_row)
-    error = np.std([fmean(x) for x in of_row.values()], ddof=min(1, n - 1)) / n ** 0.5
-    result["eval/reward_stderr"] = float(error)
-    counts = [(len(x), x.count(False)) for x in passed.values()]  # rollouts, failed ones
+    error = np.std(list(map(fmean, of_row.values())), ddof=min(1, len(of_row) - 1))
+    result["eval/reward_stderr"] = float(error) / len(of_row) ** 0.5
+    counts = [(len(x), failed[prompt]) for prompt, x in of_row.items()]
     for j in range(1, max(counts)[0] + 1):
-        chances = [1 - math.comb(failed, j) / math.comb(n, j) for n, failed in counts if n >= j]
+        chances = [1 - math.comb(c, j) / math.comb(n, j) for n, c in counts if n >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
 
@@ -817,8 +813,6 @@ def _attend(q, k, v, scaling, window, softcap, sinks):
 
 def register_packed_attention():
     """Makes attn_implementation="packed" known to transformers."""
-    from transformers import AttentionInterface
-
     AttentionInterface.register("packed", packed_attention)
 
 
@@ -932,7 +926,7 @@ class Log:
         Phase and the batch, of which the report keeps advantages and the trainer's logprobs."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
-        self.unwritten += _json_lines([metrics], default=str).encode()
+        self.unwritten += _json_lines([metrics]).encode()
         shown = numbers(metrics)
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
@@ -962,7 +956,7 @@ class Log:
                 line["images"] = len(images)
             lines.append(line)
         if lines := lines + errors:
-            text = _json_lines(lines, default=str, ensure_ascii=False)
+            text = _json_lines(lines, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
     @_or_warn(Exception)
@@ -998,7 +992,7 @@ class SilentLog(Log):
 
 
 def _json_lines(rows, **options):
-    return "".join(json.dumps(row, **options) + "\n" for row in rows)
+    return "".join(json.dumps(row, default=str, **options) + "\n" for row in rows)
 
 
 def _rows_until(file, step):
@@ -1025,9 +1019,9 @@ def versions() -> dict[str, str]:
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    how = dict(cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     try:
-        return subprocess.run(command, **how).stdout.strip()
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True,
+                              timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
