@@ -178,11 +178,12 @@ def _check_row(row, i, name):
          f"{name}: a column's name is a str, and none of {RUN}; it has {[*row]}")
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
     row = dict(row)
-    for columns in (row, row.get("extra_info") or {}):
+    extra_info = row.get("extra_info") or {}
+    for columns in (row, extra_info):
         _check_types(columns, ROW, name)
         for kwargs in columns.keys() & {"tools_kwargs", "interaction_kwargs"}:
             columns[kwargs] = _without_none(columns[kwargs])
-    row.setdefault("index", (row.get("extra_info") or {}).get("index", i))
+    row.setdefault("index", extra_info.get("index", i))
     prompt = row["prompt"]
     need(isinstance(prompt, (list, tuple)) and prompt
          and all(isinstance(message, dict) and message.get("role")
@@ -579,7 +580,7 @@ def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
     result["eval/reward_stderr"] = float(error) / len(of_row) ** 0.5
     counts = [(len(x), failed[prompt]) for prompt, x in of_row.items()]
     for j in range(1, max(counts)[0] + 1):
-        chances = [1 - math.comb(c, j) / math.comb(n, j) for n, c in counts if n >= j]
+        chances = [1 - math.comb(fails, j) / math.comb(n, j) for n, fails in counts if n >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
 
@@ -658,15 +659,13 @@ def _cut(lengths, shared, limit, packed=True):
     found = []
     for tokens, run in sorted(_runs(lengths, shared, limit), key=lambda run: -run[0]):
         for micro in found:
-            whole, rows = micro
-            whole = whole + tokens if packed else lengths[rows[0]] * (len(rows) + 1)
-            if whole <= limit:
+            grown = micro[0] + tokens if packed else lengths[micro[1][0]] * (len(micro[1]) + 1)
+            if grown <= limit:
+                micro[0] = grown
+                micro[1] += run
                 break
         else:
-            found.append(micro := [0, []])
-            whole = tokens
-        micro[0] = whole
-        micro[1] += run
+            found.append([tokens, [*run]])
     return found
 
 
@@ -1086,8 +1085,12 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
             _lock(folder)  # the other's is kept too: nobody else moves it
         return None, {}
     for path in reversed(checkpoints(folder)):
-        try:
-            return path, _check_checkpoint(path)
+        try:  # nothing may be missing, garbage or cut off
+            state = dict(json.loads((path / "step.json").read_text()))
+            for part in dcp.FileSystemReader(path).read_metadata().storage_data.values():
+                file = path / part.relative_path
+                need(file.stat().st_size >= part.offset + part.length, f"{file.name} is cut off")
+            return path, state
         except Exception as error:  # json and pickle have many
             print(f"{path} is broken: {type(error).__name__}: {error}; moved to {_aside(path)}",
                   flush=True)
@@ -1097,15 +1100,6 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 def _aside(folder):
     names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
     return folder.rename(next(name for name in names if not name.exists()))
-
-
-def _check_checkpoint(folder):
-    """Its step.json. Raises if that or a part is missing, garbage or cut off."""
-    state = dict(json.loads((folder / "step.json").read_text()))
-    for part in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
-        file = folder / part.relative_path
-        need(file.stat().st_size >= part.offset + part.length, f"{file.name} is cut off")
-    return state
 
 
 def training_state(run, saved: Iterable[str] = ()) -> dict:
