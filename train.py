@@ -16,9 +16,7 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import contextlib
-import dataclasses
 import difflib
-import itertools
 import json
 import logging
 import math
@@ -32,7 +30,7 @@ import time
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -311,6 +309,10 @@ class Args:
         return {"temperature": self.temperature} | sampling_args(self.sampling_args)
 
     @property
+    def quantized(self) -> bool:
+        return '"quantization"' in self.engine_args
+
+    @property
     def updates_per_rollout(self) -> int:
         mini_batch = self.prompts_per_mini_batch or self.prompts_per_step
         return self.epochs * (self.prompts_per_step // mini_batch)
@@ -361,24 +363,17 @@ def check_args(args: Args):
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
     correction = args.rollout_correction, *torch.zeros(3, 1, 1)
-    try:
+    with data.refusing("--rollout_correction, --correction_low and _high"):
         losses.rollout_correction(*correction, args.correction_low, args.correction_high)
-    except ValueError as error:
-        raise BadInput(f"--rollout_correction, --correction_low and _high: {error}") from None
     for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
-        try:
+        with data.refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if parameters and "template" not in name:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
-    if json.loads(args.engine_args).get("quantization"):
-        need(not args.check_sync, "--check_sync compares weights, which quantization changes: "
-             "give one of them")
-        if args.rollout_correction == "none":
-            warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
-                          "give --rollout_correction tis", stacklevel=2)
+    if args.quantized and args.rollout_correction == "none":
+        warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
+                      "give --rollout_correction tis", stacklevel=2)
 
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
@@ -432,6 +427,8 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         f"--think_tags {args.think_tags} must be two tags with a space between":
             len(args.think_tags.split()) == 2,
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
+        "--check_sync compares weights, which quantization changes: give one of them":
+            not args.check_sync or not args.quantized,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
         "--max_staleness 0": not args.rollout_only or not args.max_staleness,
     }
@@ -460,8 +457,8 @@ def sampling_args(text: str) -> dict:
 
 FIXED_SAMPLING = set("""temperature n seed logprobs prompt_logprobs flat_logprobs detokenize
     output_kind""".split())
-NEUTRAL_SAMPLING = set("""stop stop_token_ids max_tokens ignore_eos
-    include_stop_str_in_output""".split())
+NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
+    include_stop_str_in_output""".split())  # the trainer's distribution all the same
 
 
 def check_sampling(name: str, parameters: dict):
@@ -469,7 +466,7 @@ def check_sampling(name: str, parameters: dict):
 
     Warns of what changes the distribution in training: the trainer computes
     log softmax(logits / temperature)."""
-    fixed = ", ".join(sorted(FIXED_SAMPLING & set(parameters)))
+    fixed = ", ".join(sorted(FIXED_SAMPLING & parameters.keys()))
     need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags of their "
          "own")
     import msgspec
@@ -478,7 +475,7 @@ def check_sampling(name: str, parameters: dict):
     with data.refusing(f"--{name}"):
         SamplingParams(**parameters)  # knows the names and their bounds; msgspec the types
         msgspec.convert(parameters, SamplingParams)
-    others = ", ".join(sorted(set(parameters) - NEUTRAL_SAMPLING))
+    others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "
                       "than the one whose logprobs the trainer computes; see "
@@ -499,10 +496,12 @@ class Net(nn.Module):
     Packed attention, float32 parameters, no dropout: the network that is differentiated has to be
     the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
 
-    def __init__(self, auto_class, args: Args, vision):
+    def __init__(self, auto_class, args: Args, vision, packed: bool):
         super().__init__()
-        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else None
-        self.vision = vision
+        attention = "packed" if packed else None
+        if vision:
+            attention = {"text_config": attention, "vision_config": "sdpa"}
+        self.vision, self.packed = vision, packed
         self.model, info = data.from_pretrained(
             auto_class, args, "can't be loaded for training", attn_implementation=attention,
             dtype=torch.float32, output_loading_info=True)
@@ -513,7 +512,6 @@ class Net(nn.Module):
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        self.packed = bool(vision) or self._takes_packed_rows()
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # only then does transformers; without dropout nothing else changes
@@ -522,38 +520,18 @@ class Net(nn.Module):
         """`data.pack_rows` for this network."""
         return data.pack_rows(batch, rows, next(self.parameters()).device, self.packed)
 
-    @torch.no_grad()
-    def _takes_packed_rows(self):
-        """Whether packed attention is all that the layers need to know of a forest. Recurrent and
-        convolutional ones, and a model's own attention, need more: they get padded rows."""
-        states, own = [], self.model.config._attn_implementation
-        for self.packed in (False, True):
-            self.model.set_attn_implementation("packed" if self.packed else "eager")
-            packed = self.pack(PROBE, [0, 1, 2])
-            with contextlib.suppress(Exception):  # a model may raise what it likes
-                states.append(self.states(packed)[packed["pair"]])
-        bound = 1e-3 * states[0].abs().max()
-        same = len(states) == 2 and torch.allclose(*states, rtol=0, atol=bound.item())
-        if not same:
-            self.model.set_attn_implementation(own)
-        return same
+    def forward(self, packed: dict) -> list[torch.Tensor]:
+        """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`,
+        by the hidden states that predict them: each (rows, T), 0 elsewhere.
 
-    def states(self, packed: dict) -> torch.Tensor:
-        """The hidden states (M, H) that predict the sampled tokens of `data.pack_rows`."""
+        Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
         backbone, vision, inputs, zero = self.model.base_model, self.vision, packed["inputs"], 0
         if vision and packed["images"]:
             inputs = inputs | vision.inputs(backbone, packed)
         elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
             zero = vision.zero(backbone, packed["targets"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
-        return hidden[packed["source"]] + zero
-
-    def forward(self, packed: dict) -> list[torch.Tensor]:
-        """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`:
-        each (rows, T), 0 elsewhere.
-
-        Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
-        numbers = self.read(self.states(packed), packed["targets"])  # (M,) each
+        numbers = self.read(hidden[packed["source"]] + zero, packed["targets"])  # (M,) each
         zeros = (x.new_zeros(packed["shape"]) for x in numbers)
         return [zero.index_put(packed["at"], x[packed["pair"]]) for zero, x in zip(zeros, numbers)]
 
@@ -563,26 +541,36 @@ class Policy(Net):
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        super().__init__(auto_class, args, vision)
+        super().__init__(auto_class, args, vision, packed=bool(vision))
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
              "which token_logprobs doesn't implement")
         text = self.model.config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", 0) or 1)
+        scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
         self.temperature, self.vocab_size = args.temperature / scale, vocab_size
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
-        need(vision or self._is_whole(args), f"--model {args.model} makes logits in a way that "
+        need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way that "
              "token_logprobs doesn't implement: only a product, a scale and a soft cap are")
 
     @torch.no_grad()
-    def _is_whole(self, args):
-        """Whether these are the logprobs that the model's own logits give."""
-        packed = self.pack(PROBE, [0, 1, 2])
-        logits = self.model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
-        logits = logits[packed["source"], : self.vocab_size] / args.temperature
-        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])[packed["pair"], 0]
-        return torch.allclose(self(packed)[0].flatten(), logprobs, rtol=0, atol=1e-3)
+    def _choose_attention(self, args):
+        """Packed, if that gives the logprobs of the model's own logits. Recurrent and convolutional
+        layers, and attention of a model's own, need more: they get padded rows. Whether one of them
+        does."""
+        own = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        probe = self.pack(PROBE, [0, 1, 2])
+        logits = self.model(**probe["inputs"], use_cache=False).logits.flatten(0, 1)
+        logits = logits[probe["source"], : self.vocab_size] / args.temperature
+        expected = logits.log_softmax(-1).gather(1, probe["targets"][:, None])[probe["pair"], 0]
+        for attention, self.packed in (("packed", True), (own, False)):
+            self.model.set_attn_implementation(attention)
+            with contextlib.suppress(Exception):  # a model may raise what it likes
+                found = self(self.pack(PROBE, [0, 1, 2]))[0].flatten()
+                if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
+                    return True
+        return False
 
     def read(self, hidden, targets):
         return losses.token_logprobs(
@@ -593,8 +581,8 @@ class Policy(Net):
 class Critic(Net):
     """V(state before each sampled token): a backbone of its own, a zero-initialised linear head."""
 
-    def __init__(self, args: Args, vision=None):
-        super().__init__(AutoModel, args, vision)
+    def __init__(self, args: Args, vision=None, packed: bool = True):
+        super().__init__(AutoModel, args, vision, packed)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -727,10 +715,10 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
             sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
             seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = float(whole(grad_norm))
+    grad_norm = whole(grad_norm).item()
     if not math.isfinite(grad_norm):
-        reason = "training stops here, before the weights are spoilt"
-        raise RuntimeError(f"the gradient norm is {grad_norm}: {reason}")
+        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the "
+                           "weights are spoilt")
     if n_tokens:  # momentum and weight decay would move the weights without any
         learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
@@ -791,7 +779,7 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
     Of a sharded model one parameter at a time is whole: it must not be kept beyond the next one,
     and all ranks go through them together."""
     saved = model.state_dict()
-    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
         if name in saved and x.is_floating_point():
             parts = revert_weight_conversion(model, {name: whole(x.detach())})
             if model.config.model_type == "gpt_oss" and ".experts." in name:  # vLLM's own names
@@ -893,7 +881,8 @@ class Stop:
             self.store.set("stop", "1")
         elif time.monotonic() - self.asked > 0.5:
             self.asked = time.monotonic()
-            self.told = self.told or self.store.check(["stop"])
+            if self.store.check(["stop"]):  # a signal meanwhile counts too
+                self.told = True
         return self.told
 
 
@@ -936,7 +925,6 @@ class Run:
     processor: object  # None of a text model
     rows: dict[str, list[dict]]  # "train", "val"
     engine: Engine | None  # None with --replay
-    vocab_size: int
     policy: Learner
     critic: Learner | None
     reference: nn.Module | None  # the starting model or --ref_model, frozen
@@ -996,11 +984,9 @@ def check_changes(args: Args, own: bool) -> dict[str, str]:
     of it: evaluation, log, memory and speed (FREE), num_steps at a constant rate, and the place
     where the task's own model is. Raises BadInput if there are any, but for
     --resume_with_changes."""
-    try:
+    with data.refusing(f"--resume: {args.output_dir}/args.json is damaged"):
         before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
         own = own and Path(before["model"]).parent == Path(args.model).parent
-    except (ValueError, LookupError, TypeError):
-        raise BadInput(f"--resume: {args.output_dir}/args.json is damaged") from None
     free = FREE + " num_steps" * (args.lr_schedule == "constant") + " model" * own
     changed = {name: f"--{name} {x} -> {now}" for name, x in before.items()
                if name not in free.split() and x != (now := getattr(args, name, None))}
@@ -1025,7 +1011,7 @@ def setup(args: Args) -> Run:
     data.on_main(data.claim_folder, args)
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
-    teacher = dataclasses.replace(args, model=args.ref_model or args.model)
+    teacher = replace(args, model=args.ref_model or args.model)
     need(data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(), f"--ref_model "
          f"{args.ref_model} has another tokenizer than --model {args.model}: ids differ in meaning")
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
@@ -1046,11 +1032,11 @@ def setup(args: Args) -> Run:
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id)
     networks = build_networks(args, accelerator, policy, teacher)
-    adapted = args.kl_target and state and "kl_coef" not in changed
-    kl_coef = state["kl_coef"] if adapted else args.kl_coef
-    kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
+    kl = losses.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+    if args.kl_target and "kl_coef" not in changed:
+        kl.coef = state.get("kl_coef", kl.coef)
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
-              vocab_size, *networks, kl, done, done)
+              *networks, kl, done, done)
     if checkpoint:
         data.load_checkpoint(run, checkpoint, state.get("parts", ()))
     if engine:
@@ -1065,7 +1051,7 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
     set_seed(args.seed)  # of what a task may draw; the engine drew from the generators
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
-        critic = Critic(args, policy.vision)
+        critic = Critic(args, policy.vision, policy.packed)
         critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
@@ -1099,7 +1085,10 @@ def finish(run: Run, start: int):
     saved = args.rollout_only or data.save_checkpoint(run)
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
-    elif done == args.num_steps:
+    elif done < args.num_steps:
+        more = "; the same command with --resume goes on from there" * (run.saved > 0)
+        log.say(f"stopped after step {done}{more}")
+    else:
         evals = [f"{reward:.3f}" for reward in log.evals]
         summary = [f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}"] * bool(evals)
         if done and data.save_policy(run, folder / "final"):  # without steps it was an evaluation
@@ -1107,9 +1096,6 @@ def finish(run: Run, start: int):
             summary.append(f"the trained policy is in {folder / 'final'}{best}")
             saved = True
         log.say("; ".join(summary))
-    elif done < args.num_steps:
-        more = "; the same command with --resume goes on from there" * (run.saved > 0)
-        log.say(f"stopped after step {done}{more}")
     close(run)
     need(saved, "nothing of the last steps could be saved")
 
@@ -1133,7 +1119,7 @@ def generate(run: Run, step: int) -> Phase:
     """One step's rollout by the present weights, or what --replay has of it."""
     args = run.args
     if args.replay:
-        phase = read_rollouts(replay_file(args, step), run.vocab_size)
+        phase = read_rollouts(replay_file(args, step), run.policy.net.vocab_size)
         need(args.adv_estimator != "remax" or phase.greedy or step > 0,
              f"--replay {args.replay}: there are no greedy baselines")
         return phase
@@ -1164,41 +1150,36 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     outputs = phase.trained
     if run.engine:
         grade(run, phase)
-    graded = [i for i, output in enumerate(outputs) if output.reward is not None]
-    if len(graded) < len(outputs):
-        batch = data.select(batch, graded)
+    batch = data.select(batch, [i for i, o in enumerate(outputs) if o.reward is not None])
     data.add_rewards(batch, phase.trained)
     batch["rollouts"] = data.by_rollout(phase.trained)
     return batch
 
 
-def clipping(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
-    """What --reward_clip adds."""
-    clip = args.reward_clip or math.inf
-    return outcomes.clamp(-clip, clip) - outcomes
+def added(outcomes: torch.Tensor, longest: torch.Tensor, args: Args) -> torch.Tensor:
+    """What --reward_clip and --overlong_buffer add to terminal rewards; longest: response tokens;
+    all (N,)."""
+    clip, limit, share = args.reward_clip or math.inf, args.max_response_tokens, args.overlong_buffer
+    penalty = losses.overlong_penalty(longest, limit, max(1, round(share * limit)))
+    return outcomes.clamp(-clip, clip) - outcomes + penalty * bool(share)
 
 
-def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
-    """What --overlong_buffer adds to the rewards of rollouts, (N,)."""
-    limit, share = args.max_response_tokens, args.overlong_buffer
-    buffer = max(1, round(share * limit))
-    return losses.overlong_penalty(rollouts.longest, limit, buffer) * bool(share)
+def shaped(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
+    """The rewards of rollouts by the flags, but for the KL, (N,)."""
+    return args.reward_coef * (rollouts.rewards + added(rollouts.outcomes, rollouts.longest, args))
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
     """--reward_clip, --overlong_buffer, --reward_coef, and -kl_coef KL with --kl_in reward, on the
     (N,) rewards of batch["rollouts"] and on batch["token_rewards"] (B, T).
 
-    Both in place: the sums per rollout for the group estimators, the tokens for gae and
-    reinforce_pp. Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
+    The former are sums for the estimators that compare rollouts, the latter for the others.
+    Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
     mask, rollouts = batch["response_mask"], batch["rollouts"]
-    penalty = overlong(rollouts, args)
-    rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
-    added = clipping(batch["outcomes"], args) + penalty[rollouts.index]  # (B,)
+    rollouts.rewards = shaped(rollouts, args)
     last = mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # (B, T): 1 at the last sampled
-    batch["token_rewards"] += last * added[:, None]
-    batch["token_rewards"] *= args.reward_coef
-    rollouts.rewards *= args.reward_coef
+    last *= added(batch["outcomes"], rollouts.longest[rollouts.index], args)[:, None]
+    batch["token_rewards"] = args.reward_coef * (batch["token_rewards"] + last)
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
@@ -1213,10 +1194,8 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
 def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch.Tensor:
     """The shaped reward of the greedy rollout of each rollout's prompt, (N,); NaN without one."""
     greedy = data.by_rollout(phase.greedy)
-    rewards = greedy.rewards + clipping(greedy.outcomes, args) + overlong(greedy, args)
-    known = dict(zip(greedy.groups.tolist(), rewards.tolist(), strict=True))
-    rewards = torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
-    return rewards * args.reward_coef
+    known = dict(zip(greedy.groups.tolist(), shaped(greedy, args).tolist(), strict=True))
+    return torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
@@ -1227,8 +1206,8 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     rewards, groups, by_turn = rollouts.rewards, rollouts.groups, args.turn_discount  # (N,)
     match args.adv_estimator:
         case "gae":
-            inputs = token_rewards, batch["values"], mask
-            advantages, batch["returns"] = losses.gae(*inputs, args.gamma, args.lam, by_turn)
+            advantages, batch["returns"] = losses.gae(
+                token_rewards, batch["values"], mask, args.gamma, args.lam, by_turn)
         case "reinforce_pp":
             advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma, by_turn)
         case "gigpo":
@@ -1267,8 +1246,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, step: int):
         return
     args = run.args
     found = run.agreed = step_metrics(phase, batch, step, args)["rollout/logp_diff_mean"]
-    coarse = args.dtype == "bfloat16" or "quantization" in args.engine_args
-    bound = 0.1 if coarse else 1e-3
+    bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
     if found <= bound:
         return
     problem = (
@@ -1277,7 +1255,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, step: int):
         "that did not arrive (--check_sync), a part of this model that vLLM and the trainer "
         "compute differently, or settings of the engine that the trainer does not know "
         "(--engine_args, --sampling_args, an agent loop's own)")
-    if args.allow_mismatch or args.sampling().keys() - {"temperature", *NEUTRAL_SAMPLING}:
+    if args.allow_mismatch or args.sampling().keys() - NEUTRAL_SAMPLING:
         run.log.warn_once(problem)
         return
     close(run)
@@ -1353,12 +1331,11 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         updates.append({"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()})
         for name, *learner, loss_agg in learning:
             stats, seen = optimise(*learner, batch, rows, args, run.accelerator, loss_agg)
+            updates[-1]["batch/unique_tokens"] = stats.pop("unique_tokens")
             updates[-1] |= {f"{name}/{key}": x for key, x in stats.items()}
             if "logprobs_old" not in batch:
                 batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
-    for network, *_ in learning:
-        metrics["batch/unique_tokens"] = metrics.pop(f"{network}/unique_tokens")
     if run.critic:
         metrics["critic/vf_loss"] = metrics.pop(f"{name}/loss")
         columns = (batch[name] for name in ("values", "returns", "response_mask"))
