@@ -271,9 +271,9 @@ class Args:
 
     def __post_init__(self):
         self.fill(self.preset_values())
-        self.fill({"rollout_correction": "icepop" if self.max_staleness else "none"})
+        self.fill({"rollout_correction": "icepop" if self.max_staleness else "none",
+                   "eval_temperature": self.temperature if self.eval_samples > 1 else 0.0})
         self.fill(self.correction_bounds())
-        self.fill({"eval_temperature": self.temperature if self.eval_samples > 1 else 0.0})
 
     def fill(self, values: dict):
         """Sets what the user did not."""
@@ -304,9 +304,16 @@ class Args:
                          for name, value in values.items())
         return text + " (* changed)" * ("*" in text)
 
-    def sampling(self) -> dict:
-        """Sampling parameters in training."""
-        return {"temperature": self.temperature} | sampling_args(self.sampling_args)
+    def sampling(self, validate: bool = False) -> dict:
+        """vLLM's sampling parameters in training, or in evaluation."""
+        own, more = {"temperature": self.temperature}, self.sampling_args
+        if validate:
+            own = {"temperature": self.eval_temperature, "top_p": self.eval_top_p}
+            more = self.eval_sampling_args
+        parameters = own | json.loads(more)
+        if isinstance(parameters.get("stop"), str):  # vLLM takes both; agents may count on a list
+            parameters["stop"] = [parameters["stop"]]
+        return parameters
 
     @property
     def quantized(self) -> bool:
@@ -446,13 +453,6 @@ def check_engine_args(name: str, arguments: dict):
         need(flag not in vars(Args), f"--{name}: {key} is --{flag}")
         need(key not in fixed, f"--{name}: {key} is not the user's to choose here")
         need(key in EngineArgs.__dataclass_fields__, f"--{name}: vLLM has no argument {key}")
-
-
-def sampling_args(text: str) -> dict:
-    parameters = json.loads(text)
-    if isinstance(parameters.get("stop"), str):  # vLLM takes both; agents may count on a list
-        parameters["stop"] = [parameters["stop"]]
-    return parameters
 
 
 FIXED_SAMPLING = set("""temperature n seed logprobs prompt_logprobs flat_logprobs detokenize
@@ -713,7 +713,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
                      for name, x in stats.items()}, loss=loss.item())
         if real:
             sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
-            seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
+            seen[micro] = numbers[0].detach().float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = whole(grad_norm).item()
     if not math.isfinite(grad_norm):
@@ -743,8 +743,7 @@ def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
     if args.kl_coef and args.kl_in == "loss":
-        logprobs_ref = torch.where(mask.bool(), part["logprobs_ref"], logprobs.detach())
-        kl = losses.kl_estimate(logprobs, logprobs_ref, args.kl_kind)
+        kl = losses.kl_estimate(logprobs, part["logprobs_ref"], args.kl_kind)
         loss, stats["kl"] = loss + args.kl_coef * kl, kl.detach()
     return loss, stats
 
@@ -813,8 +812,7 @@ def evaluate(run: "Run", step: int) -> dict:
     args = run.args
     sync(run.engine, run.policy.net, step)
     run.pool.end() if step == args.num_steps else run.pool.settle()
-    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
-    sampling |= sampling_args(args.eval_sampling_args)
+    sampling = args.sampling(validate=True)
     phase = rollout(run, run.rows["val"], step, args.eval_samples, sampling, kind="eval")
     run.engine.sleep()
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
@@ -961,14 +959,13 @@ def fill_in_defaults(args: Args):
         if path and ("model" not in name or os.path.isdir(path)):  # else a hub's name
             path = os.path.realpath(path)
             setattr(args, name, path)
-            inside = Path(args.output_dir) in (Path(path), *Path(path).parents)
+            inside = Path(path).is_relative_to(args.output_dir)
             need(name == "output_dir" or not inside, f"--{name} {path} is in --output_dir, which "
                  "would be moved aside: give this run another one")
     for files in filter(None, (args.train_files, args.val_files)):
         files[:] = map(os.path.realpath, files)
     if args.replay:
-        steps = range(args.num_steps)
-        missing = (step for step in steps if not replay_file(args, step).is_file())
+        missing = (n for n in range(args.num_steps) if not replay_file(args, n).is_file())
         args.num_steps = next(missing, args.num_steps)
         need(args.num_steps, f"--replay: no {replay_file(args, 0)}")
 
