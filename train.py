@@ -37,6 +37,8 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -56,8 +58,7 @@ from rollout import (
     gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
-# --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
-# the user wins.
+# --algo is values of flags: the first row's, changed by its own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
     "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo", clip_low=0.2,
                  clip_high=0.2, loss_agg="token-mean", kl_coef=0.0, kl_in="loss", kl_kind="k3",
@@ -73,8 +74,7 @@ PRESETS: dict[str, dict] = {
                                   kl_coef=0.001, kl_kind="k2"),
     "remax": dict(adv_estimator="remax", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
     "opo": dict(adv_estimator="opo", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
-    "gspo": dict(policy_loss="gspo", clip_low=3e-4, clip_high=4e-4,
-                 loss_agg="seq-mean-token-mean"),
+    "gspo": dict(policy_loss="gspo", clip_low=3e-4, clip_high=4e-4, loss_agg="seq-mean-token-mean"),
     "gmpo": dict(policy_loss="gmpo", clip_low=0.4, clip_high=0.4, loss_agg="seq-mean-token-mean"),
     "cispo": dict(policy_loss="cispo", clip_low=1.0, clip_high=0.28),
     "sapo": dict(policy_loss="sapo", clip_low=1.05, clip_high=1.0, loss_agg="seq-mean-token-mean"),
@@ -82,15 +82,13 @@ PRESETS: dict[str, dict] = {
     "opd": dict(adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0, kl_coef=1.0,
                 kl_in="reward", kl_kind="k1"),
 }
-# These compare the trajectories of one prompt.
-GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo")
+GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo")  # compare a prompt's trajectories
 ADV_ESTIMATORS = (*GROUP_ESTIMATORS, "remax", "reinforce_pp", "gae")
 CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
                      "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
                      "geo_mask": (0.999, 1.002), "veto": (1e-4, 1e4)}
 
 # ---------------------------------------------------------------- flags, with their rules
-
 
 Range = namedtuple("Range", "words holds")  # what a number must, and whether it does
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
@@ -200,8 +198,7 @@ class Args:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
         16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
-    gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third slower")
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, a third slower")
     shard: bool = flag(False, "FSDP2: cut parameters, gradients and optimiser states over all "
                        "ranks; accelerate's FSDP config sets it")
     # trajectories
@@ -214,16 +211,13 @@ class Args:
         128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
     max_model_len: int | None = flag(
         None, "the engine's window; default: max_prompt_tokens + max_response_tokens", POSITIVE)
-    max_assistant_turns: int = flag(
-        8, "then the trajectory ends with stop reason max_turns; 0: no limit")
+    max_assistant_turns: int = flag(8, "then it ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
-    chat_template_args: str = flag(
-        "{}", 'variables for the chat template: {"enable_thinking": false}')
+    chat_template_args: str = flag("{}", 'variables of the template: {"enable_thinking": false}')
     think_tags: str = flag("<think> </think>", "around reasoning, in which no tool is called")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
-    reward_timeout: float = flag(
-        300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
+    reward_timeout: float = flag(300.0, "seconds, else the trajectory is dropped; 0: no limit")
     trajectory_timeout: float = flag(0.0, "seconds for a whole trajectory, which ends as it is "
                                      "then; with --max_staleness updates count; 0: no limit")
     max_parallel_calls: int = flag(
@@ -231,8 +225,7 @@ class Args:
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut", POSITIVE)
     tool_response_truncate_side: str = flag(
         "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
-    sampling_args: str = flag("{}", 'more sampling parameters of vLLM: {"stop": ["</answer>"]}',
-                              only="!replay")
+    sampling_args: str = flag("{}", 'more for vLLM: {"stop": ["</answer>"]}', only="!replay")
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(0, "a rollout ends when its batch is full, the rest goes on after "
                               "the update, so many versions behind at most")
@@ -257,8 +250,7 @@ class Args:
     eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
     eval_samples: int = flag(1, "trajectories of a validation row: eval/pass@1 to pass@N", POSITIVE,
                              "eval_temperature")
-    eval_temperature: float = flag(None, "0: greedy; default: 0, that of training with several "
-                                   "--eval_samples")
+    eval_temperature: float = flag(None, "default: 0, greedy; several --eval_samples: --temperature")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
@@ -498,13 +490,11 @@ class Net(nn.Module):
 
     def __init__(self, auto_class, args: Args, vision, packed: bool):
         super().__init__()
-        attention = "packed" if packed else None
-        if vision:
-            attention = {"text_config": attention, "vision_config": "sdpa"}
+        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
         self.vision, self.packed = vision, packed
         self.model, info = data.from_pretrained(
-            auto_class, args, "can't be loaded for training", attn_implementation=attention,
-            dtype=torch.float32, output_loading_info=True)
+            auto_class, args, "can't be loaded for training", dtype=torch.float32,
+            attn_implementation=attention if packed else None, output_loading_info=True)
         lacking = ", ".join(sorted(info["missing_keys"])[:3])  # transformers draws them at random
         need(not lacking, f"--model {args.model} lacks parameters: {lacking}")
         for name, p in self.model.named_parameters():
@@ -550,14 +540,13 @@ class Policy(Net):
         self.temperature, self.vocab_size = args.temperature / scale, vocab_size
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
-        need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way that "
-             "token_logprobs doesn't implement: only a product, a scale and a soft cap are")
+        need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way "
+             "that token_logprobs doesn't implement: only a product, a scale and a soft cap are")
 
     @torch.no_grad()
     def _choose_attention(self, args):
-        """Packed, if that gives the logprobs of the model's own logits. Recurrent and convolutional
-        layers, and attention of a model's own, need more: they get padded rows. Whether one of them
-        does."""
+        """Packed, or on padded rows (recurrent and convolutional layers, and attention of a model's
+        own, need them): what gives the logprobs of the model's own logits. False: neither."""
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
         probe = self.pack(PROBE, [0, 1, 2])
@@ -593,7 +582,7 @@ class Critic(Net):
 
 def check_sharding(args: Args):
     """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on other options."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return
     for name, allowed, instead in (
         ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
@@ -812,8 +801,8 @@ def evaluate(run: "Run", step: int) -> dict:
     args = run.args
     sync(run.engine, run.policy.net, step)
     run.pool.end() if step == args.num_steps else run.pool.settle()
-    sampling = args.sampling(validate=True)
-    phase = rollout(run, run.rows["val"], step, args.eval_samples, sampling, kind="eval")
+    phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
+                    kind="eval")
     run.engine.sleep()
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     metrics = data.describe_eval(phase.outputs, run.rows["val"])
@@ -822,7 +811,6 @@ def evaluate(run: "Run", step: int) -> dict:
 
 # ---------------------------------------------------------------- start and end of a process
 
-
 # The second Ctrl-C, also where a tool holds the interpreter and no Python gets to run: C code tells
 # this process of each signal. Launchers pass on, within a second, the Ctrl-C that we got already.
 SECOND_SIGNAL = """exec >/dev/null 2>&1
@@ -830,8 +818,7 @@ head -c 1; timeout 1 cat; head -c 1 | grep . && kill -9 $PPID"""
 
 
 class Stop:
-    """Ctrl-C, SIGTERM, SIGHUP or death of the launcher: all ranks end after the last step. Second:
-    now."""
+    """Ctrl-C, SIGTERM, SIGHUP, the launcher's death: ranks end after the last step. Second: now."""
 
     def __init__(self, store: dist.Store):
         self.store, self.told, self.asked = store, False, 0.0  # when
@@ -855,11 +842,10 @@ class Stop:
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
     def _signalled(self, *_):
-        if not self.told:
-            self.told = True
-            if dist.get_rank() == 0:
-                print("\nstopping: saving the last completed step (once more to stop at once)",
-                      file=sys.stderr)
+        if not self.told and dist.get_rank() == 0:
+            print("\nstopping: saving the last completed step (once more to stop at once)",
+                  file=sys.stderr)
+        self.told = True
 
     def _watch(self, watched):
         """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
@@ -886,10 +872,7 @@ class Stop:
 
 def start_processes(args: Args):
     """Accelerator and store of all ranks, or of a single process. Sets args.dtype."""
-    from accelerate import Accelerator
-
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
-    cpu_only = use_cpu or not torch.cuda.is_available()
+    cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
         if not cpu_only:
@@ -914,7 +897,7 @@ class Run:
     """Everything that lives from the start of the run to its end."""
 
     args: Args
-    accelerator: object
+    accelerator: Accelerator
     store: dist.Store  # shared by the ranks: prompt counters, the wish to stop
     stop: Stop
     log: data.Log
@@ -950,8 +933,7 @@ def replay_file(args: Args, step: int) -> Path:
 def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for. Paths
     become absolute: a tool may change the directory."""
-    own = args.model is None  # the task's own tiny model
-    lr, critic_lr = (3e-4, 1e-3) if own else (1e-6, 1e-5)
+    lr, critic_lr = (1e-6, 1e-5) if args.model else (3e-4, 1e-3)
     folder = f"runs/{Path(args.task).stem}" + "-eval" * (not args.num_steps)
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder})
     for name in ("output_dir", "replay", "model", "ref_model"):
@@ -1154,11 +1136,11 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
 
 
 def added(outcomes: torch.Tensor, longest: torch.Tensor, args: Args) -> torch.Tensor:
-    """What --reward_clip and --overlong_buffer add to terminal rewards; longest: response tokens;
-    all (N,)."""
-    clip, limit, share = args.reward_clip or math.inf, args.max_response_tokens, args.overlong_buffer
-    penalty = losses.overlong_penalty(longest, limit, max(1, round(share * limit)))
-    return outcomes.clamp(-clip, clip) - outcomes + penalty * bool(share)
+    """What --reward_clip and --overlong_buffer add; longest: response tokens; all (N,)."""
+    clip, limit = args.reward_clip or math.inf, args.max_response_tokens
+    buffer = max(1, round(args.overlong_buffer * limit))
+    penalty = losses.overlong_penalty(longest, limit, buffer) * bool(args.overlong_buffer)
+    return outcomes.clamp(-clip, clip) - outcomes + penalty
 
 
 def shaped(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
@@ -1297,7 +1279,7 @@ def mean(x: torch.Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
-def warn(run: Run, metrics: dict, n_groups: int, first: bool):
+def warn(run: Run, phase: Phase, metrics: dict, first: bool):
     """What makes a run learn nothing, or the wrong thing, each once."""
     if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
         run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
@@ -1305,7 +1287,7 @@ def warn(run: Run, metrics: dict, n_groups: int, first: bool):
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
-    if first and metrics["rollout/zero_std_groups"] == n_groups:
+    if first and not data.groups_with_signal(phase.trained, "total"):
         run.log.warn_once("every group has equal rewards: see rollouts/, and 'When something is "
                           "off' in docs/log.md")
 
@@ -1348,8 +1330,7 @@ def main(args: Args):
             log.metrics({"step": 0} | evaluate(run, 0))
         for step in range(start, args.num_steps):
             gather_unless_stopped(None, run.stop.requested())
-            # ---- 1. rollout: the engine takes the policy's weights; agent loops run until the
-            # batch is full
+            # ---- 1. rollout: the engine takes the weights; agent loops run until the batch is full
             started = time.perf_counter()
             phase = generate(run, step)
 
@@ -1386,7 +1367,7 @@ def main(args: Args):
             metrics |= step_metrics(phase, batch, step, args) | timing
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
-            warn(run, metrics, len(batch["rollouts"].groups.unique()), step == start)
+            warn(run, phase, metrics, first=step == start)
             last = run.done == args.num_steps
             try:
                 if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):
