@@ -244,13 +244,12 @@ class Args:
     engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="!replay")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
                             "with --tp also what the ranks sampled", only="!replay")
-    deterministic: bool = flag(
-        False, "same numbers to the last digit in every run on the same machine; slower with tools")
+    deterministic: bool = flag(False, "same digits in every run on a machine; slower with tools")
     # evaluation, checkpoints, log
     eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
     eval_samples: int = flag(1, "trajectories of a validation row: eval/pass@1 to pass@N", POSITIVE,
                              "eval_temperature")
-    eval_temperature: float = flag(None, "default: 0, greedy; several --eval_samples: --temperature")
+    eval_temperature: float = flag(None, "default: 0, greedy; several --eval_samples: training's")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
@@ -361,9 +360,9 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
-    correction = args.rollout_correction, *torch.zeros(3, 1, 1)
     with data.refusing("--rollout_correction, --correction_low and _high"):
-        losses.rollout_correction(*correction, args.correction_low, args.correction_high)
+        losses.rollout_correction(args.rollout_correction, *torch.zeros(3, 1, 1),
+                                  args.correction_low, args.correction_high)
     for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
         with data.refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
@@ -459,8 +458,7 @@ def check_sampling(name: str, parameters: dict):
     Warns of what changes the distribution in training: the trainer computes
     log softmax(logits / temperature)."""
     fixed = ", ".join(sorted(FIXED_SAMPLING & parameters.keys()))
-    need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags of their "
-         "own")
+    need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags")
     import msgspec
     from vllm import SamplingParams
 
@@ -573,8 +571,8 @@ class Critic(Net):
     def __init__(self, args: Args, vision=None, packed: bool = True):
         super().__init__(AutoModel, args, vision, packed)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        for p in self.head.parameters():
+            nn.init.zeros_(p)
 
     def read(self, hidden, targets):
         return (self.head(hidden).squeeze(-1).float(),)
@@ -1019,8 +1017,8 @@ def setup(args: Args) -> Run:
     if checkpoint:
         data.load_checkpoint(run, checkpoint, state.get("parts", ()))
     if engine:
-        drawn = state.get("prompts_drawn", 0)
-        run.pool = training_pool(run, done, drawn, state.get("unfinished", ()))
+        run.pool = training_pool(run, done, state.get("prompts_drawn", 0),
+                                 state.get("unfinished", ()))
     log.say(banner(run, read))
     return run
 
