@@ -16,9 +16,7 @@ if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waitin
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import contextlib
-import dataclasses
 import difflib
-import itertools
 import json
 import logging
 import math
@@ -32,13 +30,15 @@ import time
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,8 +58,7 @@ from rollout import (
     gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
 )
 
-# --algo is nothing but values of flags: the first row's, changed by the row's own. A flag given by
-# the user wins.
+# --algo is values of flags: the first row's, changed by its own. A flag given by the user wins.
 PRESETS: dict[str, dict] = {
     "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo", clip_low=0.2,
                  clip_high=0.2, loss_agg="token-mean", kl_coef=0.0, kl_in="loss", kl_kind="k3",
@@ -75,8 +74,7 @@ PRESETS: dict[str, dict] = {
                                   kl_coef=0.001, kl_kind="k2"),
     "remax": dict(adv_estimator="remax", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
     "opo": dict(adv_estimator="opo", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
-    "gspo": dict(policy_loss="gspo", clip_low=3e-4, clip_high=4e-4,
-                 loss_agg="seq-mean-token-mean"),
+    "gspo": dict(policy_loss="gspo", clip_low=3e-4, clip_high=4e-4, loss_agg="seq-mean-token-mean"),
     "gmpo": dict(policy_loss="gmpo", clip_low=0.4, clip_high=0.4, loss_agg="seq-mean-token-mean"),
     "cispo": dict(policy_loss="cispo", clip_low=1.0, clip_high=0.28),
     "sapo": dict(policy_loss="sapo", clip_low=1.05, clip_high=1.0, loss_agg="seq-mean-token-mean"),
@@ -84,15 +82,13 @@ PRESETS: dict[str, dict] = {
     "opd": dict(adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0, kl_coef=1.0,
                 kl_in="reward", kl_kind="k1"),
 }
-# These compare the trajectories of one prompt.
-GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo")
+GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo")  # compare a prompt's trajectories
 ADV_ESTIMATORS = (*GROUP_ESTIMATORS, "remax", "reinforce_pp", "gae")
 CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
                      "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
                      "geo_mask": (0.999, 1.002), "veto": (1e-4, 1e4)}
 
 # ---------------------------------------------------------------- flags, with their rules
-
 
 Range = namedtuple("Range", "words holds")  # what a number must, and whether it does
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
@@ -202,8 +198,7 @@ class Args:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
         16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
-    gradient_checkpointing: bool = flag(
-        False, "recompute activations in the backward pass: less memory, a third slower")
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, a third slower")
     shard: bool = flag(False, "FSDP2: cut parameters, gradients and optimiser states over all "
                        "ranks; accelerate's FSDP config sets it")
     # trajectories
@@ -216,16 +211,13 @@ class Args:
         128, "budget of a trajectory: sampled, tool and user tokens together", POSITIVE)
     max_model_len: int | None = flag(
         None, "the engine's window; default: max_prompt_tokens + max_response_tokens", POSITIVE)
-    max_assistant_turns: int = flag(
-        8, "then the trajectory ends with stop reason max_turns; 0: no limit")
+    max_assistant_turns: int = flag(8, "then it ends with stop reason max_turns; 0: no limit")
     max_user_turns: int = flag(0, "answers of a simulated user; 0: no limit")
     tool_parser: str = flag("hermes", "tool-call format: any of vLLM's parsers")
-    chat_template_args: str = flag(
-        "{}", 'variables for the chat template: {"enable_thinking": false}')
+    chat_template_args: str = flag("{}", 'variables of the template: {"enable_thinking": false}')
     think_tags: str = flag("<think> </think>", "around reasoning, in which no tool is called")
     tool_timeout: float = flag(30.0, "seconds for one tool call", POSITIVE)
-    reward_timeout: float = flag(
-        300.0, "seconds for a trajectory's reward, else it is dropped; 0: no limit")
+    reward_timeout: float = flag(300.0, "seconds, else the trajectory is dropped; 0: no limit")
     trajectory_timeout: float = flag(0.0, "seconds for a whole trajectory, which ends as it is "
                                      "then; with --max_staleness updates count; 0: no limit")
     max_parallel_calls: int = flag(
@@ -233,8 +225,7 @@ class Args:
     max_tool_response_tokens: int = flag(256, "longer tool responses are cut", POSITIVE)
     tool_response_truncate_side: str = flag(
         "middle", "what a cut response keeps; middle: both ends", ("left", "middle", "right"))
-    sampling_args: str = flag("{}", 'more sampling parameters of vLLM: {"stop": ["</answer>"]}',
-                              only="!replay")
+    sampling_args: str = flag("{}", 'more for vLLM: {"stop": ["</answer>"]}', only="!replay")
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(0, "a rollout ends when its batch is full, the rest goes on after "
                               "the update, so many versions behind at most")
@@ -253,14 +244,12 @@ class Args:
     engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="!replay")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
                             "with --tp also what the ranks sampled", only="!replay")
-    deterministic: bool = flag(
-        False, "same numbers to the last digit in every run on the same machine; slower with tools")
+    deterministic: bool = flag(False, "same digits in every run on a machine; slower with tools")
     # evaluation, checkpoints, log
     eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
     eval_samples: int = flag(1, "trajectories of a validation row: eval/pass@1 to pass@N", POSITIVE,
                              "eval_temperature")
-    eval_temperature: float = flag(None, "0: greedy; default: 0, that of training with several "
-                                   "--eval_samples")
+    eval_temperature: float = flag(None, "default: 0, greedy; several --eval_samples: training's")
     eval_top_p: float = flag(1.0, "nucleus sampling in evaluation", SHARE)
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
@@ -273,9 +262,9 @@ class Args:
 
     def __post_init__(self):
         self.fill(self.preset_values())
-        self.fill({"rollout_correction": "icepop" if self.max_staleness else "none"})
+        self.fill({"rollout_correction": "icepop" if self.max_staleness else "none",
+                   "eval_temperature": self.temperature if self.eval_samples > 1 else 0.0})
         self.fill(self.correction_bounds())
-        self.fill({"eval_temperature": self.temperature if self.eval_samples > 1 else 0.0})
 
     def fill(self, values: dict):
         """Sets what the user did not."""
@@ -306,9 +295,20 @@ class Args:
                          for name, value in values.items())
         return text + " (* changed)" * ("*" in text)
 
-    def sampling(self) -> dict:
-        """Sampling parameters in training."""
-        return {"temperature": self.temperature} | sampling_args(self.sampling_args)
+    def sampling(self, validate: bool = False) -> dict:
+        """vLLM's sampling parameters in training, or in evaluation."""
+        own, more = {"temperature": self.temperature}, self.sampling_args
+        if validate:
+            own = {"temperature": self.eval_temperature, "top_p": self.eval_top_p}
+            more = self.eval_sampling_args
+        parameters = own | json.loads(more)
+        if isinstance(parameters.get("stop"), str):  # vLLM takes both; agents may count on a list
+            parameters["stop"] = [parameters["stop"]]
+        return parameters
+
+    @property
+    def quantized(self) -> bool:
+        return '"quantization"' in self.engine_args
 
     @property
     def updates_per_rollout(self) -> int:
@@ -360,25 +360,18 @@ def check_args(args: Args):
             need(used, f"--{name} has an effect only {setting}")
     for message, ok in cross_flag_rules(args).items():
         need(ok, message)
-    correction = args.rollout_correction, *torch.zeros(3, 1, 1)
-    try:
-        losses.rollout_correction(*correction, args.correction_low, args.correction_high)
-    except ValueError as error:
-        raise BadInput(f"--rollout_correction, --correction_low and _high: {error}") from None
+    with data.refusing("--rollout_correction, --correction_low and _high"):
+        losses.rollout_correction(args.rollout_correction, *torch.zeros(3, 1, 1),
+                                  args.correction_low, args.correction_high)
     for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
-        try:
+        with data.refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"--{name} is not JSON: {error}") from None
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if parameters and "template" not in name:  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
-    if json.loads(args.engine_args).get("quantization"):
-        need(not args.check_sync, "--check_sync compares weights, which quantization changes: "
-             "give one of them")
-        if args.rollout_correction == "none":
-            warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
-                          "give --rollout_correction tis", stacklevel=2)
+    if args.quantized and args.rollout_correction == "none":
+        warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
+                      "give --rollout_correction tis", stacklevel=2)
 
 
 def has_effect(rule: str, args: Args) -> tuple[bool, str]:
@@ -432,6 +425,8 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         f"--think_tags {args.think_tags} must be two tags with a space between":
             len(args.think_tags.split()) == 2,
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
+        "--check_sync compares weights, which quantization changes: give one of them":
+            not args.check_sync or not args.quantized,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
         "--max_staleness 0": not args.rollout_only or not args.max_staleness,
     }
@@ -451,17 +446,10 @@ def check_engine_args(name: str, arguments: dict):
         need(key in EngineArgs.__dataclass_fields__, f"--{name}: vLLM has no argument {key}")
 
 
-def sampling_args(text: str) -> dict:
-    parameters = json.loads(text)
-    if isinstance(parameters.get("stop"), str):  # vLLM takes both; agents may count on a list
-        parameters["stop"] = [parameters["stop"]]
-    return parameters
-
-
 FIXED_SAMPLING = set("""temperature n seed logprobs prompt_logprobs flat_logprobs detokenize
     output_kind""".split())
-NEUTRAL_SAMPLING = set("""stop stop_token_ids max_tokens ignore_eos
-    include_stop_str_in_output""".split())
+NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
+    include_stop_str_in_output""".split())  # the trainer's distribution all the same
 
 
 def check_sampling(name: str, parameters: dict):
@@ -469,16 +457,15 @@ def check_sampling(name: str, parameters: dict):
 
     Warns of what changes the distribution in training: the trainer computes
     log softmax(logits / temperature)."""
-    fixed = ", ".join(sorted(FIXED_SAMPLING & set(parameters)))
-    need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags of their "
-         "own")
+    fixed = ", ".join(sorted(FIXED_SAMPLING & parameters.keys()))
+    need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags")
     import msgspec
     from vllm import SamplingParams
 
     with data.refusing(f"--{name}"):
         SamplingParams(**parameters)  # knows the names and their bounds; msgspec the types
         msgspec.convert(parameters, SamplingParams)
-    others = ", ".join(sorted(set(parameters) - NEUTRAL_SAMPLING))
+    others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "
                       "than the one whose logprobs the trainer computes; see "
@@ -499,13 +486,13 @@ class Net(nn.Module):
     Packed attention, float32 parameters, no dropout: the network that is differentiated has to be
     the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
 
-    def __init__(self, auto_class, args: Args, vision):
+    def __init__(self, auto_class, args: Args, vision, packed: bool):
         super().__init__()
-        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else None
-        self.vision = vision
+        attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
+        self.vision, self.packed = vision, packed
         self.model, info = data.from_pretrained(
-            auto_class, args, "can't be loaded for training", attn_implementation=attention,
-            dtype=torch.float32, output_loading_info=True)
+            auto_class, args, "can't be loaded for training", dtype=torch.float32,
+            attn_implementation=attention if packed else None, output_loading_info=True)
         lacking = ", ".join(sorted(info["missing_keys"])[:3])  # transformers draws them at random
         need(not lacking, f"--model {args.model} lacks parameters: {lacking}")
         for name, p in self.model.named_parameters():
@@ -513,7 +500,6 @@ class Net(nn.Module):
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        self.packed = bool(vision) or self._takes_packed_rows()
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # only then does transformers; without dropout nothing else changes
@@ -522,38 +508,18 @@ class Net(nn.Module):
         """`data.pack_rows` for this network."""
         return data.pack_rows(batch, rows, next(self.parameters()).device, self.packed)
 
-    @torch.no_grad()
-    def _takes_packed_rows(self):
-        """Whether packed attention is all that the layers need to know of a forest. Recurrent and
-        convolutional ones, and a model's own attention, need more: they get padded rows."""
-        states, own = [], self.model.config._attn_implementation
-        for self.packed in (False, True):
-            self.model.set_attn_implementation("packed" if self.packed else "eager")
-            packed = self.pack(PROBE, [0, 1, 2])
-            with contextlib.suppress(Exception):  # a model may raise what it likes
-                states.append(self.states(packed)[packed["pair"]])
-        bound = 1e-3 * states[0].abs().max()
-        same = len(states) == 2 and torch.allclose(*states, rtol=0, atol=bound.item())
-        if not same:
-            self.model.set_attn_implementation(own)
-        return same
+    def forward(self, packed: dict) -> list[torch.Tensor]:
+        """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`,
+        by the hidden states that predict them: each (rows, T), 0 elsewhere.
 
-    def states(self, packed: dict) -> torch.Tensor:
-        """The hidden states (M, H) that predict the sampled tokens of `data.pack_rows`."""
+        Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
         backbone, vision, inputs, zero = self.model.base_model, self.vision, packed["inputs"], 0
         if vision and packed["images"]:
             inputs = inputs | vision.inputs(backbone, packed)
         elif vision:  # before the text, as with images: ranks of FSDP gather layers in one order
             zero = vision.zero(backbone, packed["targets"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
-        return hidden[packed["source"]] + zero
-
-    def forward(self, packed: dict) -> list[torch.Tensor]:
-        """What `read(states (M, H), targets (M,))` has of the M sampled tokens of `data.pack_rows`:
-        each (rows, T), 0 elsewhere.
-
-        Everything happens in here: going round DDP's wrapper would skip gradient averaging."""
-        numbers = self.read(self.states(packed), packed["targets"])  # (M,) each
+        numbers = self.read(hidden[packed["source"]] + zero, packed["targets"])  # (M,) each
         zeros = (x.new_zeros(packed["shape"]) for x in numbers)
         return [zero.index_put(packed["at"], x[packed["pair"]]) for zero, x in zip(zeros, numbers)]
 
@@ -563,26 +529,35 @@ class Policy(Net):
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        super().__init__(auto_class, args, vision)
+        super().__init__(auto_class, args, vision, packed=bool(vision))
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
              "which token_logprobs doesn't implement")
         text = self.model.config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", 0) or 1)
+        scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
         self.temperature, self.vocab_size = args.temperature / scale, vocab_size
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
-        need(vision or self._is_whole(args), f"--model {args.model} makes logits in a way that "
-             "token_logprobs doesn't implement: only a product, a scale and a soft cap are")
+        need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way "
+             "that token_logprobs doesn't implement: only a product, a scale and a soft cap are")
 
     @torch.no_grad()
-    def _is_whole(self, args):
-        """Whether these are the logprobs that the model's own logits give."""
-        packed = self.pack(PROBE, [0, 1, 2])
-        logits = self.model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
-        logits = logits[packed["source"], : self.vocab_size] / args.temperature
-        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])[packed["pair"], 0]
-        return torch.allclose(self(packed)[0].flatten(), logprobs, rtol=0, atol=1e-3)
+    def _choose_attention(self, args):
+        """Packed, or on padded rows (recurrent and convolutional layers, and attention of a model's
+        own, need them): what gives the logprobs of the model's own logits. False: neither."""
+        own = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        probe = self.pack(PROBE, [0, 1, 2])
+        logits = self.model(**probe["inputs"], use_cache=False).logits.flatten(0, 1)
+        logits = logits[probe["source"], : self.vocab_size] / args.temperature
+        expected = logits.log_softmax(-1).gather(1, probe["targets"][:, None])[probe["pair"], 0]
+        for attention, self.packed in (("packed", True), (own, False)):
+            self.model.set_attn_implementation(attention)
+            with contextlib.suppress(Exception):  # a model may raise what it likes
+                found = self(self.pack(PROBE, [0, 1, 2]))[0].flatten()
+                if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
+                    return True
+        return False
 
     def read(self, hidden, targets):
         return losses.token_logprobs(
@@ -593,11 +568,11 @@ class Policy(Net):
 class Critic(Net):
     """V(state before each sampled token): a backbone of its own, a zero-initialised linear head."""
 
-    def __init__(self, args: Args, vision=None):
-        super().__init__(AutoModel, args, vision)
+    def __init__(self, args: Args, vision=None, packed: bool = True):
+        super().__init__(AutoModel, args, vision, packed)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        for p in self.head.parameters():
+            nn.init.zeros_(p)
 
     def read(self, hidden, targets):
         return (self.head(hidden).squeeze(-1).float(),)
@@ -605,7 +580,7 @@ class Critic(Net):
 
 def check_sharding(args: Args):
     """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on other options."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return
     for name, allowed, instead in (
         ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
@@ -725,12 +700,12 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
                      for name, x in stats.items()}, loss=loss.item())
         if real:
             sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
-            seen[micro] = torch.where(mask.bool(), numbers[0].detach(), 0).float().cpu()
+            seen[micro] = numbers[0].detach().float().cpu()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = float(whole(grad_norm))
+    grad_norm = whole(grad_norm).item()
     if not math.isfinite(grad_norm):
-        reason = "training stops here, before the weights are spoilt"
-        raise RuntimeError(f"the gradient norm is {grad_norm}: {reason}")
+        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the "
+                           "weights are spoilt")
     if n_tokens:  # momentum and weight decay would move the weights without any
         learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
@@ -755,8 +730,7 @@ def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
     if args.kl_coef and args.kl_in == "loss":
-        logprobs_ref = torch.where(mask.bool(), part["logprobs_ref"], logprobs.detach())
-        kl = losses.kl_estimate(logprobs, logprobs_ref, args.kl_kind)
+        kl = losses.kl_estimate(logprobs, part["logprobs_ref"], args.kl_kind)
         loss, stats["kl"] = loss + args.kl_coef * kl, kl.detach()
     return loss, stats
 
@@ -791,7 +765,7 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
     Of a sharded model one parameter at a time is whole: it must not be kept beyond the next one,
     and all ranks go through them together."""
     saved = model.state_dict()
-    for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
         if name in saved and x.is_floating_point():
             parts = revert_weight_conversion(model, {name: whole(x.detach())})
             if model.config.model_type == "gpt_oss" and ".experts." in name:  # vLLM's own names
@@ -825,9 +799,8 @@ def evaluate(run: "Run", step: int) -> dict:
     args = run.args
     sync(run.engine, run.policy.net, step)
     run.pool.end() if step == args.num_steps else run.pool.settle()
-    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
-    sampling |= sampling_args(args.eval_sampling_args)
-    phase = rollout(run, run.rows["val"], step, args.eval_samples, sampling, kind="eval")
+    phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
+                    kind="eval")
     run.engine.sleep()
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     metrics = data.describe_eval(phase.outputs, run.rows["val"])
@@ -836,7 +809,6 @@ def evaluate(run: "Run", step: int) -> dict:
 
 # ---------------------------------------------------------------- start and end of a process
 
-
 # The second Ctrl-C, also where a tool holds the interpreter and no Python gets to run: C code tells
 # this process of each signal. Launchers pass on, within a second, the Ctrl-C that we got already.
 SECOND_SIGNAL = """exec >/dev/null 2>&1
@@ -844,8 +816,7 @@ head -c 1; timeout 1 cat; head -c 1 | grep . && kill -9 $PPID"""
 
 
 class Stop:
-    """Ctrl-C, SIGTERM, SIGHUP or death of the launcher: all ranks end after the last step. Second:
-    now."""
+    """Ctrl-C, SIGTERM, SIGHUP, the launcher's death: ranks end after the last step. Second: now."""
 
     def __init__(self, store: dist.Store):
         self.store, self.told, self.asked = store, False, 0.0  # when
@@ -869,11 +840,10 @@ class Stop:
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
     def _signalled(self, *_):
-        if not self.told:
-            self.told = True
-            if dist.get_rank() == 0:
-                print("\nstopping: saving the last completed step (once more to stop at once)",
-                      file=sys.stderr)
+        if not self.told and dist.get_rank() == 0:
+            print("\nstopping: saving the last completed step (once more to stop at once)",
+                  file=sys.stderr)
+        self.told = True
 
     def _watch(self, watched):
         """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
@@ -893,16 +863,14 @@ class Stop:
             self.store.set("stop", "1")
         elif time.monotonic() - self.asked > 0.5:
             self.asked = time.monotonic()
-            self.told = self.told or self.store.check(["stop"])
+            if self.store.check(["stop"]):  # a signal meanwhile counts too
+                self.told = True
         return self.told
 
 
 def start_processes(args: Args):
     """Accelerator and store of all ranks, or of a single process. Sets args.dtype."""
-    from accelerate import Accelerator
-
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
-    cpu_only = use_cpu or not torch.cuda.is_available()
+    cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
         if not cpu_only:
@@ -927,7 +895,7 @@ class Run:
     """Everything that lives from the start of the run to its end."""
 
     args: Args
-    accelerator: object
+    accelerator: Accelerator
     store: dist.Store  # shared by the ranks: prompt counters, the wish to stop
     stop: Stop
     log: data.Log
@@ -936,7 +904,6 @@ class Run:
     processor: object  # None of a text model
     rows: dict[str, list[dict]]  # "train", "val"
     engine: Engine | None  # None with --replay
-    vocab_size: int
     policy: Learner
     critic: Learner | None
     reference: nn.Module | None  # the starting model or --ref_model, frozen
@@ -964,8 +931,7 @@ def replay_file(args: Args, step: int) -> Path:
 def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for. Paths
     become absolute: a tool may change the directory."""
-    own = args.model is None  # the task's own tiny model
-    lr, critic_lr = (3e-4, 1e-3) if own else (1e-6, 1e-5)
+    lr, critic_lr = (1e-6, 1e-5) if args.model else (3e-4, 1e-3)
     folder = f"runs/{Path(args.task).stem}" + "-eval" * (not args.num_steps)
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder})
     for name in ("output_dir", "replay", "model", "ref_model"):
@@ -973,14 +939,13 @@ def fill_in_defaults(args: Args):
         if path and ("model" not in name or os.path.isdir(path)):  # else a hub's name
             path = os.path.realpath(path)
             setattr(args, name, path)
-            inside = Path(args.output_dir) in (Path(path), *Path(path).parents)
+            inside = Path(path).is_relative_to(args.output_dir)
             need(name == "output_dir" or not inside, f"--{name} {path} is in --output_dir, which "
                  "would be moved aside: give this run another one")
     for files in filter(None, (args.train_files, args.val_files)):
         files[:] = map(os.path.realpath, files)
     if args.replay:
-        steps = range(args.num_steps)
-        missing = (step for step in steps if not replay_file(args, step).is_file())
+        missing = (n for n in range(args.num_steps) if not replay_file(args, n).is_file())
         args.num_steps = next(missing, args.num_steps)
         need(args.num_steps, f"--replay: no {replay_file(args, 0)}")
 
@@ -996,11 +961,9 @@ def check_changes(args: Args, own: bool) -> dict[str, str]:
     of it: evaluation, log, memory and speed (FREE), num_steps at a constant rate, and the place
     where the task's own model is. Raises BadInput if there are any, but for
     --resume_with_changes."""
-    try:
+    with data.refusing(f"--resume: {args.output_dir}/args.json is damaged"):
         before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
         own = own and Path(before["model"]).parent == Path(args.model).parent
-    except (ValueError, LookupError, TypeError):
-        raise BadInput(f"--resume: {args.output_dir}/args.json is damaged") from None
     free = FREE + " num_steps" * (args.lr_schedule == "constant") + " model" * own
     changed = {name: f"--{name} {x} -> {now}" for name, x in before.items()
                if name not in free.split() and x != (now := getattr(args, name, None))}
@@ -1025,7 +988,7 @@ def setup(args: Args) -> Run:
     data.on_main(data.claim_folder, args)
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
-    teacher = dataclasses.replace(args, model=args.ref_model or args.model)
+    teacher = replace(args, model=args.ref_model or args.model)
     same = not args.ref_model or (
         data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab())
     need(same, f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: its "
@@ -1048,16 +1011,16 @@ def setup(args: Args) -> Run:
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
         vision and vision.image_token_id)
     networks = build_networks(args, accelerator, policy, teacher)
-    adapted = args.kl_target and state and "kl_coef" not in changed
-    kl_coef = state["kl_coef"] if adapted else args.kl_coef
-    kl = losses.AdaptiveKL(kl_coef, args.kl_target, args.kl_horizon)
+    kl = losses.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+    if args.kl_target and "kl_coef" not in changed:
+        kl.coef = state.get("kl_coef", kl.coef)
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
-              vocab_size, *networks, kl, done, done)
+              *networks, kl, done, done)
     if checkpoint:
         data.load_checkpoint(run, checkpoint, state.get("parts", ()))
     if engine:
-        drawn = state.get("prompts_drawn", 0)
-        run.pool = training_pool(run, done, drawn, state.get("unfinished", ()))
+        run.pool = training_pool(run, done, state.get("prompts_drawn", 0),
+                                 state.get("unfinished", ()))
     log.say(banner(run, read))
     return run
 
@@ -1067,7 +1030,7 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
     set_seed(args.seed)  # of what a task may draw; the engine drew from the generators
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
-        critic = Critic(args, policy.vision)
+        critic = Critic(args, policy.vision, policy.packed)
         critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
@@ -1101,7 +1064,10 @@ def finish(run: Run, start: int):
     saved = args.rollout_only or data.save_checkpoint(run)
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
-    elif done == args.num_steps:
+    elif done < args.num_steps:
+        more = "; the same command with --resume goes on from there" * (run.saved > 0)
+        log.say(f"stopped after step {done}{more}")
+    else:
         evals = [f"{reward:.3f}" for reward in log.evals]
         summary = [f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}"] * bool(evals)
         if done and data.save_policy(run, folder / "final"):  # without steps it was an evaluation
@@ -1109,9 +1075,6 @@ def finish(run: Run, start: int):
             summary.append(f"the trained policy is in {folder / 'final'}{best}")
             saved = True
         log.say("; ".join(summary))
-    elif done < args.num_steps:
-        more = "; the same command with --resume goes on from there" * (run.saved > 0)
-        log.say(f"stopped after step {done}{more}")
     close(run)
     need(saved, "nothing of the last steps could be saved")
 
@@ -1135,7 +1098,7 @@ def generate(run: Run, step: int) -> Phase:
     """One step's rollout by the present weights, or what --replay has of it."""
     args = run.args
     if args.replay:
-        phase = read_rollouts(replay_file(args, step), run.vocab_size)
+        phase = read_rollouts(replay_file(args, step), run.policy.net.vocab_size)
         need(args.adv_estimator != "remax" or phase.greedy or step > 0,
              f"--replay {args.replay}: there are no greedy baselines")
         return phase
@@ -1166,41 +1129,36 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     outputs = phase.trained
     if run.engine:
         grade(run, phase)
-    graded = [i for i, output in enumerate(outputs) if output.reward is not None]
-    if len(graded) < len(outputs):
-        batch = data.select(batch, graded)
+    batch = data.select(batch, [i for i, o in enumerate(outputs) if o.reward is not None])
     data.add_rewards(batch, phase.trained)
     batch["rollouts"] = data.by_rollout(phase.trained)
     return batch
 
 
-def clipping(outcomes: torch.Tensor, args: Args) -> torch.Tensor:
-    """What --reward_clip adds."""
-    clip = args.reward_clip or math.inf
-    return outcomes.clamp(-clip, clip) - outcomes
+def added(outcomes: torch.Tensor, longest: torch.Tensor, args: Args) -> torch.Tensor:
+    """What --reward_clip and --overlong_buffer add; longest: response tokens; all (N,)."""
+    clip, limit = args.reward_clip or math.inf, args.max_response_tokens
+    buffer = max(1, round(args.overlong_buffer * limit))
+    penalty = losses.overlong_penalty(longest, limit, buffer) * bool(args.overlong_buffer)
+    return outcomes.clamp(-clip, clip) - outcomes + penalty
 
 
-def overlong(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
-    """What --overlong_buffer adds to the rewards of rollouts, (N,)."""
-    limit, share = args.max_response_tokens, args.overlong_buffer
-    buffer = max(1, round(share * limit))
-    return losses.overlong_penalty(rollouts.longest, limit, buffer) * bool(share)
+def shaped(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
+    """The rewards of rollouts by the flags, but for the KL, (N,)."""
+    return args.reward_coef * (rollouts.rewards + added(rollouts.outcomes, rollouts.longest, args))
 
 
 def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
     """--reward_clip, --overlong_buffer, --reward_coef, and -kl_coef KL with --kl_in reward, on the
     (N,) rewards of batch["rollouts"] and on batch["token_rewards"] (B, T).
 
-    Both in place: the sums per rollout for the group estimators, the tokens for gae and
-    reinforce_pp. Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
+    The former are sums for the estimators that compare rollouts, the latter for the others.
+    Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
     mask, rollouts = batch["response_mask"], batch["rollouts"]
-    penalty = overlong(rollouts, args)
-    rollouts.rewards += clipping(rollouts.outcomes, args) + penalty
-    added = clipping(batch["outcomes"], args) + penalty[rollouts.index]  # (B,)
+    rollouts.rewards = shaped(rollouts, args)
     last = mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # (B, T): 1 at the last sampled
-    batch["token_rewards"] += last * added[:, None]
-    batch["token_rewards"] *= args.reward_coef
-    rollouts.rewards *= args.reward_coef
+    last *= added(batch["outcomes"], rollouts.longest[rollouts.index], args)[:, None]
+    batch["token_rewards"] = args.reward_coef * (batch["token_rewards"] + last)
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
@@ -1215,10 +1173,8 @@ def shape_rewards(batch: dict, kl_coef: float, args: Args) -> dict[str, float]:
 def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch.Tensor:
     """The shaped reward of the greedy rollout of each rollout's prompt, (N,); NaN without one."""
     greedy = data.by_rollout(phase.greedy)
-    rewards = greedy.rewards + clipping(greedy.outcomes, args) + overlong(greedy, args)
-    known = dict(zip(greedy.groups.tolist(), rewards.tolist(), strict=True))
-    rewards = torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
-    return rewards * args.reward_coef
+    known = dict(zip(greedy.groups.tolist(), shaped(greedy, args).tolist(), strict=True))
+    return torch.tensor([known.get(group, math.nan) for group in rollouts.groups.tolist()])
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
@@ -1229,8 +1185,8 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     rewards, groups, by_turn = rollouts.rewards, rollouts.groups, args.turn_discount  # (N,)
     match args.adv_estimator:
         case "gae":
-            inputs = token_rewards, batch["values"], mask
-            advantages, batch["returns"] = losses.gae(*inputs, args.gamma, args.lam, by_turn)
+            advantages, batch["returns"] = losses.gae(
+                token_rewards, batch["values"], mask, args.gamma, args.lam, by_turn)
         case "reinforce_pp":
             advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma, by_turn)
         case "gigpo":
@@ -1269,8 +1225,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, step: int):
         return
     args = run.args
     found = run.agreed = step_metrics(phase, batch, step, args)["rollout/logp_diff_mean"]
-    coarse = args.dtype == "bfloat16" or "quantization" in args.engine_args
-    bound = 0.1 if coarse else 1e-3
+    bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
     if found <= bound:
         return
     problem = (
@@ -1279,7 +1234,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, step: int):
         "that did not arrive (--check_sync), a part of this model that vLLM and the trainer "
         "compute differently, or settings of the engine that the trainer does not know "
         "(--engine_args, --sampling_args, an agent loop's own)")
-    if args.allow_mismatch or args.sampling().keys() - {"temperature", *NEUTRAL_SAMPLING}:
+    if args.allow_mismatch or args.sampling().keys() - NEUTRAL_SAMPLING:
         run.log.warn_once(problem)
         return
     close(run)
@@ -1324,7 +1279,7 @@ def mean(x: torch.Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
-def warn(run: Run, metrics: dict, n_groups: int, first: bool):
+def warn(run: Run, phase: Phase, metrics: dict, first: bool):
     """What makes a run learn nothing, or the wrong thing, each once."""
     if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
         run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
@@ -1332,7 +1287,7 @@ def warn(run: Run, metrics: dict, n_groups: int, first: bool):
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
-    if first and metrics["rollout/zero_std_groups"] == n_groups:
+    if first and not data.groups_with_signal(phase.trained, "total"):
         run.log.warn_once("every group has equal rewards: see rollouts/, and 'When something is "
                           "off' in docs/log.md")
 
@@ -1355,12 +1310,11 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         updates.append({"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()})
         for name, *learner, loss_agg in learning:
             stats, seen = optimise(*learner, batch, rows, args, run.accelerator, loss_agg)
+            updates[-1]["batch/unique_tokens"] = stats.pop("unique_tokens")
             updates[-1] |= {f"{name}/{key}": x for key, x in stats.items()}
             if "logprobs_old" not in batch:
                 batch["logprobs_old"] = all_sum(seen)
     metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
-    for network, *_ in learning:
-        metrics["batch/unique_tokens"] = metrics.pop(f"{network}/unique_tokens")
     if run.critic:
         metrics["critic/vf_loss"] = metrics.pop(f"{name}/loss")
         columns = (batch[name] for name in ("values", "returns", "response_mask"))
@@ -1376,8 +1330,7 @@ def main(args: Args):
             log.metrics({"step": 0} | evaluate(run, 0))
         for step in range(start, args.num_steps):
             gather_unless_stopped(None, run.stop.requested())
-            # ---- 1. rollout: the engine takes the policy's weights; agent loops run until the
-            # batch is full
+            # ---- 1. rollout: the engine takes the weights; agent loops run until the batch is full
             started = time.perf_counter()
             phase = generate(run, step)
 
@@ -1414,7 +1367,7 @@ def main(args: Args):
             metrics |= step_metrics(phase, batch, step, args) | timing
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
-            warn(run, metrics, len(batch["rollouts"].groups.unique()), step == start)
+            warn(run, phase, metrics, first=step == start)
             last = run.done == args.num_steps
             try:
                 if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):

@@ -164,7 +164,7 @@ def test_shaping_moves_rewards_and_token_rewards_alike():
     expected[3, 0], expected[4, 7] = 1.5, -1.0  # on the last sampled token
     close(batch["token_rewards"], expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(0.1875)}
-    close(train.overlong(data.by_rollout([output(0, 0, "1" * 7, 0.5)]), args), torch.tensor([-0.25]))
+    close(train.shaped(data.by_rollout([output(0, 0, "1" * 7, 0.5)]), args), torch.tensor([0.25]))
 
 
 def test_a_segment_with_a_reward_of_its_own_is_clipped_by_itself():
