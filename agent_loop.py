@@ -455,8 +455,7 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
             await asyncio.wait([task])
     except TimeoutError:
         if not task.done():
-            problem = f"{what} took longer than {seconds:g} seconds"
-            raise CallTimeoutError(problem) from None
+            raise CallTimeoutError(f"{what} took longer than {seconds:g} seconds") from None
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=seconds or None)
@@ -597,10 +596,11 @@ class Trajectory:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
         *earlier, last = [*self.finished, self.output()]
         if earlier and 1 not in last.response_mask:
-            before, end = earlier.pop(), len(self.finished[-1].response_ids) - 1
+            before = earlier.pop()
+            end = len(before.response_ids) - 1
             rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
-            ends = {"metrics": last.metrics, "stop_reason": last.stop_reason}
-            last = replace(before, turn_rewards=rewards, **ends)
+            last = replace(before, turn_rewards=rewards, metrics=last.metrics,
+                           stop_reason=last.stop_reason)
         return [*earlier, last]
 
     def __iter__(self):
@@ -798,9 +798,9 @@ def _function_call(id, name, arguments):
 
 def _make_calls(message, content, calls, turn):
     """Turns an assistant's message into one that makes these calls."""
-    made = [_function_call(_call_id(turn, i), call["name"], call["arguments"])
-            for i, call in enumerate(calls)]
-    message.update(content=content, tool_calls=made)
+    message.update(content=content, tool_calls=[
+        _function_call(_call_id(turn, i), call["name"], call["arguments"])
+        for i, call in enumerate(calls)])
 
 
 @register("tool_agent")
@@ -898,10 +898,10 @@ class ToolAgentLoop(AgentLoopBase):
                 with suppress(Exception):  # what it says, if it can
                     problem = str(error) or repr(error)
                 response = ToolResponse(f"Error: {problem}")
-            content = text = self._shorten(response.text)
+            content = self._shorten(response.text)
             if response.images:
-                content = [{"type": "text", "text": text}] if text else []
-                content += [{"type": "image"} for _ in response.images]
+                said = [{"type": "text", "text": content}] if content else []
+                content = [*said, *({"type": "image"} for _ in response.images)]
             images += response.images
             messages.append({
                 "role": "tool", "name": call["name"], "content": content,
@@ -1172,8 +1172,8 @@ class ChatClient:
             choice["logprobs"] = {"content": [
                 {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, x in zip(texts, trajectory.response_logprobs[before:])]}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        usage["total_tokens"] = len(prompt + ids)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids),
+                 "total_tokens": len(prompt + ids)}
         return ChatCompletion(
             id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
             model="policy", created=int(time.time()), choices=[choice], usage=usage,
