@@ -909,7 +909,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self.answer(trajectory, messages, images)
 
     async def call_tool(self, trajectory, call):
-        """Executes a call under its deadline. Raises for a wrong one, and whatever the tool raises."""
+        """Executes a call under its deadline. Raises for a wrong one, and what the tool raises."""
         name = call["name"]
         if call["error"]:
             raise ValueError(call["error"])

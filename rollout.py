@@ -694,7 +694,8 @@ def _load(model, named_tensors, config):
         except Exception as error:  # vLLM's own are bare assertions, among others
             for module in model.modules():  # what came by halves is forgotten
                 layerwise.get_layerwise_info(module).load_numel = 0
-            raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
+            problem = str(error) or repr(error)
+            raise RuntimeError(f"weight sync failed at {current}: {problem}") from error
     for name, tensor in left.items():  # what vLLM copies without a loader is lost so far
         sent[name] = next(iter(model.load_weights([(name, tensor)])), None)
         arrived[sent[name]] += 1
