@@ -230,16 +230,14 @@ def open_image(source):
     source = _file_of(source)
     if isinstance(source, Image.Image):
         return source
-    name, file = repr(source)[:80], source
-    if isinstance(source, bytes):
-        name, file = f"{len(source)} bytes", io.BytesIO(source)
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
         return image
     except Exception as error:  # PIL, the file system and a wrong type each have their own
-        raise ValueError(f"{name} can't be read as an image: {error}") from None
+        raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
 
 
 def _file_of(source):
@@ -417,14 +415,6 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     return known.get(name)
 
 
-def _reraise_cancellation(error):
-    """Raises `error` again if it cancels the running task; any other of user code is a failure."""
-    if isinstance(error, GeneratorExit):  # left behind, and the process ends
-        raise error
-    if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-        raise error
-
-
 def _failure(error):
     """A RuntimeError for what ends the event loop, cancels tasks or is not carried by asyncio."""
     plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
@@ -435,8 +425,11 @@ async def _contained(coroutine):
     """Awaits user code; its SystemExit and CancelledError become failures."""
     try:
         return await coroutine
+    except GeneratorExit:  # left behind, and the process ends
+        raise
     except BaseException as error:
-        _reraise_cancellation(error)
+        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+            raise  # it is the running task that is cancelled
         raise _failure(error) from None
 
 
@@ -462,8 +455,7 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
             await asyncio.wait([task])
     except TimeoutError:
         if not task.done():
-            problem = f"{what} took longer than {seconds:g} seconds"
-            raise CallTimeoutError(problem) from None
+            raise CallTimeoutError(f"{what} took longer than {seconds:g} seconds") from None
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=seconds or None)
@@ -572,20 +564,18 @@ class Trajectory:
         if not n == len(out.logprobs) == len(out.versions):
             others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
             raise ValueError(f"the engine returned {n} tokens, but {others}")
-        self.request_ids += out.token_ids
-        self.response_ids += out.token_ids
-        self.response_mask += [1] * n
-        self.response_logprobs += out.logprobs
-        self.response_versions += out.versions
+        self._add(out.token_ids, out.token_ids, [1] * n, out.logprobs, out.versions)
         self.assistant_turns += 1
 
     def add_given(self, ids: list[int], request_ids: list[int] | None = None):
         """Tokens of a tool, a user or the template; request_ids: with one placeholder an image."""
-        self.request_ids += request_ids or ids
-        self.response_ids += ids
-        self.response_mask += [0] * len(ids)
-        self.response_logprobs += [0.0] * len(ids)
-        self.response_versions += [-1] * len(ids)
+        n = len(ids)
+        self._add(request_ids or ids, ids, [0] * n, [0.0] * n, [-1] * n)
+
+    def _add(self, request_ids, *response):
+        self.request_ids += request_ids
+        for name, values in zip(RESPONSE_LISTS, response):
+            getattr(self, name).extend(values)
 
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Reward (of the turn just made, at its last token) and metrics of a tool or interaction.
@@ -606,10 +596,11 @@ class Trajectory:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
         *earlier, last = [*self.finished, self.output()]
         if earlier and 1 not in last.response_mask:
-            before, end = earlier.pop(), len(self.finished[-1].response_ids) - 1
+            before = earlier.pop()
+            end = len(before.response_ids) - 1
             rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
-            ends = {"metrics": last.metrics, "stop_reason": last.stop_reason}
-            last = replace(before, turn_rewards=rewards, **ends)
+            last = replace(before, turn_rewards=rewards, metrics=last.metrics,
+                           stop_reason=last.stop_reason)
         return [*earlier, last]
 
     def __iter__(self):
@@ -638,10 +629,13 @@ class AgentLoopBase:
         """Runs one trajectory of a row (its columns, and step, index, rollout_n, validate)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
-    def start(self, row: dict, tools: list[dict] | None = None) -> Trajectory:
-        """A trajectory that begins with row["prompt"] and its row["images"], one a placeholder."""
+    def start(self, row: dict, tools: list[dict] | None = None,
+              trusted: Sequence[dict] | None = None) -> Trajectory:
+        """A trajectory that begins with row["prompt"] and its row["images"], one a placeholder.
+
+        trusted: see `render`."""
         images = [_row_image(image) for image in row.get("images") or ()]
-        ids = render(self.tokenizer, row["prompt"], tools)
+        ids = render(self.tokenizer, row["prompt"], tools, trusted)
         return Trajectory(row["prompt"], expand(ids, images, self.processor), ids, images)
 
     @property
@@ -804,9 +798,9 @@ def _function_call(id, name, arguments):
 
 def _make_calls(message, content, calls, turn):
     """Turns an assistant's message into one that makes these calls."""
-    made = [_function_call(_call_id(turn, i), call["name"], call["arguments"])
-            for i, call in enumerate(calls)]
-    message.update(content=content, tool_calls=made)
+    message.update(content=content, tool_calls=[
+        _function_call(_call_id(turn, i), call["name"], call["arguments"])
+        for i, call in enumerate(calls)])
 
 
 @register("tool_agent")
@@ -866,8 +860,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _out_of_turns(self, trajectory, user_answers=0):
         """Whether a limit of turns (0: none) is reached; then it is the stop reason."""
-        over = 0 < self.args.max_assistant_turns <= trajectory.assistant_turns
-        if over := over or 0 < self.args.max_user_turns <= user_answers:
+        over = (0 < self.args.max_assistant_turns <= trajectory.assistant_turns
+                or 0 < self.args.max_user_turns <= user_answers)
+        if over:
             trajectory.stop_reason = "max_turns"
         return over
 
@@ -883,23 +878,30 @@ class ToolAgentLoop(AgentLoopBase):
         for call in calls[limit:]:
             call["error"] = f"only {limit} tool calls at a time are executed"
         started = time.perf_counter()
-        responses = await asyncio.gather(*(self.call_tool(trajectory, call) for call in calls))
+        results = await asyncio.gather(
+            *(self.call_tool(trajectory, call) for call in calls), return_exceptions=True)
         trajectory.count("tool_s", time.perf_counter() - started)
         trajectory.count("tool_calls", len(calls))
         messages, images, limit = [], [], self.args.max_images
-        for i, (call, response) in enumerate(zip(calls, responses)):
+        for i, (call, response) in enumerate(zip(calls, results)):
             try:
+                if isinstance(response, Exception):
+                    raise response
                 trajectory.record("tool", call["name"], response.reward, response.metrics)
                 seen, more = len(trajectory.images + images), len(response.images)
                 if more and seen + more > limit:
                     raise ValueError(f"no room for {more} more images: {seen} of {limit} are there")
-            except Exception as error:  # no number, or too many images
-                trajectory.count("tool_errors")
-                response = ToolResponse(f"Error: {error}")
-            content = text = self._shorten(response.text)
+            except Exception as error:  # the model's to read, not the run's to die of
+                late = isinstance(error, CallTimeoutError)
+                trajectory.count("tool_timeouts" if late else "tool_errors")
+                problem = type(error).__name__
+                with suppress(Exception):  # what it says, if it can
+                    problem = str(error) or repr(error)
+                response = ToolResponse(f"Error: {problem}")
+            content = self._shorten(response.text)
             if response.images:
-                content = [{"type": "text", "text": text}] if text else []
-                content += [{"type": "image"} for _ in response.images]
+                said = [{"type": "text", "text": content}] if content else []
+                content = [*said, *({"type": "image"} for _ in response.images)]
             images += response.images
             messages.append({
                 "role": "tool", "name": call["name"], "content": content,
@@ -907,22 +909,14 @@ class ToolAgentLoop(AgentLoopBase):
         return self.answer(trajectory, messages, images)
 
     async def call_tool(self, trajectory, call):
-        """Executes a call under its deadline; what goes wrong is told to the model and counted."""
+        """Executes a call under its deadline. Raises for a wrong one, and what the tool raises."""
         name = call["name"]
-        try:
-            if call["error"]:
-                raise ValueError(call["error"])
-            if name not in self.tools:
-                raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
-            execution = self._execute(trajectory, name, call["arguments"])
-            return await in_time(name, self.args.tool_timeout, execution)
-        except Exception as error:  # the model's to read, not the run's to die of
-            late = isinstance(error, CallTimeoutError)
-            trajectory.count("tool_timeouts" if late else "tool_errors")
-            problem = type(error).__name__
-            with suppress(Exception):  # what it says, if it can
-                problem = str(error) or repr(error)
-            return ToolResponse(f"Error: {problem}")
+        if call["error"]:
+            raise ValueError(call["error"])
+        if name not in self.tools:
+            raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
+        execution = self._execute(trajectory, name, call["arguments"])
+        return await in_time(name, self.args.tool_timeout, execution)
 
     def _tool_method(self, trajectory, name, method, *arguments):
         """The coroutine of a tool's method, with the keyword arguments that the row has for it."""
@@ -938,7 +932,7 @@ class ToolAgentLoop(AgentLoopBase):
         result = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
         response, reward, metrics = result if isinstance(result, tuple) else (result, None, None)
         if not isinstance(response, ToolResponse):
-            response = ToolResponse(str(response))
+            response = ToolResponse(response)
         if response.images and self.processor is None:
             raise ValueError("the tool returned an image, and this agent reads text only")
         images = [load_image(image) for image in response.images]
@@ -1067,8 +1061,9 @@ class ChatClient:
         self.tasks.append(task)
         try:
             text = await task
-        except asyncio.CancelledError as error:
-            _reraise_cancellation(error)
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
             raise OutOfBudget("the trajectory is over") from None
         self.exhausted, reply = None, trajectory.messages[-1]
         for string in sampling.get("stop", ()) if text else ():  # sampled, not in the reply
@@ -1097,9 +1092,9 @@ class ChatClient:
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new, tools, stops, images)
         else:
-            prompt = words(loop.tokenizer, messages, self.trusted)
-            trajectory = loop.start({"prompt": prompt, "images": images}, tools)
-            trajectory.messages, trajectory.trusted = messages, self.trusted
+            row = {"prompt": messages, "images": images}
+            trajectory = loop.start(row, tools, self.trusted)
+            trajectory.trusted = self.trusted
             fits = loop.room(trajectory) > 0
         if fits or earlier:  # it is the last one asked
             others = [t for t in self.trajectories if t is not trajectory]
@@ -1177,8 +1172,8 @@ class ChatClient:
             choice["logprobs"] = {"content": [
                 {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, x in zip(texts, trajectory.response_logprobs[before:])]}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        usage["total_tokens"] = len(prompt + ids)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids),
+                 "total_tokens": len(prompt + ids)}
         return ChatCompletion(
             id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
             model="policy", created=int(time.time()), choices=[choice], usage=usage,
@@ -1204,8 +1199,8 @@ class ChatAgentLoop(AgentLoopBase):
         images = row.get("images") or ()
         client, cut_off = ChatClient(self, sampling_params, images), None
         if images:  # numbered, so that the agent may send any of them again
-            parts = [part for message in row["prompt"] for part in message.get("content") or ()]
-            parts = [part for part in parts if isinstance(part, dict) and part["type"] == "image"]
+            parts = (part for message in row["prompt"] for part in message.get("content") or ()
+                     if isinstance(part, dict) and part["type"] == "image")
             for number, part in enumerate(parts):
                 part["image"] = number
         client.trusted = [client._plain(message, []) for message in row.get("prompt", ())]

@@ -366,8 +366,9 @@ class Engine:
         Raises RuntimeError naming the first that differs, was not sent or is not finite."""
         (model,) = self.llm.apply_model(lambda model: model)
         held, sums, numels = dict(model.named_buffers()), Counter(), Counter()
-        for name, inside in _fused(model).items():
-            held |= {name: model.get_parameter(name)} | inside
+        held |= dict(model.named_parameters())
+        for inside in _fused(model).values():
+            held |= inside
         for name, x in named_tensors:
             if bad := (~x.isfinite()).sum().item():
                 raise RuntimeError(f"--check_sync: {name} has {bad} elements that are not finite")
@@ -576,17 +577,17 @@ class Engine:
 
     def check_team(self):
         """With --check_sync: raises RuntimeError unless all ranks of a team sampled the same."""
-        if self.team and self.args.check_sync:
-            if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
-                problem = "the ranks of a --tp team sampled different tokens"
-                raise RuntimeError(f"{problem} in version {self.version}")
+        if not self.team or not self.args.check_sync:
+            return
+        if len(set(all_gather(self.digest.hexdigest(), self.team))) > 1:
+            raise RuntimeError("the ranks of a --tp team sampled different tokens in version "
+                               f"{self.version}")
 
     def _run(self, aborted, added, step):
         """(request, result) of those that came to their end: a TokenOutput, or vLLM's refusal."""
-        if aborted:
-            self.core.abort_request(aborted)
+        self.core.abort_request(aborted)
         for id in aborted:
-            self.running.pop(id, None)
+            del self.running[id]
         results = []
         for request in added:
             try:
@@ -652,7 +653,7 @@ def _load(model, named_tensors, config):
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     sizes, sent, left, arrived = {}, {}, {}, Counter()
-    current, names = "the first parameter", {name for name, _ in model.named_parameters()}
+    current, names = "the first parameter", dict(model.named_parameters()).keys()
     layerwise.initialize_layerwise_reload(model)  # a tied head is a parameter of its own meanwhile
     fused = {name: inside for name, inside in _fused(model).items() if name in names}
 
@@ -681,21 +682,20 @@ def _load(model, named_tensors, config):
             if current not in sent:
                 left[current] = tensor
 
-    loaders = [(p, name, getattr(p, "weight_loader", default_weight_loader))
-               for name, p in model.named_parameters() if name in fused]
-    try:
-        for p, name, loader in loaders:
+    with contextlib.ExitStack() as stack:
+        stack.callback(layerwise.finalize_layerwise_reload, model, config)
+        for name in fused:
+            p = model.get_parameter(name)
+            loader = getattr(p, "weight_loader", default_weight_loader)
+            stack.callback(setattr, p, "weight_loader", loader)
             p.weight_loader = watched(name, loader)
-        model.load_weights(one_by_one())
-    except Exception as error:  # vLLM's own are bare assertions, among others
-        for module in model.modules():  # what came by halves is forgotten
-            info = layerwise.get_layerwise_info(module)
-            info.loaded_weights, info.load_numel = [], 0
-        raise RuntimeError(f"weight sync failed at {current}: {str(error) or error!r}") from error
-    finally:
-        for p, _, loader in loaders:
-            p.weight_loader = loader
-        layerwise.finalize_layerwise_reload(model, config)
+        try:
+            model.load_weights(one_by_one())
+        except Exception as error:  # vLLM's own are bare assertions, among others
+            for module in model.modules():  # what came by halves is forgotten
+                layerwise.get_layerwise_info(module).load_numel = 0
+            problem = str(error) or repr(error)
+            raise RuntimeError(f"weight sync failed at {current}: {problem}") from error
     for name, tensor in left.items():  # what vLLM copies without a loader is lost so far
         sent[name] = next(iter(model.load_weights([(name, tensor)])), None)
         arrived[sent[name]] += 1
@@ -841,17 +841,13 @@ class Phase:
         return metrics
 
 
-@dataclass(eq=False)
-class Group:
+@dataclass(kw_only=True, eq=False)
+class Group(Phase):
     """The trajectories of one prompt, on the rank that drew it, and what they brought."""
 
     prompt: int
     names: list[str]
     left: int  # trajectories not yet at their end
-    outputs: list = field(default_factory=list)
-    errors: list = field(default_factory=list)
-    skipped: int = 0
-    graders: dict = field(default_factory=dict)  # (prompt, sample) -> task
     state: str = "open"  # "done" at the end; "alike": to be replaced by dynamic sampling
 
 
@@ -944,7 +940,8 @@ class Pool:
                     self.n_started, prompt = ticket + 1, self._prompt(ticket)
                     names = [f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}"
                              for sample in range(self.members)]
-                    group = self.groups[prompt] = Group(prompt, names, self.members)
+                    group = Group(prompt=prompt, names=names, left=self.members)
+                    self.groups[prompt] = group
                     for sample, name in enumerate(names):
                         if sample > 0:
                             await room.acquire()
@@ -1035,9 +1032,8 @@ class Pool:
         same of all members, so that there is nothing to learn from the group."""
         if not self.replacements:
             return False
-        outputs = _with_rewards(group.outputs, await _results(group.graders))
-        sampled = [output for output in outputs if "greedy" not in output.extra]
-        return not data.groups_with_signal(sampled, self.run.args.filter_metric)
+        graded = Phase(_with_rewards(group.outputs, await _results(group.graders)))
+        return not data.groups_with_signal(graded.sampled, self.run.args.filter_metric)
 
     def _failure(self, kind, prompt, sample):
         error = traceback.format_exc()
@@ -1295,13 +1291,13 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
             problem = f"the reward is {reward!r}, not a dict with this key"
             raise ValueError(f"--filter_metric {metric}: {problem}")
         reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
-    outputs[-1].reward = reward = _checked(reward)
+    outputs[-1].reward = reward
     for output in outputs:
         places = range(max(1, len(output.response_ids)))
         turns = [(places[i], finite(r, "a turn's reward")) for i, r in output.turn_rewards]
         output.turn_rewards, output.metrics = turns, _loggable(output.metrics)
         json.dumps([output.messages, output.extra], default=str)  # as the log does
-        output.reward = reward if output.reward is None else _checked(output.reward)
+        output.reward = _checked(reward if output.reward is None else output.reward)
 
 
 def _checked(reward):
