@@ -1,4 +1,4 @@
-"""examples/program.py: programs as agents, in a shell and in JavaScript, against the scripted engine of test_chat.py."""
+"""examples/program.py: programs as agents, in a shell and in JavaScript; the engine is test_chat.py's script."""
 
 import json
 import shutil
@@ -129,10 +129,10 @@ def test_a_program_that_fails_says_why(play):
         play(shell("echo no such thing >&2; exit 3"))
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie that nobody waits for has, too."""
+def gone(file) -> bool:
+    """Whether the process whose PID is in the file has ended; a zombie that nobody waits for has, too."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{int(file.read_text())}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
@@ -142,7 +142,7 @@ def test_children_die_with_their_program(tmp_path):
     """... and hold nobody up, though they have its output open."""
     code = f"sleep 1000 & echo $! > {tmp_path}/child; echo mine"
     assert run(program.run_program(shell(code), "", {})) == "mine"
-    wait_for(lambda: gone(int((tmp_path / "child").read_text())))
+    wait_for(lambda: gone(tmp_path / "child"))
 
 
 @CURL
@@ -151,8 +151,7 @@ def test_at_the_time_limit_it_is_killed_with_its_children_and_keeps_what_it_has(
     (output,), engine = play(shell(code), ANSWER, trajectory_timeout=3)
     assert (output.stop_reason, output.extra["answer"], output.reward) == ("timeout", None, 0.0)
     assert_exact([output], engine)
-    for name in "pid", "child":
-        wait_for(lambda: gone(int((tmp_path / name).read_text())))
+    wait_for(lambda: gone(tmp_path / "pid") and gone(tmp_path / "child"))
 
 
 def test_there_is_a_time_limit_without_a_flag(play, monkeypatch):
