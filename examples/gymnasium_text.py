@@ -7,9 +7,9 @@
 
 GYM_ENV is the environment's id and GYM_ARGS, a JSON object, what `gymnasium.make` gets beside it. The policy sees the
 environment as it draws itself (render mode "ansi", as FrozenLake, Taxi and CliffWalking have; [X] is where the agent
-is), else its observation, and acts by <answer>NAME</answer> or the action's number. The rewards of its steps are the
+is, in Taxi (X) the passenger and {X} the goal), else its observation, and acts by <answer>NAME</answer> or the action's number. The rewards of its steps are the
 turns'. The environments are game.py's `EnvInteraction`: each trajectory makes one of its own and resets it to the
-row's seed. The built-in model is warmed up on random actions: it knows how to act, not what for.
+row's seed. The built-in model, for the default lake, is warmed up on random actions: it knows how to act, not what for.
 """
 
 import json
@@ -42,6 +42,7 @@ NAMES = {  # of the actions, from 0 on; others have their numbers
     "Blackjack": ["stick", "hit"],
     "CartPole": ["left", "right"],
 }
+COLOURS = {"4[0-9]": r"[\1]", "34;1": r"(\1)", "35": r"{\1}"}  # Taxi's passenger is blue, the goal magenta
 
 
 class TextEnv:
@@ -78,7 +79,9 @@ class TextEnv:
     def describe(self, observation) -> str:
         if self.env.render_mode != "ansi":
             return str(observation)
-        drawn = re.sub(r"\x1b\[4[0-9]m(.*?)\x1b\[0m", r"[\1]", self.env.render())  # a coloured ground: the agent
+        drawn = self.env.render()
+        for code, brackets in COLOURS.items():
+            drawn = re.sub(rf"\x1b\[{code}m([^\x1b]+)\x1b\[0m", brackets, drawn)
         drawn = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
         return "\n".join(line for line in drawn.splitlines() if line.strip() and not line.startswith("  ("))
 
@@ -124,7 +127,9 @@ def build_model(path: str | Path) -> None:
     """Write the default model to the folder `path`."""
     model, tokenizer = init_model(path)
     chats = [demonstration(seed) for seed in random.sample(range(2000, 10**6), 100 * 16)]
-    if max(len(json.dumps(chat)) for chat in chats) > 3000:
-        raise BadInput(f"an episode of {GYM_ENV} is too long for the built-in model: give --model")
     warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
     model.eval().save_pretrained(path)
+
+
+if os.environ.keys() & {"GYM_ENV", "GYM_ARGS"}:
+    del build_model  # it is for the lake, and kept for all runs: give --model

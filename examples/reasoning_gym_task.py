@@ -8,7 +8,7 @@
 REASONING_GYM names the task and REASONING_GYM_ARGS, a JSON object, sets the fields of its configuration (`python
 examples/reasoning_gym_task.py` lists the tasks); REASONING_GYM_ROWS is the number of training questions. The reward is
 the package's own score of what stands in the last <answer>...</answer>, from 0 to 1: some tasks pay a part.
-The built-in model is warmed up by a teacher who is right on half of the questions.
+The built-in model, for the sums, is warmed up by a teacher who is right on half of the questions.
 (The file is not called reasoning_gym.py: `import reasoning_gym` would find it instead of the package.)
 """
 
@@ -84,15 +84,16 @@ def demonstration(item: dict, other: dict) -> list[dict]:
 
 
 def build_model(path: str | Path) -> None:
-    """Write the default model to the folder `path`; for tasks that a tiny model can read and write by bytes."""
+    """Write the default model to the folder `path`."""
     model, tokenizer = init_model(path)
     items = list(dataset("teacher", 200 * 16))
-    if max(len(item["question"]) for item in items) > 600:
-        raise BadInput(f"the questions of {NAME} are too long for the built-in model: give --model")
     chats = [demonstration(item, random.choice(items)) for item in items]
     warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
     model.eval().save_pretrained(path)
 
+
+if os.environ.keys() & {"REASONING_GYM", "REASONING_GYM_ARGS"}:
+    del build_model  # it is for the sums, and kept for all runs: give --model
 
 if __name__ == "__main__":
     print(*sorted(DATASETS), sep="\n")
