@@ -7,9 +7,10 @@
 
 GYM_ENV is the environment's id and GYM_ARGS, a JSON object, what `gymnasium.make` gets beside it. The policy sees the
 environment as it draws itself (render mode "ansi", as FrozenLake, Taxi and CliffWalking have; [X] is where the agent
-is, in Taxi (X) the passenger and {X} the goal), else its observation, and acts by <answer>NAME</answer> or the action's number. The rewards of its steps are the
-turns'. The environments are game.py's `EnvInteraction`: each trajectory makes one of its own and resets it to the
-row's seed. The built-in model, for the default lake, is warmed up on random actions: it knows how to act, not what for.
+is, in Taxi (X) the passenger and {X} the goal), else its observation, and acts by <answer>NAME</answer> or the action's
+number. The rewards of its steps are the turns'. The environments are game.py's `EnvInteraction`: each trajectory makes
+one of its own and resets it to the row's seed. The built-in model, for the default lake, is warmed up on random
+actions: it knows how to act, not what for.
 """
 
 import json
