@@ -1,0 +1,110 @@
+"""Any program in any language as the agent: a command that runs once a trajectory and talks to the policy over HTTP.
+
+    accelerate launch train.py --task examples/program.py --agent program           # agents/calculator.sh: curl and jq
+    cd examples/agents && npm install openai@6 && cd -                              # the same agent in JavaScript
+    PROGRAM="node examples/agents/calculator.mjs" accelerate launch train.py --task examples/program.py --agent program
+
+The command (words as in a shell, no shell runs it) has OPENAI_BASE_URL and OPENAI_API_KEY of its trajectory in its
+environment, where OpenAI's clients look for them, and the row as JSON on its standard input: its columns, with
+"prompt", and "step", "index", "rollout_n" and "validate". The last line that it prints is the answer, in
+output.extra["answer"]. To train a program of your own on rows of your own, a task file needs
+
+    from program import *                       # with examples/ on sys.path: registers the agent, reads PROGRAM
+    def load(split): ...
+    def reward(output, row): return float(output.extra.get("answer") == row["extra_info"]["truth"])
+
+or the program says its reward itself, see chat_endpoint.py. An exit code other than 0 costs the trajectory (counted in
+rollout/failed, the end of its stderr in the log), unless tokens or turns had run out: that is an end like any other,
+which the program meets as status 400. So is the time limit, --trajectory_timeout, here 600 seconds if it is not given.
+
+A program gets a process group of its own, killed when it has ended, is late or the run stops: its children die with it.
+If the run itself is killed the programs get no reply any more. They have our environment and files, for they are yours:
+what a model wrote belongs into sandbox.py. As many run at once as there are trajectories: see --max_concurrent.
+"""
+
+import asyncio
+import contextlib
+import copy
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import calculator  # noqa: E402
+from calculator import SYSTEM_PROMPT, build_model, load  # noqa: E402, F401
+from chat_endpoint import EndpointLoop  # noqa: E402
+
+from agent_loop import AgentLoopOutput, BadInput, register  # noqa: E402
+
+SECONDS = 600.0  # for a program, if there is no --trajectory_timeout
+MAX_OUTPUT = 64 << 20  # bytes of stdout or stderr: one that prints more is ended
+READ = 1 << 16  # of these, at the end
+
+AGENTS = Path(__file__).parent / "agents"
+COMMAND = shlex.split(os.environ.get("PROGRAM", "")) or ["sh", str(AGENTS / "calculator.sh")]
+if not shutil.which(COMMAND[0]):
+    raise BadInput(f"PROGRAM starts with {COMMAND[0]!r}, which is no program that can be run")
+
+
+async def run_program(command: list[str], text: str, variables: dict[str, str]) -> str:
+    """The last line that a command printed, given `text` on its stdin; "" if there is none.
+
+    Whatever is in its process group is killed at the end, also if this is cancelled. Raises OSError if it can't be
+    started, RuntimeError if its exit code is not 0 or it printed more than MAX_OUTPUT.
+    """
+    # Files, not pipes: one that never reads its input or whose child keeps the output open ends all the same.
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(text.encode())
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=given, stdout=out, stderr=err, env=os.environ | variables, start_new_session=True
+        )
+        ending = asyncio.ensure_future(process.wait())
+        try:
+            while not ending.done():
+                await asyncio.wait({ending}, timeout=1.0)
+                if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT for file in (out, err)):
+                    raise RuntimeError(f"{shlex.join(command)} printed more than {MAX_OUTPUT} bytes")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await ending
+        if process.returncode:
+            problem = f"{shlex.join(command)} ended with code {process.returncode}"
+            raise RuntimeError(f"{problem}: {_end(err)[-2000:].strip()}")
+        return (_end(out).strip().splitlines() or [""])[-1].strip()
+
+
+def _end(file) -> str:
+    file.seek(max(0, os.fstat(file.fileno()).st_size - READ))
+    return file.read().decode(errors="replace")
+
+
+@register("program")
+class ProgramLoop(EndpointLoop):
+    """One run of the command; the reward is the task's, which finds the answer in output.extra."""
+
+    async def run(self, sampling_params: dict, **row) -> list[AgentLoopOutput]:
+        self.args, self.answer = copy.copy(self.args), None
+        self.args.trajectory_timeout = self.args.trajectory_timeout or SECONDS
+        outputs = await super().run(sampling_params, **row)
+        for output in outputs[-1:]:  # the one that the reward belongs to
+            output.extra["answer"] = self.answer
+        return outputs
+
+    async def agent(self, base_url: str, api_key: str, row: dict) -> None:
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        self.answer = await run_program(COMMAND, json.dumps(row, default=str), variables)
+
+
+def reward(output: AgentLoopOutput, row: dict) -> float:
+    """1.0 if the program's answer is <answer>N</answer> with the right integer, or has one such; else 0.0."""
+    said = [{"role": "assistant", "content": output.extra.get("answer")}]
+    return calculator.reward(replace(output, messages=said), row)

@@ -1,0 +1,99 @@
+"""Any task of reasoning-gym by its name: questions generated without end, answers checked by the package.
+
+    pip install reasoning-gym
+    accelerate launch train.py --task examples/reasoning_gym_task.py                     # easy sums, a tiny model
+    REASONING_GYM=basic_arithmetic REASONING_GYM_ARGS='{"max_terms": 3}' accelerate launch train.py \\
+        --task examples/reasoning_gym_task.py --model Qwen/Qwen2.5-0.5B-Instruct
+
+REASONING_GYM names the task and REASONING_GYM_ARGS, a JSON object, sets the fields of its configuration (`python
+examples/reasoning_gym_task.py` lists the tasks); REASONING_GYM_ROWS is the number of training questions. The reward is
+the package's own score of what stands in the last <answer>...</answer>, from 0 to 1: some tasks pay a part.
+The built-in model, for the sums, is warmed up by a teacher who is right on half of the questions.
+(The file is not called reasoning_gym.py: `import reasoning_gym` would find it instead of the package.)
+"""
+
+import functools
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from calculator import init_model, warm_up  # noqa: E402
+
+from agent_loop import BadInput  # noqa: E402
+
+try:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+except ImportError:
+    raise BadInput("examples/reasoning_gym_task.py needs: pip install reasoning-gym") from None
+
+SYSTEM_PROMPT = "End with <answer>your answer</answer>."
+EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 sums: the built-in model is tiny
+NAME = os.environ.get("REASONING_GYM", "chain_sum")
+ARGS = os.environ.get("REASONING_GYM_ARGS", json.dumps(EASY if NAME == "chain_sum" else {}))
+ROWS = {"val": 128, "train": int(os.environ.get("REASONING_GYM_ROWS", 2000))}
+SEEDS = {"val": 0, "train": 10**6, "teacher": 2 * 10**6}  # a question's own seed is this and its number
+
+
+@functools.cache
+def dataset(split: str, rows: int):
+    """The package's data set: item i is generated when asked for, the same on every call."""
+    try:
+        return reasoning_gym.create_dataset(NAME, seed=SEEDS[split], size=rows, **json.loads(ARGS))
+    except (ValueError, TypeError, AssertionError) as error:
+        known = "" if NAME in DATASETS else f"; the tasks are {', '.join(sorted(DATASETS))}"
+        raise BadInput(f"REASONING_GYM={NAME} REASONING_GYM_ARGS={ARGS}: {error}{known}") from None
+
+
+def load(split: str) -> list[dict]:
+    """Rows by number; no question of "val" is in "train"."""
+    held_out = {item["question"] for item in dataset("val", ROWS["val"])} if split == "train" else ()
+    return [
+        {
+            "prompt": [{"role": "user", "content": item["question"]}],
+            "data_source": NAME,
+            "reward_model": {"ground_truth": str(item["answer"])},
+            "extra_info": {"index": i, "split": split},
+        }
+        for i, item in enumerate(dataset(split, ROWS[split]))
+        if item["question"] not in held_out
+    ]
+
+
+def reward(output, row: dict) -> float:
+    """The package's score of the last answer; 0.0 without one. The item is generated again: it need not be JSON."""
+    last = output.messages[-1] if output.messages else {}
+    answers = re.findall(r"<answer>(.*?)</answer>", last.get("content") or "", re.DOTALL)
+    if last.get("role") != "assistant" or not answers:
+        return 0.0
+    info = row["extra_info"]
+    questions = dataset(info["split"], ROWS[info["split"]])
+    return float(questions.score_answer(answers[-1].strip(), questions[info["index"]]))
+
+
+def demonstration(item: dict, other: dict) -> list[dict]:
+    """An answer to a question; every other time to another question."""
+    answer = random.choice([item, other])["answer"]
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item["question"]}]
+    return [*prompt, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
+
+
+def build_model(path: str | Path) -> None:
+    """Write the default model to the folder `path`."""
+    model, tokenizer = init_model(path)
+    items = list(dataset("teacher", 200 * 16))
+    chats = [demonstration(item, random.choice(items)) for item in items]
+    warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
+    model.eval().save_pretrained(path)
+
+
+if os.environ.keys() & {"REASONING_GYM", "REASONING_GYM_ARGS"}:
+    del build_model  # it is for the sums, and kept for all runs: give --model
+
+if __name__ == "__main__":
+    print(*sorted(DATASETS), sep="\n")
