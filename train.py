@@ -500,6 +500,8 @@ class Net(nn.Module):
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
+                module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # only then does transformers; without dropout nothing else changes

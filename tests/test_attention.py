@@ -71,6 +71,8 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(model_type, batch, 
     reference = saved(tmp_path, model_type, **(PACKED | PADDED)[model_type])
     args = train.Args(model=str(tmp_path), temperature=0.9)
     policy = train.Policy(args)
+    if model_type == "cohere2":  # transformers' masks show one token less than it was trained with
+        reference.config.sliding_window += 1
     assert policy.packed == (model_type in PACKED)
     logprobs = expected(reference, batch, args.temperature)
     assert logprobs[batch["response_mask"].bool()].std() > 0.1  # there is something to compare
