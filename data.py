@@ -336,6 +336,9 @@ def load_config(args):
     need(not getattr(config, "quantization_config", None), f"--model {args.model} is quantised: "
          "only unquantised weights can be trained, choose a version that has them")
     text = config.get_text_config()
+    need(args.allow_mismatch or not getattr(text, "kv_lora_rank", None), f"--model {args.model} "
+         "has multi-head latent attention, in which engine and trainer were seen to disagree: "
+         "choose another, or --allow_mismatch")
     window = getattr(text, "max_position_embeddings", None)
     needed = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
     need(not window or needed <= window, "--max_prompt_tokens + --max_response_tokens (or "

@@ -23,6 +23,8 @@ def config_of(model_type: str, architecture: str, **more):
 @pytest.mark.parametrize(("config", "said"), [
     (config_of("t5", "T5ForConditionalGeneration"), "is an encoder-decoder model: choose one that is a decoder alone"),
     (config_of("bart", "BartForCausalLM"), "is an encoder-decoder model: choose one that is a decoder alone"),
+    (config_of("deepseek_v3", "DeepseekV3ForCausalLM", kv_lora_rank=16),
+     "seen to disagree: choose another, or --allow_mismatch"),
     (config_of("qwen3", "Qwen3ForCausalLM", quantization_config={"quant_method": "gptq", "bits": 4}),
      "is quantised: only unquantised weights can be trained, choose a version that has them"),
 ])  # fmt: skip
