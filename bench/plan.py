@@ -106,26 +106,31 @@ class Net:
             return 0
         return 3 * 4 * self.sampled * min(1024, max(self.vocab // 64, 256))
 
+    def last(self) -> float:
+        """Kept of the last norm and the head."""
+        return (4 + 2 * self.wide) * self.h * self.T + self.b * self.h * self.sampled
+
     def kept(self) -> float:
         """Of the whole forward pass, for the backward pass."""
         layer = self.wide * self.h * self.T if self.args.gradient_checkpointing else self.layer_keeps()
-        last = (4 + 2 * self.wide) * self.h * self.T + self.b * self.h * self.sampled
-        return self.layers * layer + last
+        return self.layers * layer + self.last()
 
     def activations(self) -> float:
-        """kept, and the largest temporary: the gradients of the head's input and weight, or a layer computed again."""
-        w = self.wide if self.autocast or self.b == 4 else 2
-        head = (1 - self.critic) * w * self.embedding
+        """At most, without logits: beside what is kept the gradients of the head's input and weight; or, when head and
+        last norm are done, a layer computed again and the gradients in its MLP."""
+        again = self.args.gradient_checkpointing
+        head = (1 - self.critic) * self.wide * self.embedding  # a tied one waits for the embedding's
         at_head = self.logits() + 8 * self.h * self.sampled + head
-        gradients = (2 * self.wide * self.h + 3 * self.b * self.f) * self.T + 6 * self.h * self.f
-        in_layer = gradients + self.tied * head + self.args.gradient_checkpointing * self.layer_keeps()
-        return self.kept() + max(at_head, in_layer) - self.logits()
+        gradients = (self.wide * self.h + 2 * self.b * self.f) * self.T + self.tied * head
+        in_layer = gradients + again * self.layer_keeps() - self.last()
+        casts = again * self.autocast * 2 * self.layers * self.matrices  # autocast's, until the forward pass ends
+        return self.kept() + max(at_head, in_layer, casts) - self.logits()
 
     def forward(self) -> float:
-        """At most, without gradients."""
+        """At most, without gradients: embeddings, a layer's input, the residual, its norm, three of the MLP's."""
         casts = 2 * self.layers * self.matrices * self.autocast
-        mlp = (2 * self.wide * self.h + 3 * self.b * self.f) * self.T
-        return casts + max(mlp, self.wide * self.h * self.T + 2 * self.h * self.sampled + self.logits())
+        mlp = (4 * self.wide * self.h + 3 * self.b * self.f) * self.T
+        return casts + max(mlp, 2 * self.wide * self.h * self.T + 2 * self.h * self.sampled + self.logits())
 
 
 @dataclasses.dataclass

@@ -1,7 +1,6 @@
 """bench/plan.py against train.Policy itself, run on tensors without storage (FakeTensorMode) in the shapes of Qwen2.5.
 
-Three layers are run, and the growth from the second to the third stands for the others, which are the same. What is
-CUDA's own is run as there: varlen_attn, which keeps q, k, v, its output and logsumexp (a CPU's attention would go
+Two layers are run, and what the second adds stands for the others, which are the same. What is CUDA's own is run as there: varlen_attn, which keeps q, k, v, its output and logsumexp (a CPU's attention would go
 segment by segment), and products of half precision with a float32 result. --shard is a policy of bfloat16 parameters:
 the tensors that FSDP2's layers compute with; what it gathers and has not reduced yet is the plan's own, not checked.
 """
@@ -26,7 +25,6 @@ sys.path.append(str(REPO / "bench"))
 import plan
 
 GIB = 1 << 30
-SIZES = ["0.5B", "1.5B", "7B", "14B", "32B"]
 AS_ON_CUDA = {}  # the two functions that branch on the device, with that of CUDA taken
 for function, branch, taken in ((data.packed_attention, "query.is_cuda and half", "half"),
                                 (losses._matmul, "if a.is_cuda", "if True")):  # fmt: skip
@@ -75,7 +73,7 @@ def micro_batch(args) -> dict:
     return data.pack_rows(batch, list(range(rows)), "cpu")
 
 
-def measured(config, args, monkeypatch) -> dict[str, float]:
+def measured(config, args, monkeypatch, score) -> dict[str, float]:
     """Bytes beside parameters and gradients: kept by a forward pass, at most in an update, at most in scoring."""
     def load(auto_class, args, *_, dtype, **more):
         dtype = torch.bfloat16 if args.shard else dtype
@@ -88,8 +86,8 @@ def measured(config, args, monkeypatch) -> dict[str, float]:
     monkeypatch.setattr(train.Policy, "_is_whole", lambda *_: True)
     monkeypatch.setattr(losses, "_matmul", AS_ON_CUDA["_matmul"])
     monkeypatch.setitem(AttentionInterface._global_mapping, "packed", AS_ON_CUDA["packed_attention"])
-    n_layers, config.num_hidden_layers = config.num_hidden_layers, 3
-    config.layer_types = config.layer_types[:3]
+    n_layers, config.num_hidden_layers = config.num_hidden_layers, 2
+    config.layer_types = config.layer_types[:2]
     packed = micro_batch(args)
     autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=not args.shard)
     with FakeTensorMode() as fake:
@@ -98,28 +96,77 @@ def measured(config, args, monkeypatch) -> dict[str, float]:
         for p in net.parameters():
             p.grad = torch.empty_like(p)
         given = [*net.parameters(), *net.buffers(), *(p.grad for p in net.parameters())]
-        tensors = [x for x in tree_leaves(packed) if isinstance(x, torch.Tensor)]
-        with Live(given + tensors) as live:
-            with autocast(), torch.no_grad():
-                net(packed)
+        given += [x for x in tree_leaves(packed) if isinstance(x, torch.Tensor)]
+        with Live(given) as live:
+            if score:
+                with autocast(), torch.no_grad():
+                    net(packed)
             scored, live.peak, after = live.peak, live.now, []
+
+            def note(*_):  # what is kept, without the weights that autocast has cast and may give up
+                torch.clear_autocast_cache()
+                after.append(live.now)
+
             for layer in net.model.model.layers:
-                layer.register_forward_hook(lambda *_: after.append(live.now))
+                layer.register_forward_hook(note)
             with autocast():
                 logprobs, _ = net(packed)
             kept = live.now
             logprobs.sum().backward()
-    more = (n_layers - 3) * (after[2] - after[1])
-    return {"kept": kept + more, "update": live.peak + more, "score": scored}
+    more = (n_layers - 2) * (after[1] - after[0])
+    found = {"kept": kept + more, "update": live.peak + more, "score": scored}
+    return found | {"parameters": sum(p.numel() for p in net.parameters())}
 
 
-def test_raw(monkeypatch):
-    from transformers import Qwen2Config
-    import time
-    for L,h,f,H,K,tie in ((24,896,4864,14,2,True),(28,3584,18944,28,4,False)):
-        for sharded in ([], ["--shard"]):
-            for flags in ([], ["--gradient_checkpointing","true"]):
-                config = Qwen2Config(vocab_size=151936 if tie else 152064, hidden_size=h, intermediate_size=f, num_hidden_layers=L, num_attention_heads=H, num_key_value_heads=K, tie_word_embeddings=tie)
-                t=time.process_time()
-                m=measured(config, train.parse_args(flags+sharded), monkeypatch)
-                print(h, sharded, flags, {k: round(v/2**30,3) for k,v in m.items()}, time.process_time()-t, flush=True)
+@pytest.mark.parametrize("flags", [[], ["--shard", "--gradient_checkpointing"]], ids=["plain", "shard, checkpointing"])
+@pytest.mark.parametrize("size", plan.SHAPES)
+def test_activations(size, flags, monkeypatch):
+    flags = [*flags, "--tokens_per_micro_batch", str(10 * (512 + 8 * 128))]  # ten groups, none cut
+    args, config = train.parse_args(flags), plan.load_config(size)
+    args.dtype = "bfloat16"
+    net = plan.Net(config, args)
+    planned = {"kept": net.kept(), "update": net.activations() + net.logits()}
+    found = measured(config, args, monkeypatch, score=size == "14B")
+    small = plan.Net(config, args)  # of two layers, as measured
+    assert small.parameters == found["parameters"]
+    if size == "14B":
+        planned["score"] = small.forward()
+    for name, n in planned.items():
+        print(f"{name}: {n / GIB:.2f} GiB planned, {found[name] / GIB:.2f} measured")
+        assert 0.9 < n / found[name] < 1.1, name
+
+
+def test_the_plan_is_the_notes_figures_and_says_what_makes_it_fit():
+    """Parameters, Adam and DDP's buckets of 1.5B: 16 bytes each; 7B fits 8 GPUs of 80 GiB by two flags."""
+    made = plan.make_plan(*plan.read_arguments("--model Qwen2.5-1.5B --gpus 8".split()))
+    assert sum(made.phases["asleep"].values()) / GIB == pytest.approx(3 + 16 * 1543714304 / GIB)
+    assert set(made.lacks) == {"update"}
+    read = plan.read_arguments("--model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu_memory 80".split())
+    assert plan.cure(*read) == ({"gradient_checkpointing": True, "shard": True}, True)
+    assert plan.say(*read).endswith("it fits with --gradient_checkpointing --shard")
+    fitting = plan.read_arguments("--model 7B --gpus 8 --gpu_memory 80 --gradient_checkpointing --shard".split())
+    assert plan.say(*fitting).endswith("it fits") and not plan.make_plan(*fitting).lacks
+
+
+def test_flags_of_train_count():
+    def stays(flags):
+        made = plan.make_plan(*plan.read_arguments(["--model", "0.5B", *flags.split()]))
+        return made, sum(made.phases["asleep"].values())
+
+    n = 494032768  # parameters of Qwen2.5-0.5B
+    plain, bytes_kept = stays("")
+    assert stays("--kl_coef 0.1")[1] - bytes_kept == 4 * n  # the reference
+    assert stays("--algo ppo")[1] - bytes_kept == 12 * (n)  # tied: the critic's backbone is all but as large
+    kv, _ = stays("--gpu_memory_utilization 0.6")
+    assert kv.phases["awake"]["KV cache"] - plain.phases["awake"]["KV cache"] == pytest.approx(0.1 * 80 * GIB)
+    assert stays("--sleep_level 1")[0].host["asleep"] - plain.host["asleep"] == 2 * n
+    assert stays("--replay somewhere")[0].phases.keys() == {"asleep", "awake", "score", "update", "step"}
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--gpus 8", "give --model"), ("--model no/folder", "built-in"), ("--model 7B --gpus 3 --tp 2", "--tp 2 must"),
+    ("--model 7B --shrad", "did you mean --shard"), ("--model 7B --tokens_per_micro_batch 100", "longest"),
+])  # fmt: skip
+def test_bad_input(flags, message):
+    with pytest.raises(train.BadInput, match=message):
+        plan.say(*plan.read_arguments(flags.split()))
