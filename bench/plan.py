@@ -1,4 +1,4 @@
-"""What a run of train.py will hold in memory, phase by phase, from the model's configuration alone. Planned, not measured.
+"""What a run of train.py will hold in memory, phase by phase, planned from the model's configuration alone.
 
     python bench/plan.py --model Qwen2.5-7B --gpus 8 --gpu_memory 80 [any flag of train.py]
 
