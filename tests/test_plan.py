@@ -167,7 +167,7 @@ def test_flags_of_train_count():
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--gpus 8", "give --model"), ("--model no/folder", "a folder with a config"), ("--model 7B --gpus 3 --tp 2", "--tp 2 must"),
+    ("--gpus 8", "give --model"), ("--model no/folder", "a folder with"), ("--model 7B --gpus 3 --tp 2", "must divide"),
     ("--model 7B --shrad", "did you mean --shard"), ("--model 7B --tokens_per_micro_batch 100", "longest"),
 ])  # fmt: skip
 def test_bad_input(flags, message):
