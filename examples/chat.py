@@ -120,7 +120,11 @@ def main(argv: list[str]) -> None:
     stops = data.stop_token_ids(args, tokenizer)
     engine = Engine(args.model, args, accelerator.device, stops, vocab_size, vision and vision.image_token_id)
     train.sync(engine, policy, 0)
-    talk(engine, Background(), tokenizer, processor, task, args)
+    background = Background()
+    try:
+        talk(engine, background, tokenizer, processor, task, args)
+    finally:
+        background.close()  # else it tells of a process that takes long to end
 
 
 if __name__ == "__main__":
