@@ -30,6 +30,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -41,7 +42,7 @@ import calculator  # noqa: E402
 from calculator import SYSTEM_PROMPT, build_model, load  # noqa: E402, F401
 from chat_endpoint import EndpointLoop  # noqa: E402
 
-from agent_loop import AgentLoopOutput, BadInput, register  # noqa: E402
+from agent_loop import AgentLoopOutput, BadInput, in_thread, register  # noqa: E402
 
 SECONDS = 600.0  # for a program, if there is no --trajectory_timeout
 MAX_OUTPUT = 64 << 20  # bytes of stdout or stderr: one that prints more is ended
@@ -63,19 +64,21 @@ async def run_program(command: list[str], text: str, variables: dict[str, str]) 
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(text.encode())
         given.seek(0)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=given, stdout=out, stderr=err, env=os.environ | variables, start_new_session=True
-        )
-        ending = asyncio.ensure_future(process.wait())
+        where = dict(stdin=given, stdout=out, stderr=err, env=os.environ | variables, start_new_session=True)
+        # In threads: on a busy machine a fork takes so long that it would hold up all other trajectories.
+        starting = asyncio.ensure_future(in_thread(subprocess.Popen, command, **where))
         try:
+            process = await asyncio.shield(starting)
+            ending = asyncio.ensure_future(in_thread(process.wait))
             while not ending.done():
                 await asyncio.wait({ending}, timeout=1.0)
                 if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT for file in (out, err)):
                     raise RuntimeError(f"{shlex.join(command)} printed more than {MAX_OUTPUT} bytes")
         finally:
+            process = await starting  # also if we were cancelled meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await ending
+            await in_thread(process.wait)
         if process.returncode:
             problem = f"{shlex.join(command)} ended with code {process.returncode}"
             raise RuntimeError(f"{problem}: {_end(err)[-2000:].strip()}")

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rollout import Engine, rollout
 EXAMPLES = {
     "calculator": None, "gsm8k": None, "gsm8k_user": None, "game": None, "retool": None, "search": None,
     "mcp_tools": None, "verl_port": None, "llm_judge": None, "reward_model": None, "langgraph_math": "langgraph",
+    "program": "program", "gymnasium_text": None,
 }  # fmt: skip
 
 
@@ -46,6 +48,10 @@ def wide_engine(args, tiny_model, tokenizer, process_group):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypatch):
+    if name == "gymnasium_text":
+        pytest.importorskip("gymnasium")
+    if name == "program" and not (shutil.which("curl") and shutil.which("jq")):
+        pytest.skip("needs curl and jq")
     for variable in ("BASE_URL", "MODEL", "API_KEY"):
         monkeypatch.setenv(f"JUDGE_{variable}", "http://127.0.0.1:9/v1")
     task = data.load_task(str(REPO / "examples" / f"{name}.py"), ("load", "reward", "build_model"))

@@ -1,5 +1,6 @@
 """examples/program.py: programs as agents, in a shell and in JavaScript; the engine is test_chat.py's script."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -33,7 +34,8 @@ def play(endpoint, tokenizer, monkeypatch):  # noqa: F811
             outputs = run(loop.run({}, **row))
         finally:
             assert endpoint.clients == {}
-        run(score(program, outputs, row))
+        if outputs:
+            run(score(program, outputs, row))
         return outputs, engine
 
     return play
@@ -116,6 +118,26 @@ print("a line"); print(json.dumps([row, e["OPENAI_BASE_URL"], len(e["OPENAI_API_
 def test_a_long_row_that_is_never_read_and_a_long_output():
     code = "import sys; sys.stderr.write('x' * 10**6); print('y' * 10**6); print('done')"
     assert run(program.run_program(python(code), "x" * 10**6, {})) == "done"
+
+
+def test_one_that_is_cancelled_while_it_starts_is_killed(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def slow(*args, **kwargs):  # in its thread
+        running.get_loop().call_soon_threadsafe(running.cancel)
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    async def cancelled():
+        nonlocal running
+        running = asyncio.ensure_future(program.run_program(shell("sleep 1000"), "", {}))
+        await asyncio.wait({running})
+        return running.cancelled()
+
+    running = None
+    monkeypatch.setattr(program.subprocess, "Popen", slow)
+    assert run(cancelled())
+    assert started[0].returncode == -9
 
 
 def test_a_program_that_prints_without_end_is_ended(monkeypatch):

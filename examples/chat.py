@@ -1,0 +1,136 @@
+"""Talk to a trained policy in the terminal: its tools run, engine and templates are those of training.
+
+    python examples/chat.py runs/calculator/final --task examples/calculator.py
+    python examples/chat.py runs/calculator/final --task examples/calculator.py --eval_temperature 1
+
+    you> What is 37*48?
+      calculator({"expression": "37*48"})
+      calculator> 1776
+    policy> <answer>1776</answer>
+
+You are the user of agent_loop.ToolAgentLoop, an Interaction that asks you: the task's SYSTEM_PROMPT and TOOLS are used,
+its INTERACTIONS are not. /new starts another conversation, Ctrl-D or /quit ends. All flags of train.py are known;
+sampled is as evaluation does (--eval_temperature 0: greedy), and a conversation ends where --max_response_tokens or
+--max_model_len are used up. Without --task it is the calculator's.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import data  # noqa: E402
+from agent_loop import DEADLINE, AgentLoopOutput, BadInput, Interaction, ToolAgentLoop, in_thread  # noqa: E402
+
+
+class Terminal(Interaction):
+    """The user at the keyboard. `command`: what ended the conversation, "/new" or "/quit"."""
+
+    name = "terminal"
+
+    def __init__(self):
+        self.shown, self.command = 0, ""
+
+    async def ask(self) -> str:
+        """What the user says next, or "" if it is a command."""
+        text = ""
+        while not text:
+            try:
+                text = (await in_thread(input, "you> ")).strip()
+            except EOFError:
+                text = "/quit"
+        if text in ("/new", "/quit"):
+            self.command, text = text, ""
+        return text
+
+    async def generate_response(self, request_id: str, messages: list[dict], **_) -> tuple[bool, str, float, dict]:
+        DEADLINE.get().reschedule(None)  # people think
+        self.show(messages)
+        text = await self.ask()
+        return not text, text, 0.0, {}
+
+    def show(self, messages: list[dict]) -> None:
+        """Prints what has come since it was called last; the user's own lines stand there already."""
+        for message in messages[self.shown :]:
+            if message["role"] == "assistant":
+                if message.get("reasoning_content"):
+                    print(f"  thinks> {message['reasoning_content'].strip()}")
+                if message["content"]:
+                    print(f"policy> {message['content']}")
+                for call in message.get("tool_calls", ()):
+                    function = call["function"]
+                    print(f"  {function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
+            elif message["role"] == "tool":
+                print(f"  {message['name']}> {message['content']}")
+        self.shown = len(messages)
+
+
+async def converse(engine, tokenizer, processor, task, args) -> list[AgentLoopOutput]:
+    """Conversations until the user quits; their outputs, as a rollout would have them."""
+    outputs = []
+    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    system = getattr(task, "SYSTEM_PROMPT", None)
+    while True:
+        terminal = Terminal()
+        text = await terminal.ask()
+        if terminal.command == "/quit":
+            return outputs
+        if not text:
+            continue
+        task.INTERACTIONS = [terminal]
+        prompt = [{"role": "system", "content": system}] if system else []
+        prompt.append({"role": "user", "content": text})
+        loop = ToolAgentLoop(engine, tokenizer, processor, task, args)
+        result = await loop.run(sampling, prompt=prompt, step=0, index=0, rollout_n=0, validate=True)
+        result = result if isinstance(result, list) else [result]
+        outputs += result
+        terminal.show(result[-1].messages)
+        if terminal.command == "/quit":
+            return outputs
+        if not terminal.command:
+            print(f"(the conversation is over: {result[-1].stop_reason}; a new one starts)")
+
+
+def talk(engine, background, *how) -> list[AgentLoopOutput]:
+    """`converse` on the background thread, while this one steps the engine, which is awake."""
+    future = background.submit(converse(engine, *how))
+    future.add_done_callback(lambda _: engine.poke())
+    while not future.done():
+        engine.step()
+    return future.result()
+
+
+def main(argv: list[str]) -> None:
+    if not argv or argv[0].startswith("-"):
+        raise BadInput("python examples/chat.py MODEL --task FILE, and any of train.py's flags")
+    import train
+    from rollout import Background, Engine, check_model
+
+    args = train.parse_args(["--model", argv[0], "--max_assistant_turns", "0", "--max_user_turns", "0", *argv[1:]])
+    train.check_args(args)
+    task = data.load_task(args.task)
+    accelerator, _ = train.start_processes(args)
+    processor, tokenizer = data.load_tokenizer(args)
+    check_model(args, accelerator.device)
+    vision = data.Vision(processor) if processor else None
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    data.register_packed_attention()
+    policy = train.Policy(args, vocab_size, vision)
+    stops = data.stop_token_ids(args, tokenizer)
+    engine = Engine(args.model, args, accelerator.device, stops, vocab_size, vision and vision.image_token_id)
+    train.sync(engine, policy, 0)
+    background = Background()
+    try:
+        talk(engine, background, tokenizer, processor, task, args)
+    finally:
+        background.close()  # else it tells of a process that takes long to end
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        sys.exit(f"chat.py: {error}")
+    except KeyboardInterrupt:
+        pass
