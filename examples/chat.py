@@ -107,7 +107,8 @@ def main(argv: list[str]) -> None:
     import train
     from rollout import Background, Engine, check_model
 
-    own = ["--task", str(Path(__file__).with_name("calculator.py")), "--max_assistant_turns", "0", "--max_user_turns", "0"]
+    own = ["--task", str(Path(__file__).with_name("calculator.py"))]
+    own += ["--max_assistant_turns", "0", "--max_user_turns", "0"]
     args = train.parse_args([*own, "--model", *argv])  # of a flag given twice the last counts
     train.check_args(args)
     task = data.load_task(args.task)
