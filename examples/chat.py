@@ -107,7 +107,9 @@ def main(argv: list[str]) -> None:
     import train
     from rollout import Background, Engine, check_model
 
-    args = train.parse_args(["--model", argv[0], "--max_assistant_turns", "0", "--max_user_turns", "0", *argv[1:]])
+    own = ["--task", str(Path(__file__).with_name("calculator.py"))]
+    own += ["--max_assistant_turns", "0", "--max_user_turns", "0"]
+    args = train.parse_args([*own, "--model", *argv])  # of a flag given twice the last counts
     train.check_args(args)
     task = data.load_task(args.task)
     accelerator, _ = train.start_processes(args)
