@@ -66,7 +66,7 @@ def test_a_stale_engine_is_noticed_when_the_policy_has_moved_and_stops_a_resumed
     rows = metrics_of(tmp_path / "run")
     means = [row["rollout/logp_diff_mean"] for row in rows[1:]]
     assert means[0] < 1e-5 and min(means[1:]) > 1e-4
-    again = run(*flags, "--num_steps", "4", "--resume", code=2, cache=cache, PLANTED="swap")
+    again = run(*flags, "--num_steps", "4", "--max_staleness", "1", "--resume", code=2, cache=cache, PLANTED="swap")
     assert "train.py: error: engine and trainer disagree" in again and "Traceback" not in again
     assert metrics_of(tmp_path / "run") == rows
 

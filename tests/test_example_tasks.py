@@ -458,11 +458,9 @@ def test_a_game_to_its_end(play, tokenizer, envs):
     eighth = math.log(8)
     earned = [math.log(2) / eighth - 0.05, -0.1, -0.1, math.log(4) / eighth - 0.05]
     assert rewards_of_turns(output) == pytest.approx(earned)
-    ends, length = [], 0
-    for a, b in zip(sampled, [*given, ""]):
-        ends.append(length + len(tokenizer(a, add_special_tokens=False)["input_ids"]) - 1)
-        length += len(tokenizer(a + b, add_special_tokens=False)["input_ids"])
-    assert [at for at, _ in output.turn_rewards] == ends
+    mask = output.response_mask
+    ends = [at for at, sampled in enumerate(mask) if sampled and not any(mask[at + 1 : at + 2])]
+    assert [at for at, _ in output.turn_rewards] == ends and len(ends) == 4
     assert (output.reward, output.stop_reason, output.num_turns) == (0.0, "stop", 8)
     metrics = {"interaction/won": 1, "interaction/guesses": 2, "interaction/illegal": 2}
     assert {name: output.metrics[name] for name in metrics} == metrics

@@ -703,9 +703,9 @@ def test_rows_from_parquet(args, processor, tmp_path):
 def test_bad_images_are_found_before_anything_expensive(args, processor, tokenizer, tmp_path):
     image, row = picture(1, 56, 56), {"prompt": user("<image>")}
     (tmp_path / "bad.png").write_bytes(b"no image")
-    for bad, message in ((str(tmp_path / "none.png"), "row 0 .*No such file"), (b"abc", "row 0 .*3 bytes can't be"),
-                         (str(tmp_path / "bad.png"), "row 0 .*can't be read"), ({}, "row 0 .*can't be read"),
-                         (Image.new("RGB", (4000, 4)), "row 0 .*aspect ratio")):  # fmt: skip
+    for bad, message in ((str(tmp_path / "none.png"), "row 0: .*No such file"), (b"abc", "row 0: .*can't be read"),
+                         (str(tmp_path / "bad.png"), "row 0: .*can't be read"), ({}, "row 0: .*can't be read"),
+                         (Image.new("RGB", (4000, 4)), "row 0: .*aspect ratio")):  # fmt: skip
         with pytest.raises(BadInput, match=message):
             check_one(row | {"images": [bad]}, args, processor)
     with pytest.raises(BadInput, match="row 0: 2 images are more than --max_images 1"):
@@ -715,7 +715,7 @@ def test_bad_images_are_found_before_anything_expensive(args, processor, tokeniz
     task = types.SimpleNamespace(load=lambda split: [{"prompt": user("look"), "images": []}, {"prompt": user("hi")}])
     assert len(data.filter_overlong(data.load_rows(task, "train"), tokenizer, task, args)) == 2  # text is text
     text_model = [{"prompt": user("hi"), "images": [image]}]
-    with pytest.raises(BadInput, match="row 0 .*there are images, and this model reads text only"):
+    with pytest.raises(BadInput, match="row 0: .*there are images, and this model reads text only"):
         data.filter_overlong(text_model, tokenizer, task, args)
 
 
@@ -864,4 +864,4 @@ def test_images_for_a_text_model_end_with_one_line(tiny_model, cache, tmp_path):
         "--task", "tests/vision_task.py", "--model", tiny_model, "--output_dir", tmp_path / "x", cache=cache, code=2
     )
     last = said.strip().splitlines()[-1]
-    assert last.startswith("train.py: error: row 1 ") and last.endswith("this model reads text only"), said
+    assert last.startswith("train.py: error: row 1: ") and last.endswith("this model reads text only"), said

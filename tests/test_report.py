@@ -144,8 +144,8 @@ def test_what_an_earlier_try_at_a_step_knew_is_not_shown(folder):
     write_rollouts(folder, "step_000001", outputs)
     file = folder / "learned" / "step_000001.jsonl"
     for age, known in ((10, False), (0, True)):
-        then = (folder / "rollouts" / "step_000001.jsonl").stat().st_mtime - age
-        os.utime(file, (then, then))
+        then = (folder / "rollouts" / "step_000001.jsonl").stat().st_mtime_ns - age * 10**9
+        os.utime(file, ns=(then, then))
         [run] = page_of(report.Run(folder), file=folder / "report.html")
         assert ("advantages" in run["trajectories"][0]["blocks"][0]) is known
 

@@ -133,7 +133,7 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     final = teacher / "final"
     printed = run(*TINY, "--num_steps", "0", "--model", final, "--output_dir", judged, cache=cache)
     refused = run(*TINY, "--num_steps", "0", "--model", final, "--output_dir", teacher, code=2, cache=cache)
-    assert "is in --output_dir: give this run another one" in refused and final.is_dir()
+    assert "is in --output_dir, which would be moved aside: give this run another one" in refused and final.is_dir()
     (row,) = metrics_of(judged)
     assert row["step"] == 0 and f"eval reward {row['eval/reward']:.3f}" in printed
     assert not (judged / "final").exists() and not (judged / "checkpoints").exists()
