@@ -797,13 +797,14 @@ def _attend(q, k, v, scaling, window, softcap, sinks):
     """One segment: q (1, H, n, D), the last of k, v (1, H_kv, m, D)."""
     n, m = q.shape[2], k.shape[2]
     groups = q.shape[1] // k.shape[1]
+    sdpa = functools.partial(F.scaled_dot_product_attention, scale=scaling, enable_gqa=groups > 1)
+    ordinary = softcap is None and sinks is None
+    if ordinary and m <= min(window, 1.2 * n):  # a mask takes more, even with a few rows less
+        return sdpa(F.pad(q, (0, 0, m - n, 0)), k, v, is_causal=True)[:, :, m - n :]
     mask = torch.ones(n, m, dtype=torch.bool, device=q.device)
     mask = mask.tril(m - n).triu(m - n - window + 1)  # (n, m)
-    if softcap is None and sinks is None:
-        plain = m <= min(window, 1.2 * n)  # without a mask it takes less, even with a few more rows
-        q = F.pad(q, (0, 0, plain * (m - n), 0))
-        return F.scaled_dot_product_attention(q, k, v, None if plain else mask, is_causal=plain,
-                                              scale=scaling, enable_gqa=groups > 1)[:, :, -n:]
+    if ordinary:
+        return sdpa(q, k, v, mask)
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)).float() * (scaling or q.shape[-1] ** -0.5)  # (1, H, n, m)
     if softcap is not None:

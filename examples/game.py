@@ -128,16 +128,13 @@ def reward(output, row: dict) -> float:
     return 0.0
 
 
-def demonstration(seed: int, turns: int = 8) -> list[dict]:
-    """A game as a beginner plays it: a guess is somewhere in the interval, or, one time in two, anywhere at all."""
-    env = NumberHunt()
-    chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": env.reset(seed)}]
+def play(env, system_prompt: str, seed: int, act: Callable[[], str], turns: int) -> list[dict]:
+    """The chat of an episode whose turns are what `act` says; env has reset(seed) and step(text)."""
+    chat = [{"role": "system", "content": system_prompt}, {"role": "user", "content": env.reset(seed)}]
     for _ in range(turns):
-        low, high = (env.low, env.high) if random.random() < 0.5 else (10, 99)
-        guess = f"<answer>{random.randint(low, high)}</answer>"
-        chat.append({"role": "assistant", "content": guess})
+        chat.append({"role": "assistant", "content": act()})
         try:
-            said, _, done, _ = env.step(guess)
+            said, _, done, _ = env.step(chat[-1]["content"])
         except IllegalAction as error:
             said, done = f"Illegal: {error}", False
         if done:
@@ -146,9 +143,25 @@ def demonstration(seed: int, turns: int = 8) -> list[dict]:
     return chat
 
 
-def build_model(path: str | Path) -> None:
-    """Write the default model to the folder `path`: train.py calls it when there is no --model."""
+def warm_up_on(path: str | Path, demonstration: Callable[[int], list[dict]], seeds: range, batches: int) -> None:
+    """Write a model that has learned from demonstrations of some of the seeds to the folder `path`."""
     model, tokenizer = init_model(path)
-    chats = [demonstration(seed) for seed in random.sample(range(64, 10**6), 400 * 16)]  # not those of "val"
+    chats = [demonstration(seed) for seed in random.sample(seeds, batches * 16)]
     warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
     model.eval().save_pretrained(path)
+
+
+def demonstration(seed: int, turns: int = 8) -> list[dict]:
+    """A game as a beginner plays it: a guess is somewhere in the interval, or, one time in two, anywhere at all."""
+    env = NumberHunt()
+
+    def guess() -> str:
+        low, high = (env.low, env.high) if random.random() < 0.5 else (10, 99)
+        return f"<answer>{random.randint(low, high)}</answer>"
+
+    return play(env, SYSTEM_PROMPT, seed, guess, turns)
+
+
+def build_model(path: str | Path) -> None:
+    """Write the default model to the folder `path`: train.py calls it when there is no --model."""
+    warm_up_on(path, demonstration, range(64, 10**6), 400)  # not the seeds of "val"

@@ -22,8 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from calculator import init_model, warm_up  # noqa: E402
-from game import EnvInteraction, IllegalAction  # noqa: E402
+from game import EnvInteraction, IllegalAction, play, warm_up_on  # noqa: E402
 
 from agent_loop import BadInput  # noqa: E402
 
@@ -114,22 +113,12 @@ def reward(output, row: dict) -> float:
 def demonstration(seed: int, turns: int = 6) -> list[dict]:
     """An episode of random actions."""
     env = TextEnv()
-    chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": env.reset(seed)}]
-    for _ in range(turns):
-        chat.append({"role": "assistant", "content": f"<answer>{random.choice(list(env.actions))}</answer>"})
-        said, _, done, _ = env.step(chat[-1]["content"])
-        if done:
-            break
-        chat.append({"role": "user", "content": said})
-    return chat
+    return play(env, SYSTEM_PROMPT, seed, lambda: f"<answer>{random.choice(list(env.actions))}</answer>", turns)
 
 
 def build_model(path: str | Path) -> None:
     """Write the default model to the folder `path`."""
-    model, tokenizer = init_model(path)
-    chats = [demonstration(seed) for seed in random.sample(range(2000, 10**6), 100 * 16)]
-    warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
-    model.eval().save_pretrained(path)
+    warm_up_on(path, demonstration, range(2000, 10**6), 100)
 
 
 if os.environ.keys() & {"GYM_ENV", "GYM_ARGS"}:
