@@ -224,12 +224,24 @@ def _prepare_vllm(device, tp):
     _own_classes()
     if device.type != "cpu":
         return
+    _patch_cpu_build()
+    if tp > 1:  # a team's shared memory is named after its init method, for all jobs "env://"
+        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+        name = [f"tcp://flatrl:{os.urandom(16).hex()}"]  # never connected to: the group exists
+        dist.broadcast_object_list(name)
+        ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
+
+
+@functools.cache  # once a process: each would wrap what the last one did
+def _patch_cpu_build():
+    """What vLLM's CPU build does otherwise than colocation needs."""
     import vllm.model_executor.layers.activation as activation
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
     import vllm.model_executor.layers.utils as layers
     import vllm.model_executor.models.config as models
     import vllm.v1.sample.sampler as sampler
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
     layers.dispatch_cpu_unquantized_gemm = (
@@ -247,11 +259,6 @@ def _prepare_vllm(device, tp):
     # Compiled anew in every process (4 s) for the ranks of the sampled tokens, which nobody reads.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
-    if tp > 1:  # a team's shared memory is named after its init method, for all jobs "env://"
-        name = [f"tcp://flatrl:{os.urandom(16).hex()}"]  # never connected to: the group exists
-        dist.broadcast_object_list(name)
-        ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        ExecutorWithExternalLauncher._distributed_args = lambda self: (name[0], *ranks)
 
 
 @functools.cache
