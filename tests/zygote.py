@@ -11,6 +11,7 @@ import atexit
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import types
@@ -20,6 +21,7 @@ REPO = Path(__file__).parent.parent
 # What train.py and the engine set before these imports.
 os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which runs would inherit
 
 
 def import_all() -> dict[str, str]:
