@@ -32,7 +32,7 @@ import warnings
 import weakref
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
@@ -48,12 +48,14 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 import torch.nn.functional as F
 from PIL import Image
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
     AttentionInterface, AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig,
-    set_seed,
+    PreTrainedModel, set_seed,
 )
 
 from agent_loop import (
@@ -1112,7 +1114,8 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
     unless it is about to be loaded: its name is in `saved`."""
     state = {}
     for name, learner in run.learners.items():
-        state[name] = dcp_state.get_model_state_dict(learner.net)
+        state[name] = {x: p.detach() for x, p in learner.net.named_parameters()
+                       if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
             state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
                 learner.net, learner.optimizer)
@@ -1168,7 +1171,7 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
     """Loads what `save_checkpoint` saved; parts: step.json's. Raises BadInput if one is missing."""
     need(run.learners.keys() <= set(parts), f"--resume: {folder} holds {list(parts)}, not all of "
          f"{list(run.learners)}: was it written with other flags, or by an earlier version?")
-    state = training_state(run, parts)
+    state = training_state(run, parts)  # the parameters themselves: loaded in place
     try:
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
@@ -1176,7 +1179,6 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         raise BadInput(f"--resume: {folder} does not load ({reason}): broken, or another model's; "
                        "moved away, the one before is taken") from None
     for name, learner in run.learners.items():
-        dcp_state.set_model_state_dict(learner.net, state[name])
         if f"{name}_optimizer" in parts:
             optimizer = state[f"{name}_optimizer"]
             dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
@@ -1184,21 +1186,43 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
                 group |= learner.optimizer.defaults  # the present flags', not those of before
 
 
+def whole(x: Tensor) -> Tensor:
+    """A tensor, gathered from all ranks if it is sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a model's parameters and buffers, tied ones once, without --lora_rank's: those
+    under an adapter as the sum, a tensor of its own.
+
+    Of a sharded model one at a time is whole, and all ranks go through them together."""
+    saved = model.state_dict()
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved and ".lora_" not in name:
+            x, (path, _, part) = whole(x), name.partition(".base_layer")
+            if part == ".weight":
+                x = x + whole(model.get_submodule(path).get_delta_weight("default"))
+            yield path + part, x.detach()
+
+
 @_or_warn(BadInput)
 def save_policy(run, folder: Path):
-    """The policy in Hugging Face format, with its tokenizer or processor, by the main rank.
+    """The policy in Hugging Face format, with its tokenizer or processor, by the main rank; that of
+    --lora_rank whole, and its adapter in peft's format in the folder `adapter`.
 
     All ranks call it: a sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = dcp_state.get_model_state_dict(model, options=options)
-    tied_once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    state = {name: x for name, x in state.items() if name in tied_once}
+    state = {name: x.cpu() for name, x in whole_weights(model) if dist.get_rank() == 0}
+    lora = {f"base_model.model.{name.replace('.default', '')}": whole(p.detach())
+            for name, p in model.named_parameters() if ".lora_" in name}
     temporary = folder.with_name(f".{folder.name}")
 
     def write():
         shutil.rmtree(temporary, ignore_errors=True)
         model.save_pretrained(temporary, state_dict=state)
+        if lora:
+            model.peft_config["default"].save_pretrained(temporary / "adapter")
+            save_file(lora, temporary / "adapter" / "adapter_model.safetensors")
         (run.processor or run.tokenizer).save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)

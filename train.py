@@ -41,7 +41,6 @@ from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, HfArgumentParser,
     PreTrainedModel, get_scheduler, set_seed,
@@ -52,7 +51,7 @@ from transformers.utils.logging import disable_progress_bar
 import data
 import losses
 from agent_loop import BadInput, tool_parser
-from data import need
+from data import need, whole
 from rollout import (
     PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model,
     gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
@@ -191,7 +190,11 @@ class Args:
     critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3",
                                    only="adv_estimator=gae")
     # optimiser
-    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4")
+    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4, ten "
+                            "times that with --lora_rank")
+    lora_rank: int = flag(0, "LoRA by peft: train adapters of this rank alone; 0: all weights")
+    lora_args: str = flag("{}", 'default: {"target_modules": "all-linear", "lora_alpha": 32}',
+                          only="lora_rank")
     lr_schedule: str = flag("constant", "down to 0 at num_steps", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up")
     weight_decay: float = flag(0.0, "AdamW")
@@ -363,11 +366,12 @@ def check_args(args: Args):
     with data.refusing("--rollout_correction, --correction_low and _high"):
         losses.rollout_correction(args.rollout_correction, *torch.zeros(3, 1, 1),
                                   args.correction_low, args.correction_high)
-    for name in ("chat_template_args", "engine_args", "sampling_args", "eval_sampling_args"):
+    for name in """chat_template_args lora_args engine_args sampling_args
+            eval_sampling_args""".split():
         with data.refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if parameters and "template" not in name:  # vLLM is imported, which takes seconds
+        if parameters and name[0] in "es":  # vLLM is imported, which takes seconds
             (check_engine_args if name == "engine_args" else check_sampling)(name, parameters)
     if args.quantized and args.rollout_correction == "none":
         warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
@@ -542,6 +546,17 @@ class Policy(Net):
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
         need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way "
              "that token_logprobs doesn't implement: only a product, a scale and a soft cap are")
+        if args.lora_rank:  # linear layers W become W + s B A, B at first 0; only A and B learn
+            with data.refusing("--lora_rank needs the peft package: pip install peft"):
+                from peft import LoraConfig, inject_adapter_in_model
+            given = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
+            need(len(given) == 2, "--lora_args takes target_modules and lora_alpha only")
+            set_seed(args.seed)
+            with data.refusing("--lora_args"):
+                inject_adapter_in_model(LoraConfig(r=args.lora_rank, **given), self.model)
+            need(self.model.get_output_embeddings() is self.head[0]  # whose weight `read` takes
+                 and not hasattr(self.model.get_input_embeddings(), "base_layer"),
+                 "--lora_args: embeddings and output head can't be targets")
 
     @torch.no_grad()
     def _choose_attention(self, args):
@@ -755,21 +770,12 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """A tensor, gathered from all ranks if it is sharded."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a checkpoint holds, tied weights once, by transformers' own way back:
-    renamed, and fused experts one by one.
-
-    Of a sharded model one parameter at a time is whole: it must not be kept beyond the next one,
-    and all ranks go through them together."""
-    saved = model.state_dict()
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if name in saved and x.is_floating_point():
-            parts = revert_weight_conversion(model, {name: whole(x.detach())})
+    """data.whole_weights by their names in a checkpoint, transformers' own way back: renamed, and
+    fused experts one by one. None must be kept beyond the next one."""
+    for name, x in data.whole_weights(model):
+        if x.is_floating_point():
+            parts = revert_weight_conversion(model, {name: x})
             if model.config.model_type == "gpt_oss" and ".experts." in name:  # vLLM's own names
                 ((path, x),) = parts.items()
                 parts = {path.replace("experts", f"experts.{i}"): x for i, x in enumerate(x)}
@@ -934,6 +940,7 @@ def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for. Paths
     become absolute: a tool may change the directory."""
     lr, critic_lr = (1e-6, 1e-5) if args.model else (3e-4, 1e-3)
+    lr *= 10 if args.lora_rank else 1
     folder = f"runs/{Path(args.task).stem}" + "-eval" * (not args.num_steps)
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder})
     for name in ("output_dir", "replay", "model", "ref_model"):
@@ -990,7 +997,7 @@ def setup(args: Args) -> Run:
     data.on_main(data.claim_folder, args)
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
-    teacher = replace(args, model=args.ref_model or args.model)
+    teacher = replace(args, model=args.ref_model or args.model, lora_rank=0)
     same = not args.ref_model or (
         data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab())
     need(same, f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: its "
@@ -1034,7 +1041,13 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
     if args.adv_estimator == "gae" and not args.rollout_only:
         critic = Critic(args, policy.vision, policy.packed)
         critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
-    if args.kl_coef and not args.rollout_only:
+    if args.lora_rank and args.kl_coef and not args.ref_model:
+        from peft.helpers import rescale_adapter_scale
+
+        # Around each call; what is wrapped lends its attributes, but not its methods.
+        reference = rescale_adapter_scale(policy, 0)(policy)
+        reference.pack = policy.pack
+    elif args.kl_coef and not args.rollout_only:
         reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup

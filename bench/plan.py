@@ -269,6 +269,7 @@ def read_arguments(argv: list[str]) -> tuple[train.Args, int, float]:
     args = train.parse_args(rest)
     train.check_args(args)
     need(args.model, "give --model: a folder, or one of the built-in shapes")
+    need(not args.lora_rank, "--lora_rank is not planned, only full fine-tuning is")
     need(options.gpus > 0 and options.gpu_memory > 0, "--gpus and --gpu_memory must be greater than 0")
     need(options.gpus % args.tp == 0, f"--tp {args.tp} must divide --gpus {options.gpus}")
     args.dtype = "bfloat16" if args.dtype == "auto" else args.dtype

@@ -12,6 +12,7 @@ from conftest import REPO, TINY, metrics_of, run
 from gradient_worker import gradients, whole
 from sharding_worker import CASES, error_of, spoilt
 from test_rollout import hf_model
+from torch.distributed.tensor import DTensor
 
 import data
 import train
@@ -218,7 +219,7 @@ def test_a_sync_given_up_half_way_leaves_the_policy_sharded(args, process_group)
     weights.close()
     expected = train.Policy(args).model.state_dict()
     for name, p in sharded.model.named_parameters():
-        assert isinstance(p, train.DTensor)
+        assert isinstance(p, DTensor)
         assert torch.equal(whole(p.detach()), expected[name])
 
 
