@@ -559,12 +559,16 @@ class Trajectory:
         self._begin(prompt_ids, request_ids)
         self.count("forks")
 
-    def add_sampled(self, out: TokenOutput):
+    def add_sampled(self, out: TokenOutput, trained: bool = True):
+        """Tokens of the policy. trained=False, where it did not choose freely: with mask 0."""
         n = len(out.token_ids)
         if not n == len(out.logprobs) == len(out.versions):
             others = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
             raise ValueError(f"the engine returned {n} tokens, but {others}")
-        self._add(out.token_ids, out.token_ids, [1] * n, out.logprobs, out.versions)
+        if trained:
+            self._add(out.token_ids, out.token_ids, [1] * n, out.logprobs, out.versions)
+        else:
+            self.add_given(out.token_ids)
         self.assistant_turns += 1
 
     def add_given(self, ids: list[int], request_ids: list[int] | None = None):
@@ -595,7 +599,7 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
         *earlier, last = [*self.finished, self.output()]
-        if earlier and 1 not in last.response_mask:
+        if earlier and last.messages[-1]["role"] != "assistant":
             before = earlier.pop()
             end = len(before.response_ids) - 1
             rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
@@ -698,7 +702,7 @@ class AgentLoopBase:
         if trajectory.images and out.prompt_ids != prompt:
             problem = f"tokens of the images: {len(out.prompt_ids)} against {len(prompt)}"
             raise ValueError(f"the engine and the processor disagree about the {problem}")
-        trajectory.add_sampled(out)
+        trajectory.add_sampled(out, "structured_outputs" not in sampling_params)
         stops = self.stop_token_ids(sampling_params)
         trajectory.ended = not stops.isdisjoint(out.token_ids[-1:])
         content = out.token_ids[:-1] if trajectory.ended else out.token_ids
@@ -1029,13 +1033,15 @@ class ChatClient:
     async def create(
         self, *, messages, tools=None, tool_choice="auto", n=1, stream=False, logprobs=False,
         max_tokens=None, max_completion_tokens=None, stop=None, response_format=None,
-        extra_body=None, **others):
+        parallel_tool_calls=True, extra_body=None, **others):
         """One reply, as an openai ChatCompletion with vLLM's prompt_token_ids and token_ids.
         chat_template_kwargs, in extra_body or (over HTTP) beside the rest, go over
-        --chat_template_args.
+        --chat_template_args. So may vLLM's structured_outputs (StructuredOutputsParams): the reply
+        keeps to them, and is not trained (mask 0), for its logprobs are those under their mask.
 
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
-        response_format, content other than text (and, for vision, images as data: URLs)."""
+        response_format, content other than text (and, for vision, images as data: URLs); the first
+        four are there over HTTP, see examples/chat_endpoint.py."""
         if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
             known = "n=1, stream=False, tool_choice 'auto' or 'none', and no response_format"
             raise ValueError(f"supported are {known}")
@@ -1055,6 +1061,8 @@ class ChatClient:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
         if stop:
             sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
+        if structured := others.get("structured_outputs"):
+            sampling["structured_outputs"] = structured
         self.turns += 1
         turn, before = self.turns, len(trajectory.response_ids)
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
@@ -1065,15 +1073,20 @@ class ChatClient:
             if asyncio.current_task().cancelling():
                 raise
             raise OutOfBudget("the trajectory is over") from None
-        self.exhausted, reply = None, trajectory.messages[-1]
+        full = self.loop.room(trajectory) < 1  # what the agent raises now comes of that
+        self.exhausted, reply = "length" if full else None, trajectory.messages[-1]
+        trajectory.count("turns")
         for string in sampling.get("stop", ()) if text else ():  # sampled, not in the reply
             text, reply["content"] = (x.split(string)[0] for x in (text, reply["content"]))
         if text and tools:
             parser = self.loop.args.tool_parser
             content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
-            # A malformed one is text, as from vLLM's server.
-            if calls and not any(call["error"] for call in calls):
+            if any(call["error"] for call in calls):  # is text, as from vLLM's server
+                calls = []
+            elif calls:
+                calls = calls[: 1 if parallel_tool_calls is False else None]
                 _make_calls(reply, content, calls, turn)
+            trajectory.count("tool_calls", len(calls))
         trajectory.tools = tools, template  # others may go on from it now
         return self._completion(trajectory, before, logprobs)
 
@@ -1125,6 +1138,8 @@ class ChatClient:
                 content = "".join(part["text"] for part in content)
         kept = ("role", "name", "tool_call_id", "reasoning_content")
         plain = {key: message[key] for key in kept if message.get(key)}
+        if plain["role"] == "developer":  # OpenAI's name for it, which templates don't know
+            plain["role"] = "system"
         plain["content"] = content
         for call in message.get("tool_calls") or ():
             name, arguments = call["function"]["name"], call["function"]["arguments"]

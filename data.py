@@ -535,11 +535,13 @@ def describe(outputs: Outputs) -> dict:
     """Statistics over trajectories: rewards, lengths, turns, how they ended, seconds, metrics.
 
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
-    in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*."""
+    in AgentLoopOutput.metrics as rollout/* (means over rollouts, 0 where one has none), seconds as
+    timing/*. rollout/segments: outputs of a rollout."""
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | numbers(o.metrics) for o in outputs]
+    rewards = by_rollout(outputs).rewards.tolist()
     columns = {
-        "reward/ mean std min max": by_rollout(outputs).rewards.tolist(),
+        "reward/ mean std min max": rewards,
         "prompt_length/ mean": [len(o.prompt_ids) for o in outputs],
         "response_length/ mean max": [len(o.response_ids) for o in outputs],
         "num_turns/ mean max": [o.num_turns for o in outputs],
@@ -548,10 +550,11 @@ def describe(outputs: Outputs) -> dict:
     for metrics, column in columns.items():
         name, *statistics = metrics.split()
         result |= {name + how: float(getattr(np, how)(column)) for how in statistics}
-    sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
+    stops, sums = Counter(o.stop_reason for o in outputs), Counter(segments=len(outputs))
     for loop in loops:
-        sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
-    result |= {name: total / len(outputs) for name, total in sorted(sums.items())}
+        sums.update({name: x for name, x in loop.items() if name not in seconds})
+    result |= {f"stop_reason/{name}": n / len(outputs) for name, n in sorted(stops.items())}
+    result |= {f"rollout/{name}": x / len(rewards) for name, x in sorted(sums.items())}
     result["response_length/clipped_ratio"] = fmean(o.stop_reason == "length" for o in outputs)
     parts = [numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):

@@ -9,8 +9,9 @@ Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the
             ...                                    # calls the model, its own tools, other agents
             return None                            # or the reward; without one the task's `reward` is asked
 
-Every trajectory has its own base_url and its own key; what the agent asks there is recorded as exact tokens (see
-agent_loop.ChatClient, which also works in process, without HTTP). A reward may also be posted by whoever computes it:
+Every trajectory has its own base_url and its own key; what the agent asks there, by chat completions or Responses, is
+recorded as exact tokens (see agent_loop.ChatClient, which also works in process, without HTTP). What a request may hold
+is the table of openai_api.py. A reward may also be posted by whoever computes it:
 
     POST {base_url}/reward   {"reward": 1.0}       # before the agent returns
 
@@ -19,18 +20,25 @@ The server binds to 127.0.0.1 at a free port and answers nobody without the traj
 
 import asyncio
 import hmac
+import importlib
 import json
 import os
 import secrets
 import socket
+import sys
+from pathlib import Path
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agent_loop import ChatAgentLoop, ChatClient, OutOfBudget, call, finite
+sys.path.insert(0, str(Path(__file__).parent))
+
+import openai_api  # noqa: E402
+
+from agent_loop import ChatAgentLoop, ChatClient, OutOfBudget, call, finite, in_thread  # noqa: E402
 
 MAX_BODY = 32 << 20  # bytes of a request: more is refused before it is read to its end
 
@@ -62,6 +70,7 @@ class ChatEndpoint:
         self.started: asyncio.Future | None = None
         self.app = Starlette(routes=[
             Route("/{id}/v1/chat/completions", self.completions, methods=["POST"]),
+            Route("/{id}/v1/responses", self.responses, methods=["POST"]),
             Route("/{id}/v1/models", self.models),
             Route("/{id}/v1/reward", self.reward, methods=["POST"]),
         ])  # fmt: skip
@@ -81,6 +90,7 @@ class ChatEndpoint:
         direct = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
         if "*" not in direct:  # a proxy must not get loopback calls, nor their keys
             os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys([*direct, "127.0.0.1"]))
+        await in_thread(importlib.import_module, "vllm.entrypoints.openai.responses.utils")  # takes seconds
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -97,26 +107,45 @@ class ChatEndpoint:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         return client if client and hmac.compare_digest(given.encode(), key.encode()) else None
 
-    async def completions(self, request: Request) -> JSONResponse:
+    async def completions(self, request: Request) -> Response:
+        return await self.reply(request, self.chat)
+
+    async def responses(self, request: Request) -> Response:
+        return await self.reply(request, self.respond)
+
+    async def chat(self, client: ChatClient, body: dict) -> Response:
+        stream, options = body.pop("stream", False), body.get("stream_options") or {}
+        completion = await openai_api.complete(client, body)
+        if not stream:
+            return JSONResponse(completion.model_dump())
+        chunks = openai_api.chunks(completion, bool(options.get("include_usage")))
+        return StreamingResponse(openai_api.server_sent(chunks, named=False), media_type="text/event-stream")
+
+    async def respond(self, client: ChatClient, body: dict) -> Response:
+        stream = body.pop("stream", False)
+        response = openai_api.response_of(await openai_api.complete(client, openai_api.chat_of(body)), body)
+        if not stream:
+            return JSONResponse(response)
+        events = openai_api.server_sent(openai_api.events(response), named=True)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def reply(self, request: Request, make) -> Response:
         client = self.client_of(request)
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
         try:
-            task = asyncio.ensure_future(client.create(**await _json_of(request)))
+            task = asyncio.ensure_future(make(client, await _json_of(request)))
             while not task.done():  # nobody waits for the reply of a client that has gone, perhaps to ask again
                 await asyncio.wait({task}, timeout=0.5)
                 if not task.done() and await request.is_disconnected():
                     task.cancel()
-            if task.cancelled():
-                return _error(499, "the client has gone", "client_closed_request")
-            completion = task.result()
+            return _error(499, "the client has gone", "client_closed_request") if task.cancelled() else task.result()
         except OutOfBudget as error:
             return _error(400, str(error), "context_length_exceeded")
         except TooLarge as error:
             return _error(413, str(error), "request_too_large")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, TemplateError) as error:
             return _error(400, f"{type(error).__name__}: {error}", "invalid_request")
-        return JSONResponse(completion.model_dump())
 
     async def models(self, request: Request) -> JSONResponse:
         if self.client_of(request) is None:
@@ -140,7 +169,11 @@ ENDPOINT = ChatEndpoint()
 
 
 class EndpointLoop(ChatAgentLoop):
-    """Base class for agents that speak HTTP: subclasses write `agent`, async or plain (which then runs in a thread)."""
+    """Base class for agents that speak HTTP: subclasses write `agent`, async or plain (which then runs in a thread).
+
+    constrains: whether replies keep to a response_format, and are not trained then; see openai_api.py."""
+
+    constrains = True
 
     async def agent(self, base_url: str, api_key: str, row: dict) -> float | None:
         raise TypeError(f"{type(self).__name__} has no agent method")

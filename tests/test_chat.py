@@ -1098,8 +1098,6 @@ MALFORMED = {
     "a list": [],
     "nothing": {},
     "no role": {"messages": [{"content": "hi"}]},
-    "n=2": {"messages": PROMPT, "n": 2},
-    "stream": {"messages": PROMPT, "stream": True},
     "image": {"messages": [IMAGE]},
     "messages 5": {"messages": 5},
     "content 5": {"messages": [{"role": "user", "content": 5}]},

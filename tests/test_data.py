@@ -846,8 +846,12 @@ def test_describe_by_hand():
         "prompt_length/mean": 2, "response_length/mean": 3, "response_length/max": 4,
         "response_length/clipped_ratio": 0.5, "num_turns/mean": 2, "num_turns/max": 2,
         "stop_reason/length": 0.5, "stop_reason/stop": 0.5, "reward_part/style": 3, "rollout/tool_calls": 1,
+        "rollout/segments": 1,
         "timing/generate_s_min": 0, "timing/generate_s_mean": 2, "timing/generate_s_max": 4,
         "timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5,
         "timing/slowest": {"prompt": 0, "sample": 1, "generate_s": 4.0, "tool_s": 0.0, "num_turns": 2,
                            "response_length": 4},
     }  # fmt: skip
+    outputs.insert(0, out(0, 0, 2, 1.0))  # the first rollout is two outputs: metrics are of rollouts
+    got = data.describe(outputs)
+    assert (got["rollout/segments"], got["rollout/tool_calls"]) == (1.5, 1) and got["stop_reason/stop"] == 2 / 3
