@@ -13,6 +13,7 @@ A batch holds every trajectory of a step on every rank (one host, token ids and 
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows."""
 
 import contextlib
+import csv
 import fcntl
 import functools
 import hashlib
@@ -128,41 +129,54 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
 
 
 def read_files(files: list[str]) -> list[dict]:
-    """Rows of parquet or jsonl files. Raises BadInput where a file or `datasets` is missing."""
+    """Rows of jsonl, csv (all text) and parquet files, folders of `save_to_disk`, and data sets of
+    the Hugging Face hub. Raises BadInput where one, or the datasets package, is missing."""
     rows = []
-    for file in map(Path, files):
-        if file.suffix == ".parquet":
-            with refusing("parquet files need the datasets package: pip install datasets"):
-                from datasets import Dataset
-        need(file.is_file(), f"{file}: no such file")
-        need(file.suffix in (".parquet", ".jsonl", ".json"),
-             f"{file}: data files are .parquet or .jsonl")
-        with refusing(f"{file} can't be read"):
-            if file.suffix == ".parquet":
+    for name in files:
+        file = Path(name)
+        need(file.exists() or ":" in name, f"{name}: no such file (a data set of the hub is "
+             "NAME:SPLIT or NAME:CONFIG:SPLIT)")
+        with refusing(f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
+            if file.suffix == ".csv":
+                rows += csv.DictReader(file.open(encoding="utf-8-sig", newline=""), strict=True)
+            elif file.suffix not in (".jsonl", ".json"):
                 # arrow: images stay the bytes they are in the file, decoded where they are used
-                rows += Dataset.from_parquet(str(file)).with_format("arrow")[:].to_pylist()
-                continue
-            text = file.read_text("utf-8-sig").strip()
-            if text.startswith("["):  # not lines, but one list
+                rows += _data_set(name).with_format("arrow")[:].to_pylist()
+            elif (text := file.read_text("utf-8-sig").strip()).startswith("["):  # one list
                 rows += json.loads(text)
-                continue
-            for i, line in enumerate(text.split("\n"), 1):
-                with refusing(f"{file}, line {i}, is no row"):
-                    rows += [json.loads(line)] if line.strip() else []
+            else:
+                for i, line in enumerate(text.split("\n"), 1):
+                    with refusing(f"{file}, line {i}, is no row"):
+                        rows += [json.loads(line)] if line.strip() else []
     return rows
 
 
-def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> list[dict]:
+def _data_set(name):
+    with refusing(f"{name}: pip install datasets"):
+        import datasets
+    if not os.path.exists(name):
+        hub, *config, split = name.split(":")
+        return datasets.load_dataset(hub, *config, split=split)
+    if os.path.isfile(name):
+        return datasets.Dataset.from_parquet(name)
+    found = datasets.load_from_disk(name)
+    need(not isinstance(found, dict), f"{name} has splits: give {name}/ and one of {[*found]}")
+    return found
+
+
+def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
+              prompt_key: str = "prompt") -> list[dict]:
     """The rows of a split ("train" | "val"), checked, with verl's columns; `files` replace `load`.
 
-    A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a
-    row with a column `images` has a placeholder for each: a part {"type": "image"} of a message's
-    content, or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a
-    list of chat messages, or its placeholders are more or fewer than its images."""
+    The column prompt_key has chats, or texts, each a user's message. A task's SYSTEM_PROMPT is put
+    before every prompt that has no system message. The prompt of a row with a column `images` has a
+    placeholder for each: a part {"type": "image"} of a message's content, or "<image>" in its text.
+    Raises BadInput if there are no rows, or a row's prompt is neither, or has more or fewer
+    placeholders than images."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = list(read_files(files) if files else task.load(split))
-    rows = [_check_row(row, i, f"row {i} of {source}") for i, row in enumerate(rows)]
+    rows = [_check_row(row, prompt_key, i, f"row {i} of {source}") for i, row in enumerate(rows)]
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
     for row in rows:
@@ -171,12 +185,12 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
     return rows
 
 
-def _check_row(row, i, name):
+def _check_row(row, key, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
-    need(isinstance(row, dict), f"{name} is no dict with a column 'prompt': {row!r:.80}")
-    need(all(isinstance(key, str) and key not in RUN for key in row),
+    need(isinstance(row, dict), f"{name} is no dict with a column {key!r}: {row!r:.80}")
+    need(all(isinstance(name, str) and name not in RUN for name in row),
          f"{name}: a column's name is a str, and none of {RUN}; it has {[*row]}")
-    need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
+    need(key in row, f"{name} has no column {key!r}; give --prompt_key one of {sorted(row)}")
     row = dict(row)
     extra_info = row.get("extra_info") or {}
     for columns in (row, extra_info):
@@ -184,12 +198,14 @@ def _check_row(row, i, name):
         for kwargs in columns.keys() & {"tools_kwargs", "interaction_kwargs"}:
             columns[kwargs] = _without_none(columns[kwargs])
     row.setdefault("index", extra_info.get("index", i))
-    prompt = row["prompt"]
+    prompt = row[key]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     need(isinstance(prompt, (list, tuple)) and prompt
          and all(isinstance(message, dict) and message.get("role")
                  and (message.get("tool_calls") or message.get("content")) is not None
                  for message in prompt),
-         f"{name}: 'prompt' must be a list of chat messages, got {prompt!r:.80}")
+         f"{name}: {key!r} must be a text or a list of chat messages, got {prompt!r:.80}")
     row["prompt"] = [_without_none(message) for message in prompt]
     for message in row["prompt"]:
         _check_types(message, MESSAGE, f"{name}, a message")

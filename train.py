@@ -116,8 +116,10 @@ class Args:
     # what is trained
     task: str = flag("examples/calculator.py", "Python file with load(split), reward(output, row)")
     model: str | None = flag(None, "hub name or folder; default: what the task's build_model makes")
-    train_files: list[str] | None = flag(None, "parquet or jsonl files instead of load('train')")
-    val_files: list[str] | None = flag(None, "parquet or jsonl files instead of load('val')")
+    train_files: list[str] | None = flag(None, "parquet, jsonl or csv files, folders of datasets, "
+                                         "hub names NAME:SPLIT: instead of load('train')")
+    val_files: list[str] | None = flag(None, "the same instead of load('val')")
+    prompt_key: str = flag("prompt", "the rows' column with chats or texts to answer")
     replay: str | None = flag(None, "output_dir of another run: train on its rollouts, no engine")
     rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
@@ -945,7 +947,7 @@ def fill_in_defaults(args: Args):
             need(name == "output_dir" or not inside, f"--{name} {path} is in --output_dir, which "
                  "would be moved aside: give this run another one")
     for files in filter(None, (args.train_files, args.val_files)):
-        files[:] = map(os.path.realpath, files)
+        files[:] = [os.path.realpath(x) if os.path.exists(x) else x for x in files]  # a hub's name
     if args.replay:
         missing = (n for n in range(args.num_steps) if not replay_file(args, n).is_file())
         args.num_steps = next(missing, args.num_steps)
@@ -983,7 +985,7 @@ def setup(args: Args) -> Run:
     task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * own)
     args.task = task.__file__
     files = {"train": args.train_files, "val": args.val_files}
-    read = {split: data.load_rows(task, split, files[split]) for split in files}
+    read = {split: data.load_rows(task, split, files[split], args.prompt_key) for split in files}
     disable_progress_bar()  # of loading and saving weights
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     accelerator, store = start_processes(args)
