@@ -52,6 +52,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
+from tqdm import tqdm
 from transformers import (
     AttentionInterface, AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig,
     set_seed,
@@ -63,9 +64,10 @@ from agent_loop import (
 )
 
 try:
-    from report import report
+    from report import watch
+    from report.terminal import Bar, shown
 except ImportError:  # the five files alone
-    report = None
+    Bar, shown, watch = tqdm, lambda what: lambda function: function, None
 
 Outputs = list[AgentLoopOutput]
 
@@ -908,8 +910,7 @@ def _or_warn(*errors):
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, report.html, the terminal, wandb. `evals`:
-    rewards."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal; beside them report/watch.py."""
 
     COLUMNS = """\
         reward      reward/mean                 6   .3f
@@ -926,26 +927,19 @@ class Log:
 
     def __init__(self, args, tokenizer, steps_done: int):
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
-        self.lines, self.warned, self.wandb, self.unwritten = 0, set(), None, b""
+        self.lines, self.warned, self.unwritten = 0, set(), b""
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))  # first: whose it is
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        rows = list(_rows_until(file, steps_done))
         if file.is_file():  # resuming: what came after the checkpoint is done again
-            _write_whole(file, _json_lines(rows))
-        self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
-        if args.wandb_project:
-            import wandb
-
-            self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
+            _write_whole(file, _json_lines(_rows_until(file, steps_done)))
+        self.watch = watch and watch.Watch(self, about)
 
     @_or_warn(Exception)
     def metrics(self, metrics: dict, *learned):
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal. learned: the
         Phase and the batch, of which the report keeps advantages and the trainer's logprobs."""
-        if "eval/reward" in metrics:
-            self.evals.append(metrics["eval/reward"])
         self.unwritten += _json_lines([metrics]).encode()
         shown = numbers(metrics)
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
@@ -954,17 +948,15 @@ class Log:
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
-            print(titles)
+            self.say(titles)
         self.lines += 1
-        print(line, flush=True)
+        self.say(line)
         # A kill loses nothing; on a full disk a part may be written: the rest is, next time.
         with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
             written = file.write(self.unwritten)
             self.unwritten = self.unwritten[written:]
-        if self.wandb:
-            self.wandb.log(shown, step=metrics["step"])
-        if report:
-            report.step(self, metrics, *learned)
+        if self.watch:
+            self.watch.step(metrics, *learned)
 
     @_or_warn(Exception)
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]):
@@ -985,29 +977,27 @@ class Log:
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
         text = re.sub(r"(<\|image_pad\|>)+",
                       lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
-        print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
-              f"{output.stop_reason} {'-' * 40}")
+        self.say(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
+                 f"{output.stop_reason} {'-' * 40}")
 
     def say(self, text: str):
-        print(text, flush=True)
+        tqdm.write(text)  # above the bars
 
     def warn_once(self, text: str):
         if text not in self.warned:
             self.warned.add(text)
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            tqdm.write(f"warning: {text}", file=sys.stderr)
 
     @_or_warn(Exception)
     def close(self):
-        if report:
-            report.close(self)
-        if self.wandb:
-            self.wandb.finish()
+        if self.watch:
+            self.watch.close()
 
 
 class SilentLog(Log):
     """The log of all other ranks: the same methods, and none does anything."""
 
-    evals = []
+    watch = None
     __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
@@ -1136,6 +1126,7 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
 
 
 @_or_warn(BadInput, dcp.api.CheckpointException)  # raised on all ranks
+@shown("saving a checkpoint")
 def save_checkpoint(run):
     """What learns, after run.done steps; complete or not there at all, for it is renamed last, and
     renamed before it is deleted."""
@@ -1201,6 +1192,7 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 
 
 @_or_warn(BadInput)
+@shown("saving the policy")
 def save_policy(run, folder: Path):
     """The policy in Hugging Face format, with its tokenizer or processor, by the main rank.
 
