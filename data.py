@@ -13,6 +13,7 @@ A batch holds every trajectory of a step on every rank (one host, token ids and 
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows."""
 
 import contextlib
+import csv
 import fcntl
 import functools
 import hashlib
@@ -53,6 +54,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
+from tqdm import tqdm
 from transformers import (
     AttentionInterface, AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig,
     PreTrainedModel, set_seed,
@@ -64,9 +66,10 @@ from agent_loop import (
 )
 
 try:
-    from report import report
+    from report import watch
+    from report.terminal import Bar, shown
 except ImportError:  # the five files alone
-    report = None
+    Bar, shown, watch = tqdm, lambda what: lambda function: function, None
 
 Outputs = list[AgentLoopOutput]
 
@@ -130,41 +133,54 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
 
 
 def read_files(files: list[str]) -> list[dict]:
-    """Rows of parquet or jsonl files. Raises BadInput where a file or `datasets` is missing."""
+    """Rows of jsonl, csv (all text) and parquet files, folders of `save_to_disk`, and data sets of
+    the Hugging Face hub. Raises BadInput where one, or the datasets package, is missing."""
     rows = []
-    for file in map(Path, files):
-        if file.suffix == ".parquet":
-            with refusing("parquet files need the datasets package: pip install datasets"):
-                from datasets import Dataset
-        need(file.is_file(), f"{file}: no such file")
-        need(file.suffix in (".parquet", ".jsonl", ".json"),
-             f"{file}: data files are .parquet or .jsonl")
-        with refusing(f"{file} can't be read"):
-            if file.suffix == ".parquet":
+    for name in files:
+        file = Path(name)
+        need(file.exists() or ":" in name, f"{name}: no such file (a data set of the hub is "
+             "NAME:SPLIT or NAME:CONFIG:SPLIT)")
+        with refusing(f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
+            if file.suffix == ".csv":
+                rows += csv.DictReader(file.open(encoding="utf-8-sig", newline=""), strict=True)
+            elif file.suffix not in (".jsonl", ".json"):
                 # arrow: images stay the bytes they are in the file, decoded where they are used
-                rows += Dataset.from_parquet(str(file)).with_format("arrow")[:].to_pylist()
-                continue
-            text = file.read_text("utf-8-sig").strip()
-            if text.startswith("["):  # not lines, but one list
+                rows += _data_set(name).with_format("arrow")[:].to_pylist()
+            elif (text := file.read_text("utf-8-sig").strip()).startswith("["):  # one list
                 rows += json.loads(text)
-                continue
-            for i, line in enumerate(text.split("\n"), 1):
-                with refusing(f"{file}, line {i}, is no row"):
-                    rows += [json.loads(line)] if line.strip() else []
+            else:
+                for i, line in enumerate(text.split("\n"), 1):
+                    with refusing(f"{file}, line {i}, is no row"):
+                        rows += [json.loads(line)] if line.strip() else []
     return rows
 
 
-def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> list[dict]:
+def _data_set(name):
+    with refusing(f"{name}: pip install datasets"):
+        import datasets
+    if not os.path.exists(name):
+        hub, *config, split = name.split(":")
+        return datasets.load_dataset(hub, *config, split=split)
+    if os.path.isfile(name):
+        return datasets.Dataset.from_parquet(name)
+    found = datasets.load_from_disk(name)
+    need(not isinstance(found, dict), f"{name} has splits: give {name}/ and one of {[*found]}")
+    return found
+
+
+def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
+              prompt_key: str = "prompt") -> list[dict]:
     """The rows of a split ("train" | "val"), checked, with verl's columns; `files` replace `load`.
 
-    A task's SYSTEM_PROMPT is put before every prompt that has no system message. The prompt of a
-    row with a column `images` has a placeholder for each: a part {"type": "image"} of a message's
-    content, or "<image>" in its text. Raises BadInput if there are no rows, a row's prompt isn't a
-    list of chat messages, or its placeholders are more or fewer than its images."""
+    The column prompt_key has chats, or texts, each a user's message. A task's SYSTEM_PROMPT is put
+    before every prompt that has no system message. The prompt of a row with a column `images` has a
+    placeholder for each: a part {"type": "image"} of a message's content, or "<image>" in its text.
+    Raises BadInput if there are no rows, or a row's prompt is neither, or has more or fewer
+    placeholders than images."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = list(read_files(files) if files else task.load(split))
-    rows = [_check_row(row, i, f"row {i} of {source}") for i, row in enumerate(rows)]
+    rows = [_check_row(row, prompt_key, i, f"row {i} of {source}") for i, row in enumerate(rows)]
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
     for row in rows:
@@ -173,12 +189,12 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None) -> l
     return rows
 
 
-def _check_row(row, i, name):
+def _check_row(row, key, i, name):
     """A copy of row number i with an index, and its prompt in one form: see `load_rows`."""
-    need(isinstance(row, dict), f"{name} is no dict with a column 'prompt': {row!r:.80}")
-    need(all(isinstance(key, str) and key not in RUN for key in row),
+    need(isinstance(row, dict), f"{name} is no dict with a column {key!r}: {row!r:.80}")
+    need(all(isinstance(name, str) and name not in RUN for name in row),
          f"{name}: a column's name is a str, and none of {RUN}; it has {[*row]}")
-    need("prompt" in row, f"{name} has no column 'prompt'; it has {sorted(row)}")
+    need(key in row, f"{name} has no column {key!r}; give --prompt_key one of {sorted(row)}")
     row = dict(row)
     extra_info = row.get("extra_info") or {}
     for columns in (row, extra_info):
@@ -186,12 +202,14 @@ def _check_row(row, i, name):
         for kwargs in columns.keys() & {"tools_kwargs", "interaction_kwargs"}:
             columns[kwargs] = _without_none(columns[kwargs])
     row.setdefault("index", extra_info.get("index", i))
-    prompt = row["prompt"]
+    prompt = row[key]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     need(isinstance(prompt, (list, tuple)) and prompt
          and all(isinstance(message, dict) and message.get("role")
                  and (message.get("tool_calls") or message.get("content")) is not None
                  for message in prompt),
-         f"{name}: 'prompt' must be a list of chat messages, got {prompt!r:.80}")
+         f"{name}: {key!r} must be a text or a list of chat messages, got {prompt!r:.80}")
     row["prompt"] = [_without_none(message) for message in prompt]
     for message in row["prompt"]:
         _check_types(message, MESSAGE, f"{name}, a message")
@@ -897,8 +915,7 @@ def _or_warn(*errors):
 
 
 class Log:
-    """metrics.jsonl, rollouts/*.jsonl, args.json, report.html, the terminal, wandb. `evals`:
-    rewards."""
+    """metrics.jsonl, rollouts/*.jsonl, args.json, the terminal; beside them report/watch.py."""
 
     COLUMNS = """\
         reward      reward/mean                 6   .3f
@@ -915,26 +932,19 @@ class Log:
 
     def __init__(self, args, tokenizer, steps_done: int):
         self.args, self.tokenizer, self.folder = args, tokenizer, Path(args.output_dir)
-        self.lines, self.warned, self.wandb, self.unwritten = 0, set(), None, b""
+        self.lines, self.warned, self.unwritten = 0, set(), b""
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         _write_whole(self.folder / "args.json", json.dumps(about, indent=2))  # first: whose it is
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        rows = list(_rows_until(file, steps_done))
         if file.is_file():  # resuming: what came after the checkpoint is done again
-            _write_whole(file, _json_lines(rows))
-        self.evals = [row["eval/reward"] for row in rows if "eval/reward" in row]
-        if args.wandb_project:
-            import wandb
-
-            self.wandb = wandb.init(project=args.wandb_project, dir=str(self.folder), config=about)
+            _write_whole(file, _json_lines(_rows_until(file, steps_done)))
+        self.watch = watch and watch.Watch(self, about)
 
     @_or_warn(Exception)
     def metrics(self, metrics: dict, *learned):
         """One JSON object a step in metrics.jsonl, one aligned line on the terminal. learned: the
         Phase and the batch, of which the report keeps advantages and the trainer's logprobs."""
-        if "eval/reward" in metrics:
-            self.evals.append(metrics["eval/reward"])
         self.unwritten += _json_lines([metrics]).encode()
         shown = numbers(metrics)
         titles, line = "     step", f"{metrics['step']:>4}/{self.args.num_steps:<4}"
@@ -943,17 +953,15 @@ class Log:
             titles += f"  {title:>{width}}"
             line += f"  {cell:>{width}}"
         if self.lines % 20 == 0:
-            print(titles)
+            self.say(titles)
         self.lines += 1
-        print(line, flush=True)
+        self.say(line)
         # A kill loses nothing; on a full disk a part may be written: the rest is, next time.
         with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
             written = file.write(self.unwritten)
             self.unwritten = self.unwritten[written:]
-        if self.wandb:
-            self.wandb.log(shown, step=metrics["step"])
-        if report:
-            report.step(self, metrics, *learned)
+        if self.watch:
+            self.watch.step(metrics, *learned)
 
     @_or_warn(Exception)
     def rollouts(self, name: str, outputs: Outputs, errors: list[dict]):
@@ -974,29 +982,27 @@ class Log:
         text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
         text = re.sub(r"(<\|image_pad\|>)+",
                       lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
-        print(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
-              f"{output.stop_reason} {'-' * 40}")
+        self.say(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
+                 f"{output.stop_reason} {'-' * 40}")
 
     def say(self, text: str):
-        print(text, flush=True)
+        tqdm.write(text)  # above the bars
 
     def warn_once(self, text: str):
         if text not in self.warned:
             self.warned.add(text)
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            tqdm.write(f"warning: {text}", file=sys.stderr)
 
     @_or_warn(Exception)
     def close(self):
-        if report:
-            report.close(self)
-        if self.wandb:
-            self.wandb.finish()
+        if self.watch:
+            self.watch.close()
 
 
 class SilentLog(Log):
     """The log of all other ranks: the same methods, and none does anything."""
 
-    evals = []
+    watch = None
     __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
 
 
@@ -1126,6 +1132,7 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
 
 
 @_or_warn(BadInput, dcp.api.CheckpointException)  # raised on all ranks
+@shown("saving a checkpoint")
 def save_checkpoint(run):
     """What learns, after run.done steps; complete or not there at all, for it is renamed last, and
     renamed before it is deleted."""
@@ -1209,6 +1216,7 @@ def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 @_or_warn(BadInput)
+@shown("saving the policy")
 def save_policy(run, folder: Path):
     """The policy in Hugging Face format, with its tokenizer or processor, by the main rank; that of
     --lora_rank whole, and its adapter in peft's format in the folder `adapter`.

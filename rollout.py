@@ -47,7 +47,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
-from tqdm import tqdm
 
 import data
 from agent_loop import (
@@ -294,6 +293,7 @@ class Engine:
     images (None: a text model): no image would belong to it. With --tp, every rank has an Engine;
     `generate` and `step` are the leader's, the others call `follow` meanwhile."""
 
+    @data.shown("starting the engine")
     def __init__(self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
                  vocab_size: int | None = None, image_token_id: int | None = None):
         _prepare_vllm(device, args.tp)
@@ -1152,8 +1152,7 @@ class Pool:
             if not engine.leader:
                 engine.follow(stop.requested)
                 return stopped
-            hidden = dist.get_rank() > 0 or None  # None: where the output is a file
-            with tqdm(total=total, desc=title, unit="prompt", leave=False, disable=hidden) as bar:
+            with data.Bar(None, title, total=total, unit="prompt") as bar:
                 while not (stopped or over()):
                     if self.future.done():
                         self.future.result()
@@ -1161,8 +1160,6 @@ class Pool:
                     if time.perf_counter() - shown > 0.5:
                         shown, stopped = time.perf_counter(), stop.requested()
                         bar.n = self.n_ended("done") - first
-                        rate = (engine.statistics - before)["tokens"] / (shown - started)
-                        bar.set_postfix_str(f"{rate:,.0f} tokens/s in this engine")
             return stopped
         finally:
             if engine.leader:
@@ -1245,6 +1242,7 @@ def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[i
                 unfinished=unfinished, greedy=args.adv_estimator == "remax")
 
 
+@data.shown("waiting for rewards")
 def grade(run, phase: Phase):
     """Waits until the rewards of a phase are there; a rollout without one is left out and counted.
     Raises Stopped, and RuntimeError if nothing is left."""

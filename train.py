@@ -115,8 +115,10 @@ class Args:
     # what is trained
     task: str = flag("examples/calculator.py", "Python file with load(split), reward(output, row)")
     model: str | None = flag(None, "hub name or folder; default: what the task's build_model makes")
-    train_files: list[str] | None = flag(None, "parquet or jsonl files instead of load('train')")
-    val_files: list[str] | None = flag(None, "parquet or jsonl files instead of load('val')")
+    train_files: list[str] | None = flag(None, "parquet, jsonl or csv files, folders of datasets, "
+                                         "hub names NAME:SPLIT: instead of load('train')")
+    val_files: list[str] | None = flag(None, "the same instead of load('val')")
+    prompt_key: str = flag("prompt", "the rows' column with chats or texts to answer")
     replay: str | None = flag(None, "output_dir of another run: train on its rollouts, no engine")
     rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
@@ -262,6 +264,8 @@ class Args:
                                      "take effect from here on", only="resume")
     show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
     wandb_project: str | None = flag(None, "log to Weights & Biases (WANDB_MODE=offline works)")
+    tracker: str = flag("wandb", "or trackio, where wandb_project goes then", ("wandb", "trackio"),
+                        "wandb_project")
 
     def __post_init__(self):
         self.fill(self.preset_values())
@@ -490,6 +494,7 @@ class Net(nn.Module):
     Packed attention, float32 parameters, no dropout: the network that is differentiated has to be
     the one that sampled. A vision tower keeps an attention of its own, which is not causal."""
 
+    @data.shown("loading the model")
     def __init__(self, auto_class, args: Args, vision, packed: bool):
         super().__init__()
         attention = {"text_config": "packed", "vision_config": "sdpa"} if vision else "packed"
@@ -674,7 +679,7 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     """A Policy's logprobs or a Critic's values of every sampled token, on every rank: (B, T)."""
     result = torch.zeros_like(batch["response_mask"])
     micros = data.shares(batch, range(len(result)), args.tokens_per_micro_batch, net.packed)
-    for rows, real in micros:
+    for rows, real in data.Bar(micros, "scoring"):
         scores = net(net.pack(batch, rows))[0].float().cpu()
         if real:
             result[rows] = scores
@@ -701,7 +706,7 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     micros = data.shares(batch, rows, args.tokens_per_micro_batch, learner.net.packed)
     sums = Counter(unique_tokens=0)
     seen = torch.zeros_like(batch["response_mask"])
-    for i, (micro, real) in enumerate(micros):
+    for i, (micro, real) in enumerate(data.Bar(micros, "update")):
         part = {name: batch[name][micro].to(device) for name in COLUMNS if name in batch}
         mask = part["response_mask"].mul_(real)  # (b, T)
         # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
@@ -787,6 +792,7 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     return checkpoint_weights(policy.model)
 
 
+@data.shown("weights to the engine")
 def sync(engine: Engine, policy: Policy, version: int) -> float:
     """Wakes the engine with the policy's weights, the only way that it can generate; seconds."""
     started = time.perf_counter()
@@ -952,7 +958,7 @@ def fill_in_defaults(args: Args):
             need(name == "output_dir" or not inside, f"--{name} {path} is in --output_dir, which "
                  "would be moved aside: give this run another one")
     for files in filter(None, (args.train_files, args.val_files)):
-        files[:] = map(os.path.realpath, files)
+        files[:] = [os.path.realpath(x) if os.path.exists(x) else x for x in files]  # a hub's name
     if args.replay:
         missing = (n for n in range(args.num_steps) if not replay_file(args, n).is_file())
         args.num_steps = next(missing, args.num_steps)
@@ -962,7 +968,7 @@ def fill_in_defaults(args: Args):
 FREE = """output_dir val_files trust_remote_code tokens_per_micro_batch gradient_checkpointing shard
     oversample tp max_num_seqs max_concurrent gpu_memory_utilization sleep_level engine_args
     check_sync deterministic eval_every eval_temperature eval_top_p eval_sampling_args save_every
-    keep_checkpoints resume resume_with_changes show_every wandb_project"""
+    keep_checkpoints resume resume_with_changes show_every wandb_project tracker"""
 
 
 def check_changes(args: Args, own: bool) -> dict[str, str]:
@@ -983,6 +989,8 @@ def check_changes(args: Args, own: bool) -> dict[str, str]:
 
 def setup(args: Args) -> Run:
     """Checks all input, and raises BadInput; then loads what is expensive, engine and networks."""
+    for name in ("torch.distributed.checkpoint", "vllm"):
+        logging.getLogger(name).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     check_args(args)
     check_sharding(args)
     fill_in_defaults(args)
@@ -990,9 +998,8 @@ def setup(args: Args) -> Run:
     task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * own)
     args.task = task.__file__
     files = {"train": args.train_files, "val": args.val_files}
-    read = {split: data.load_rows(task, split, files[split]) for split in files}
+    read = {split: data.load_rows(task, split, files[split], args.prompt_key) for split in files}
     disable_progress_bar()  # of loading and saving weights
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     accelerator, store = start_processes(args)
     data.on_main(data.claim_folder, args)
     args.model = args.model or data.on_main(data.task_model, task, args)
@@ -1031,6 +1038,8 @@ def setup(args: Args) -> Run:
         run.pool = training_pool(run, done, state.get("prompts_drawn", 0),
                                  state.get("unfinished", ()))
     log.say(banner(run, read))
+    if log.watch:
+        log.watch.start(run)
     return run
 
 
@@ -1080,16 +1089,14 @@ def finish(run: Run, start: int):
     if args.rollout_only:
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
     elif done < args.num_steps:
-        more = "; the same command with --resume goes on from there" * (run.saved > 0)
-        log.say(f"stopped after step {done}{more}")
+        log.say(f"stopped after step {done}")
     else:
-        evals = [f"{reward:.3f}" for reward in log.evals]
-        summary = [f"eval reward {' -> '.join(evals[:: max(1, len(evals) - 1)])}"] * bool(evals)
         if done and data.save_policy(run, folder / "final"):  # without steps it was an evaluation
-            best = f", the best checkpoint is {data.best_checkpoint(folder)}" * bool(evals)
-            summary.append(f"the trained policy is in {folder / 'final'}{best}")
+            log.say(f"the trained policy is in {folder / 'final'}, the best checkpoint is "
+                    f"{data.best_checkpoint(folder)}")
             saved = True
-        log.say("; ".join(summary))
+    if data.watch:
+        log.say(data.watch.summary(args, done))
     close(run)
     need(saved, "nothing of the last steps could be saved")
 
@@ -1294,7 +1301,7 @@ def mean(x: torch.Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
-def warn(run: Run, phase: Phase, metrics: dict, first: bool):
+def warn(run: Run, metrics: dict):
     """What makes a run learn nothing, or the wrong thing, each once."""
     if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
         run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
@@ -1302,9 +1309,6 @@ def warn(run: Run, phase: Phase, metrics: dict, first: bool):
     if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
         run.log.warn_once("a group is left with one trajectory to compare: "
                           "rollout/singleton_groups counts them")
-    if first and not data.groups_with_signal(phase.trained, "total"):
-        run.log.warn_once("every group has equal rewards: see rollouts/, and 'When something is "
-                          "off' in docs/log.md")
 
 
 def update(run: Run, batch: dict, step: int) -> dict[str, float]:
@@ -1343,7 +1347,7 @@ def main(args: Args):
     with contextlib.suppress(Stopped):  # raised on all ranks together
         if start == 0 and run.engine and not args.rollout_only:
             log.metrics({"step": 0} | evaluate(run, 0))
-        for step in range(start, args.num_steps):
+        for step in data.Bar(range(start, args.num_steps), "steps"):
             gather_unless_stopped(None, run.stop.requested())
             # ---- 1. rollout: the engine takes the weights; agent loops run until the batch is full
             started = time.perf_counter()
@@ -1382,7 +1386,7 @@ def main(args: Args):
             metrics |= step_metrics(phase, batch, step, args) | timing
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
-            warn(run, phase, metrics, first=step == start)
+            warn(run, metrics)
             last = run.done == args.num_steps
             try:
                 if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):
@@ -1407,7 +1411,7 @@ def never_fails(write: Callable) -> Callable:
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
         stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
     try:
         main(parse_args())

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
 
@@ -277,7 +278,7 @@ def warm_up(
     # 20 batches up, the second half down to 0.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, 1, 2 - 2 * i / num_batches))
     model.train()
-    for i in range(0, len(chats), batch_size):
+    for i in tqdm(range(0, len(chats), batch_size), "building the model", leave=False, disable=None):
         part, longest = slice(i, i + batch_size), int(lengths[i : i + batch_size].max())
         hidden = model.model(input_ids=input_ids[part, :longest], use_cache=False).last_hidden_state  # (B, T, H)
         targets = labels[part, 1:longest]  # (B, T - 1)

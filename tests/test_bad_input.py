@@ -51,7 +51,7 @@ def row(**columns) -> list[dict]:
     return [{"prompt": H} | columns]
 
 
-ROWS = [5, None, "abc", {"prompt": H}, [None], [5], [H], row(prompt=None), row(prompt=[H]), row(prompt="hi"),
+ROWS = [5, None, "abc", {"prompt": H}, [None], [5], [H], row(prompt=None), row(prompt=[H]), row(prompt=b"hi"),
         message(content=5), message(content=None), message(content=b"x"), message(content={"a": 1}),
         message(content=["x"]), message(content=[{"type": "video"}]), message(content="\ud83d"),
         message(role=None), message(role=5), message(role=""), message(name=5), message(tool_call_id=5),

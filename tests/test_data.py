@@ -136,18 +136,33 @@ def test_what_parquet_fills_into_messages_is_taken_out():
 
 @pytest.mark.parametrize("rows, said", [
     ([], r"load\('train'\) has no rows"),
-    ([{"prompt": HELLO}, {"question": "hello"}], r"row 1 of load\('train'\) has no column 'prompt'; it has .*question"),
-    ([{"prompt": "hello"}], r"row 0 of load\('train'\): 'prompt' must be a list of chat messages, got 'hello'"),
-    ([{"prompt": ["hello"]}], "'prompt' must be a list of chat messages"),
-    ([{"prompt": [{"content": "hello"}]}], "'prompt' must be a list of chat messages"),
-    ([{"prompt": []}], "'prompt' must be a list of chat messages"),
-    ([{"prompt": {"role": "user", "content": "hello"}}], "'prompt' must be a list of chat messages"),
+    ([{"prompt": HELLO}, {"question": "hello"}],
+     r"row 1 of load\('train'\) has no column 'prompt'; give --prompt_key one of \['question'\]"),
+    ([{"prompt": 5}], r"row 0 of load\('train'\): 'prompt' must be a text or a list of chat messages, got 5"),
+    ([{"prompt": ["hello"]}], "'prompt' must be a text or a list of chat messages"),
+    ([{"prompt": [{"content": "hello"}]}], "'prompt' must be a text or a list of chat messages"),
+    ([{"prompt": []}], "'prompt' must be a text or a list of chat messages"),
+    ([{"prompt": {"role": "user", "content": "hello"}}], "'prompt' must be a text or a list of chat messages"),
     pytest.param(["hello"], "row 0"),
 ])  # fmt: skip
 def test_rows_that_are_none(rows, said):
     with pytest.raises(BadInput, match=said) as caught:
         rows_of(rows)
     assert "\n" not in str(caught.value)
+
+
+def test_a_text_is_a_users_message_and_any_column_the_prompt():
+    source = [{"prompt": "hello"}, {"prompt": HELLO, "question": "why?", "messages": HELLO * 3, "answer": 4}]
+    rows = data.load_rows(SimpleNamespace(load=lambda split: source, SYSTEM_PROMPT="Be brief."), "train")
+    system = {"role": "system", "content": "Be brief."}
+    assert [row["prompt"] for row in rows] == [[system, *HELLO]] * 2
+    for key, prompt in ("question", [{"role": "user", "content": "why?"}]), ("messages", HELLO * 3):
+        (row,) = data.load_rows(SimpleNamespace(load=lambda split: source[1:]), "train", None, key)
+        assert row == {"index": 0, **source[1], "prompt": prompt}
+    with pytest.raises(BadInput, match=r"row 0 .* no column 'question'; give --prompt_key one of \['prompt'\]"):
+        data.load_rows(SimpleNamespace(load=lambda split: source), "train", None, "question")
+    with pytest.raises(BadInput, match="'answer' must be a text or a list of chat messages, got 4"):
+        data.load_rows(SimpleNamespace(load=lambda split: source[1:]), "train", None, "answer")
 
 
 ROWS = [
@@ -185,6 +200,36 @@ def test_jsonl_is_json_line_by_line_with_the_types_it_has(tmp_path):
         data.read_files([str(tmp_path / "a.jsonl")])
 
 
+def test_csv_is_text(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text('\ufeffquestion,answer\r\n"What is ""1,\n2""?",007\r\né,\r\n', newline="", encoding="utf-8")
+    expected = [{"question": 'What is "1,\n2"?', "answer": "007"}, {"question": "é", "answer": ""}]
+    assert data.read_files([str(file)]) == expected
+    (first, _) = data.load_rows(SimpleNamespace(), "train", [str(file)], "question")
+    assert first["prompt"] == [{"role": "user", "content": 'What is "1,\n2"?'}] and first["answer"] == "007"
+    file.write_text("question\nhello,5\n")
+    with pytest.raises(BadInput, match=r"row 0 of .*a\.csv: a column's name is a str"):
+        data.load_rows(SimpleNamespace(), "train", [str(file)], "question")
+    file.write_text('question\n"hello\n')
+    with pytest.raises(BadInput, match=r"a\.csv can't be read as .*: _csv.Error: unexpected end of data"):
+        data.read_files([str(file)])
+
+
+def test_a_folder_of_datasets_and_a_name_of_the_hub(tmp_path, monkeypatch):
+    table, folder = datasets.Dataset.from_list(ROWS), tmp_path / "saved"
+    table.save_to_disk(folder / "one")
+    datasets.DatasetDict(train=table, test=table).save_to_disk(folder / "two")
+    assert data.read_files([str(folder / "one"), str(folder / "two" / "test")]) == ROWS * 2
+    with pytest.raises(BadInput, match=r"two has splits: give .*two/ and one of \['train', 'test'\]"):
+        data.read_files([str(folder / "two")])
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: asked.append((*name, split)) or table)
+    assert data.read_files(["openai/gsm8k:main:train", "me/mine:test"]) == ROWS * 2
+    assert asked == [("openai/gsm8k", "main", "train"), ("me/mine", "test")]
+    with pytest.raises(BadInput, match=r"me/mine: no such file .*NAME:SPLIT or NAME:CONFIG:SPLIT"):
+        data.read_files(["me/mine"])
+
+
 def test_rows_of_a_file_are_named_by_the_file(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"question": "?"}) + "\n")
@@ -209,7 +254,7 @@ def test_tools_kwargs_of_parquet_rows_choose_the_tools_they_chose_before(tmp_pat
 
 @pytest.mark.parametrize("name, content, said", [
     ("nowhere.parquet", None, "nowhere.parquet: no such file"),
-    ("rows.csv", "prompt\nhello\n", r"rows.csv: data files are \.parquet or \.jsonl"),
+    ("rows.txt", "prompt\nhello\n", r"rows.txt can't be read as \.parquet, \.jsonl, \.csv or a folder of datasets"),
     pytest.param("cut.jsonl", '{"prompt": [\n', "cut.jsonl"),
     pytest.param("cut.parquet", "PAR1", "cut.parquet"),
     pytest.param("empty.jsonl", "", "empty.jsonl"),
@@ -221,10 +266,10 @@ def test_files_that_are_none(tmp_path, name, content, said):
         data.load_rows(SimpleNamespace(), "train", [str(tmp_path / name)])
 
 
-def test_files_without_the_datasets_package(monkeypatch):
+def test_files_without_the_datasets_package(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(BadInput, match="pip install datasets"):
-        data.read_files(["a.parquet"])
+        data.read_files([str(tmp_path)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

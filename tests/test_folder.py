@@ -239,7 +239,7 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
     checkpoint, final, ends, tmp_path, process_group, monkeypatch
 ):
     run = make_run(tmp_path)
-    run.done, run.engine, run.log.evals, run.log.close = run.args.num_steps, None, [], lambda: None
+    run.done, run.engine, run.log.close = run.args.num_steps, None, lambda: None
     run.background, run.stop = types.SimpleNamespace(close=lambda: None), types.SimpleNamespace()
     monkeypatch.setattr(data, "save_checkpoint", lambda run: checkpoint)
     monkeypatch.setattr(data, "save_policy", lambda run, folder: final)

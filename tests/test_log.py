@@ -19,6 +19,7 @@ class Args:
     output_dir: str
     num_steps: int = 30
     wandb_project: str | None = None
+    tracker: str = "wandb"
     lr: float = 0.5
 
 
@@ -43,7 +44,8 @@ def test_args_versions_and_the_commit_are_kept(args, tmp_path):
     data.Log(args, None, 0)
     about = json.loads((tmp_path / "run" / "args.json").read_text())
     assert list(about) == ["args", "git", "versions", "command"]
-    expected = {"output_dir": str(tmp_path / "run"), "num_steps": 30, "wandb_project": None, "lr": 0.5}
+    expected = {"output_dir": str(tmp_path / "run"), "num_steps": 30, "wandb_project": None, "tracker": "wandb",
+                "lr": 0.5}  # fmt: skip
     assert about["args"] == expected and about["command"] == sys.argv
     assert {"torch", "transformers", "numpy"} <= set(about["versions"])
     assert list(about["versions"])[:2] == ["torch", "transformers"]
@@ -57,7 +59,6 @@ def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys)
     log.metrics(first)
     log.metrics(second)
     assert read(tmp_path / "run" / "metrics.jsonl") == [first, second]
-    assert log.evals == [0.25]
     titles, *lines = capsys.readouterr().out.splitlines()
     assert titles == (
         "     step  reward    eval  length  turns  entropy  clipfrac    grad  logp_diff  tokens/s  rollout_s  train_s"
@@ -86,7 +87,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_stood(args, tmp_path):
     with file.open("a") as f:
         f.write('{"step": 1, "rewa')  # cut off by the kill
     log = data.Log(args, None, 3)
-    assert read(file) == rows[:4] and log.evals == [0.0, 0.25]
+    assert read(file) == rows[:4]
     log.metrics({"step": 4})
     assert [row["step"] for row in read(file)] == [0, 1, 2, 3, 4]
 
@@ -141,7 +142,7 @@ def test_other_ranks_are_silent(args, tmp_path, capsys):
     log.say("hello")
     log.warn_once("odd")
     log.close()
-    assert log.evals == [] and list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
+    assert log.watch is None and list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
     public = {name for name, _ in inspect.getmembers(data.Log, inspect.isfunction) if not name.startswith("_")}
     assert all(name in vars(data.SilentLog) for name in public)
 

@@ -1,0 +1,198 @@
+"""report/watch.py, report/terminal.py and report/trackers.py: what a run tells its user beside its table."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import wait_for
+from test_data import make_output
+
+from agent_loop import BadInput
+from report import terminal, watch
+from train import Args
+
+PROMPT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def log(tmp_path):
+    """What a Watch uses of data.Log."""
+    log = SimpleNamespace(args=Args(output_dir=str(tmp_path)), folder=tmp_path, said=[], tokenizer=None)
+    log.say = log.warn_once = log.said.append
+    return log
+
+
+def sampled(n: int, **attributes) -> list:
+    return [make_output([1], [1, 1], extra={"prompt": i, "sample": 0, "segment": 0}, **attributes) for i in range(n)]
+
+
+# ---------------------------------------------------------------- the start
+
+
+def a_run(tokenizer, **rows) -> SimpleNamespace:
+    import calculator
+
+    return SimpleNamespace(tokenizer=tokenizer, task=calculator, args=Args(), rows=rows)
+
+
+def test_a_template_that_ignores_tools_is_told_of(log, tokenizer, monkeypatch):
+    run = a_run(tokenizer, train=[{"prompt": PROMPT}], val=[])
+    watch.Watch(log, {}).start(run)
+    assert log.said == []
+    said = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", said)
+    watch.Watch(log, {}).start(run)
+    run.rows["train"] = [{"prompt": []}]  # an Interaction speaks first
+    watch.Watch(log, {}).start(run)
+    assert len(log.said) == 2 and all("chat template ignores tools" in text for text in log.said)
+    run.task = SimpleNamespace()
+    watch.Watch(log, {}).start(run)
+    assert len(log.said) == 2
+
+
+def test_questions_of_training_among_the_validation_rows_are_counted(log, tokenizer):
+    train = [{"prompt": [{"role": "user", "content": f"{i}"}], "index": i} for i in range(5)]
+    val = [row | {"index": 100} for row in train[:3]] + [{"prompt": PROMPT}]
+    # Games of other seeds, with the same words, and other images are not the same.
+    seeds = [{"prompt": PROMPT, "extra_info": {"interaction_kwargs": {"seed": seed}}} for seed in range(4)]
+    image = {"prompt": PROMPT, "images": ["a.png"]}
+    run = a_run(tokenizer, train=[*train, *seeds[:2], image], val=[*val, *seeds[2:], image])
+    watch.Watch(log, {}).start(run)
+    (said,) = log.said
+    assert said.startswith("3 of 7 validation rows have the prompt of a training row")
+
+
+# ---------------------------------------------------------------- a step that teaches nothing
+
+
+def test_why_a_step_taught_nothing():
+    outputs = sampled(4, reward=0.0, metrics={"tool_calls": 0}, stop_reason="length")
+    outputs[0].metrics, outputs[1].stop_reason = {"tool_calls": 2}, "stop"
+    why = watch.why_nothing(outputs)
+    assert why.startswith("1 of 4 called a tool, 75% hit the length limit, all rewards are 0 (")
+    assert watch.why_nothing(sampled(2, reward={"score": 1.0})).startswith("all rewards are 1 (")
+    different = [*sampled(1, reward=0.0), *sampled(1, reward=1.0, stop_reason="max_turns")]
+    assert watch.why_nothing(different).startswith("50% hit a limit of turns, all groups have equal rewards (")
+
+
+def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
+    monkeypatch.setattr(watch.report, "step", lambda *_: None)
+    watching, phase = watch.Watch(log, {}), SimpleNamespace(sampled=sampled(2, reward=0.0))
+    for step, advantage in enumerate((0, 0, 1, 0), 1):
+        mask = torch.tensor([[1.0, 0.0]])  # what stands behind the mask teaches nothing
+        batch = {"advantages": torch.tensor([[advantage, 5.0]]), "response_mask": mask}
+        watching.step({"step": step}, phase, batch)
+    watching.step({"step": 5})  # an evaluation alone
+    assert [text.split(" taught")[0] for text in log.said] == ["warning: step 1", "warning: step 4"]
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_the_summary_says_how_it_went_and_what_to_do_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num_steps", "4", "--lr", "1e-3", "--resume",
+                                     "--output_dir=a b", "--sampling_args", '{"top_k": 5}'])  # fmt: skip
+    folder, args = tmp_path / "run", Args(output_dir=str(tmp_path / "run"), num_steps=4)
+    (folder / "checkpoints/step_000002").mkdir(parents=True)
+    rows = [{"step": 0, "eval/reward": 0.25}, {"step": 1, "reward/mean": 0.5},
+            {"step": 2, "reward/mean": 0.75, "eval/reward": 1.0}]  # fmt: skip
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = "accelerate launch train.py --num_steps 4 --lr 1e-3 '--output_dir=a b' --sampling_args '{\"top_k\": 5}'"
+    more = again.replace("--num_steps 4 ", "")
+    other = more.replace("'--output_dir=a b' ", "")
+    rewards = "reward 0.500 -> 0.750, best 0.750 at step 2\neval reward 0.250 -> 1.000, best 1.000 at step 2\n"
+    report = f"report: {folder}/report.html"
+    assert watch.summary(args, 2) == f"{rewards}{report}\ngo on: {again} --resume"
+    (folder / "final").mkdir()
+    evaluate = f"evaluate: {other} --num_steps 0 --model {folder}/final --output_dir {folder}-eval"
+    assert watch.summary(args, 4) == f"{rewards}{report}\n{evaluate}\ntrain on: {more} --num_steps 8 --resume"
+    args.lr_schedule = "linear"  # its end was the schedule's
+    assert watch.summary(args, 4) == f"{rewards}{report}\n{evaluate}"
+    file.write_text(json.dumps(rows[0]))
+    (folder / "final").rmdir()
+    (folder / "checkpoints/step_000002").rmdir()
+    assert watch.summary(args, 0) == f"eval reward 0.250\n{report}"
+
+
+# ---------------------------------------------------------------- bars
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_bars_are_on_terminals_of_the_main_rank_alone(monkeypatch):
+    def drawn(screen, rank="0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert list(terminal.Bar([1, 2], "update")) == [1, 2]
+        with terminal.shown("starting the engine"):
+            pass
+        return screen.getvalue()
+
+    text = drawn(Screen())
+    assert "update:   0%" in text and "starting the engine: 00:00" in text
+    assert text.split("\r")[-2].strip() == ""  # gone at the end
+    assert drawn(io.StringIO()) == drawn(Screen(), rank="1") == ""
+
+
+def test_a_bar_is_drawn_anew_while_nothing_counts(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("RANK", "0")
+    with terminal.shown("starting the engine"):
+        wait_for(lambda: "starting the engine: 00:01" in screen.getvalue())
+
+
+# ---------------------------------------------------------------- trackers
+
+
+class Package(SimpleNamespace):
+    """wandb or trackio, as far as they are used."""
+
+    def __init__(self, **more):
+        self.logged = []
+        super().__init__(init=self.init, log=lambda numbers, step: self.logged.append((numbers, step)),
+                         finish=lambda: self.logged.append("finished"), **more)  # fmt: skip
+
+    def init(self, **settings):
+        self.settings = settings
+        return self
+
+    def Table(self, columns, data):
+        return {"columns": columns, "data": data}
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_get_numbers_and_a_table_of_trajectories(name, log, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, package := Package())
+    monkeypatch.setattr(watch.report, "step", lambda *_: None)
+    monkeypatch.setattr(watch.report, "close", lambda *_: None)
+    log.args.wandb_project, log.args.tracker = "p", name
+    log.tokenizer = SimpleNamespace(decode=str)
+    watching = watch.Watch(log, {"args": 1})
+    phase = SimpleNamespace(outputs=sampled(70, reward={"score": 0.5}, turn_rewards=[(0, 0.25)], num_turns=2))
+    watching.step({"step": 0, "eval/reward": 0.5})
+    watching.step({"step": 1, "reward/mean": 0.5, "timing/slowest": {}}, phase)
+    watching.close()
+    where = {"dir": log.args.output_dir} if name == "wandb" else {}
+    assert package.settings == {"project": "p", "config": {"args": 1}} | where
+    own = [{"step": 0}, {"step": 1}] if name == "wandb" else [{}, {}]
+    (first, at_0), (second, at_1), end = package.logged
+    table = second.pop("rollouts")
+    assert (first, at_0, second, at_1, end) == (
+        own[0] | {"eval/reward": 0.5}, 0, own[1] | {"reward/mean": 0.5}, 1, "finished")  # fmt: skip
+    assert len(table["data"]) == 64 and len(table["columns"]) == len(table["data"][0])
+    assert table["data"][3] == [3, 0, "None", 0.75, 2, "stop", "[1, 100, 101]"]
+
+
+def test_a_tracker_that_is_not_installed(log, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    log.args.wandb_project, log.args.tracker = "p", "trackio"
+    with pytest.raises(BadInput, match="--tracker trackio needs: pip install trackio"):
+        watch.Watch(log, {})
