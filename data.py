@@ -976,15 +976,6 @@ class Log:
             text = _json_lines(lines, ensure_ascii=False)
             _write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
-    @_or_warn(Exception)
-    def show(self, output: AgentLoopOutput):
-        """One whole trajectory, special tokens included."""
-        text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-        text = re.sub(r"(<\|image_pad\|>)+",
-                      lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
-        self.say(f"{'-' * 100}\n{text}\n{'-' * 40} reward {total_reward(output):g}, "
-                 f"{output.stop_reason} {'-' * 40}")
-
     def say(self, text: str):
         tqdm.write(text)  # above the bars
 
@@ -1003,7 +994,7 @@ class SilentLog(Log):
     """The log of all other ranks: the same methods, and none does anything."""
 
     watch = None
-    __init__ = metrics = rollouts = show = say = warn_once = close = lambda self, *_, **__: None
+    __init__ = metrics = rollouts = say = warn_once = close = lambda self, *_, **__: None
 
 
 def _json_lines(rows, **options):
@@ -1202,8 +1193,8 @@ def whole(x: Tensor) -> Tensor:
 
 
 def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a model's parameters and buffers, tied ones once, without --lora_rank's: those
-    under an adapter as the sum, a tensor of its own.
+    """(name, tensor) of a model's parameters and buffers, tied ones once, without --lora_rank's:
+    those under an adapter as the sum, a tensor of its own.
 
     Of a sharded model one at a time is whole, and all ranks go through them together."""
     saved = model.state_dict()

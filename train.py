@@ -433,6 +433,8 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         f"--think_tags {args.think_tags} must be two tags with a space between":
             len(args.think_tags.split()) == 2,
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
+        "--wandb_project needs the folder report/ beside train.py":
+            data.watch or not args.wandb_project,
         "--check_sync compares weights, which quantization changes: give one of them":
             not args.check_sync or not args.quantized,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
@@ -1037,9 +1039,8 @@ def setup(args: Args) -> Run:
     if engine:
         run.pool = training_pool(run, done, state.get("prompts_drawn", 0),
                                  state.get("unfinished", ()))
-    log.say(banner(run, read))
     if log.watch:
-        log.watch.start(run)
+        log.watch.start(run, read)
     return run
 
 
@@ -1050,36 +1051,18 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
     if args.adv_estimator == "gae" and not args.rollout_only:
         critic = Critic(args, policy.vision, policy.packed)
         critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
-    if args.lora_rank and args.kl_coef and not args.ref_model:
+    use = args.kl_coef and not args.rollout_only
+    if use and args.lora_rank and not args.ref_model:
         from peft.helpers import rescale_adapter_scale
 
         # Around each call; what is wrapped lends its attributes, but not its methods.
         reference = rescale_adapter_scale(policy, 0)(policy)
         reference.pack = policy.pack
-    elif args.kl_coef and not args.rollout_only:
+    elif use:
         reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
-
-
-def banner(run: Run, read: dict[str, list[dict]]) -> str:
-    """What is about to be trained, in a few lines; read: the rows before the overlong ones left."""
-    args, rows, n_updates = run.args, run.rows, run.args.updates_per_rollout
-    n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
-    note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
-    padded = "; its layers take no packed sequences: each is computed alone, right-padded"
-    padded *= not run.policy.net.packed
-    resuming = f"resuming after step {run.done} of " if run.done else ""
-    return f"""{args.task}: {len(rows["train"])} training rows \
-({len(read["train"]) - len(rows["train"])} overlong ones dropped), {len(rows["val"])} validation \
-rows ({len(read["val"]) - len(rows["val"])} dropped)
-{args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
-{run.accelerator.device.type}{padded}
-{args.algo}: {args.describe_algo()}
-{args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} \
-trajectories a step, {n_updates} update(s) each{note}, lr {args.lr:g}; \
-{resuming}{args.num_steps} steps; writing {args.output_dir}"""
 
 
 def finish(run: Run, start: int):
@@ -1301,16 +1284,6 @@ def mean(x: torch.Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
-def warn(run: Run, metrics: dict):
-    """What makes a run learn nothing, or the wrong thing, each once."""
-    if run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(run.agreed, 1e-6):
-        run.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
-                          f"since this run's first step, from {run.agreed:.1e}")
-    if metrics["rollout/singleton_groups"] and run.args.adv_estimator in GROUP_ESTIMATORS:
-        run.log.warn_once("a group is left with one trajectory to compare: "
-                          "rollout/singleton_groups counts them")
-
-
 def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     """Epochs x mini-batches x packed micro-batches; losses over global counts. Returns metrics.
 
@@ -1386,15 +1359,12 @@ def main(args: Args):
             metrics |= step_metrics(phase, batch, step, args) | timing
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
-            warn(run, metrics)
             last = run.done == args.num_steps
             try:
                 if run.engine and (last or args.eval_every and run.done % args.eval_every == 0):
                     metrics |= evaluate(run, run.done)
             finally:  # also if the evaluation is stopped
                 log.metrics(metrics, phase, batch)
-            if args.show_every and step % args.show_every == 0:
-                log.show(phase.outputs[0])
             if args.save_every and run.done % args.save_every == 0:
                 data.save_checkpoint(run)
             del phase, batch  # a step's images go before the next step's come

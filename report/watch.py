@@ -1,11 +1,14 @@
-"""What a run tells its user beside its table: warnings at the start, why a step taught nothing, the report, a tracker,
-what to do at the end. `data.Log` has a `Watch`; the five files run without it."""
+"""What a run tells its user beside its table: what is about to be trained, warnings, a trajectory now and then, the
+report, a tracker, what to do at the end. `data.Log` has a `Watch`; the five files run without it."""
 
 import json
+import re
 import shlex
 import sys
 from collections import Counter
 from pathlib import Path
+
+import torch.distributed as dist
 
 from agent_loop import render_text, row_kwargs, task_tools, templated
 from report import report
@@ -19,8 +22,11 @@ class Watch:
         self.log, self.learning = log, True
         self.tracker = Tracker(log.args, about) if log.args.wandb_project else None
 
-    def start(self, run) -> None:
-        """Warns of what makes training or evaluation pointless, before the first step. run: train.Run."""
+    def start(self, run, read: dict[str, list[dict]]) -> None:
+        """What is about to be trained, and warnings of what makes that pointless. run: train.Run; read: the rows before
+        the overlong ones left."""
+        self.run = run
+        self.log.say(banner(run, read))
         for warning in (ignored_tools(run), common_prompts(run.rows)):
             if warning:
                 self.log.warn_once(warning)
@@ -32,14 +38,52 @@ class Watch:
             if self.learning and not learning:
                 self.log.say(f"warning: step {metrics['step']} taught nothing: {why_nothing(phase.sampled)}")
             self.learning = learning
+            self.warn(metrics)
+            every = self.log.args.show_every
+            if every and metrics["step"] % every == 1 % every:
+                self.log.say(whole(phase.outputs[0], self.log.tokenizer))
         report.step(self.log, metrics, phase, batch)
         if self.tracker:
             self.tracker.step(metrics, self.log.tokenizer, phase)
+
+    def warn(self, metrics: dict) -> None:
+        """Of what comes between the policy and what it learns from, each once."""
+        agreed, args = self.run.agreed, self.log.args
+        if self.run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(agreed, 1e-6):
+            self.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold since this run's "
+                               f"first step, from {agreed:.1e}")  # fmt: skip
+        if metrics["rollout/singleton_groups"] and args.adv_estimator not in ("gae", "reinforce_pp", "remax"):
+            self.log.warn_once("a group is left with one trajectory to compare: rollout/singleton_groups counts them")
 
     def close(self) -> None:
         report.close(self.log)
         if self.tracker:
             self.tracker.close()
+
+
+def banner(run, read: dict[str, list[dict]]) -> str:
+    args, rows, n_updates = run.args, run.rows, run.args.updates_per_rollout
+    dropped = {split: len(read[split]) - len(rows[split]) for split in rows}
+    n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
+    note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
+    padded = "; its layers take no packed sequences: each is computed alone, right-padded"
+    padded *= not run.policy.net.packed
+    resuming = f"resuming after step {run.done} of " if run.done else ""
+    return f"""{args.task}: {len(rows["train"])} training rows ({dropped["train"]} overlong ones dropped), \
+{len(rows["val"])} validation rows ({dropped["val"]} dropped)
+{args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
+{run.accelerator.device.type}{padded}
+{args.algo}: {args.describe_algo()}
+{args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} trajectories a step, \
+{n_updates} update(s) each{note}, lr {args.lr:g}; {resuming}{args.num_steps} steps; writing {args.output_dir}"""
+
+
+def whole(output, tokenizer) -> str:
+    """A trajectory, special tokens included."""
+    text = tokenizer.decode(output.prompt_ids + output.response_ids)
+    text = re.sub(r"(<\|image_pad\|>)+", lambda m: f"[{len(m[0]) // len(m[1])} tokens of an image]", text)
+    line = "-" * 40
+    return f"{line}{line}\n{text}\n{line} reward {total_reward(output):g}, {output.stop_reason} {line}"
 
 
 def ignored_tools(run) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 
 import data
 from agent_loop import AgentLoopOutput
+from report import watch
 
 
 @dataclass
@@ -121,16 +122,16 @@ def test_an_empty_phase_leaves_no_file_and_failures_alone_do(args, tmp_path):
     assert [file.name for file in (tmp_path / "run" / "rollouts").iterdir()] == ["step_000001.jsonl"]
 
 
-def test_what_is_shown_said_and_warned_about(args, capsys):
+def test_what_is_said_and_warned_about(args, capsys):
     log = data.Log(args, TOKENIZER, 0)
-    log.show(an_output(reward=0.5, stop_reason="length"))
+    log.say(watch.whole(an_output(reward=0.5, stop_reason="length"), TOKENIZER))
     log.say("hello")
     for text in ("odd", "odd", "even"):
         log.warn_once(text)
     log.close()
     out, err = capsys.readouterr()
     shown = "<|im_start|>[3 tokens of an image] [1, 2, 7, 8] é"
-    assert out == f"{'-' * 100}\n{shown}\n{'-' * 40} reward 0.5, length {'-' * 40}\nhello\n"
+    assert out == f"{'-' * 80}\n{shown}\n{'-' * 40} reward 0.5, length {'-' * 40}\nhello\n"
     assert err == "warning: odd\nwarning: even\n"
 
 
@@ -138,7 +139,6 @@ def test_other_ranks_are_silent(args, tmp_path, capsys):
     log = data.SilentLog(args, None, 0)
     log.metrics({"step": 1, "eval/reward": 1.0})
     log.rollouts("step_000001", [an_output()], [])
-    log.show(an_output())
     log.say("hello")
     log.warn_once("odd")
     log.close()

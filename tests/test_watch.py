@@ -38,19 +38,30 @@ def a_run(tokenizer, **rows) -> SimpleNamespace:
     return SimpleNamespace(tokenizer=tokenizer, task=calculator, args=Args(), rows=rows)
 
 
+@pytest.fixture(autouse=True)
+def no_banner(monkeypatch):
+    monkeypatch.setattr(watch, "banner", lambda run, read: "the banner")
+
+
+def warnings_of(log, run) -> list[str]:
+    watch.Watch(log, {}).start(run, run.rows)
+    banner, *warnings = log.said
+    assert banner == "the banner"
+    log.said.clear()
+    return warnings
+
+
 def test_a_template_that_ignores_tools_is_told_of(log, tokenizer, monkeypatch):
     run = a_run(tokenizer, train=[{"prompt": PROMPT}], val=[])
-    watch.Watch(log, {}).start(run)
-    assert log.said == []
+    assert warnings_of(log, run) == []
     said = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", said)
-    watch.Watch(log, {}).start(run)
-    run.rows["train"] = [{"prompt": []}]  # an Interaction speaks first
-    watch.Watch(log, {}).start(run)
-    assert len(log.said) == 2 and all("chat template ignores tools" in text for text in log.said)
+    for prompt in (PROMPT, []):  # without one an Interaction speaks first
+        run.rows["train"] = [{"prompt": prompt}]
+        (warning,) = warnings_of(log, run)
+        assert "chat template ignores tools" in warning
     run.task = SimpleNamespace()
-    watch.Watch(log, {}).start(run)
-    assert len(log.said) == 2
+    assert warnings_of(log, run) == []
 
 
 def test_questions_of_training_among_the_validation_rows_are_counted(log, tokenizer):
@@ -60,8 +71,7 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, tokeni
     seeds = [{"prompt": PROMPT, "extra_info": {"interaction_kwargs": {"seed": seed}}} for seed in range(4)]
     image = {"prompt": PROMPT, "images": ["a.png"]}
     run = a_run(tokenizer, train=[*train, *seeds[:2], image], val=[*val, *seeds[2:], image])
-    watch.Watch(log, {}).start(run)
-    (said,) = log.said
+    (said,) = warnings_of(log, run)
     assert said.startswith("3 of 7 validation rows have the prompt of a training row")
 
 
@@ -80,13 +90,31 @@ def test_why_a_step_taught_nothing():
 
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
     monkeypatch.setattr(watch.report, "step", lambda *_: None)
-    watching, phase = watch.Watch(log, {}), SimpleNamespace(sampled=sampled(2, reward=0.0))
+    monkeypatch.setattr(watch, "whole", lambda output, tokenizer: f"trajectory of {output}")
+    watching, phase = watch.Watch(log, {}), SimpleNamespace(sampled=sampled(2, reward=0.0), outputs=["the first"])
+    watching.run, log.args.show_every = SimpleNamespace(engine=None, agreed=None), 3
     for step, advantage in enumerate((0, 0, 1, 0), 1):
         mask = torch.tensor([[1.0, 0.0]])  # what stands behind the mask teaches nothing
         batch = {"advantages": torch.tensor([[advantage, 5.0]]), "response_mask": mask}
-        watching.step({"step": step}, phase, batch)
+        watching.step({"step": step, "rollout/singleton_groups": 0}, phase, batch)
     watching.step({"step": 5})  # an evaluation alone
-    assert [text.split(" taught")[0] for text in log.said] == ["warning: step 1", "warning: step 4"]
+    assert [text.split(" taught")[0] for text in log.said] == [
+        "warning: step 1", "trajectory of the first", "warning: step 4", "trajectory of the first"]  # fmt: skip
+
+
+def test_what_comes_between_the_policy_and_its_rewards_is_warned_of(log):
+    watching = watch.Watch(log, {})
+    watching.run = SimpleNamespace(engine=True, agreed=1e-7)
+    fine = {"rollout/logp_diff_mean": 9e-6, "rollout/singleton_groups": 0}
+    watching.warn(fine)
+    assert log.said == []
+    watching.warn(fine | {"rollout/logp_diff_mean": 2e-5})
+    watching.warn(fine | {"rollout/singleton_groups": 1})
+    log.args.adv_estimator = "gae"  # compares no group
+    watching.warn(fine | {"rollout/singleton_groups": 1})
+    grown, alone = log.said
+    assert grown.endswith("has grown tenfold since this run's first step, from 1.0e-07")
+    assert alone.startswith("a group is left with one trajectory to compare")
 
 
 # ---------------------------------------------------------------- the end
