@@ -50,7 +50,6 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
@@ -1114,8 +1113,7 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
     unless it is about to be loaded: its name is in `saved`."""
     state = {}
     for name, learner in run.learners.items():
-        state[name] = {x: p.detach() for x, p in learner.net.named_parameters()
-                       if p.requires_grad}
+        state[name] = {x: p for x, p in learner.net.named_parameters() if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
             state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
                 learner.net, learner.optimizer)
@@ -1188,7 +1186,7 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 
 def whole(x: Tensor) -> Tensor:
     """A tensor, gathered from all ranks if it is sharded."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -1212,7 +1210,7 @@ def save_policy(run, folder: Path):
 
     All ranks call it: a sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model
-    state = {name: x.cpu() for name, x in whole_weights(model) if dist.get_rank() == 0}
+    state = {name: x.cpu() for name, x in whole_weights(model) if not dist.get_rank()}
     lora = {f"base_model.model.{name.replace('.default', '')}": whole(p.detach())
             for name, p in model.named_parameters() if ".lora_" in name}
     temporary = folder.with_name(f".{folder.name}")

@@ -547,12 +547,11 @@ class Policy(Net):
         need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way "
              "that token_logprobs doesn't implement: only a product, a scale and a soft cap are")
         if args.lora_rank:  # linear layers W become W + s B A, B at first 0; only A and B learn
-            with data.refusing("--lora_rank needs the peft package: pip install peft"):
-                from peft import LoraConfig, inject_adapter_in_model
             given = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
             need(len(given) == 2, "--lora_args takes target_modules and lora_alpha only")
             set_seed(args.seed)
-            with data.refusing("--lora_args"):
+            with data.refusing("--lora_rank (which needs peft: pip install peft), --lora_args"):
+                from peft import LoraConfig, inject_adapter_in_model
                 inject_adapter_in_model(LoraConfig(r=args.lora_rank, **given), self.model)
             need(self.model.get_output_embeddings() is self.head[0]  # whose weight `read` takes
                  and not hasattr(self.model.get_input_embeddings(), "base_layer"),
@@ -998,10 +997,9 @@ def setup(args: Args) -> Run:
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     teacher = replace(args, model=args.ref_model or args.model, lora_rank=0)
-    same = not args.ref_model or (
-        data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab())
-    need(same, f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: its "
-         "ids mean other tokens")
+    need(data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(),
+         f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: its ids "
+         "mean other tokens")
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):
@@ -1126,17 +1124,13 @@ def generate(run: Run, step: int) -> Phase:
 
 def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     """The networks whose numbers for the sampled tokens this step uses."""
-    args, networks = run.args, {}
+    args = run.args
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
     old = old or run.engine and run.agreed is None  # for check_agreement
-    if old and not args.rollout_only:
-        networks["logprobs_old"] = run.policy.net
-    if run.reference:
-        networks["logprobs_ref"] = run.reference
-    if run.critic:
-        networks["values"] = run.critic.net
-    return networks
+    networks = {"logprobs_old": not args.rollout_only and old and run.policy.net,
+                "logprobs_ref": run.reference, "values": run.critic and run.critic.net}
+    return {name: network for name, network in networks.items() if network}
 
 
 def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
