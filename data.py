@@ -1166,32 +1166,30 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
-    """Loads what `save_checkpoint` saved; parts: step.json's. Raises BadInput if one is missing."""
-    need(run.learners.keys() <= set(parts), f"--resume: {folder} holds {list(parts)}, not all of "
-         f"{list(run.learners)}: was it written with other flags, or by an earlier version?")
+    """Loads what `save_checkpoint` saved; parts: step.json's. Raises BadInput if it does not."""
     state = training_state(run, parts)  # the parameters themselves: loaded in place
     try:
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise BadInput(f"--resume: {folder} does not load ({reason}): broken, or another model's; "
-                       "moved away, the one before is taken") from None
+        raise BadInput(f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
+                       "broken, another model's, or of other flags; moved away, the one before is "
+                       "taken") from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
-            optimizer = state[f"{name}_optimizer"]
-            dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
+            dcp_state.set_optimizer_state_dict(
+                learner.net, learner.optimizer, state[f"{name}_optimizer"])
             for group in learner.optimizer.param_groups:
                 group |= learner.optimizer.defaults  # the present flags', not those of before
 
 
 def whole(x: Tensor) -> Tensor:
     """A tensor, gathered from all ranks if it is sharded."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return getattr(x, "full_tensor", lambda: x)()
 
 
 def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a model's parameters and buffers, tied ones once, without --lora_rank's: those
-    under an adapter as the sum, a tensor of its own.
+    """(name, tensor) of a model's parameters and buffers, tied ones once; those under an adapter
+    are the sum with it, in a tensor of its own.
 
     Of a sharded model one at a time is whole, and all ranks go through them together."""
     saved = model.state_dict()
