@@ -51,7 +51,6 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm import tqdm
@@ -1114,8 +1113,7 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
     unless it is about to be loaded: its name is in `saved`."""
     state = {}
     for name, learner in run.learners.items():
-        state[name] = {x: p.detach() for x, p in learner.net.named_parameters()
-                       if p.requires_grad}
+        state[name] = {x: p for x, p in learner.net.named_parameters() if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
             state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
                 learner.net, learner.optimizer)
@@ -1169,32 +1167,30 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
-    """Loads what `save_checkpoint` saved; parts: step.json's. Raises BadInput if one is missing."""
-    need(run.learners.keys() <= set(parts), f"--resume: {folder} holds {list(parts)}, not all of "
-         f"{list(run.learners)}: was it written with other flags, or by an earlier version?")
+    """Loads what `save_checkpoint` saved; parts: step.json's. Raises BadInput if it does not."""
     state = training_state(run, parts)  # the parameters themselves: loaded in place
     try:
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise BadInput(f"--resume: {folder} does not load ({reason}): broken, or another model's; "
-                       "moved away, the one before is taken") from None
+        raise BadInput(f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
+                       "broken, another model's, or of other flags; moved away, the one before is "
+                       "taken") from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
-            optimizer = state[f"{name}_optimizer"]
-            dcp_state.set_optimizer_state_dict(learner.net, learner.optimizer, optimizer)
+            dcp_state.set_optimizer_state_dict(
+                learner.net, learner.optimizer, state[f"{name}_optimizer"])
             for group in learner.optimizer.param_groups:
                 group |= learner.optimizer.defaults  # the present flags', not those of before
 
 
 def whole(x: Tensor) -> Tensor:
     """A tensor, gathered from all ranks if it is sharded."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return getattr(x, "full_tensor", lambda: x)()
 
 
 def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a model's parameters and buffers, tied ones once, without --lora_rank's:
-    those under an adapter as the sum, a tensor of its own.
+    """(name, tensor) of a model's parameters and buffers, tied ones once; those under an adapter
+    are the sum with it, in a tensor of its own.
 
     Of a sharded model one at a time is whole, and all ranks go through them together."""
     saved = model.state_dict()
@@ -1214,7 +1210,7 @@ def save_policy(run, folder: Path):
 
     All ranks call it: a sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model
-    state = {name: x.cpu() for name, x in whole_weights(model) if dist.get_rank() == 0}
+    state = {name: x.cpu() for name, x in whole_weights(model) if not dist.get_rank()}
     lora = {f"base_model.model.{name.replace('.default', '')}": whole(p.detach())
             for name, p in model.named_parameters() if ".lora_" in name}
     temporary = folder.with_name(f".{folder.name}")

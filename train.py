@@ -192,11 +192,9 @@ class Args:
     critic_lr: float | None = flag(None, "default: 1e-5, for the task's own tiny model 1e-3",
                                    only="adv_estimator=gae")
     # optimiser
-    lr: float | None = flag(None, "AdamW; default: 1e-6, for the task's own tiny model 3e-4, ten "
-                            "times that with --lora_rank")
+    lr: float | None = flag(None, "AdamW; default: 1e-6, a task's own model 3e-4; LoRA: x 10")
     lora_rank: int = flag(0, "LoRA by peft: train adapters of this rank alone; 0: all weights")
-    lora_args: str = flag("{}", 'default: {"target_modules": "all-linear", "lora_alpha": 32}',
-                          only="lora_rank")
+    lora_args: str = flag("{}", '{"target_modules":"all-linear", "lora_alpha":32}', (), "lora_rank")
     lr_schedule: str = flag("constant", "down to 0 at num_steps", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up")
     weight_decay: float = flag(0.0, "AdamW")
@@ -370,8 +368,7 @@ def check_args(args: Args):
     with data.refusing("--rollout_correction, --correction_low and _high"):
         losses.rollout_correction(args.rollout_correction, *torch.zeros(3, 1, 1),
                                   args.correction_low, args.correction_high)
-    for name in """chat_template_args lora_args engine_args sampling_args
-            eval_sampling_args""".split():
+    for name in "chat_template_args lora_args engine_args sampling_args eval_sampling_args".split():
         with data.refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
@@ -554,15 +551,14 @@ class Policy(Net):
         need(vision or self._choose_attention(args), f"--model {args.model} makes logits in a way "
              "that token_logprobs doesn't implement: only a product, a scale and a soft cap are")
         if args.lora_rank:  # linear layers W become W + s B A, B at first 0; only A and B learn
-            with data.refusing("--lora_rank needs the peft package: pip install peft"):
-                from peft import LoraConfig, inject_adapter_in_model
             given = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
-            need(len(given) == 2, "--lora_args takes target_modules and lora_alpha only")
             set_seed(args.seed)
-            with data.refusing("--lora_args"):
+            need(len(given) == 2, "--lora_args takes target_modules and lora_alpha only")
+            with data.refusing("--lora_rank (which needs peft: pip install peft), --lora_args"):
+                from peft import LoraConfig, inject_adapter_in_model
                 inject_adapter_in_model(LoraConfig(r=args.lora_rank, **given), self.model)
-            need(self.model.get_output_embeddings() is self.head[0]  # whose weight `read` takes
-                 and not hasattr(self.model.get_input_embeddings(), "base_layer"),
+            need(not hasattr(self.model.get_input_embeddings(), "base_layer")  # `read` skips them
+                 and self.model.get_output_embeddings() is self.head[0],
                  "--lora_args: embeddings and output head can't be targets")
 
     @torch.no_grad()
@@ -778,8 +774,7 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 
 
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """data.whole_weights by their names in a checkpoint, transformers' own way back: renamed, and
-    fused experts one by one. None must be kept beyond the next one."""
+    """data.whole_weights by their names in a checkpoint, experts one by one; none must be kept."""
     for name, x in data.whole_weights(model):
         if x.is_floating_point():
             parts = revert_weight_conversion(model, {name: x})
@@ -948,9 +943,8 @@ def fill_in_defaults(args: Args):
     """What depends on other flags; with --replay, num_steps is what there are files for. Paths
     become absolute: a tool may change the directory."""
     lr, critic_lr = (1e-6, 1e-5) if args.model else (3e-4, 1e-3)
-    lr *= 10 if args.lora_rank else 1
     folder = f"runs/{Path(args.task).stem}" + "-eval" * (not args.num_steps)
-    args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder})
+    args.fill({"lr": lr * 10 ** bool(args.lora_rank), "critic_lr": critic_lr, "output_dir": folder})
     for name in ("output_dir", "replay", "model", "ref_model"):
         path = getattr(args, name)
         if path and ("model" not in name or os.path.isdir(path)):  # else a hub's name
@@ -1007,10 +1001,8 @@ def setup(args: Args) -> Run:
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     teacher = replace(args, model=args.ref_model or args.model, lora_rank=0)
-    same = not args.ref_model or (
-        data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab())
-    need(same, f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: its "
-         "ids mean other tokens")
+    need(data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(), "--ref_model "
+         f"{args.ref_model} has another tokenizer than --model {args.model}: ids mean other tokens")
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):
@@ -1054,13 +1046,11 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
     use = args.kl_coef and not args.rollout_only
     if use and args.lora_rank and not args.ref_model:
         from peft.helpers import rescale_adapter_scale
-
-        # Around each call; what is wrapped lends its attributes, but not its methods.
-        reference = rescale_adapter_scale(policy, 0)(policy)
-        reference.pack = policy.pack
+        reference = rescale_adapter_scale(policy, 0)(policy)  # scaled so in each call
+        reference.pack = policy.pack  # attributes are those of what is wrapped, methods are not
     elif use:
-        reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
-        reference = wrap(reference, args, accelerator, frozen=True)
+        reference = wrap(Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False),
+                         args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
@@ -1117,9 +1107,9 @@ def generate(run: Run, step: int) -> Phase:
 def scorers(run: Run, step: int) -> dict[str, nn.Module]:
     """The networks whose numbers for the sampled tokens this step uses."""
     args, networks = run.args, {}
-    in_reward = run.reference and args.kl_in == "reward"
-    old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
-    old = old or run.engine and run.agreed is None  # for check_agreement
+    old = (run.engine and run.agreed is None  # for check_agreement
+           or args.updates_per_rollout > 1 or step < args.critic_warmup
+           or run.reference and args.kl_in == "reward")
     if old and not args.rollout_only:
         networks["logprobs_old"] = run.policy.net
     if run.reference:
