@@ -29,9 +29,12 @@ def demonstrations(row: dict) -> list[list[dict]]:
     ]  # fmt: skip
 
 
-def build_model(path: str | Path, rows: int = 5000) -> None:
-    """Write a model that has learned from demonstrations on so many rows to the folder `path`."""
+def build_model(path: str | Path) -> None:
+    """Write a model that has learned from demonstrations to the folder `path`."""
     model, tokenizer = init_model(path)
-    chats = [chat for row in random.choices(load("train"), k=rows) for chat in demonstrations(row)]
+    chats, rows = [], load("train")
+    for _ in range(64):  # chats of like lengths stand side by side: less padding
+        some = [chat for row in random.choices(rows, k=64) for chat in demonstrations(row)]
+        chats += sorted(some, key=lambda chat: len(str(chat)))
     warm_up(model, tokenizer, chats=chats, tools=())
     model.eval().save_pretrained(path)

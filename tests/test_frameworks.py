@@ -96,7 +96,7 @@ def langgraph(form=None, choice=None, **how):
 
     class Model(openai.ChatOpenAI):
         def bind_tools(self, tools, **more):
-            return super().bind_tools(tools, tool_choice=choice, **more)
+            return super().bind_tools(tools, **{"tool_choice": choice} | more)
 
     async def agent(base_url, api_key):
         make = functools.partial(Model, **how)
