@@ -1083,8 +1083,9 @@ class ChatClient:
             content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
             if any(call["error"] for call in calls):  # is text, as from vLLM's server
                 calls = []
-            elif calls:
-                calls = calls[: 1 if parallel_tool_calls is False else None]
+            if parallel_tool_calls is False:
+                calls = calls[:1]
+            if calls:
                 _make_calls(reply, content, calls, turn)
             trajectory.count("tool_calls", len(calls))
         trajectory.tools = tools, template  # others may go on from it now

@@ -552,8 +552,8 @@ def describe(outputs: Outputs) -> dict:
     """Statistics over trajectories: rewards, lengths, turns, how they ended, seconds, metrics.
 
     Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*, numbers
-    in AgentLoopOutput.metrics as rollout/* (means over rollouts, 0 where one has none), seconds as
-    timing/*. rollout/segments: outputs of a rollout."""
+    in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as timing/*.
+    rollout/segments: outputs of a rollout."""
     seconds = ("generate_s", "tool_s")
     loops = [dict.fromkeys(seconds, 0.0) | numbers(o.metrics) for o in outputs]
     rewards = by_rollout(outputs).rewards.tolist()
@@ -567,11 +567,11 @@ def describe(outputs: Outputs) -> dict:
     for metrics, column in columns.items():
         name, *statistics = metrics.split()
         result |= {name + how: float(getattr(np, how)(column)) for how in statistics}
-    stops, sums = Counter(o.stop_reason for o in outputs), Counter(segments=len(outputs))
+    result["rollout/segments"] = len(outputs) / len(rewards)
+    sums = Counter(f"stop_reason/{o.stop_reason}" for o in outputs)
     for loop in loops:
-        sums.update({name: x for name, x in loop.items() if name not in seconds})
-    result |= {f"stop_reason/{name}": n / len(outputs) for name, n in sorted(stops.items())}
-    result |= {f"rollout/{name}": x / len(rewards) for name, x in sorted(sums.items())}
+        sums.update({f"rollout/{name}": x for name, x in loop.items() if name not in seconds})
+    result |= {name: total / len(outputs) for name, total in sorted(sums.items())}
     result["response_length/clipped_ratio"] = fmean(o.stop_reason == "length" for o in outputs)
     parts = [numbers(o.reward) for o in outputs if isinstance(o.reward, dict)]
     for name in sorted(set().union(*parts) - {"score"}):

@@ -5,7 +5,7 @@ Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the
     @register("my_agent")
     class MyAgent(EndpointLoop):
         async def agent(self, base_url, api_key, row):
-            client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+            client = self.openai(base_url, api_key)
             ...                                    # calls the model, its own tools, other agents
             return None                            # or the reward; without one the task's `reward` is asked
 
@@ -86,6 +86,7 @@ class ChatEndpoint:
 
     async def start(self) -> None:
         import uvicorn
+        from openai import AsyncOpenAI
 
         direct = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
         if "*" not in direct:  # a proxy must not get loopback calls, nor their keys
@@ -94,6 +95,7 @@ class ChatEndpoint:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.openai = AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0)
         config = uvicorn.Config(self.app, log_level="error", lifespan="off", timeout_keep_alive=60, backlog=4096)
         self.server = uvicorn.Server(config)
         self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
@@ -177,6 +179,10 @@ class EndpointLoop(ChatAgentLoop):
 
     async def agent(self, base_url: str, api_key: str, row: dict) -> float | None:
         raise TypeError(f"{type(self).__name__} has no agent method")
+
+    def openai(self, base_url: str, api_key: str):
+        """An AsyncOpenAI client. All of a run have one connection pool: to make one takes longer than to use it."""
+        return ENDPOINT.openai.with_options(base_url=base_url, api_key=api_key)
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         id, base_url, api_key = await ENDPOINT.add(client)

@@ -897,6 +897,5 @@ def test_describe_by_hand():
         "timing/slowest": {"prompt": 0, "sample": 1, "generate_s": 4.0, "tool_s": 0.0, "num_turns": 2,
                            "response_length": 4},
     }  # fmt: skip
-    outputs.insert(0, out(0, 0, 2, 1.0))  # the first rollout is two outputs: metrics are of rollouts
-    got = data.describe(outputs)
-    assert (got["rollout/segments"], got["rollout/tool_calls"]) == (1.5, 1) and got["stop_reason/stop"] == 2 / 3
+    got = data.describe([out(0, 0, 2, 1.0), *outputs])  # the first rollout is two outputs
+    assert (got["rollout/segments"], got["rollout/tool_calls"]) == (1.5, 2 / 3)

@@ -1,0 +1,41 @@
+"""An agent of the OpenAI Agents SDK on arithmetic, trained unchanged through the chat endpoint, by the Responses API.
+
+    pip install openai-agents
+    accelerate launch train.py --task examples/openai_agents.py --agent openai_agents
+
+The agent is the SDK's own: Agent, Runner, function_tool, its default model. It knows of flatrl a base_url and a key.
+What the model does wrong (a tool that isn't there, turns without end) raises an AgentsException: the end of a
+conversation, graded like any other. An `output_type` is a response_format: see openai_api.py for what is trained then.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: E402, F401
+from chat_endpoint import EndpointLoop  # noqa: E402
+
+from agent_loop import BadInput, register  # noqa: E402
+
+try:
+    from agents import Agent, AgentsException, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+except ImportError:
+    raise BadInput("examples/openai_agents.py needs: pip install openai-agents") from None
+
+set_tracing_disabled(True)  # it would go to OpenAI
+TOOL = function_tool(calculator)
+
+
+@register("openai_agents")
+class OpenAIAgent(EndpointLoop):
+    """One run of the agent; the reward is the task's, on the recorded messages."""
+
+    async def agent(self, base_url: str, api_key: str, row: dict) -> None:
+        system, *question = row["prompt"]
+        model = OpenAIResponsesModel("policy", self.openai(base_url, api_key))
+        agent = Agent("solver", instructions=system["content"], tools=[TOOL], model=model)
+        try:
+            await Runner.run(agent, question, max_turns=self.args.max_assistant_turns or 1000)
+        except AgentsException:
+            pass

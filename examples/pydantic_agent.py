@@ -1,0 +1,50 @@
+"""An agent of pydantic-ai on arithmetic, trained unchanged through the chat endpoint.
+
+    pip install "pydantic-ai-slim[openai]"
+    accelerate launch train.py --task examples/pydantic_agent.py --agent pydantic_agent
+
+The agent is plain pydantic-ai, which retries what the model does wrong and gives up after some times: the end of a
+conversation, graded like any other. An `output_type` that is a class forces a tool call, which is taken as "auto"; as
+NativeOutput it is a response_format: see openai_api.py for what is trained then.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: E402, F401
+from chat_endpoint import EndpointLoop  # noqa: E402
+
+from agent_loop import BadInput, register  # noqa: E402
+
+try:
+    from pydantic_ai import Agent, ModelRetry, UnexpectedModelBehavior, UsageLimits
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+except ImportError:
+    raise BadInput('examples/pydantic_agent.py needs: pip install "pydantic-ai-slim[openai]"') from None
+
+AGENT = Agent()
+
+
+@AGENT.tool_plain(name="calculator", description=calculator.__doc__, retries=3)
+def calculate(expression: str) -> str:
+    try:
+        return calculator(expression)
+    except ValueError as error:
+        raise ModelRetry(str(error)) from None
+
+
+@register("pydantic_agent")
+class PydanticAgent(EndpointLoop):
+    """One run of the agent; the reward is the task's, on the recorded messages."""
+
+    async def agent(self, base_url: str, api_key: str, row: dict) -> None:
+        system, question = row["prompt"]
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=self.openai(base_url, api_key)))
+        limits = UsageLimits(request_limit=None)  # the run's flags are the limit
+        try:
+            await AGENT.run(question["content"], instructions=system["content"], model=model, usage_limits=limits)
+        except UnexpectedModelBehavior:
+            pass

@@ -1,0 +1,51 @@
+"""An environment of the verifiers library, by its name: its rows, its rollout, its rubric.
+
+    pip install "verifiers<0.2"      # 0.4 has no such environments, 0.2 and 0.3 need an mcp that vLLM does not take
+    accelerate launch train.py --task examples/verifiers_env.py --agent verifiers            # verifiers_calculator.py
+    VERIFIERS_ENV=wordle VERIFIERS_ARGS='{"num_train_examples": 500}' accelerate launch train.py \\
+        --task examples/verifiers_env.py --agent verifiers --model Qwen/Qwen2.5-1.5B-Instruct
+
+VERIFIERS_ENV is what `load_environment` takes: the name of an installed module; VERIFIERS_ARGS, a JSON object, what it
+gets beside it. Train and validation rows are the environment's `dataset` and `eval_dataset`. Its rollout asks the
+policy through the chat endpoint. The reward is the rubric's for a single rollout, its metrics become reward_part/*.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from calculator import build_model  # noqa: E402, F401
+from chat_endpoint import EndpointLoop  # noqa: E402
+
+from agent_loop import BadInput, register  # noqa: E402
+
+try:
+    from verifiers import OpenAIChatCompletionsClient, load_environment
+except ImportError:
+    raise BadInput('examples/verifiers_env.py needs: pip install "verifiers<0.2"') from None
+
+NAME = os.environ.get("VERIFIERS_ENV", "verifiers_calculator")
+ENV = load_environment(NAME, **json.loads(os.environ.get("VERIFIERS_ARGS", "{}")))
+
+
+def load(split: str) -> list[dict]:
+    rows = ENV.get_dataset() if split == "train" else ENV.get_eval_dataset()
+    return [{"prompt": row["prompt"], "extra_info": {"index": i, "row": row}} for i, row in enumerate(rows)]
+
+
+@register("verifiers")
+class VerifiersAgent(EndpointLoop):
+    """One rollout of the environment, and its reward."""
+
+    async def agent(self, base_url: str, api_key: str, row: dict) -> dict:
+        client = OpenAIChatCompletionsClient(self.openai(base_url, api_key))
+        output = await ENV.run_rollout(row["extra_info"]["row"], client, "policy", {})
+        return {**output["metrics"], "score": output["reward"]}
+
+
+def reward(output, row: dict) -> float:
+    """Of a rollout that was cut off, which the rubric has not seen."""
+    return 0.0
