@@ -124,7 +124,9 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
     """Token ids of a chat up to where the assistant speaks next.
 
     Messages like those in `trusted` (default: all, as in a row's prompt) may spell special tokens;
-    for the others see `words`."""
+    for the others see `words`. No messages have no tokens: an Interaction speaks first."""
+    if not messages:
+        return []
     messages = words(tokenizer, messages, messages if trusted is None else trusted)
     return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
 
@@ -390,7 +392,8 @@ class Interaction:
 
     name: str = "interaction"
 
-    async def start(self, request_id: str, **kwargs): ...
+    async def start(self, request_id: str, **kwargs) -> str | None:
+        """May return the first user message, which follows the row's prompt, if that has any."""
 
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Returns (done, text of the next user turn, reward of the assistant's turn, metrics)."""
@@ -546,9 +549,10 @@ class Trajectory:
         self.tool_calls = []  # of the last assistant turn, still to be executed
         self.tools = None  # (those, variables of the template) with which a chat agent may go on
         self.finished = []  # AgentLoopOutputs of sequences before the last fork
-        self._begin(prompt_ids, request_ids)
+        self.begin(prompt_ids, request_ids)
 
-    def _begin(self, prompt_ids, request_ids):
+    def begin(self, prompt_ids: list[int], request_ids: list[int]):
+        """The token sequence as of here: this prompt, and no response."""
         self.prompt_ids, self.request_ids = prompt_ids, list(request_ids)
         for name in ("turn_rewards", *RESPONSE_LISTS):
             setattr(self, name, [])
@@ -556,7 +560,7 @@ class Trajectory:
     def fork(self, prompt_ids: list[int], request_ids: list[int]):
         """Ends the token sequence here; another one's prompt is the rewritten history."""
         self.finished.append(replace(self.output(), metrics={}))  # the last output has them all
-        self._begin(prompt_ids, request_ids)
+        self.begin(prompt_ids, request_ids)
         self.count("forks")
 
     def add_sampled(self, out: TokenOutput, trained: bool = True):
@@ -848,9 +852,15 @@ class ToolAgentLoop(AgentLoopBase):
         return trajectory.outputs() if trajectory.finished else trajectory.output()
 
     async def pending(self, trajectory):
-        if self.interaction:
-            start = self.interaction.start
-            await self._in_time(start, trajectory.request_id, **self.interaction_kwargs)
+        said = self.interaction and await self._in_time(
+            self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
+        if said is not None:
+            chat = trajectory.messages
+            chat.append({"role": "user", "content": clean(said)})
+            request = render(self.tokenizer, chat, self.schemas, trajectory.trusted)
+            trajectory.begin(expand(request, trajectory.images, self.processor), request)
+        if self.tools:
+            trajectory.count("tool_calls", 0)
         return self.generating
 
     async def generating(self, trajectory):

@@ -68,7 +68,8 @@ try:
     from report import watch
     from report.terminal import Bar, shown
 except ImportError:  # the five files alone
-    Bar, shown, watch = tqdm, lambda what: lambda function: function, None
+    Bar, watch = functools.partial(tqdm, leave=False, disable=None), None
+    shown = lambda what: lambda function: function
 
 Outputs = list[AgentLoopOutput]
 
@@ -183,7 +184,7 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
     for row in rows:
-        if system and row["prompt"][0]["role"] != "system":
+        if system and {message["role"] for message in row["prompt"][:1]} != {"system"}:
             row["prompt"].insert(0, {"role": "system", "content": system})
     return rows
 
@@ -204,7 +205,7 @@ def _check_row(row, key, i, name):
     prompt = row[key]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    need(isinstance(prompt, (list, tuple)) and prompt
+    need(isinstance(prompt, (list, tuple))
          and all(isinstance(message, dict) and message.get("role")
                  and (message.get("tool_calls") or message.get("content")) is not None
                  for message in prompt),
@@ -269,17 +270,18 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
     model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
     have none: they get all tools, with empty kwargs."""
     lengths, empty, templates = [], 0, templated(tokenizer, args.chat_template_args)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(Bar(rows, "prompts")):
         kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
         empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
         with refusing(f"row {i}"):
             agent_loop_class(row, task, args)
-            task_interaction(task, row_kwargs(row, "interaction_kwargs"))
+            speaks = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
+            need(row["prompt"] or speaks, "its prompt is empty, and no Interaction speaks first")
             schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
             ids = render(templates, row["prompt"], schemas)
-            if i == 0:  # the tokenizer itself, by all but spaces and the form of accents
+            if ids and i == 0:  # the tokenizer itself, by all but spaces and the form of accents
                 text = render_text(templates, row["prompt"], schemas, True)
                 asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
                                for x in (text, tokenizer.decode(ids)))

@@ -6,7 +6,7 @@
 The tiny model has learned the form, and guesses blindly: half of its guesses are anything from 10 to 99, legal or not.
 It has to heed the interval, and to bisect it. A game has up to eight turns, good and bad ones, so that it matters which
 of them is praised (docs/credit.md has the comparison). Nothing has to be downloaded;
---train_files and --val_files may hold games of your own: prompt (the first observation) and
+--train_files and --val_files may hold games of your own: an empty prompt (or a system message) and
 extra_info.interaction_kwargs {"name", "seed", and what NumberHunt takes, like "low" and "high"}.
 
     user       Find my number from 10 to 99.
@@ -44,8 +44,8 @@ class IllegalAction(ValueError):
 class EnvInteraction(Interaction):
     """An environment as the user: `reset(seed) -> observation`, `step(action) -> (observation, reward, done, info)`.
 
-    Each trajectory has its own, `make(**kwargs)` with what the row's interaction_kwargs hold beside name and seed. An
-    interaction speaks after the assistant: the first observation is the row's prompt, and `start` resets to its seed.
+    Each trajectory has its own, `make(**kwargs)` with what the row's interaction_kwargs hold beside name and seed.
+    `start` resets it to the seed, and the first observation opens the conversation: the rows' prompts are empty.
     `slow` runs reset, step and close in a thread, where they delay no other trajectory. Numbers in info are summed and
     logged as rollout/interaction/*. A gymnasium environment needs a wrapper that joins terminated and truncated.
     """
@@ -54,9 +54,9 @@ class EnvInteraction(Interaction):
         self.name, self.make, self.slow, self.illegal_reward = name, make, slow, illegal_reward
         self.envs: dict[str, Any] = {}  # request_id -> the trajectory's environment
 
-    async def start(self, request_id: str, *, seed: int, **kwargs) -> None:
+    async def start(self, request_id: str, *, seed: int, **kwargs) -> str:
         self.envs[request_id] = self.make(**kwargs)
-        await self.do(self.envs[request_id].reset, seed)
+        return await self.do(self.envs[request_id].reset, seed)
 
     async def generate_response(self, request_id: str, messages: list[dict], **_) -> tuple[bool, str, float, dict]:
         try:
@@ -112,11 +112,13 @@ INTERACTIONS = [EnvInteraction("number_hunt", NumberHunt)]
 
 def load(split: str) -> list[dict]:
     """Games by seed: 64 for "val", 1,000 others for "train"."""
+    return episodes("number_hunt", split)
+
+
+def episodes(name: str, split: str) -> list[dict]:
+    """Rows of an `EnvInteraction` of this name: 64 seeds for "val", 1,000 others for "train"."""
     return [
-        {
-            "prompt": [{"role": "user", "content": NumberHunt().reset(seed)}],
-            "extra_info": {"index": seed, "interaction_kwargs": {"name": "number_hunt", "seed": seed}},
-        }
+        {"prompt": [], "extra_info": {"index": seed, "interaction_kwargs": {"name": name, "seed": seed}}}
         for seed in {"train": range(64, 1064), "val": range(64)}[split]
     ]
 

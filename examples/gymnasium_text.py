@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from game import EnvInteraction, IllegalAction, play, warm_up_on  # noqa: E402
+from game import EnvInteraction, IllegalAction, episodes, play, warm_up_on  # noqa: E402
 
 from agent_loop import BadInput  # noqa: E402
 
@@ -94,15 +94,8 @@ INTERACTIONS = [EnvInteraction("gymnasium", TextEnv)]
 
 
 def load(split: str) -> list[dict]:
-    """Episodes by seed: 64 for "val", 1,000 others for "train"; the prompt is what there is to be seen first."""
-    env = TextEnv()
-    return [
-        {
-            "prompt": [{"role": "user", "content": env.reset(seed)}],
-            "extra_info": {"index": seed, "interaction_kwargs": {"name": "gymnasium", "seed": seed}},
-        }
-        for seed in {"train": range(64, 1064), "val": range(64)}[split]
-    ]
+    """Episodes by seed: 64 for "val", 1,000 others for "train"; what there is to be seen first opens each."""
+    return episodes("gymnasium", split)
 
 
 def reward(output, row: dict) -> float:

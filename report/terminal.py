@@ -17,7 +17,7 @@ class Bar(tqdm):
 
     def __init__(self, items, what: str, **settings):
         hidden = os.environ.get("RANK", "0") != "0" or None  # None: where the output is a file
-        form = None if items or settings else "{desc}: {elapsed}"
+        form = None if items or settings.get("total") else "{desc}: {elapsed}"
         super().__init__(items, what, leave=False, disable=hidden, maxinterval=1, bar_format=form, **settings)
 
     def __iter__(self):

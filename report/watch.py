@@ -1,6 +1,7 @@
 """What a run tells its user beside its table: what is about to be trained, warnings, a trajectory now and then, the
 report, a tracker, what to do at the end. `data.Log` has a `Watch`; the five files run without it."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -27,9 +28,10 @@ class Watch:
         the overlong ones left."""
         self.run = run
         self.log.say(banner(run, read))
-        for warning in (ignored_tools(run), common_prompts(run.rows)):
-            if warning:
-                self.log.warn_once(warning)
+        for check in ignored_tools, common_prompts:
+            with contextlib.suppress(Exception):  # templates raise what they like; rows hold what they like
+                if warning := check(run):
+                    self.log.warn_once(warning)
 
     def step(self, metrics: dict, phase=None, batch: dict | None = None) -> None:
         """What data.Log.metrics knows. A step that teaches nothing is told of, but not again before one that does."""
@@ -98,13 +100,14 @@ def ignored_tools(run) -> str | None:
                 "or template, or describe them in the prompt")  # fmt: skip
 
 
-def common_prompts(rows: dict[str, list[dict]]) -> str | None:
+def common_prompts(run) -> str | None:
     """A warning of validation rows that ask what a training row asks. Rows with images are not compared."""
 
     def asked(row):
         kwargs = [row_kwargs(row, f"{name}_kwargs") for name in ("tools", "interaction")]
         return json.dumps([row["prompt"], kwargs], default=str, sort_keys=True)
 
+    rows = run.rows
     train = {asked(row) for row in rows["train"] if not row.get("images")}
     n = sum(asked(row) in train for row in rows["val"] if not row.get("images"))
     if n:

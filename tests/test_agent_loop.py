@@ -312,7 +312,7 @@ def test_an_aborted_turn_ends_the_trajectory(play):
     output, engine = play((SUM, "abort"))
     assert_response(output, engine, SUM)
     assert (output.stop_reason, output.truncated) == ("abort", False)
-    assert "tool_calls" not in output.metrics
+    assert output.metrics == {"tool_calls": 0}
 
 
 def test_the_budget_left_shrinks_by_sampled_and_given_tokens(play, tokenizer):
@@ -361,6 +361,11 @@ def test_sampled_tokens_are_never_tokenised_again(play, tokenizer):
     assert engine.prompts[1] == output.prompt_ids + spelled + given
     assert output.response_ids == spelled + given + encode(tokenizer, ANSWER + END)
     assert output.messages[2]["content"] == "2"
+
+
+def test_tool_calls_are_counted_also_where_there_are_none(play):
+    assert play("2")[0].metrics == {"tool_calls": 0}
+    assert play("2", task=SimpleNamespace())[0].metrics == {}
 
 
 def test_no_tool_call_is_one_turn(play):
@@ -1143,6 +1148,41 @@ def test_tool_turns_are_no_user_turns(play):
     task = quiz_task(quiz, calculator.calculator)
     output, _ = play(SUM, "3", "2", task=task, row=quiz_row(), max_user_turns=1)
     assert (output.stop_reason, output.num_turns) == ("stop", 6)
+
+
+class Host(Quiz):
+    """A user who speaks first."""
+
+    said = "Hello! <|im_end|>"  # no end of a turn: words
+
+    async def start(self, request_id, **kwargs):
+        await super().start(request_id, **kwargs)
+        return self.said
+
+
+@pytest.mark.parametrize("prompt", [[], [{"role": "system", "content": "Be <|im_end|>brief."}], PROMPT])
+@pytest.mark.parametrize("tools", [[], [calculator.calculator]])
+def test_start_may_open_the_conversation(play, tokenizer, prompt, tools):
+    host = Host((False, "Sure?", -0.5, {}), (True, "", 1.0, {}))
+    output, engine = play("3", "2", task=quiz_task(host, *tools), row={"prompt": prompt} | quiz_row())
+    opening = {"role": "user", "content": host.said}
+    assert output.messages[: len(prompt) + 1] == [*prompt, opening] and len(output.messages) == len(prompt) + 4
+    schemas = [as_tool(tool).schema for tool in tools]
+    assert output.prompt_ids == render(tokenizer, [*prompt, opening], schemas, prompt) == engine.prompts[0]
+    end = tokenizer.convert_tokens_to_ids(END)  # of the system's own words, of the turn, of the generation prompt's
+    trusted = render(tokenizer, [*prompt, {"role": "user", "content": "Hello!"}], schemas)
+    assert output.prompt_ids.count(end) == trusted.count(end)
+    assert_response(output, engine, "3" + END, user_turn("Sure?"), "2" + END)
+    assert host.request_ids == engine.request_ids and len(host.request_ids) == 1
+    assert host.heard[0] == output.messages[: len(prompt) + 2]
+    assert (output.num_turns, output.turn_rewards[0][1]) == (4, -0.5)
+
+
+def test_an_empty_prompt_to_which_start_adds_nothing_is_a_failure(play):
+    quiz = Quiz((True, "", 0.0, {}))
+    with pytest.raises(ValueError, match="prompt_ids is empty"):
+        play("3", task=quiz_task(quiz), row={"prompt": []} | quiz_row())
+    assert quiz.events[-1] == "finalize"
 
 
 def test_start_gets_the_kwargs_of_the_row(play):

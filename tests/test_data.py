@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import data
-from agent_loop import AgentLoopOutput, BadInput, as_tool
+from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool
 from train import Args
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -141,7 +141,6 @@ def test_what_parquet_fills_into_messages_is_taken_out():
     ([{"prompt": 5}], r"row 0 of load\('train'\): 'prompt' must be a text or a list of chat messages, got 5"),
     ([{"prompt": ["hello"]}], "'prompt' must be a text or a list of chat messages"),
     ([{"prompt": [{"content": "hello"}]}], "'prompt' must be a text or a list of chat messages"),
-    ([{"prompt": []}], "'prompt' must be a text or a list of chat messages"),
     ([{"prompt": {"role": "user", "content": "hello"}}], "'prompt' must be a text or a list of chat messages"),
     pytest.param(["hello"], "row 0"),
 ])  # fmt: skip
@@ -149,6 +148,18 @@ def test_rows_that_are_none(rows, said):
     with pytest.raises(BadInput, match=said) as caught:
         rows_of(rows)
     assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_may_be_empty_where_an_interaction_speaks_first(tokenizer):
+    host = SimpleNamespace(INTERACTIONS=[Interaction()], load=lambda split: [{"prompt": []}], SYSTEM_PROMPT="Be brief.")
+    system = [{"role": "system", "content": "Be brief."}]
+    assert data.load_rows(host, "train")[0]["prompt"] == system
+    host.SYSTEM_PROMPT = None
+    rows = data.load_rows(host, "train")
+    assert rows == [{"prompt": [], "index": 0}]
+    assert data.filter_overlong(rows, tokenizer, host, Args()) == rows
+    with pytest.raises(BadInput, match="row 0: its prompt is empty, and no Interaction speaks first"):
+        data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
 
 
 def test_a_text_is_a_users_message_and_any_column_the_prompt():

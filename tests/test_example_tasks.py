@@ -384,11 +384,11 @@ def hunt(low=1, high=8, secret=6, **kwargs) -> dict:
     """A row for a game whose secret is known: the first seed that has it."""
     for seed in range(10_000):
         env = game.NumberHunt(low, high)
-        prompt = env.reset(seed)
+        env.reset(seed)
         if env.secret == secret:
             break
     kwargs = {"name": "number_hunt", "seed": seed, "low": low, "high": high, **kwargs}
-    return {"prompt": [{"role": "user", "content": prompt}], "extra_info": {"interaction_kwargs": kwargs}}
+    return {"prompt": [], "extra_info": {"interaction_kwargs": kwargs}}
 
 
 def test_the_environment_alone():
@@ -547,8 +547,7 @@ class Room:
 
 def room(log, *steps, slow=False, **how) -> tuple[SimpleNamespace, dict]:
     interaction = game.EnvInteraction("room", lambda **kwargs: Room(log, *steps, **how), slow=slow)
-    row = {"prompt": [{"role": "user", "content": "start"}]}
-    row["extra_info"] = {"interaction_kwargs": {"name": "room", "seed": 3}}
+    row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "room", "seed": 3}}}
     return SimpleNamespace(INTERACTIONS=[interaction], reward=game.reward), row
 
 

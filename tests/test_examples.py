@@ -16,7 +16,7 @@ from rollout import Engine, rollout
 EXAMPLES = {
     "calculator": None, "gsm8k": None, "gsm8k_user": None, "game": None, "retool": None, "search": None,
     "mcp_tools": None, "verl_port": None, "llm_judge": None, "reward_model": None, "langgraph_math": "langgraph",
-    "program": "program", "gymnasium_text": None,
+    "program": "program", "gymnasium_text": None, "textarena_task": None, "sokoban": None,
 }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def wide_engine(args, tiny_model, tokenizer, process_group):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypatch):
-    if name == "gymnasium_text":
-        pytest.importorskip("gymnasium")
+    if package := {"gymnasium_text": "gymnasium", "textarena_task": "textarena"}.get(name):
+        pytest.importorskip(package)
     if name == "program" and not (shutil.which("curl") and shutil.which("jq")):
         pytest.skip("needs curl and jq")
     for variable in ("BASE_URL", "MODEL", "API_KEY"):

@@ -1,0 +1,188 @@
+"""Sokoban in one answer, by the rules of the public Sokoban speedrun: a task to hold a host with 8 GPUs against.
+
+    accelerate launch train.py --task examples/sokoban.py                        # tiny boards, the built-in model
+
+The speedrun (github.com/JeanKaddour/sokoban_speedrun, its LLM track) trains Qwen3-4B-Instruct-2507 on one host with 8
+H100s until the lower end of a 95% interval of held-out pass@1 exceeds 0.80. Its published times: GRPO, 60 steps, 36:53,
+0.884; CISPO, 35 steps, 19:20, 0.858. Boards, split, reward and evaluation are fixed; algorithm and prompt are free, as
+long as they give no hints about Sokoban beyond its rules. With its llm/datasets/ in a folder:
+
+    SOKOBAN_DATA=sokoban_speedrun/llm/datasets accelerate launch --config_file configs/eight_gpus.yaml train.py \\
+        --task examples/sokoban.py --model Qwen/Qwen3-4B-Instruct-2507 --num_steps 60 --prompts_per_step 16 \\
+        --group_size 8 --temperature 0.8 --lr 1.6e-6 --warmup_steps 5 --lr_schedule linear --weight_decay 0.01 \\
+        --loss_agg seq-mean-token-mean --max_staleness 4 --max_prompt_tokens 1536 --max_response_tokens 5632 \\
+        --tokens_per_micro_batch 16384 --gradient_checkpointing --eval_every 0
+    SOKOBAN_DATA=sokoban_speedrun/llm/datasets accelerate launch --config_file configs/eight_gpus.yaml train.py \\
+        --task examples/sokoban.py --model runs/sokoban/final --num_steps 0 --eval_samples 8 --eval_temperature 0.8 \\
+        --eval_top_p 0.95 --max_prompt_tokens 1536 --max_response_tokens 12288
+
+eval/pass@1 of the second, with eval/reward_stderr, is to be held against the scores. Neither has been run here. What
+the speedrun does and this does not: an answer is forced at the length limit ("time is up"), training samples with top_p
+0.95, the learning rate ends at 0.15 of its start.
+
+The first parseable <answer> counts. The reward is the share of the uncovered goals that the moves have covered in the
+end, and 1 only if no box is left beside a goal; evaluation counts 1s. Without SOKOBAN_DATA the boards have one box and
+solutions of up to five moves; the built-in model has seen as many random answers as solutions.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from game import warm_up_on  # noqa: E402
+
+from agent_loop import BadInput  # noqa: E402
+
+DATA = os.environ.get("SOKOBAN_DATA")
+RULES = """Solve a Sokoban puzzle. It is solved if no box stands beside a goal after your last move.
+
+Each cell is one symbol: + wall, - floor, X goal, @ box, $ box on a goal, * player, % player on a goal. Rows and columns
+are numbered from 0, rows downwards.
+
+U, D, L and R move the player one cell up, down, left or right. A player who moves against a box pushes it one cell
+further, if the cell behind it is a floor or a goal; boxes can't be pulled, nor two be pushed at once. A box on a goal
+may be pushed off it. A move that is not possible changes nothing.
+
+Think the moves through, then end with all of them in one line, like <answer>URRD</answer>."""
+SYSTEM_PROMPT = RULES if DATA else "Sokoban: end with <answer>moves</answer>."
+MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+WORDS = re.compile(r"\b(up|down|left|right|[udlr])\b|[\s,;|:.-]+", re.IGNORECASE)
+
+
+class Board:
+    """A puzzle, as text with a line a row and spaces between cells."""
+
+    def __init__(self, text: str):
+        rows = [line.split() for line in text.splitlines() if line.strip()]
+        cells = {(y, x): cell for y, row in enumerate(rows) for x, cell in enumerate(row)}
+        found = {symbols: {at for at, cell in cells.items() if cell in symbols} for symbols in ("+", "X%$", "@$", "*%")}
+        self.walls, self.goals, self.boxes, (self.player,) = found.values()
+        self.covered = len(self.boxes & self.goals)  # at the start
+
+    def move(self, moves: str) -> "Board":
+        for dy, dx in map(MOVES.__getitem__, moves):
+            (y, x), beyond = self.player, None
+            target = (y + dy, x + dx)
+            if target in self.boxes:
+                beyond = (y + 2 * dy, x + 2 * dx)
+            if target in self.walls or beyond and beyond in self.walls | self.boxes:
+                continue
+            if beyond:
+                self.boxes = self.boxes - {target} | {beyond}
+            self.player = target
+        return self
+
+    @property
+    def solved(self) -> bool:
+        return self.boxes <= self.goals
+
+    def progress(self) -> float:
+        """The share of the goals without a box at the start that have one now; less is 0, solved is 1."""
+        if self.solved:
+            return 1.0
+        return max(0.0, (len(self.boxes & self.goals) - self.covered) / max(1, len(self.goals) - self.covered))
+
+
+def numbered(board: str) -> str:
+    """The board with the numbers of its rows and columns."""
+    rows = [line.split() for line in board.splitlines() if line.strip()]
+    lines = ["  " + " ".join(map(str, range(len(rows[0]))))]
+    return "\n".join(lines + [f"{y} {' '.join(row)}" for y, row in enumerate(rows)])
+
+
+def find_moves(text: str) -> str | None:
+    """The first <answer> that is moves (letters, or words, however separated), as letters."""
+    for answer in re.findall(r"<answer>(.*?)</answer>", text, re.IGNORECASE | re.DOTALL):
+        if re.fullmatch(r"[udlr\s]+", answer, re.IGNORECASE):
+            moves = "".join(answer.split())
+        else:
+            moves = "" if WORDS.sub("", answer) else "".join(word[:1] for word in WORDS.findall(answer))
+        if moves:
+            return moves.upper()
+    return None
+
+
+def load(split: str) -> list[dict]:
+    """Rows of the speedrun's files, or of the tiny boards."""
+    if DATA:
+        file = Path(DATA, f"sokoban_{ {'train': 'train', 'val': 'eval'}[split] }.jsonl")
+        if not file.is_file():
+            raise BadInput(f"SOKOBAN_DATA={DATA}: there is no {file.name} (of the speedrun's llm/datasets)")
+        boards = [json.loads(line)["question"] for line in file.read_text().splitlines()]
+    else:
+        boards = [board for board, _ in tiny_boards()]
+        boards = {"val": boards[:64], "train": boards[64:]}[split]
+    return [
+        {
+            "prompt": [{"role": "user", "content": numbered(board)}],
+            "data_source": "sokoban",
+            "extra_info": {"index": i, "board": board},
+        }
+        for i, board in enumerate(boards)
+    ]
+
+
+def reward(output, row: dict) -> dict:
+    """The progress that the answer makes; "solved" is logged."""
+    last = output.messages[-1] if output.messages else {}
+    moves = find_moves(last.get("content") or "") if last.get("role") == "assistant" else None
+    board = Board(row["extra_info"]["board"])
+    if moves is None:
+        return {"score": 0.0, "solved": 0}
+    return {"score": board.move(moves).progress(), "solved": int(board.solved)}
+
+
+# ---------------------------------------------------------------- tiny boards, for the built-in model
+
+
+@functools.cache
+def tiny_boards() -> list[tuple[str, str]]:
+    """(board, shortest solution) of every puzzle of a box in a room of 3 x 4 that five moves can solve, shuffled."""
+    found, inside = [], list(itertools.product(range(1, 4), range(1, 5)))
+    for places in itertools.permutations(inside, 3):
+        symbols = dict.fromkeys(inside, "-") | dict(zip(places, "*@X"))
+        board = "\n".join(" ".join(symbols.get((y, x), "+") for x in range(6)) for y in range(5))
+        if solution := solve(board, 5):
+            found.append((board, solution))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def solve(text: str, most: int) -> str | None:
+    """The first of the shortest solutions of at most so many moves."""
+    known, ways = set(), [("", Board(text))]
+    for way, board in ways:  # grows meanwhile: breadth first
+        state = (board.player, *sorted(board.boxes))
+        if board.solved:
+            return way
+        if state not in known and len(way) < most:
+            known.add(state)
+            ways += [(way + move, copy.copy(board).move(move)) for move in MOVES]
+    return None
+
+
+def demonstration(seed: int) -> list[dict]:
+    """A solution of a training board, or as many random moves."""
+    boards = tiny_boards()[64:]
+    board, solution = boards[seed % len(boards)]
+    if random.random() < 0.5:
+        solution = "".join(random.choices("UDLR", k=len(solution)))
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": numbered(board)}]
+    return [*prompt, {"role": "assistant", "content": f"<answer>{solution}</answer>"}]
+
+
+def build_model(path: str | Path) -> None:
+    """Write the default model to the folder `path`."""
+    warm_up_on(path, demonstration, range(10**6), 100)
+
+
+if DATA:
+    del build_model  # it is for the tiny boards, and kept for all runs: give --model
