@@ -427,6 +427,9 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
         "--check_sync compares weights, which quantization changes: give one of them":
             not args.check_sync or not args.quantized,
+        "--engine_args: what a thinking_token_budget needs of reasoning_config or reasoning_parser "
+        "is lost at --sleep_level 2: give 1": args.sleep_level == 1 or "reasoning_"
+        not in args.engine_args,
         "--rollout_only leaves the weights as they are: nothing gets stale, give "
         "--max_staleness 0": not args.rollout_only or not args.max_staleness,
     }
@@ -438,7 +441,8 @@ def check_engine_args(name: str, arguments: dict):
 
     flags = {"tokenizer": "model", "tensor_parallel_size": "tp"}
     fixed = """distributed_executor_backend logprobs_mode enable_sleep_mode pipeline_parallel_size
-        data_parallel_size limit_mm_per_prompt""".split()
+        data_parallel_size limit_mm_per_prompt enable_batch_sharded_sampling speculative_config
+        spec_method spec_model spec_tokens""".split()  # round the vocabulary's limit; lost by sleep
     for key in arguments:
         flag = flags.get(key, key)
         need(flag not in vars(Args), f"--{name}: {key} is --{flag}")

@@ -402,6 +402,10 @@ def test_remax_replays_with_its_baselines_or_not_at_all(cache, tmp_path):
     ({"engine_args": '{"foo": 1}'}, "vLLM has no argument foo"),
     ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size is --tp"),
     ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode is not the user's to choose"),
+    ({"engine_args": '{"enable_batch_sharded_sampling": true}'}, "enable_batch_sharded_sampling is not the user's"),
+    ({"engine_args": '{"speculative_config": {"model": "x"}}'}, "speculative_config is not the user's to choose"),
+    ({"engine_args": '{"spec_model": "x"}'}, "spec_model is not the user's to choose"),
+    ({"engine_args": '{"reasoning_parser": "qwen3"}'}, "thinking_token_budget .* is lost at --sleep_level 2: give 1"),
     ({"replay": "x", "check_sync": True}, "--check_sync has an effect only without --replay"),
     ({"replay": "x", "rollout_only": True}, "give one of them"),
     ({"rollout_only": True, "max_staleness": 1}, "nothing gets stale"),
@@ -410,6 +414,7 @@ def test_flags_of_an_engine_are_checked(flags, message):
     with pytest.raises(BadInput, match=message):
         check_args(Args(**flags))
     check_args(Args(engine_args='{"enforce_eager": true, "block_size": 64}'))
+    check_args(Args(engine_args='{"reasoning_parser": "qwen3"}', sleep_level=1))
 
 
 def test_a_damaged_rollout_file_is_named(tmp_path):
