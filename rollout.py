@@ -184,8 +184,8 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
-        utilization = args.gpu_memory_utilization
-        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=utilization)
+        arguments |= dict(enable_sleep_mode=True,
+                          gpu_memory_utilization=args.gpu_memory_utilization)
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run

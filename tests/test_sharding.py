@@ -241,7 +241,7 @@ def launched(monkeypatch, **changed: str) -> None:
 def test_the_config_for_eight_gpus_shards(monkeypatch):
     args = Args()
     train.check_sharding(args)
-    assert args.shard is False
+    assert not args.shard
     launched(monkeypatch)
     train.check_sharding(args)
     assert args.shard is True
