@@ -56,7 +56,7 @@ from agent_loop import BadInput, tool_parser
 from data import need
 from rollout import (
     PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model,
-    gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
+    gather_unless_stopped, grade, offload, read_rollouts, rollout, seed_of, training_pool,
 )
 
 # --algo is values of flags: the first row's, changed by its own. A flag given by the user wins.
@@ -202,6 +202,8 @@ class Args:
     gradient_checkpointing: bool = flag(None, "recompute activations; a third slower; CUDA: on")
     shard: bool = flag(False, "FSDP2: cut parameters, gradients and optimiser states over all "
                        "ranks; so it is in bfloat16 on CUDA, and by accelerate's FSDP config")
+    offload: str = flag("none", "to host memory while the engine is awake: Adam's states; all: "
+                        "critic and reference, too", ("none", "optimizer", "all"))
     # trajectories
     agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
@@ -796,14 +798,22 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     return time.perf_counter() - started
 
 
+@contextlib.contextmanager
+def awake(run: "Run", version: int) -> Iterator[float]:
+    """The engine is awake, and on the host what --offload names; yields the sync's seconds."""
+    offload(run, "cpu")
+    yield sync(run.engine, run.policy.net, version)
+    run.engine.sleep(keep=run.args.max_staleness > 0)
+    offload(run, run.accelerator.device)
+
+
 def evaluate(run: "Run", step: int) -> dict:
     """data.describe_eval of the validation rows, with evaluation's own sampling parameters."""
     args = run.args
-    sync(run.engine, run.policy.net, step)
-    run.pool.end() if step == args.num_steps else run.pool.settle()
-    phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
-                    kind="eval")
-    run.engine.sleep()
+    with awake(run, step):
+        run.pool.end() if step == args.num_steps else run.pool.settle()
+        phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
+                        kind="eval")
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     return data.describe_eval(phase.outputs, run.rows["val"]) | {
         "eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
@@ -952,7 +962,7 @@ def fill_in_defaults(args: Args):
 
 
 FREE = """output_dir val_files trust_remote_code tokens_per_micro_batch gradient_checkpointing shard
-    oversample tp max_num_seqs max_concurrent gpu_memory_utilization sleep_level engine_args
+    offload oversample tp max_num_seqs max_concurrent gpu_memory_utilization sleep_level engine_args
     check_sync deterministic eval_every eval_temperature eval_top_p eval_sampling_args save_every
     keep_checkpoints resume resume_with_changes show_every wandb_project"""
 
@@ -1105,10 +1115,9 @@ def generate(run: Run, step: int) -> Phase:
         need(args.adv_estimator != "remax" or phase.greedy or step > 0,
              f"--replay {args.replay}: there are no greedy baselines")
         return phase
-    sync_s = sync(run.engine, run.policy.net, version=step)
-    phase = run.pool.rollout(step)
+    with awake(run, step) as sync_s:
+        phase = run.pool.rollout(step)
     phase.sync_s = sync_s
-    run.engine.sleep(keep=args.max_staleness > 0)
     return phase
 
 

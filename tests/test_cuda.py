@@ -1,4 +1,5 @@
-"""What of the CUDA path a CPU can show: the choices made for it. The rest is in tests/gpu."""
+"""What of the CUDA path a CPU can show: the choices made for it, --offload, the check of its memory. The rest is in
+tests/gpu."""
 
 import ast
 import types
@@ -7,8 +8,10 @@ import pytest
 import torch
 from conftest import REPO
 from gradient_worker import batch_of, gradients
+from torch.distributed.tensor import DTensor
 
 import data
+import rollout
 import train
 from agent_loop import BadInput
 from train import Args
@@ -109,3 +112,83 @@ def test_the_reference_is_kept_in_the_dtype_of_products(tiny_model, process_grou
     batch = batch_of(4)
     scores = [train.score_tokens(net, batch, args) for net in (reference, policy.net)]
     assert torch.equal(*scores) and scores[0].abs().sum() > 1  # FSDP casts before it gathers: the same numbers
+
+
+# ---------------------------------------------------------------- --offload
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("what", ["none", "optimizer", "all"])
+def test_offload(tiny_model, process_group, monkeypatch, what, shard):
+    """Other memory while the engine is awake, and again after it; the same values; training and scoring go on."""
+    from accelerate import Accelerator
+
+    args = Args(model=tiny_model, dtype="float32", shard=shard, kl_coef=0.1, algo="ppo", offload=what, lr=1e-3,
+                critic_lr=1e-3)  # fmt: skip
+    data.register_packed_attention()
+    policy, critic, reference = train.build_networks(args, Accelerator(cpu=True), train.Policy(args), args)
+    learners = {"policy": policy, "critic": critic}
+    batch = batch_of(4)
+    for name in ("advantages", "values", "returns", "logprobs_ref"):
+        batch[name] = torch.ones_like(batch["response_mask"])
+
+    def update():
+        for learner, objective in ((policy, train.policy_objective), (critic, train.value_objective)):
+            train.optimise(learner, objective, batch, [0, 1, 2, 3], args, Accelerator(cpu=True))
+
+    def tensors() -> dict:
+        states = [x for learner in learners.values() for state in learner.optimizer.state.values()
+                  for x in state.values()]  # fmt: skip
+        parts = {"states": states, "critic": critic.net.parameters(), "reference": reference.parameters(),
+                 "policy": policy.net.parameters()}  # fmt: skip
+        return {name: [x.to_local() if isinstance(x, DTensor) else x.detach() for x in part]
+                for name, part in parts.items()}  # fmt: skip
+
+    update()
+    before, meanwhile, state = tensors(), {}, policy.optimizer.state
+    values = {name: [x.clone() for x in part] for name, part in before.items()}
+    monkeypatch.setattr(train, "sync", lambda *_: meanwhile.update(tensors()) or 1.5)
+    slept = []
+    engine = types.SimpleNamespace(sleep=lambda keep: slept.append(keep))
+    run = types.SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), learners=learners, policy=policy,
+                                critic=critic, reference=reference, engine=engine)  # fmt: skip
+    with train.awake(run, 1) as seconds:
+        assert seconds == 1.5 and slept == []
+    assert slept == [False]
+    after = tensors()
+    moves = {"none": set(), "optimizer": {"states"}, "all": {"states", "critic", "reference"}}[what]
+    for name, part in before.items():
+        assert part
+        for x, away, back, value in zip(part, meanwhile[name], after[name], values[name], strict=True):
+            assert torch.equal(away, value) and torch.equal(back, value)
+            assert (away.data_ptr() != x.data_ptr()) is (name in moves), name
+            assert (back.data_ptr() != away.data_ptr()) is (name in moves), name
+    assert type(policy.optimizer.state) is type(state)
+    update()
+    assert not any(torch.equal(x, y) for x, y in zip(tensors()["states"], values["states"], strict=True))
+    assert train.score_tokens(reference, batch, args).abs().sum() > 1
+
+
+# ---------------------------------------------------------------- the engine's memory
+
+
+def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    class Woken(Exception):
+        pass
+
+    def wake():
+        raise Woken
+
+    taken = types.SimpleNamespace(get_current_usage=lambda: 40_000_000_000)
+    monkeypatch.setattr(CuMemAllocator, "get_instance", lambda: taken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = object.__new__(rollout.Engine)
+    engine.state, engine.memory, engine.core = "asleep", {}, types.SimpleNamespace(wake_up=lambda tags: wake())
+    for free, error in ((40_000_000_000, Woken), (39_900_000_000, BadInput)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80_000_000_000))
+        with pytest.raises(error) as caught:
+            engine.wake_weights()
+    assert str(caught.value) == ("the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower "
+                                 "--gpu_memory_utilization, or give --offload all")  # fmt: skip
