@@ -162,7 +162,7 @@ def test_two_hundred_cycles_beside_adams_states(cuda_engine, background, model_p
         asleep.append(cuda_engine.memory["asleep"])
     for where in ("host", "device"):
         growth = asleep[-1][where] - asleep[20][where]
-        print(f"level {level}: {where} memory {asleep[-1][where]:.3f} GB after 200 cycles, {growth:+.3f} since the 20th")
+        print(f"level {level}: {where} memory {asleep[-1][where]:.3f} GB after 200, {growth:+.3f} since the 20th")
         assert growth < 0.1
 
 
