@@ -771,7 +771,7 @@ def pack_rows(batch: dict, rows: list[int], device, packed: bool = True) -> dict
     source, targets = pairs >> 32, pairs % (1 << 32)
     images = [batch["images"][i] for i in rows] if "images" in batch else []
     sequences = [x[:n] for x, n in zip(ids, lengths)]
-    return tree_map_only(Tensor, lambda x: x.to(device), {
+    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), {
         "inputs": inputs, "source": source, "targets": targets, "pair": pair,
         "at": (torch.tensor(order)[row], column), "shape": mask.shape,
         "images": list(zip(sequences, images, shared)) if any(images) else []})

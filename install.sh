@@ -66,6 +66,20 @@ else
 fi
 python=$env/bin/python
 
+# What requirements.txt needs of a host, before minutes of downloads: torch's CUDA 13 a driver from 580 on, and Triton,
+# which compiles kernels, a compiler and Python.h.
+if [ "${files[0]}" = requirements.txt ]; then
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+    case "${driver%%.*}" in
+        "" | *[!0-9]*) ;;  # nvidia-smi does not say
+        *) [ "${driver%%.*}" -ge 580 ] || fail "the NVIDIA driver is $driver, CUDA 13 needs 580 or later: update it" ;;
+    esac
+    command -v "${CC:-gcc}" >/dev/null || command -v clang >/dev/null ||
+        fail "there is no C compiler, which vLLM's kernels need: install gcc"
+    "$python" -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+        fail "Python.h is missing, which vLLM's kernels need: install Python's headers (python3-dev, or python3.X-dev)"
+fi
+
 # Done before? The stamp holds a checksum for each file installed from, or "unfinished" while an install runs.
 stamp=$env/.flatrl-install
 wanted=$(for file in "${files[@]}"; do echo "$file $(cat "$here/$file" "$here/install.sh" | cksum)"; done)

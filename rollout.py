@@ -183,8 +183,8 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
-        utilization = args.gpu_memory_utilization
-        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=utilization)
+        arguments |= dict(enable_sleep_mode=True,
+                          gpu_memory_utilization=args.gpu_memory_utilization)
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run
@@ -341,9 +341,18 @@ class Engine:
         self.memory[state] = memory()
 
     def wake_weights(self):
-        """Maps the weights' memory; what they hold is undefined until `load_weights`."""
+        """Maps the weights' memory; what they hold is undefined until `load_weights`. Raises
+        BadInput, on all ranks, if the trainer leaves the engine too little of a GPU."""
         self._require("asleep")
         self.memory["before_wake"] = memory()
+        if torch.cuda.is_available():
+            from vllm.device_allocator.cumem import CuMemAllocator
+
+            free = min(all_gather(torch.cuda.mem_get_info()[0]))
+            needed = CuMemAllocator.get_instance().get_current_usage()
+            data.need(needed <= free, f"the engine takes {needed / 1e9:.1f} GB of a GPU, the "
+                      f"trainer leaves {free / 1e9:.1f}: lower --gpu_memory_utilization, or give "
+                      "--offload all")
         self.core.wake_up(tags=["weights"])
         self._become("weights")
 
@@ -1318,6 +1327,18 @@ def _loggable(values):
     for name, number in data.numbers(values).items():
         finite(number, name)
     return {**values}
+
+
+def offload(run, device: torch.device | str):
+    """Moves what --offload names to a device; the host's memory is pinned where there is CUDA."""
+    pinned = device == "cpu" and torch.cuda.is_available()
+    moved = lambda x: torch.empty_like(x, device=device, pin_memory=pinned).copy_(x)
+    what = run.args.offload
+    for learner in run.learners.values() if what != "none" else ():
+        learner.optimizer.state = tree_map(moved, learner.optimizer.state)
+    for net in (run.critic and run.critic.net, run.reference) if what == "all" else ():
+        if isinstance(net, torch.nn.Module):  # LoRA's reference is the policy
+            net._apply(moved)  # as `to` does: of a sharded one this rank's part
 
 
 # ---------------------------------------------------------------- an engine that is a file

@@ -10,10 +10,11 @@ This file has the flags, the networks, one optimiser step and evaluation."""
 
 import os
 
-if __name__ == "__main__":  # before torch: ranks sharing cores with busy-waiting threads crawl
+# Before torch: ranks sharing cores with busy-waiting threads crawl. On a GPU vLLM wants its own.
+if __name__ == "__main__" and not os.path.exists("/dev/nvidiactl"):
     _cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import contextlib
 import difflib
@@ -40,10 +41,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, HfArgumentParser,
-    PreTrainedModel, get_scheduler, set_seed,
+    get_scheduler, set_seed,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
@@ -54,7 +55,7 @@ from agent_loop import BadInput, tool_parser
 from data import need, whole
 from rollout import (
     PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model,
-    gather_unless_stopped, grade, read_rollouts, rollout, seed_of, training_pool,
+    gather_unless_stopped, grade, offload, read_rollouts, rollout, seed_of, training_pool,
 )
 
 # --algo is values of flags: the first row's, changed by its own. A flag given by the user wins.
@@ -201,9 +202,11 @@ class Args:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
         16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
-    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, a third slower")
+    gradient_checkpointing: bool = flag(None, "recompute activations; a third slower; CUDA: on")
     shard: bool = flag(False, "FSDP2: cut parameters, gradients and optimiser states over all "
-                       "ranks; accelerate's FSDP config sets it")
+                       "ranks; so it is in bfloat16 on CUDA, and by accelerate's FSDP config")
+    offload: str = flag("none", "to host memory while the engine is awake: Adam's states; all: "
+                        "critic and reference, too", ("none", "optimizer", "all"))
     # trajectories
     agent: str | None = flag(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
@@ -247,7 +250,7 @@ class Args:
     engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="!replay")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
                             "with --tp also what the ranks sampled", only="!replay")
-    deterministic: bool = flag(False, "same digits in every run on a machine; slower with tools")
+    deterministic: bool = flag(False, "same digits in every run on a CPU; slower with tools")
     # evaluation, checkpoints, log
     eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
     eval_samples: int = flag(1, "trajectories of a validation row: eval/pass@1 to pass@N", POSITIVE,
@@ -440,12 +443,14 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
 
 
 def check_engine_args(name: str, arguments: dict):
-    """Raises BadInput on what vLLM does not know, has a flag here, or colocation depends on."""
+    """Raises BadInput on what vLLM does not know, has a flag here, colocation depends on, goes
+    round the vocabulary's limit, or is lost at sleep level 2: draft models, thinking budgets."""
     from vllm import EngineArgs
 
     flags = {"tokenizer": "model", "tensor_parallel_size": "tp"}
     fixed = """distributed_executor_backend logprobs_mode enable_sleep_mode pipeline_parallel_size
-        data_parallel_size limit_mm_per_prompt""".split()
+        data_parallel_size limit_mm_per_prompt enable_batch_sharded_sampling speculative_config
+        spec_method spec_model spec_tokens reasoning_config reasoning_parser""".split()
     for key in arguments:
         flag = flags.get(key, key)
         need(flag not in vars(Args), f"--{name}: {key} is --{flag}")
@@ -595,44 +600,45 @@ class Critic(Net):
             nn.init.zeros_(p)
 
     def read(self, hidden, targets):
-        return (self.head(hidden).squeeze(-1).float(),)
+        return ((hidden.float() * self.head.weight).sum(-1) + self.head.bias,)  # all in float32
 
 
 def check_sharding(args: Args):
     """Sets args.shard where accelerate's config asks for FSDP. Raises BadInput on other options."""
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return
-    for name, allowed, instead in (
-        ("FSDP_VERSION", "2", "only FSDP2 is implemented"),
-        ("FSDP_RESHARD_AFTER_FORWARD", "true", "parameters are freed after each forward pass"),
-        ("FSDP_OFFLOAD_PARAMS", "false", "parameters stay on the GPU"),
-        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every rank reads the model by itself"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "false", "--gradient_checkpointing does that"),
-    ):
+    for setting in """FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true FSDP_OFFLOAD_PARAMS=false
+            FSDP_CPU_RAM_EFFICIENT_LOADING=false FSDP_ACTIVATION_CHECKPOINTING=false""".split():
+        name, allowed = setting.split("=")
         value = os.environ.get(name, allowed).lower()
-        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be "
-             f"{allowed}, {instead}")
+        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
     args.shard = True
 
 
-def shard(net: Net, args: Args, device: torch.device) -> Net:
-    """Shards a network over all ranks, in place, by torch's FSDP2: each decoder layer is a unit,
-    whole only while it computes; embeddings, last norm and head, which `forward` uses directly,
-    belong to the root.
+def device_defaults(args: Args, cuda: bool):
+    """Sets what is left to the device, or raises BadInput on what it can't do. bfloat16 on CUDA is
+    FSDP2's, even on one rank: autocast's float32 residual stream is larger and unlike vLLM's."""
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if cuda else "float32"
+    args.fill({"gradient_checkpointing": cuda})
+    args.shard = args.shard or cuda and args.dtype == "bfloat16"
+    need(cuda or not torch.version.cuda, "torch is CUDA's build, and there is no GPU that it can "
+         "use: update the driver to 580 or later (nvidia-smi), or without a GPU source install.sh")
+    need(not cuda or not args.deterministic, "--deterministic: on CUDA attention's gradients vary")
 
-    Parameters stay float32. With --dtype bfloat16 they are cast before they are gathered, which
-    autocast would do after it (twice the bytes, in memory too), and gradients are summed in
-    float32. accelerate.prepare makes the same calls, on GPUs only, but sums gradients in bfloat16,
-    returns logprobs in it, and takes no reference without an optimiser. Raises BadInput if the
-    model doesn't say what its layers are."""
-    models = [module for module in net.modules() if isinstance(module, PreTrainedModel)]
-    names = {name for model in models for name in model._no_split_modules or ()}
+
+def shard(net: Net, args: Args, device: torch.device) -> Net:
+    """Shards a network over all ranks, in place, by torch's FSDP2: decoder layers, each whole only
+    while it computes, and the root: embeddings, last norm and head, which `forward` uses directly.
+
+    Parameters stay float32; for bfloat16 they are cast before they are gathered, and gradients are
+    summed in float32 (by accelerate.prepare in bfloat16). BadInput: the model names no layers."""
+    names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
-         "_no_split_modules")
+         "_no_split_modules; --dtype float32 needs none")
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return net
@@ -655,10 +661,11 @@ class Learner:
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
         self.net, self.lr, self.wrapped = net, lr, wrap(net, args, accelerator)
-        self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay)
-        kind = args.lr_schedule.replace("constant", "constant_with_warmup")
-        scheduler = get_scheduler(kind, self.optimizer, args.warmup_steps, num_steps)
-        (self.lr_factor,) = scheduler.lr_lambdas
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay,
+                                           fused=accelerator.device.type == "cuda")
+        (self.lr_factor,) = get_scheduler(
+            args.lr_schedule.replace("constant", "constant_with_warmup"), self.optimizer,
+            args.warmup_steps, num_steps).lr_lambdas
 
     def set_lr(self, step: int) -> float:
         for group in self.optimizer.param_groups:
@@ -678,7 +685,7 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     result = torch.zeros_like(batch["response_mask"])
     micros = data.shares(batch, range(len(result)), args.tokens_per_micro_batch, net.packed)
     for rows, real in data.Bar(micros, "scoring"):
-        scores = net(net.pack(batch, rows))[0].float().cpu()
+        scores = net(net.pack(batch, rows))[0].cpu()
         if real:
             result[rows] = scores
     return all_sum(result)
@@ -694,43 +701,41 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
 
     objective(numbers, part, args) -> per-token loss (b, T), stats; numbers: the network's; part:
     the batch's COLUMNS of a micro-batch. Losses are summed over micro-batches and ranks and divided
-    by global counts, so that no way to cut the batch changes the gradient (loss_agg: see
-    losses.aggregate; its max_len is --max_response_tokens, the same for every batch). Returns the
-    loss, grad_norm, unique_tokens, the stats' token means; and the network's first number of this
-    rank's tokens, (B, T), 0 elsewhere. Raises RuntimeError if the gradient is not finite."""
-    model, device = learner.wrapped, accelerator.device
+    by global counts: no way to cut the batch changes the gradient (loss_agg: losses.aggregate's).
+    Returns the loss, grad_norm, unique_tokens, the stats' token means; and the network's first
+    number of this rank's tokens, (B, T), 0 elsewhere. RuntimeError: the gradient is not finite."""
+    model, optimizer, device = learner.wrapped, learner.optimizer, accelerator.device
     mask = batch["response_mask"][rows]  # global: every rank has the whole batch
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
     micros = data.shares(batch, rows, args.tokens_per_micro_batch, learner.net.packed)
-    sums = Counter(unique_tokens=0)
-    seen = torch.zeros_like(batch["response_mask"])
-    for i, (micro, real) in enumerate(data.Bar(micros, "update")):
-        part = {name: batch[name][micro].to(device) for name in COLUMNS if name in batch}
+    sums, seen = Counter(), []  # on the device: to read one there would wait for the pass
+    for micro, real in data.Bar(micros, "update"):
+        part = {name: batch[name][micro].to(device, non_blocking=True)
+                for name in COLUMNS if name in batch}
         mask = part["response_mask"].mul_(real)  # (b, T)
-        # A sharded model sums over ranks each time: gradients kept back would be whole everywhere.
-        wait = i < len(micros) - 1 and not isinstance(model, FSDPModule)
         packed = learner.net.pack(batch, micro)
-        with accelerator.no_sync(model) if wait else contextlib.nullcontext():
-            numbers = model(packed)
-            loss, stats = objective(numbers, part, args)
-            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs,
-                                    args.max_response_tokens)
-            accelerator.backward(loss * dist.get_world_size())  # DDP and FSDP average over ranks
-        sums.update({name: torch.where(mask.bool(), x, 0).sum().item() / max(1, n_tokens)
-                     for name, x in stats.items()}, loss=loss.item())
-        if real:
-            sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
-            seen[micro] = numbers[0].detach().float().cpu()
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = whole(grad_norm).item()
+        numbers = model(packed)
+        loss, stats = objective(numbers, part, args)
+        loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, args.max_response_tokens)
+        (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks, each time
+        sums.update({name: torch.where(mask.bool(), x, 0).sum() / max(1, n_tokens)
+                     for name, x in stats.items()}, loss=loss.detach(),
+                    unique_tokens=real * packed["inputs"]["input_ids"].numel())
+        seen += [(micro, numbers[0].detach())] * real
+    grad_norm = whole(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)).item()
     if not math.isfinite(grad_norm):
         raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the "
                            "weights are spoilt")
+    if not optimizer.state:  # they would take blocks of cached activations, for good
+        torch.cuda.empty_cache()
     if n_tokens:  # momentum and weight decay would move the weights without any
-        learner.optimizer.step()
-    learner.optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     values = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
-    return dict(zip(sums, values)) | {"grad_norm": grad_norm}, seen
+    scores = torch.zeros_like(batch["response_mask"])
+    for micro, x in seen:
+        scores[micro] = x.cpu()
+    return dict(zip(sums, values)) | {"grad_norm": grad_norm}, scores
 
 
 def policy_objective(numbers: list[torch.Tensor], part: dict, args: Args):
@@ -773,7 +778,7 @@ def mini_batches(n_rows: int, step: int, args: Args) -> Iterable[list[int]]:
 # ---------------------------------------------------------------- the engine's part of a step
 
 
-def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """data.whole_weights by their names in a checkpoint, experts one by one; none must be kept."""
     for name, x in data.whole_weights(model):
         if x.is_floating_point():
@@ -805,17 +810,25 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     return time.perf_counter() - started
 
 
+@contextlib.contextmanager
+def awake(run: "Run", version: int) -> Iterator[float]:
+    """The engine is awake, and on the host what --offload names; yields the sync's seconds."""
+    offload(run, "cpu")
+    yield sync(run.engine, run.policy.net, version)
+    run.engine.sleep(keep=run.args.max_staleness > 0)
+    offload(run, run.accelerator.device)
+
+
 def evaluate(run: "Run", step: int) -> dict:
     """data.describe_eval of the validation rows, with evaluation's own sampling parameters."""
     args = run.args
-    sync(run.engine, run.policy.net, step)
-    run.pool.end() if step == args.num_steps else run.pool.settle()
-    phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
-                    kind="eval")
-    run.engine.sleep()
+    with awake(run, step):
+        run.pool.end() if step == args.num_steps else run.pool.settle()
+        phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
+                        kind="eval")
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
-    metrics = data.describe_eval(phase.outputs, run.rows["val"])
-    return metrics | {"eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
+    return data.describe_eval(phase.outputs, run.rows["val"]) | {
+        "eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
 
 
 # ---------------------------------------------------------------- start and end of a process
@@ -888,8 +901,7 @@ def start_processes(args: Args):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=PATIENCE, **alone)
-    if args.dtype == "auto":
-        args.dtype = "float32" if cpu_only else "bfloat16"
+    device_defaults(args, not cpu_only)
     precision = "bf16" if args.dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
     n_ranks = dist.get_world_size()
@@ -962,7 +974,7 @@ def fill_in_defaults(args: Args):
 
 
 FREE = """output_dir val_files trust_remote_code tokens_per_micro_batch gradient_checkpointing shard
-    oversample tp max_num_seqs max_concurrent gpu_memory_utilization sleep_level engine_args
+    offload oversample tp max_num_seqs max_concurrent gpu_memory_utilization sleep_level engine_args
     check_sync deterministic eval_every eval_temperature eval_top_p eval_sampling_args save_every
     keep_checkpoints resume resume_with_changes show_every wandb_project tracker"""
 
@@ -1041,16 +1053,18 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
     set_seed(args.seed)  # of what a task may draw; the engine drew from the generators
     critic = reference = None
     if args.adv_estimator == "gae" and not args.rollout_only:
-        critic = Critic(args, policy.vision, policy.packed)
-        critic = Learner(critic, args.critic_lr, args.num_steps, args, accelerator)
+        critic = Learner(Critic(args, policy.vision, policy.packed), args.critic_lr,
+                         args.num_steps, args, accelerator)
     use = args.kl_coef and not args.rollout_only
     if use and args.lora_rank and not args.ref_model:
         from peft.helpers import rescale_adapter_scale
         reference = rescale_adapter_scale(policy, 0)(policy)  # scaled so in each call
         reference.pack = policy.pack  # attributes are those of what is wrapped, methods are not
     elif use:
-        reference = wrap(Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False),
-                         args, accelerator, frozen=True)
+        reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
+        for p in reference.parameters():
+            p.data = p.to(getattr(torch, args.dtype))  # not the buffers: RoPE's are float32
+        reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
@@ -1097,26 +1111,20 @@ def generate(run: Run, step: int) -> Phase:
         need(args.adv_estimator != "remax" or phase.greedy or step > 0,
              f"--replay {args.replay}: there are no greedy baselines")
         return phase
-    sync_s = sync(run.engine, run.policy.net, version=step)
-    phase = run.pool.rollout(step)
+    with awake(run, step) as sync_s:
+        phase = run.pool.rollout(step)
     phase.sync_s = sync_s
-    run.engine.sleep(keep=args.max_staleness > 0)
     return phase
 
 
-def scorers(run: Run, step: int) -> dict[str, nn.Module]:
+def scorers(run: Run, step: int) -> dict[str, nn.Module | None]:
     """The networks whose numbers for the sampled tokens this step uses."""
-    args, networks = run.args, {}
+    args = run.args
     old = (run.engine and run.agreed is None  # for check_agreement
            or args.updates_per_rollout > 1 or step < args.critic_warmup
            or run.reference and args.kl_in == "reward")
-    if old and not args.rollout_only:
-        networks["logprobs_old"] = run.policy.net
-    if run.reference:
-        networks["logprobs_ref"] = run.reference
-    if run.critic:
-        networks["values"] = run.critic.net
-    return networks
+    return {"logprobs_old": run.policy.net if old and not args.rollout_only else None,
+            "logprobs_ref": run.reference, "values": run.critic and run.critic.net}
 
 
 def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
@@ -1320,7 +1328,8 @@ def main(args: Args):
             rollout_ended = time.perf_counter()
             batch = data.collate(phase.trained, getattr(run.processor, "image_token_id", -1))
             for name, network in scorers(run, step).items():  # logprobs_old, logprobs_ref, values
-                batch[name] = score_tokens(network, batch, args)
+                if network:
+                    batch[name] = score_tokens(network, batch, args)
             grading_started = time.perf_counter()
             batch = grade_batch(run, phase, batch)
             timing = {"timing/grading_s": time.perf_counter() - grading_started}

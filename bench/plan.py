@@ -5,14 +5,15 @@
 --model is a folder with a config.json, or one of the built-in shapes: Qwen2.5-0.5B, -1.5B, -7B, -14B, -32B. GiB
 (2^30 bytes) everywhere; an "80 GB" card has 79.6. A GPU's row is the most it holds in a phase:
 
-    awake     rollout: what the trainer keeps, and the engine's share; weights, KV cache and its own room
+    awake     rollout: what the trainer keeps and --offload leaves, and the engine's share: weights, KV cache, its room
     asleep    nothing runs: what the trainer keeps (parameters, optimiser, reference, critic), CUDA's context
     score     a forward pass without gradients
     sync      the engine's weights come in, its KV cache is not there yet
     update    the backward pass of a second micro-batch, when all gradients are there; with --adv_estimator gae of the
               critic, too, one after the other
-    step      the optimiser's: AdamW (foreach) takes 4 more bytes a parameter, activations are gone
+    step      the optimiser's: activations are gone, and AdamW, fused, takes nothing more
 
+Flags at their defaults are what they are on CUDA: gradient checkpointing, and bfloat16 by FSDP2 on any number of GPUs.
 Micro-batches are full, of groups at --max_prompt_tokens and --max_response_tokens, the prompt of a group once: tokens
 that go through the network, sampled ones and attended keys follow from these. Activations are what the network keeps
 for its backward pass and the largest temporary beside it; tests/test_plan.py holds them against train.Policy itself.
@@ -154,9 +155,9 @@ def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
 
     stays = {
         "parameters": 4 * count([*learning[:1], *frozen[: args.rollout_only]]),
-        "optimiser": 8 * count(learning[:1]),
-        "critic, its optimiser": 12 * count(learning[1:]),
-        "reference": 4 * count([] if args.rollout_only else reference),
+        "optimiser": 8 * count(learning),
+        "critic": 4 * count(learning[1:]),
+        "reference": policy.b * count([] if args.rollout_only else reference),
         "DDP's buckets": 4 * count(learning) * (gpus > 1 and not args.shard),
         "context (assumed)": CONTEXT,
     }
@@ -167,10 +168,12 @@ def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
     kv = share - sum(engine.values())
     if args.replay:
         engine, kv = {}, 0
-    phases = {"awake": stays | engine | {"KV cache": max(0, kv)}, "asleep": stays}
+    gone = {"none": [], "optimizer": ["optimiser"], "all": ["optimiser", "critic", "reference"]}[args.offload]
+    kept = {name: n for name, n in stays.items() if name not in gone}  # while the engine is awake
+    phases = {"awake": kept | engine | {"KV cache": max(0, kv)}, "asleep": stays}
 
     # FSDP2: the root and two layers are whole, and a layer's gradients in float32 until they are summed.
-    gathered = (args.shard and gpus > 1) * b * (policy.root + 2 * policy.layer)
+    gathered = args.shard * b * (policy.root + 2 * policy.layer)
     whole = {"gathered": gathered}
     scored = {"activations": max(net.forward() - net.logits() for net in [policy, *critic, *reference]),
               "logits": policy.logits()}  # fmt: skip
@@ -179,20 +182,22 @@ def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
     largest = max(policy.embedding, policy.h * policy.f)  # gathered in float32, and vLLM's copy until it is in place
     if not args.replay:
         incoming = {"a parameter on its way": (4 * (ranks > 1) + b) * largest}
-        phases["sync"] = stays | {"engine weights": engine["engine weights"]} | incoming
+        phases["sync"] = kept | {"engine weights": engine["engine weights"]} | incoming
     if learning:
         most = max(learning, key=lambda net: 4 * net.parameters / ranks + net.activations() + net.logits())
         gradients = {"gradients": 4 * count([most])}
-        reducing = (ranks > 1) * (b + 4)
+        reducing = args.shard * (b + 4)
         passing = max(most.activations() + most.logits() + reducing * most.layer, reducing * most.root)
         phases["update"] = stays | gradients | whole
         phases["update"] |= {"activations": passing - most.logits(), "logits": most.logits()}
-        phases["step"] = stays | gradients | {"AdamW's temporaries": 4 * count([most])}
+        phases["step"] = stays | gradients
 
     loaded = 4 * (policy.parameters + max((net.parameters for net in [*critic, *reference]), default=0))
     host = {"start": gpus * (PROCESS + loaded), "asleep": gpus * PROCESS}
     if args.sleep_level == 1 and not args.replay:
         host["asleep"] += gpus * engine["engine weights"]
+    if gone and not args.replay:  # pinned
+        host["awake"] = gpus * (PROCESS + sum(stays[name] for name in gone))
     lacks = {name: sum(things.values()) - memory for name, things in phases.items()}
     window = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
     lacks["KV cache"] = (window * token - kv) * (not args.replay)
@@ -207,6 +212,8 @@ def steps(args: train.Args, gpus: int):
         yield {"gradient_checkpointing": True}
     if gpus > 1 and not args.shard:
         yield {"shard": True}
+    if args.offload != "all":
+        yield {"offload": "all" if args.offload == "optimizer" else "optimizer"}
     if tokens >= max(1024, args.max_model_len or window):
         yield {"tokens_per_micro_batch": tokens}
     if share > 0.05:
@@ -272,7 +279,7 @@ def read_arguments(argv: list[str]) -> tuple[train.Args, int, float]:
     need(not args.lora_rank, "--lora_rank is not planned, only full fine-tuning is")
     need(options.gpus > 0 and options.gpu_memory > 0, "--gpus and --gpu_memory must be greater than 0")
     need(options.gpus % args.tp == 0, f"--tp {args.tp} must divide --gpus {options.gpus}")
-    args.dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    train.device_defaults(args, cuda=True)
     if json.loads(args.engine_args):
         print("--engine_args is not followed: what it changes in the engine is not in the plan", file=sys.stderr)
     return args, options.gpus, options.gpu_memory * GIB

@@ -128,8 +128,34 @@ def test_what_makes_it_run_again(machine):
 
 def test_gpu(machine):
     machine.program("nvidia-smi", "#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
+    machine.program("clang", "#!/bin/sh\n")
+    machine.program("env-python", PYTHON.replace("[ ", 'case "$2" in *Python.h*) exit 0 ;; esac\n[ ', 1))
     assert "NVIDIA GPU found: installing requirements.txt into" in machine.run("source 'a clone/install.sh'").stdout
     assert [c for c in machine.calls() if not c.startswith("uninstall")] == ["install -r requirements.txt"]
+
+
+@pytest.mark.parametrize(("driver", "compiler", "header", "said"), [
+    ("570.86.10", True, True, "the NVIDIA driver is 570.86.10, CUDA 13 needs 580 or later: update it"),
+    ("580.65.06", False, True, "there is no C compiler, which vLLM's kernels need: install gcc"),
+    ("580.65.06", True, False, "Python.h is missing, which vLLM's kernels need: install Python's headers"),
+    ("580.65.06", True, True, ""),
+])  # fmt: skip
+def test_gpu_host(machine, driver, compiler, header, said):
+    """Refused in one line, before anything is downloaded."""
+    machine.program("nvidia-smi", f"#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: NVIDIA H200' || echo {driver}\n")
+    machine.program("clang", "#!/bin/sh\n")
+    if not compiler:
+        for name in ("gcc", "clang"):
+            (machine.bin / name).unlink(missing_ok=True)
+        keep = "bash sh cat cksum cp dirname grep head rm tail tr".split()
+        for name in (name for name in keep if not (machine.bin / name).exists()):
+            (machine.bin / name).symlink_to(shutil.which(name))
+        machine.env["PATH"] = str(machine.bin)
+    line = 'case "$2" in *sysconfig*) exit $NO_HEADER ;; esac\n'
+    machine.program("env-python", PYTHON.replace("[ ", line + "[ ", 1))
+    result = machine.run("bash 'a clone/install.sh'", NO_HEADER=str(int(not header)))
+    assert result.returncode == bool(said) and len(result.stderr.splitlines()) == bool(said)
+    assert said in result.stderr and (machine.calls() == []) is bool(said)
 
 
 def test_torch_from_the_cpu_index(machine):

@@ -139,15 +139,21 @@ def test_activations(size, flags, monkeypatch):
 
 
 def test_the_plan_is_the_notes_figures_and_says_what_makes_it_fit():
-    """Parameters, Adam and DDP's buckets of 1.5B: 16 bytes each; 7B fits 8 GPUs of 80 GiB by two flags."""
-    made = plan.make_plan(*plan.read_arguments("--model Qwen2.5-1.5B --gpus 8".split()))
-    assert sum(made.phases["asleep"].values()) / GIB == pytest.approx(3 + 16 * 1543714304 / GIB)
+    """Parameters, Adam and DDP's buckets of 1.5B: 16 bytes each, sharded 12 / 8; what makes 7B and 32B fit."""
+    n, read = 1543714304, lambda flags: plan.read_arguments(f"--gpu_memory 80 {flags}".split())
+    made = plan.make_plan(*read("--model Qwen2.5-1.5B --gpus 8 --dtype float32 --gradient_checkpointing false"))
+    assert sum(made.phases["asleep"].values()) / GIB == pytest.approx(3 + 16 * n / GIB)
     assert set(made.lacks) == {"update"}
-    read = plan.read_arguments("--model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu_memory 80".split())
-    assert plan.cure(*read) == ({"gradient_checkpointing": True, "shard": True}, True)
-    assert plan.say(*read).endswith("it fits with --gradient_checkpointing --shard")
-    fitting = plan.read_arguments("--model 7B --gpus 8 --gpu_memory 80 --gradient_checkpointing --shard".split())
-    assert plan.say(*fitting).endswith("it fits") and not plan.make_plan(*fitting).lacks
+    made = plan.make_plan(*read("--model Qwen2.5-1.5B --gpus 8"))
+    assert sum(made.phases["asleep"].values()) / GIB == pytest.approx(3 + 12 * n / 8 / GIB) and not made.lacks
+    slow = read("--model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gradient_checkpointing false")
+    assert plan.cure(*slow) == ({"gradient_checkpointing": True}, True)
+    assert plan.say(*slow).endswith("it fits with --gradient_checkpointing")
+    assert plan.say(*read("--model 7B --gpus 8")).endswith("it fits")
+    assert set(plan.make_plan(*read("--model 32B --gpus 8")).lacks) == {"awake", "sync", "update", "KV cache"}
+    fits = "--offload optimizer --tokens_per_micro_batch 8192 --tp 2"
+    assert plan.say(*read("--model 32B --gpus 8")).endswith(f"it fits with {fits}")
+    assert plan.say(*read(f"--model 32B --gpus 8 {fits}")).endswith("it fits")
 
 
 def test_flags_of_train_count():
@@ -157,11 +163,18 @@ def test_flags_of_train_count():
 
     n = 494032768  # parameters of Qwen2.5-0.5B
     plain, bytes_kept = stays("")
-    assert stays("--kl_coef 0.1")[1] - bytes_kept == 4 * n  # the reference
+    assert stays("--kl_coef 0.1")[1] - bytes_kept == 2 * n  # the reference, in bfloat16
     assert stays("--algo ppo")[1] - bytes_kept == 12 * n  # tied: the critic's backbone is all but as large
     kv, _ = stays("--gpu_memory_utilization 0.6")
     assert kv.phases["awake"]["KV cache"] - plain.phases["awake"]["KV cache"] == pytest.approx(0.1 * 80 * GIB)
     assert stays("--sleep_level 1")[0].host["asleep"] - plain.host["asleep"] == 2 * n
+    flags, states = "--algo ppo --kl_coef 0.1", {"none": 0, "optimizer": 16 * n, "all": (16 + 4 + 2) * n}
+    awake = {what: stays(f"{flags} --offload {what}")[0] for what in states}
+    for what, made in awake.items():
+        for phase in ("awake", "sync"):
+            left = {name: x for name, x in made.phases[phase].items() if name in made.phases["asleep"]}
+            assert sum(made.phases["asleep"].values()) - sum(left.values()) == pytest.approx(states[what], rel=1e-3)
+        assert made.host.get("awake", plan.PROCESS) - plan.PROCESS == pytest.approx(states[what], rel=1e-3)
     assert stays("--replay somewhere")[0].phases.keys() == {"asleep", "awake", "score", "update", "step"}
 
 

@@ -62,7 +62,8 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     printed = run(*flags, "--output_dir", whole, by=by, cache=cache, **env)
     blocks = {"TINY_TASK_BLOCKS": tmp_path / "blocks", "TINY_TASK_BLOCKS_FROM": 3}
-    with forked(*flags, "--output_dir", killed, cache=cache, **env, **blocks) as processes:
+    moving = [*flags, "--offload", "all"]  # where Adam's states, critic and reference are changes nothing
+    with forked(*moving, "--output_dir", killed, cache=cache, **env, **blocks) as processes:
         wait_for(lambda: lines(killed / "metrics.jsonl") == 4)  # steps 0 to 3: one behind the checkpoint of step 2
         for process in processes if by == "torchrun" else [processes]:
             process.kill()
@@ -284,6 +285,7 @@ def children(pid: int) -> list[int]:
 def test_first_interrupt_ends_all_ranks_with_the_last_step_saved(cache, tmp_path):
     out = tmp_path / "run"
     flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0", "--output_dir", out]
+    flags += ["--algo", "ppo", "--offload", "all"]  # what is saved is with the host where a rollout is interrupted
     with started(*flags, by="torchrun", cache=cache) as process:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 3)
         family = children(process.pid)
@@ -402,6 +404,11 @@ def test_remax_replays_with_its_baselines_or_not_at_all(cache, tmp_path):
     ({"engine_args": '{"foo": 1}'}, "vLLM has no argument foo"),
     ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size is --tp"),
     ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode is not the user's to choose"),
+    ({"engine_args": '{"enable_batch_sharded_sampling": true}'}, "enable_batch_sharded_sampling is not the user's"),
+    ({"engine_args": '{"speculative_config": {"model": "x"}}'}, "speculative_config is not the user's to choose"),
+    ({"engine_args": '{"spec_model": "x"}'}, "spec_model is not the user's to choose"),
+    ({"engine_args": '{"reasoning_config": {}}'}, "reasoning_config is not the user's to choose"),
+    ({"engine_args": '{"reasoning_parser": "qwen3"}'}, "reasoning_parser is not the user's to choose"),
     ({"replay": "x", "check_sync": True}, "--check_sync has an effect only without --replay"),
     ({"replay": "x", "rollout_only": True}, "give one of them"),
     ({"rollout_only": True, "max_staleness": 1}, "nothing gets stale"),

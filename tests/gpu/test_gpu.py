@@ -1,11 +1,14 @@
 """What only a GPU can show; skipped without CUDA. One command: python -m pytest tests/gpu -s
 
-Memory freed by sleep and given back by wake, 200 times; exact weights after either level; requests that live on over
-a sync; engine against trainer in bfloat16, packed attention on CUDA against a padded reference, the sync of a sharded
-policy, and a run by accelerate's FSDP2 config on as many GPUs as there are. Models are random, in the shape of
-Qwen2.5-0.5B. Nobody has run these yet.
+Memory freed by sleep and given back by wake, 200 times, with Adam's states beside it; exact weights after either level;
+requests that live on over a sync, with images too; engine against trainer in bfloat16 at logits as wide as a trained
+model's; packed attention (a forest, windows) and token_logprobs against float64; --offload; an update's peak memory
+against the plan; the sync of a sharded policy; whole runs: asynchronous, resumed, with images, by accelerate's FSDP2
+config on as many GPUs as there are, each to a clean exit. Models are random, in the shape of Qwen2.5-0.5B. Measured
+sections are those of bench/gpu.py. Nobody has run these yet.
 """
 
+import argparse
 import copy
 import dataclasses
 import json
@@ -16,6 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO
+
+sys.path.append(str(REPO / "bench"))
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,7 +40,9 @@ def model_path(tmp_path_factory, tokenizer) -> str:
         eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    model = Qwen2ForCausalLM(config)
+    torch.nn.init.constant_(model.model.norm.weight, 5.0)  # logits of std 3: at the 0.6 of a random model all is near
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 
@@ -60,6 +68,37 @@ def policy_of(path: str, shift: float):
         for parameter in model.parameters():
             parameter.mul_(1 + shift)
     return types.SimpleNamespace(model=model)
+
+
+def engines_bytes() -> int:
+    """What a wake maps and a sleep gives back."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance().get_current_usage()
+
+
+def learner_of(path: str, **flags):
+    """A learner as train.py makes it on this device, after one step: Adam's states are there; with its update."""
+    from gradient_worker import batch_of
+
+    import data
+    import train
+
+    args = train.Args(model=path, max_prompt_tokens=512, max_response_tokens=512, **flags)
+    accelerator, _ = train.start_processes(args)
+    data.register_packed_attention()
+    learner = train.Learner(train.Policy(args), 1e-6, 1, args, accelerator)
+    batch = batch_of(8)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    learner.update = lambda: train.optimise(learner, train.policy_objective, batch, range(8), args, accelerator)
+    learner.update()
+    return learner, args, accelerator
+
+
+def states_of(learner) -> list[torch.Tensor]:
+    """Adam's, of this rank."""
+    states = [x for state in learner.optimizer.state.values() for x in state.values()]
+    return [x.to_local() if hasattr(x, "to_local") else x for x in states]
 
 
 @torch.no_grad()
@@ -92,7 +131,7 @@ def test_sleep_frees_memory_and_every_wake_has_the_new_weights(cuda_engine, back
         print(
             f"level {level}: {asleep / GIB:.2f} GiB free asleep, {awake / GIB:.2f} awake; sleep freed {freed / GIB:.2f}"
         )
-        assert freed > 0.2 * torch.cuda.mem_get_info()[1]  # nearly all of the 0.3 it took
+        assert freed > 0.95 * engines_bytes() > 0.2 * torch.cuda.mem_get_info()[1]
         difference = torch.cat([
             (torch.tensor(o.logprobs) - trainer_logprobs(policy.model, p, o.token_ids)).abs()
             for p, o in zip(prompts, outs, strict=True)
@@ -100,24 +139,53 @@ def test_sleep_frees_memory_and_every_wake_has_the_new_weights(cuda_engine, back
         print(
             f"level {level}, cycle {cycle}: |engine - trainer| mean {difference.mean():.4f}, max {difference.max():.4f}"
         )
-        assert difference.mean() < 0.05
+        assert difference.mean() < 0.1
 
 
-def test_two_hundred_cycles_leave_memory_where_it_was(cuda_engine, background, model_path):
+@pytest.mark.parametrize("level", [1, 2])
+def test_two_hundred_cycles_beside_adams_states(cuda_engine, background, model_path, level):
     from conftest import generate
 
     import train
 
-    policy, asleep = policy_of(model_path, 0.0), []
+    learner, *_ = learner_of(model_path)
+    states = states_of(learner)
+    assert sum(x.nbytes for x in states) > 8 * 490_000_000 and all(x.is_cuda for x in states)
+    asleep = []
     for cycle in range(200):
-        train.sync(cuda_engine, policy, cycle)
+        train.sync(cuda_engine, learner.net, cycle)
         generate(cuda_engine, background, [[5, 6, 7]], max_tokens=2)
-        cuda_engine.sleep()
+        torch.cuda.empty_cache()
+        awake = torch.cuda.mem_get_info()[0]
+        cuda_engine.sleep(level=level)
+        assert torch.cuda.mem_get_info()[0] - awake > 0.95 * engines_bytes()
         asleep.append(cuda_engine.memory["asleep"])
     for where in ("host", "device"):
         growth = asleep[-1][where] - asleep[20][where]
-        print(f"{where} memory after 200 cycles {asleep[-1][where]:.3f} GB, {growth:+.3f} since cycle 20")
+        print(f"level {level}: {where} memory {asleep[-1][where]:.3f} GB after 200, {growth:+.3f} since the 20th")
         assert growth < 0.1
+
+
+@pytest.mark.parametrize("what", ["optimizer", "all"])
+def test_offload_frees_the_gpu_into_pinned_memory(model_path, what, monkeypatch):
+    import train
+
+    learner, args, accelerator = learner_of(model_path, offload=what, kl_coef=0.1)
+    _, _, reference = train.build_networks(args, accelerator, train.Policy(args), args)
+    engine = types.SimpleNamespace(sleep=lambda keep: None)
+    run = types.SimpleNamespace(args=args, accelerator=accelerator, learners={"policy": learner}, policy=learner,
+                                critic=None, reference=reference, engine=engine)  # fmt: skip
+    before, free = [x.clone().cpu() for x in states_of(learner)], torch.cuda.memory_allocated()
+    monkeypatch.setattr(train, "sync", lambda *_: 0.0)
+    with train.awake(run, 0):
+        freed = free - torch.cuda.memory_allocated()
+        n = sum(p.numel() for p in learner.net.parameters())
+        print(f"--offload {what}: {freed / GIB:.2f} GiB freed of {n / 1e9:.2f} B parameters")
+        assert freed > (8 if what == "optimizer" else 10) * 0.99 * n  # Adam's two; the reference in bfloat16
+        assert all(x.is_pinned() for x in states_of(learner))
+        assert {p.device.type for p in reference.parameters()} == {"cpu" if what == "all" else "cuda"}
+    assert all(x.is_cuda and torch.equal(x.cpu(), y) for x, y in zip(states_of(learner), before, strict=True))
+    learner.update()
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -145,7 +213,7 @@ def test_a_suspended_request_goes_on_under_the_next_weights(cuda_engine, backgro
         expected = trainer_logprobs(policies[version].model, prompt, out.token_ids)[part]
         difference = (torch.tensor(out.logprobs)[part] - expected).abs().mean()
         print(f"level {level}: {len(expected)} tokens of version {version}, mean |engine - trainer| {difference:.4f}")
-        assert difference < 0.05
+        assert difference < 0.1
 
 
 def test_sharded_policy_syncs_with_one_parameter_whole(cuda_engine, model_path):
@@ -169,6 +237,60 @@ def test_sharded_policy_syncs_with_one_parameter_whole(cuda_engine, model_path):
     train.sync(cuda_engine, policy, 0)  # compares checksums
     cuda_engine.sleep()
     assert torch.cuda.memory_allocated() - before < largest
+
+
+def trained(folder: Path, *flags: str, task: str = "examples/calculator.py") -> list[dict]:
+    """The metrics of a run of train.py that ends by itself, without a word from CUDA."""
+    command = [sys.executable, "train.py", "--task", task, "--output_dir", str(folder), *flags]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for word in ("CUDA error", "Traceback", "terminate called"):
+        assert word not in done.stderr, done.stderr[-4000:]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_asynchronous_run_ends_cleanly_and_resumes(tmp_path):
+    flags = ["--max_staleness", "2", "--oversample", "1.5", "--save_every", "1", "--eval_every", "2",
+             "--gpu_memory_utilization", "0.2", "--prompts_per_step", "8", "--offload", "optimizer"]  # fmt: skip
+    rows = trained(tmp_path / "run", *flags, "--num_steps", "3")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and any(row["rollout/staleness_mean"] > 0 for row in rows[1:])
+    again = trained(tmp_path / "run", *flags, "--num_steps", "5", "--resume")
+    assert again[:4] == rows and [row["step"] for row in again] == [0, 1, 2, 3, 4, 5]
+    assert all(row["rollout/logp_diff_mean"] < 0.05 and row["actor/grad_norm"] > 0 for row in again[1:])
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_images_and_requests_that_are_kept_over_a_sync(tmp_path, level):
+    rows = trained(
+        tmp_path / "run", "--agent", "looker", "--num_steps", "4", "--prompts_per_step", "4", "--group_size", "2",
+        "--max_prompt_tokens", "96", "--max_response_tokens", "64", "--eval_every", "0", "--max_staleness", "1",
+        "--oversample", "2", "--sleep_level", level, "--check_sync", "--gpu_memory_utilization", "0.2",
+        task="tests/vision_task.py",
+    )  # fmt: skip
+    for row in rows[1:]:
+        assert row["rollout/logp_diff_mean"] < 0.05 and row["rollout/failed_agent_loop"] == 0
+
+
+def test_a_run_without_checkpointing(tmp_path):
+    rows = trained(tmp_path / "run", "--gradient_checkpointing", "false", "--num_steps", "2", "--prompts_per_step", "4",
+                   "--gpu_memory_utilization", "0.2", "--eval_every", "0")  # fmt: skip
+    assert all(row["rollout/logp_diff_mean"] < 0.05 and row["actor/grad_norm"] > 0 for row in rows[1:])
+
+
+# ---------------------------------------------------------------- sections of bench/gpu.py, which assert what they can
+
+
+@pytest.mark.parametrize("section", ["kernels", "agree", "suspended", "sync", "update"])
+def test_section_of_the_bench(section, tmp_path):
+    """In a process of its own. update: the peak at micro-batches of 16,384 tokens is the plan's to 10%."""
+    import gpu
+
+    options = argparse.Namespace(folder=tmp_path, device="cuda", tiny=False, cycles=5, timeout=900)
+    rows = dict(gpu.measure(options, section, "0.5B"))
+    print(rows)
+    assert rows and "FAILED" not in rows
+    if section == "update":
+        assert 0.9 < float(rows["peak memory"].split()[-1]) < 1.1
 
 
 def test_training_by_accelerates_fsdp2_config(tmp_path):

@@ -1,0 +1,194 @@
+"""What of the CUDA path a CPU can show: the choices made for it, --offload, the check of its memory. The rest is in
+tests/gpu."""
+
+import ast
+import types
+
+import pytest
+import torch
+from conftest import REPO
+from gradient_worker import batch_of, gradients
+from torch.distributed.tensor import DTensor
+
+import data
+import rollout
+import train
+from agent_loop import BadInput
+from train import Args
+
+
+@pytest.mark.parametrize(("flags", "cuda", "expected"), [
+    ({}, True, ("bfloat16", True, True)),
+    ({}, False, ("float32", False, False)),
+    ({"dtype": "float32", "gradient_checkpointing": False}, True, ("float32", False, False)),
+    ({"dtype": "bfloat16", "gradient_checkpointing": True}, False, ("bfloat16", True, False)),
+    ({"shard": True}, False, ("float32", False, True)),
+])  # fmt: skip
+def test_what_the_device_decides(flags, cuda, expected):
+    args = Args(**flags)
+    train.device_defaults(args, cuda)
+    assert (args.dtype, args.gradient_checkpointing, args.shard) == expected
+
+
+def test_what_a_host_cannot_do_is_refused(monkeypatch):
+    with pytest.raises(BadInput, match="^--deterministic: on CUDA attention's gradients vary"):
+        train.device_defaults(Args(deterministic=True), cuda=True)
+    train.device_defaults(Args(deterministic=True), cuda=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")  # and is_available() is False: as with an old driver
+    with pytest.raises(BadInput, match="^torch is CUDA's build, and there is no GPU that it can use: .* 580 or later"):
+        train.device_defaults(Args(), cuda=False)
+    train.device_defaults(Args(), cuda=True)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_threads_are_left_alone_beside_a_gpu(gpu):
+    (first,) = (node for node in ast.parse((REPO / "train.py").read_text()).body if isinstance(node, ast.If)
+                and "OMP_NUM_THREADS" in ast.unparse(node))  # fmt: skip
+    path = types.SimpleNamespace(exists=lambda path: gpu and path == "/dev/nvidiactl")
+    fake = types.SimpleNamespace(environ={"LOCAL_WORLD_SIZE": "2"}, path=path, sched_getaffinity=lambda _: range(16))
+    exec(compile(ast.Module([first], []), "train.py", "exec"), {"os": fake, "__name__": "__main__"})
+    assert fake.environ.get("OMP_NUM_THREADS") == (None if gpu else "8")
+
+
+# ---------------------------------------------------------------- the optimiser, critic and reference
+
+
+def accelerator_of(device: str = "cpu"):
+    return types.SimpleNamespace(device=torch.device(device), prepare_model=lambda net, **_: net,
+                                 clip_grad_norm_=torch.nn.utils.clip_grad_norm_)  # fmt: skip
+
+
+def learner_of(args, device: str = "cpu") -> train.Learner:
+    data.register_packed_attention()
+    return train.Learner(train.Policy(args), 1e-3, 1, args, accelerator_of(device))
+
+
+def test_adam_is_fused_on_cuda_alone(args, process_group):
+    assert [learner_of(args, device).optimizer.defaults["fused"] for device in ("cuda", "cpu")] == [True, False]
+
+
+def test_the_cache_is_emptied_before_adams_states_are_made(args, process_group, monkeypatch):
+    learner, seen = learner_of(args), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(learner.optimizer.state)))
+    batch = batch_of(4)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    for _ in range(2):
+        train.optimise(learner, train.policy_objective, batch, [0, 1, 2, 3], args, accelerator_of())
+    assert seen == [0] and len(learner.optimizer.state) > 0
+
+
+def test_numbers_are_read_once_a_step_and_not_of_every_micro_batch(tiny_model, process_group, monkeypatch):
+    from accelerate import Accelerator
+
+    read, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: read.append(x) or item(x))
+    counts, metrics = [], []
+    for tokens in (60, 4096):
+        read.clear()
+        metrics.append(gradients(Accelerator(cpu=True), tiny_model, tokens, "token-mean", on_policy=True)["metrics"])
+        counts.append(len(read))
+    assert counts[0] == counts[1] > 0
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
+
+
+def test_a_value_has_the_digits_of_float32(args, process_group):
+    critic = train.Critic(args)
+    hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        (values,) = critic.read(hidden, None)
+    expected = hidden.double() @ critic.head.weight[0].double()
+    torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=1e-6)
+    assert values.dtype == torch.float32
+
+
+def test_the_reference_is_kept_in_the_dtype_of_products(tiny_model, process_group):
+    args = Args(model=tiny_model, dtype="bfloat16", shard=True, kl_coef=0.1, lr=1e-3)
+    data.register_packed_attention()
+    policy, _, reference = train.build_networks(args, accelerator_of(), train.Policy(args), args)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
+    assert {b.dtype for b in reference.buffers()} == {torch.float32} and list(reference.buffers())  # RoPE's
+    batch = batch_of(4)
+    scores = [train.score_tokens(net, batch, args) for net in (reference, policy.net)]
+    assert torch.equal(*scores) and scores[0].abs().sum() > 1  # FSDP casts before it gathers: the same numbers
+
+
+# ---------------------------------------------------------------- --offload
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("what", ["none", "optimizer", "all"])
+def test_offload(tiny_model, process_group, monkeypatch, what, shard):
+    """Other memory while the engine is awake, and again after it; the same values; training and scoring go on."""
+    from accelerate import Accelerator
+
+    args = Args(model=tiny_model, dtype="float32", shard=shard, kl_coef=0.1, algo="ppo", offload=what, lr=1e-3,
+                critic_lr=1e-3)  # fmt: skip
+    data.register_packed_attention()
+    policy, critic, reference = train.build_networks(args, Accelerator(cpu=True), train.Policy(args), args)
+    learners = {"policy": policy, "critic": critic}
+    batch = batch_of(4)
+    for name in ("advantages", "values", "returns", "logprobs_ref"):
+        batch[name] = torch.ones_like(batch["response_mask"])
+
+    def update():
+        for learner, objective in ((policy, train.policy_objective), (critic, train.value_objective)):
+            train.optimise(learner, objective, batch, [0, 1, 2, 3], args, Accelerator(cpu=True))
+
+    def tensors() -> dict:
+        states = [x for learner in learners.values() for state in learner.optimizer.state.values()
+                  for x in state.values()]  # fmt: skip
+        parts = {"states": states, "critic": critic.net.parameters(), "reference": reference.parameters(),
+                 "policy": policy.net.parameters()}  # fmt: skip
+        return {name: [x.to_local() if isinstance(x, DTensor) else x.detach() for x in part]
+                for name, part in parts.items()}  # fmt: skip
+
+    update()
+    before, meanwhile, state = tensors(), {}, policy.optimizer.state
+    values = {name: [x.clone() for x in part] for name, part in before.items()}
+    monkeypatch.setattr(train, "sync", lambda *_: meanwhile.update(tensors()) or 1.5)
+    slept = []
+    engine = types.SimpleNamespace(sleep=lambda keep: slept.append(keep))
+    run = types.SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), learners=learners, policy=policy,
+                                critic=critic, reference=reference, engine=engine)  # fmt: skip
+    with train.awake(run, 1) as seconds:
+        assert seconds == 1.5 and slept == []
+    assert slept == [False]
+    after = tensors()
+    moves = {"none": set(), "optimizer": {"states"}, "all": {"states", "critic", "reference"}}[what]
+    for name, part in before.items():
+        assert part
+        for x, away, back, value in zip(part, meanwhile[name], after[name], values[name], strict=True):
+            assert torch.equal(away, value) and torch.equal(back, value)
+            assert (away.data_ptr() != x.data_ptr()) is (name in moves), name
+            assert (back.data_ptr() != away.data_ptr()) is (name in moves), name
+    assert type(policy.optimizer.state) is type(state)
+    update()
+    assert not any(torch.equal(x, y) for x, y in zip(tensors()["states"], values["states"], strict=True))
+    assert train.score_tokens(reference, batch, args).abs().sum() > 1
+
+
+# ---------------------------------------------------------------- the engine's memory
+
+
+def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    class Woken(Exception):
+        pass
+
+    def wake():
+        raise Woken
+
+    taken = types.SimpleNamespace(get_current_usage=lambda: 40_000_000_000)
+    monkeypatch.setattr(CuMemAllocator, "get_instance", lambda: taken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = object.__new__(rollout.Engine)
+    engine.state, engine.memory, engine.core = "asleep", {}, types.SimpleNamespace(wake_up=lambda tags: wake())
+    for free, error in ((40_000_000_000, Woken), (39_900_000_000, BadInput)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80_000_000_000))
+        with pytest.raises(error) as caught:
+            engine.wake_weights()
+    assert str(caught.value) == ("the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower "
+                                 "--gpu_memory_utilization, or give --offload all")  # fmt: skip
