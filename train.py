@@ -1045,7 +1045,7 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
                          args.num_steps, args, accelerator)
     if args.kl_coef and not args.rollout_only:
         reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
-        for p in reference.parameters():
+        for p in reference.parameters() if args.shard else ():  # autocast wants float32
             p.data = p.to(getattr(torch, args.dtype))  # not the buffers: RoPE's are float32
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
@@ -1122,12 +1122,12 @@ def generate(run: Run, step: int) -> Phase:
 
 
 def scorers(run: Run, step: int) -> dict[str, nn.Module | None]:
-    """The networks whose numbers for the sampled tokens this step uses."""
+    """The networks whose numbers for the sampled tokens this step uses; none where it doesn't."""
     args = run.args
     in_reward = run.reference and args.kl_in == "reward"
     old = args.updates_per_rollout > 1 or step < args.critic_warmup or in_reward
     old = old or run.engine and run.agreed is None  # for check_agreement
-    return {"logprobs_old": run.policy.net if old and not args.rollout_only else None,
+    return {"logprobs_old": old and not args.rollout_only and run.policy.net,
             "logprobs_ref": run.reference, "values": run.critic and run.critic.net}
 
 
