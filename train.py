@@ -620,9 +620,9 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
          "_no_split_modules; --dtype float32 needs none")
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
+            getattr(torch, args.dtype, None), torch.float32))
     return net
 
 
