@@ -1331,8 +1331,8 @@ def _loggable(values):
 
 def offload(run, device: torch.device | str):
     """Moves what --offload names to a device; the host's memory is pinned where there is CUDA."""
-    pinned = device == "cpu" and torch.cuda.is_available()
-    moved = lambda x: torch.empty_like(x, device=device, pin_memory=pinned).copy_(x)
+    moved = lambda x: torch.empty_like(
+        x, device=device, pin_memory=device == "cpu" and torch.cuda.is_available()).copy_(x)
     what = run.args.offload
     for learner in run.learners.values() if what != "none" else ():
         learner.optimizer.state = tree_map(moved, learner.optimizer.state)

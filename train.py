@@ -638,9 +638,9 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
          "_no_split_modules; --dtype float32 needs none")
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
+            getattr(torch, args.dtype, None), torch.float32))
     return net
 
 
@@ -1062,7 +1062,7 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
         reference.pack = policy.pack  # attributes are those of what is wrapped, methods are not
     elif use:
         reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
-        for p in reference.parameters():
+        for p in reference.parameters() if args.shard else ():  # autocast wants float32
             p.data = p.to(getattr(torch, args.dtype))  # not the buffers: RoPE's are float32
         reference = wrap(reference, args, accelerator, frozen=True)
     n_steps = args.num_steps - args.critic_warmup
@@ -1118,12 +1118,12 @@ def generate(run: Run, step: int) -> Phase:
 
 
 def scorers(run: Run, step: int) -> dict[str, nn.Module | None]:
-    """The networks whose numbers for the sampled tokens this step uses."""
+    """The networks whose numbers for the sampled tokens this step uses; none where it doesn't."""
     args = run.args
     old = (run.engine and run.agreed is None  # for check_agreement
            or args.updates_per_rollout > 1 or step < args.critic_warmup
            or run.reference and args.kl_in == "reward")
-    return {"logprobs_old": run.policy.net if old and not args.rollout_only else None,
+    return {"logprobs_old": old and not args.rollout_only and run.policy.net,
             "logprobs_ref": run.reference, "values": run.critic and run.critic.net}
 
 

@@ -22,7 +22,7 @@ or dies of a CUDA error, leaves a line with its reason and the others go on.
 
 import argparse
 import asyncio
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -367,7 +367,7 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
 
 
 def trl(options: argparse.Namespace, size: str) -> Iterator[Row]:
-    if not importlib.util.find_spec("trl"):
+    if not list(importlib.metadata.distributions(name="trl")):  # an import would find bench/trl.py
         yield "whole steps", "not run: pip install trl==1.16.0 datasets"
         return
     small = ["--prompts", "2", "--group_size", "2", "--tokens", "8", "--rounds", "2"] if options.tiny else []

@@ -119,7 +119,7 @@ class Net:
     def activations(self) -> float:
         """At most, without logits: beside what is kept the gradients of the head's input and weight; or, when head and
         last norm are done, a layer computed again and the gradients in its MLP."""
-        again = self.args.gradient_checkpointing
+        again = bool(self.args.gradient_checkpointing)
         head = (1 - self.critic) * self.wide * self.embedding  # a tied one waits for the embedding's
         at_head = self.logits() + 8 * self.h * self.sampled + head
         gradients = (self.wide * self.h + 2 * self.b * self.f) * self.T + self.tied * head

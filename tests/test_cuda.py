@@ -1,7 +1,9 @@
 """What of the CUDA path a CPU can show: the choices made for it, --offload, the check of its memory. The rest is in
 tests/gpu."""
 
+import argparse
 import ast
+import sys
 import types
 
 import pytest
@@ -15,6 +17,9 @@ import rollout
 import train
 from agent_loop import BadInput
 from train import Args
+
+sys.path.append(str(REPO / "bench"))
+import gpu
 
 
 @pytest.mark.parametrize(("flags", "cuda", "expected"), [
@@ -192,3 +197,23 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monke
             engine.wake_weights()
     assert str(caught.value) == ("the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower "
                                  "--gpu_memory_utilization, or give --offload all")  # fmt: skip
+
+
+# ---------------------------------------------------------------- bench/gpu.py
+
+
+def test_kernels_against_float64():
+    rows = dict(gpu.kernels(argparse.Namespace(device="cpu", tiny=True), "tiny"))
+    assert len(rows) == 3 and any("window" in what for what in rows)
+    for figure in rows.values():
+        forward, gradients = (float(part.split()[1]) for part in figure.split(", "))
+        assert 0 < forward < 1e-5 and 0 < gradients < 1e-5
+    exact = [torch.ones(2, 2, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    with pytest.raises(AssertionError):
+        gpu.errors(exact[0] * 1.1, exact[1] * 1.0, exact[:1], exact[1:])
+
+
+def test_a_section_that_fails_leaves_a_line(tmp_path):
+    options = argparse.Namespace(folder=tmp_path, device="cpu", tiny=True, cycles=1, timeout=300)
+    ((what, reason),) = gpu.measure(options, "sync", "nothing")
+    assert what == "FAILED" and reason.startswith("exit code 1: agent_loop.BadInput: --model nothing: give a folder")
