@@ -20,7 +20,6 @@ from conftest import (
     KEPT,
     REPLAY,
     REPO,
-    SMALL_CACHE,
     TINY,
     generate,
     lines,
