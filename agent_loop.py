@@ -603,7 +603,8 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """All sequences; a last one with nothing sampled leaves what it has to the one before."""
         *earlier, last = [*self.finished, self.output()]
-        if earlier and last.messages[-1]["role"] != "assistant":
+        answered = last.messages[-1]["role"] == "assistant"  # maybe with untrained tokens alone
+        if earlier and 1 not in last.response_mask and not answered:
             before = earlier.pop()
             end = len(before.response_ids) - 1
             rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]

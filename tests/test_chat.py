@@ -682,6 +682,17 @@ def test_an_agent_may_go_on_without_a_sub_agent_that_ran_out(play, tokenizer):
     assert (output.reward, output.stop_reason) == (0.5, "stop")
 
 
+def test_an_error_about_a_reply_that_took_the_last_token_is_the_end(play):
+    """Frameworks raise on half a tool call or half a JSON."""
+
+    async def chat(client, prompt, **row):
+        raise KeyError(await ask(client, *prompt))
+
+    (output,), engine = play(chat, "12345", max_response_tokens=3)
+    assert_output(output, engine, (1, "123"))
+    assert (output.stop_reason, output.reward) == ("length", None)
+
+
 def test_an_error_after_a_survived_budget_is_an_error(play):
     async def chat(client, prompt, **row):
         with pytest.raises(OutOfBudget):

@@ -20,7 +20,6 @@ from conftest import (
     KEPT,
     REPLAY,
     REPO,
-    SMALL_CACHE,
     TINY,
     generate,
     lines,
@@ -204,35 +203,6 @@ def test_a_whole_rollout_is_masked_where_its_last_output_was_cut_off():
     batch = data.collate(outputs) | {"rollouts": data.by_rollout(outputs)}
     train.mask_truncated(batch)
     assert batch["response_mask"].tolist() == [[0, 0], [0, 0], [1, 0]]
-
-
-def test_a_langgraph_agent_is_trained_through_the_chat_endpoint(cache, tmp_path):
-    """Unchanged LangGraph code over HTTP; its reward rises within three steps.
-
-    The built-in model, warmed up on four questions: it knows by heart how to guess and how to call the tool.
-    """
-    task = tmp_path / "few.py"
-    task.write_text(f"""
-import sys
-sys.path.insert(0, {str(REPO / "examples")!r})
-import calculator, langgraph_math
-from langgraph_math import reward, SYSTEM_PROMPT
-def load(split): return langgraph_math.load("train")[:4]
-def build_model(path):
-    calculator.load = load
-    model, tokenizer = calculator.init_model(path)
-    calculator.warm_up(model, tokenizer, num_batches=60, batch_size=16)
-    model.eval().save_pretrained(path)
-""")
-    run("--task", task, "--agent", "langgraph", "--num_steps", "3", "--prompts_per_step", "4", "--eval_every", "0",
-        "--lr", "1e-3", "--save_every", "0", "--deterministic", "--engine_args", SMALL_CACHE,
-        "--output_dir", tmp_path / "run", cache=cache)  # fmt: skip
-    rows = metrics_of(tmp_path / "run")
-    assert rows[-1]["eval/reward"] > rows[0]["eval/reward"] + 0.15, [row["reward/mean"] for row in rows[1:]]
-    for row in rows[1:]:
-        assert row["rollout/trajectories"] == 32 and row["rollout/logp_diff_max"] < 1e-3
-    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000003.jsonl").read_text().splitlines()]
-    assert any(r["messages"][-2]["role"] == "tool" and r["reward"] == 1.0 for r in rollouts)
 
 
 def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
