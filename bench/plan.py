@@ -2,7 +2,7 @@
 
     python bench/plan.py --model Qwen2.5-7B --gpus 8 --gpu_memory 80 [any flag of train.py]
 
---model is a folder with a config.json, or one of the built-in shapes: Qwen2.5-0.5B, -1.5B, -7B, -14B, -32B. GiB
+--model is a folder with a config.json, or a built-in shape: Qwen2.5-0.5B, -1.5B, -3B, -7B, -14B, -32B, Qwen3-4B. GiB
 (2^30 bytes) everywhere; an "80 GB" card has 79.6. A GPU's row is the most it holds in a phase:
 
     awake     rollout: what the trainer keeps and --offload leaves, and the engine's share: weights, KV cache, its room
@@ -19,7 +19,7 @@ that go through the network, sampled ones and attended keys follow from these. A
 for its backward pass and the largest temporary beside it; tests/test_plan.py holds them against train.Policy itself.
 Attention is CUDA's varlen_attn in bfloat16 (it keeps q, k, v, output, logsumexp); a CPU's goes sequence by sequence and
 keeps its outputs twice. Logits are token_logprobs' three blocks of at most 1,024 columns, never (T, V). Assumed, not
-derived: CONTEXT, ENGINE_ROOM, PROCESS. --engine_args is not followed. Models built like Qwen2, Llama or Mistral.
+derived: CONTEXT, ENGINE_ROOM, PROCESS. --engine_args is not followed. Models built like Qwen2, Qwen3, Llama or Mistral.
 """
 
 import argparse
@@ -45,23 +45,26 @@ PROCESS = 5 * GIB  # of host memory: libraries, vLLM, a step's trajectories
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
     "14B": (5120, 13824, 48, 40, 8, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, 151936, True),
 }
 
 
 def load_config(model: str):
     """The text configuration of a built-in shape or of a folder."""
-    name = model.split("/")[-1].removeprefix("Qwen2.5-").removesuffix("-Instruct")
+    name = model.split("/")[-1].removeprefix("Qwen2.5-").removesuffix("-2507").removesuffix("-Instruct")
     if name in SHAPES and not Path(model).is_dir():
         keys = """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size
             tie_word_embeddings""".split()
-        return AutoConfig.for_model("qwen2", **dict(zip(keys, SHAPES[name])))
+        kind = {"head_dim": 128, "model_type": "qwen3"} if name.startswith("Qwen3") else {"model_type": "qwen2"}
+        return AutoConfig.for_model(**kind, **dict(zip(keys, SHAPES[name])))
     need(Path(model, "config.json").is_file(), f"--model {model}: give a folder with a config.json, or one of "
-         f"Qwen2.5-{', -'.join(SHAPES)}")  # fmt: skip
+         f"Qwen2.5-{', -'.join(SHAPES).replace('-Qwen', 'Qwen')}")  # fmt: skip
     config = AutoConfig.from_pretrained(model).get_text_config()
-    known = "qwen2", "llama", "mistral"
+    known = "qwen2", "qwen3", "llama", "mistral"
     need(config.model_type in known, f"--model {model}: a {config.model_type} is not planned, {', '.join(known)} are")
     return config
 
@@ -79,7 +82,8 @@ class Net:
         self.tied = config.tie_word_embeddings or critic
         bias = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
         self.matrices = 2 * self.h * (self.q + self.k) + 3 * self.h * self.f  # of a layer
-        self.layer = self.matrices + 2 * self.h + bias * (self.q + 2 * self.k)
+        self.qk_norm = config.model_type == "qwen3"
+        self.layer = self.matrices + 2 * self.h + bias * (self.q + 2 * self.k) + 2 * size * self.qk_norm
         self.embedding = self.vocab * self.h
         self.root = self.embedding * (2 - self.tied) + self.h
         self.parameters = self.layers * self.layer + self.root
@@ -98,6 +102,7 @@ class Net:
         norms = 0
         for readers in (3, 2):  # q, k, v; gate, up. Kept: in float32 the input; normalised; what the readers take
             norms += (4 + self.wide + (readers * b if self.autocast else self.wide)) * h
+        norms += self.qk_norm * (4 + b) * (self.q + self.k)
         attention = (2 * b * self.q + 4 * self.heads) * self.T + 2 * b * self.k * self.keys
         return (norms + 4 * b * self.f) * self.T + attention + casts
 
