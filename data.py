@@ -1137,7 +1137,8 @@ def save_checkpoint(run):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
-        about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state)}
+        about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state),
+                 "history": run.history}
         about |= run.pool.to_resume(run.done) if run.pool else {}
         (temporary / "step.json").write_text(json.dumps(about))
         temporary.rename(folder / temporary.name[1:])

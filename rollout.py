@@ -1070,6 +1070,8 @@ class Pool:
         n_taken = self.n_seen - len(self.pending)  # groups taken out so far
         capacity = n_taken + self.batch * ahead
         n_compared, replaced = -1, 0  # groups ended when ranks last compared; replaced so far
+        # A task's sampler chooses them all here: on every rank it has seen the same by now.
+        self.row_of(self._prompt(capacity + self.replacements - 1))
 
         def over():
             nonlocal replaced
@@ -1199,8 +1201,8 @@ class Pool:
         """prompts_drawn and unfinished of a pool that goes on from here; the batch of a step that
         was interrupted after its rollout is drawn again."""
         lost = self.taken if steps_done <= self.step else set()
-        unfinished = sorted(self.pending | lost)
-        return {"prompts_drawn": self._prompt(self.n_seen), "unfinished": unfinished}
+        return {"prompts_drawn": self._prompt(self.n_seen),
+                "unfinished": sorted(self.pending | lost)}
 
     def end(self):
         """Gives up what is under way, on all ranks: agent loops are cancelled and release their
@@ -1238,11 +1240,16 @@ def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
 
 def training_pool(run, step: int, prompts_drawn: int = 0, unfinished: Sequence[int] = ()) -> Pool:
     """The pool of a training run that goes on after `step` steps: rows in the endless shuffle of
-    data.prompt_order, in which a prompt's number is its position."""
+    data.prompt_order, in which a prompt's number is its position; or as the task's `sampler` says,
+    by run.history, in which it is its place."""
     args, rows = run.args, run.rows["train"]
+    sampler = getattr(run.task, "sampler", None)
 
     def row_of(position):
-        return rows[data.prompt_order(len(rows), position, 1, args.seed)[0]]
+        while sampler and len(run.history) <= position:
+            run.history.append([int(sampler(run.history)), run.done])
+        return rows[run.history[position][0] if sampler
+                    else data.prompt_order(len(rows), position, 1, args.seed)[0]]
 
     batch = args.prompts_per_step
     return Pool(run, "train", row_of, batch, args.group_size, args.sampling(), step,

@@ -931,6 +931,7 @@ class Run:
     critic: Learner | None
     reference: nn.Module | None  # the starting model or --ref_model, frozen
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
+    history: list[list]  # of a task's sampler, by prompt: row, step, reward, reward, ...
     done: int = 0  # steps
     saved: int = 0  # steps done at the last checkpoint
     agreed: float | None = None  # mean |engine - trainer| logprob in the first step from here
@@ -1037,7 +1038,7 @@ def setup(args: Args) -> Run:
     if args.kl_target and "kl_coef" not in changed:
         kl.coef = state.get("kl_coef", kl.coef)
     run = Run(args, accelerator, store, stop, log, task, tokenizer, processor, rows, engine,
-              *networks, kl, done, done)
+              *networks, kl, state.get("history", []), done, done)
     if checkpoint:
         data.load_checkpoint(run, checkpoint, state.get("parts", ()))
     if engine:
@@ -1132,6 +1133,8 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     outputs = phase.trained
     if run.engine:
         grade(run, phase)
+        for o in phase.sampled * bool(run.history):
+            run.history[o.extra["prompt"]].append(data.total_reward(o))
     batch = data.select(batch, [i for i, o in enumerate(outputs) if o.reward is not None])
     data.add_rewards(batch, phase.trained)
     batch["rollouts"] = data.by_rollout(phase.trained)

@@ -313,7 +313,7 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
 
     monkeypatch.setattr(train, "grade", grade)
     batch = data.collate(phase.trained) | {"values": torch.arange(15.0).view(3, 5)}
-    batch = train.grade_batch(SimpleNamespace(engine=True), phase, batch)
+    batch = train.grade_batch(SimpleNamespace(engine=True, history=[]), phase, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]] and batch["rewards"].tolist() == [1.0, 2.0]
     assert batch["values"].tolist() == [[0, 1], [10, 11]] and batch["rollouts"].rewards.tolist() == [1.0, 2.0]
     assert batch["token_rewards"].tolist() == [[1, 0], [0, 2]]

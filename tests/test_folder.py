@@ -162,7 +162,7 @@ def make_run(folder: Path, **flags):
     optimizer.step()
     learner = types.SimpleNamespace(net=net, optimizer=optimizer)
     return types.SimpleNamespace(args=args, folder=folder, learners={"policy": learner}, pool=None, log=Recorder(),
-                                 kl=types.SimpleNamespace(coef=0.5), done=0, saved=0)  # fmt: skip
+                                 kl=types.SimpleNamespace(coef=0.5), history=[], done=0, saved=0)  # fmt: skip
 
 
 def save(run, *steps: int) -> None:
@@ -189,7 +189,9 @@ def test_resume_goes_on_from_the_last_checkpoint_that_is_whole(spoil, why, tmp_p
     newest = tmp_path / "checkpoints" / "step_000004"
     spoil(newest)
     found, state = data.prepare_folder(run.args)
-    assert found.name == "step_000002" and state == {"step": 2, "kl_coef": 0.5, "parts": ["policy", "policy_optimizer"]}
+    parts = ["policy", "policy_optimizer"]
+    assert found.name == "step_000002"
+    assert state == {"step": 2, "kl_coef": 0.5, "parts": parts, "history": []}
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{newest} is broken: ") and why in line and line.endswith(f"moved to {newest}.1")
     # What was moved aside stops no later save, nor does it count as one of those to keep.
