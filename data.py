@@ -29,7 +29,6 @@ import sys
 import tempfile
 import traceback
 import unicodedata
-import warnings
 import weakref
 from bisect import bisect
 from collections import Counter, defaultdict
@@ -267,12 +266,10 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
 
     Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row
     is left, or if a row has images that can't be read, are more than args.max_images or meet a text
-    model (no processor). Warns of rows that say need_tools_kwargs (verl's key in extra_info) and
-    have none: they get all tools, with empty kwargs."""
-    lengths, empty, templates = [], 0, templated(tokenizer, args.chat_template_args)
+    model (no processor)."""
+    lengths, templates = [], templated(tokenizer, args.chat_template_args)
     for i, row in enumerate(Bar(rows, "prompts")):
         kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
-        empty += not kwargs and bool(row_kwargs(row, "need_tools_kwargs"))
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
         with refusing(f"row {i}"):
@@ -288,9 +285,6 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
                 need(asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
                      f"{read!r:.80} when decoded")
             lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
-    if empty:
-        warnings.warn(f"{empty} rows say need_tools_kwargs, but their tools_kwargs are empty",
-                      stacklevel=2)
     kept = [row for row, length in zip(rows, lengths) if length <= args.max_prompt_tokens]
     need(kept, f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
          f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths, default=0)} tokens)")

@@ -296,13 +296,6 @@ class Args:
         low, high = zip(*bounds) if len(kinds) > 1 else bounds[0]
         return {"correction_low": 0.0 if self.max_staleness else low, "correction_high": high}
 
-    def describe_algo(self) -> str:
-        """The preset's flags and their values, those that the user changed marked *."""
-        values = PRESETS["grpo"] | PRESETS[self.algo]
-        text = ", ".join(f"{name}{'*' * (getattr(self, name) != value)} {getattr(self, name)}"
-                         for name, value in values.items())
-        return text + " (* changed)" * ("*" in text)
-
     def sampling(self, validate: bool = False) -> dict:
         """vLLM's sampling parameters in training, or in evaluation."""
         own, more = {"temperature": self.temperature}, self.sampling_args

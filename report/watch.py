@@ -28,7 +28,7 @@ class Watch:
         the overlong ones left."""
         self.run = run
         self.log.say(banner(run, read))
-        for check in ignored_tools, common_prompts:
+        for check in ignored_tools, lacking_kwargs, common_prompts:
             with contextlib.suppress(Exception):  # templates raise what they like; rows hold what they like
                 if warning := check(run):
                     self.log.warn_once(warning)
@@ -75,9 +75,17 @@ def banner(run, read: dict[str, list[dict]]) -> str:
 {len(rows["val"])} validation rows ({dropped["val"]} dropped)
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
 {run.accelerator.device.type}{padded}
-{args.algo}: {args.describe_algo()}
+{args.algo}: {describe_algo(args)}
 {args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} trajectories a step, \
 {n_updates} update(s) each{note}, lr {args.lr:g}; {resuming}{args.num_steps} steps; writing {args.output_dir}"""
+
+
+def describe_algo(args) -> str:
+    """The preset's flags and their values, those that the user changed marked *."""
+    presets = sys.modules[type(args).__module__].PRESETS  # train's, which may be __main__
+    values = presets["grpo"] | presets[args.algo]
+    text = ", ".join(f"{name}{'*' * (getattr(args, name) != x)} {getattr(args, name)}" for name, x in values.items())
+    return text + " (* changed)" * ("*" in text)
 
 
 def whole(output, tokenizer) -> str:
@@ -98,6 +106,13 @@ def ignored_tools(run) -> str | None:
     if schemas and len(texts) == 1:
         return ("the model's chat template ignores tools: the policy does not see that it has any. Take another model "
                 "or template, or describe them in the prompt")  # fmt: skip
+
+
+def lacking_kwargs(run) -> str | None:
+    """A warning of rows that say need_tools_kwargs (verl's key in extra_info) and have none: they get all tools."""
+    rows = run.rows["train"] + run.rows["val"]
+    n = sum(bool(row_kwargs(row, "need_tools_kwargs")) and not row_kwargs(row, "tools_kwargs") for row in rows)
+    return f"{n} rows say need_tools_kwargs, but their tools_kwargs are empty: they get all tools" if n else None
 
 
 def common_prompts(run) -> str | None:

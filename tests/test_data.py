@@ -358,14 +358,6 @@ def test_epochs_and_seeds_differ():
     assert first != list(range(100))
 
 
-def test_rows_that_need_tools_kwargs_and_have_none_are_warned_about(tokenizer):
-    tools = SimpleNamespace(TOOLS=[calculator.calculator])
-    rows = [{"prompt": HELLO, "extra_info": {"need_tools_kwargs": True} | more} for more in
-            ({}, {"tools_kwargs": {}}, {"tools_kwargs": {"calculator": {"create_kwargs": {"x": 1}}}})]  # fmt: skip
-    with pytest.warns(UserWarning, match="^2 rows say need_tools_kwargs"):
-        assert len(data.filter_overlong(rows, tokenizer, tools, Args())) == 3
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 

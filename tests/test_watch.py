@@ -75,6 +75,13 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, tokeni
     assert said.startswith("3 of 7 validation rows have the prompt of a training row")
 
 
+def test_rows_that_lack_what_their_tools_need_are_counted(log, tokenizer):
+    rows = [{"prompt": PROMPT, "extra_info": {"need_tools_kwargs": True} | more} for more in
+            ({}, {"tools_kwargs": {}}, {"tools_kwargs": {"calculator": {"create_kwargs": {"x": 1}}}})]  # fmt: skip
+    (said,) = warnings_of(log, a_run(tokenizer, train=rows, val=[]))
+    assert said.startswith("2 rows say need_tools_kwargs")
+
+
 # ---------------------------------------------------------------- a step that teaches nothing
 
 
