@@ -275,7 +275,8 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
         with refusing(f"row {i}"):
             agent_loop_class(row, task, args)
             speaks = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
-            need(row["prompt"] or speaks, "its prompt is empty, and no Interaction speaks first")
+            need(row["prompt"] or speaks,
+                 f"row {i}: its prompt is empty, and no Interaction speaks first")
             schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
             ids = render(templates, row["prompt"], schemas)
             if ids and i == 0:  # the tokenizer itself, by all but spaces and the form of accents

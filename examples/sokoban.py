@@ -181,7 +181,7 @@ def demonstration(seed: int) -> list[dict]:
 
 def build_model(path: str | Path) -> None:
     """Write the default model to the folder `path`."""
-    warm_up_on(path, demonstration, range(10**6), 100)
+    warm_up_on(path, demonstration, range(10**6), 400)
 
 
 if DATA:

@@ -371,7 +371,7 @@ def test_tool_calls_are_counted_also_where_there_are_none(play):
 def test_no_tool_call_is_one_turn(play):
     output, engine = play(ANSWER)
     assert_response(output, engine, ANSWER + END)
-    assert (output.num_turns, output.stop_reason, output.metrics) == (2, "stop", {})
+    assert (output.num_turns, output.stop_reason, output.metrics) == (2, "stop", {"tool_calls": 0})
 
 
 def test_several_turns_with_a_text_before_the_call(play):
