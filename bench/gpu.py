@@ -54,8 +54,8 @@ GIB = 1 << 30
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}  # bfloat16, dense, a second
 plan.SHAPES |= {
     "7B-8layers": (3584, 18944, 8, 28, 4, 152064, False),
-    "tiny": (64, 128, 2, 4, 2, 320, True),
-    "tiny-untied": (64, 128, 2, 4, 2, 320, False),
+    "tiny": (128, 256, 2, 4, 2, 320, True),
+    "tiny-untied": (128, 256, 2, 4, 2, 320, False),
 }
 Row = tuple[str, str]  # what was measured, and the figure
 
