@@ -3,8 +3,8 @@
     accelerate launch train.py --task examples/curriculum.py
     python bench/curriculum.py                              # against the shuffle, three seeds: docs/data.md
 
-The questions are the calculator's, but of the 512 training rows three in four have a wrong answer to them, as rows of
-real data have: no group is ever rewarded there, so there is nothing to learn from. The model finds out which by trying.
+The questions are the calculator's, but fifteen in sixteen of the 512 training rows have a wrong answer, as some rows of
+real data have: no trajectory is ever rewarded there, so there is nothing to learn. Which these are shows by trying.
 """
 
 import random
@@ -19,7 +19,7 @@ from calculator import SYSTEM_PROMPT, TOOLS, build_model, reward  # noqa: F401  
 def load(split: str) -> list[dict]:
     rows = calculator.load(split)[:512]
     for i, row in enumerate(rows):
-        if split == "train" and i % 4:
+        if split == "train" and i % 16:
             row["reward_model"]["ground_truth"] += "1"
     return rows
 
