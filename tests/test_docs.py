@@ -4,12 +4,16 @@ import ast
 import dataclasses
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import REPO
 
 import train
+
+sys.path.append(str(REPO / "bench"))
+import plan
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^\s*((?:[A-Z_]+=\S+ )*(?:python|accelerate|torchrun|source|bash) .*)$")
@@ -123,6 +127,28 @@ def test_links_files_and_flags(page):
     benches = list((REPO / "bench").glob("*.py"))
     for flag in set(re.findall(r"(?<![\w-])--\w+", everything)) - known:
         assert any(knows(bench, flag) for bench in benches), f"{page.name} names {flag}"
+
+
+def test_recipes_are_as_planned():
+    """docs/recipes.md: what is planned has the recipe's own flags, fits, and is what the table says."""
+    recipes = [command.values[0] for command in commands() if command.id.startswith("recipes.md")]
+    trained = [shlex.split(command) for command in recipes if "--config_file" in command]
+    planned = [shlex.split(command)[2:] for command in recipes if "bench/plan.py" in command]
+    page = (REPO / "docs/recipes.md").read_text()
+    table = re.findall(r"^\| [\w-]+ \|" + r" (\d+) \|" * 4 + r" ([\d,]+)k tokens", page, re.MULTILINE)
+    assert len(trained) == len(planned) == len(table) == 4
+    for flags, own, row in zip(planned, trained, table):
+        args, gpus, memory = plan.read_arguments(flags)
+        recipe = train.parse_args(own[own.index("train.py") + 1 :])
+        sharded = "configs/eight_gpus_fsdp2.yaml" in own
+        for field in dataclasses.fields(train.Args):
+            value = getattr(args, field.name)
+            if field.name not in ("model", "dtype") and value != getattr(train.Args(), field.name):
+                assert value == (sharded if field.name == "shard" else getattr(recipe, field.name)), field.name
+        assert (args.shard, gpus) == (sharded, 8)
+        made = plan.make_plan(args, gpus, memory)
+        totals = [sum(made.phases[phase].values()) / 2**30 for phase in ("awake", "sync", "update", "step")]
+        assert not made.lacks and row == (*(f"{n:.0f}" for n in totals), f"{made.kv_tokens / 1000:,.0f}")
 
 
 def test_every_metric_is_documented():

@@ -12,6 +12,7 @@ import copy
 import json
 
 import pytest
+import smollm2
 from conftest import HANGS, too_late
 from test_agent_loop import ANSWER, PROMPT, Quiz, Script, call, encode, quiz_row, quiz_task
 from tokenizers import AddedToken
@@ -101,6 +102,7 @@ GPT_OSS = r"""
 # template, its special tokens, the token that ends a call and the one that ends an answer, does a user turn fork?
 FAMILIES = {
     "qwen2.5": (QWEN25, [], "<|im_end|>", "<|im_end|>", False),
+    "smollm2": (smollm2.CHAT_TEMPLATE, [], "<|im_end|>", "<|im_end|>", False),
     "qwen3": (QWEN3, [], "<|im_end|>", "<|im_end|>", True),
     "llama3.1": (LLAMA31, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>",
                  "<|eot_id|>", False),
