@@ -1129,7 +1129,7 @@ def save_checkpoint(run):
     temporary = folder / f".step_{run.done:06d}"
 
     def clean():  # also what a run left that was killed in here
-        for path in folder.glob(".step_*") if dist.get_rank() == 0 else ():
+        for path in folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
@@ -1141,10 +1141,11 @@ def save_checkpoint(run):
         for path in {*old} - {best_checkpoint(run.folder)}:
             path.rename(folder / f".{path.name}")
 
-    clean()
+    on_main(clean)
     state = training_state(run)
-    try:
-        dcp.save(state, checkpoint_id=temporary)
+    try:  # what several have, the first writes: other hosts' disks don't count
+        dcp.save(state, checkpoint_id=temporary,
+                 planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True))
         on_main(complete)
     finally:
         clean()
