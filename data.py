@@ -9,7 +9,7 @@
     the log     Log: metrics, rollouts, the table on the terminal; silent but on the main rank
     the run     claim_folder, prepare_folder, save_checkpoint, load_checkpoint, save_policy
 
-A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
+A batch holds every trajectory of a step on every rank (token ids and images: little), so that
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows."""
 
 import contextlib

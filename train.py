@@ -1,4 +1,4 @@
-"""flatrl: multi-turn reinforcement learning of language models on one host. Read `main`, the end.
+"""flatrl: multi-turn reinforcement learning of language models. Read `main`, the end.
 
     accelerate launch train.py                                # the built-in task, minutes on a CPU
     accelerate launch train.py --algo dapo --clip_high 0.3    # a preset of flags, each still yours
