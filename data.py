@@ -1174,8 +1174,8 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
         reason = str(error).strip().splitlines()[-1]
-        raise BadInput(f"--resume: {folder} does not load ({reason}): broken, or another model's; "
-                       "moved away, the one before is taken") from None
+        raise BadInput(f"--resume: {folder} does not load ({reason}): broken, another model's, or "
+                       "not on every host; moved away, the one before is taken") from None
     for name, learner in run.learners.items():
         dcp_state.set_model_state_dict(learner.net, state[name])
         if f"{name}_optimizer" in parts:
