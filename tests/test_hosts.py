@@ -67,7 +67,8 @@ def test_two_hosts_without_a_disk_in_common_give_the_numbers_of_one(one_host, ca
     disks = [tmp_path / "a", tmp_path / "b"]
     first, second = run_hosts(*FLAGS, "run", disks=disks, cache=cache)
     assert_same(tmp_path / "a/run", one_host)
-    assert files(tmp_path / "a/run/checkpoints") == files(one_host / "checkpoints")
+    written = "checkpoints/step_000002/__0_0.distcp"  # by host 0, all of it
+    assert (tmp_path / "a/run" / written).stat().st_size == (one_host / written).stat().st_size
     assert files(tmp_path / "b/run") == [] and not list((tmp_path / "b/run").rglob(".step*"))
     assert "2 x cpu" in first and "building the task's model" in first  # each its own
     assert [line for line in second.splitlines() if line] == [f"building the task's model, once: {model(disks[1])}"]
@@ -120,6 +121,17 @@ def test_sharding_over_hosts_without_a_disk_in_common_is_refused(one_host, cache
     flags = [*REPLAY, *TASK, "--replay", one_host, "--output_dir", "run", "--shard"]
     for output in run_hosts(*flags, disks=disks, cache=cache, code=2):
         assert output.splitlines()[-1].startswith("train.py: error: hosts need the same flags; with --shard, but not ")
+
+
+def test_a_host_that_lacks_the_task_says_so_and_the_other_ends(cache, tmp_path):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    disks[0].mkdir()
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}]}]
+    (disks[0] / "mine.py").write_text(f"def load(split): return {rows}\ndef reward(output, row): return 0.0")
+    with two_hosts("--task", "mine.py", "--model", "mine", disks=disks, cache=cache) as (first, second):
+        first.wait(HANGS), second.wait(HANGS)
+    assert second.returncode == 2 and "train.py: error: --task" in second.printed() and "mine.py" in second.printed()
+    assert first.returncode != 0 and "train.py: error" not in first.printed()
 
 
 def test_hosts_with_other_flags_are_refused(process_group, tmp_path, monkeypatch):
