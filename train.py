@@ -992,9 +992,7 @@ def setup(args: Args) -> Run:
     alike = sys.argv[1:], args.shard is not True or os.path.exists(f"{args.output_dir}/.lock")
     need(len({*map(str, all_gather(alike))}) == 1, "hosts need the same flags; with --shard, but "
          "not --shard hybrid, one --output_dir that all see: each writes a part of a checkpoint")
-    if own:
-        data.on_main(data.task_model, task, args)
-        args.model = data.task_model(task, args)  # built again on a host that doesn't see rank 0's
+    args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     teacher = replace(args, model=args.ref_model or args.model)
     same = not args.ref_model or (
