@@ -9,7 +9,7 @@
     the log     Log: metrics, rollouts, the table on the terminal; silent but on the main rank
     the run     claim_folder, prepare_folder, save_checkpoint, load_checkpoint, save_policy
 
-A batch holds every trajectory of a step on every rank (one host, token ids and images), so that
+A batch holds every trajectory of a step on every rank (token ids and images: little), so that
 advantages and mini-batches are cut globally, and each rank then works on its own share of rows."""
 
 import contextlib
@@ -1128,7 +1128,7 @@ def save_checkpoint(run):
     temporary = folder / f".step_{run.done:06d}"
 
     def clean():  # also what a run left that was killed in here
-        for path in folder.glob(".step_*") if dist.get_rank() == 0 else ():
+        for path in folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
@@ -1141,10 +1141,11 @@ def save_checkpoint(run):
         for path in {*old} - {best_checkpoint(run.folder)}:
             path.rename(folder / f".{path.name}")
 
-    clean()
+    on_main(clean)
     state = training_state(run)
-    try:
-        dcp.save(state, checkpoint_id=temporary)
+    try:  # what several have, the first writes: other hosts' disks don't count
+        dcp.save(state, checkpoint_id=temporary,
+                 planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True))
         on_main(complete)
     finally:
         clean()
@@ -1171,8 +1172,8 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
         raise BadInput(f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
-                       "broken, another model's, or of other flags; moved away, the one before is "
-                       "taken") from None
+                       "broken, another model's, of other flags, or not on every host; moved away, "
+                       "the one before is taken") from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
             dcp_state.set_optimizer_state_dict(

@@ -76,6 +76,10 @@ def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
     return parts
 
 
+def ranks_of_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def gather_unless_stopped(x, stopped: bool) -> list:
     """`all_gather`. Raises Stopped on all ranks if one of them was told to stop."""
     parts = all_gather(None if stopped else (x,))

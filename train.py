@@ -1,4 +1,4 @@
-"""flatrl: multi-turn reinforcement learning of language models on one host. Read `main`, the end.
+"""flatrl: multi-turn reinforcement learning of language models. Read `main`, the end.
 
     accelerate launch train.py                                # the built-in task, minutes on a CPU
     accelerate launch train.py --algo dapo --clip_high 0.3    # a preset of flags, each still yours
@@ -22,7 +22,6 @@ import json
 import logging
 import math
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,8 @@ from agent_loop import BadInput, tool_parser
 from data import need, whole
 from rollout import (
     PATIENCE, Background, Engine, Phase, Pool, Stopped, all_gather, check_model,
-    gather_unless_stopped, grade, offload, read_rollouts, rollout, seed_of, training_pool,
+    gather_unless_stopped, grade, offload, ranks_of_host, read_rollouts, rollout, seed_of,
+    training_pool,
 )
 
 # --algo is values of flags: the first row's, changed by its own. A flag given by the user wins.
@@ -98,12 +99,12 @@ SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
 
-def flag(default, help: str, allowed=(), only: str = ""):
+def flag(default, help: str, allowed=(), only: str = "", **more):
     """A flag; allowed: a Range or choices; only: the setting of another flag without which it has
     no effect, "name" (is set), "!name" (is not), "name=a|b" or "name!=a"."""
     if not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})" * bool(allowed)
-    return field(default=default, metadata={"help": help, "allowed": allowed, "only": only})
+    return field(default=default, metadata={"help": help, "allowed": allowed, "only": only} | more)
 
 
 def preset(help: str, allowed=(), only: str = ""):
@@ -203,8 +204,10 @@ class Args:
     tokens_per_micro_batch: int = flag(
         16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
     gradient_checkpointing: bool = flag(None, "recompute activations; a third slower; CUDA: on")
-    shard: bool = flag(False, "FSDP2: cut parameters, gradients and optimiser states over all "
-                       "ranks; so it is in bfloat16 on CUDA, and by accelerate's FSDP config")
+    shard: Literal[False, True, "hybrid"] = flag(
+        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: over "
+        "those of a host; so it is in bfloat16 on CUDA, and by accelerate's FSDP config",
+        nargs="?", const=True)
     offload: str = flag("none", "to host memory while the engine is awake: Adam's states; all: "
                         "critic and reference, too", ("none", "optimizer", "all"))
     # trajectories
@@ -605,7 +608,7 @@ def check_sharding(args: Args):
         name, allowed = setting.split("=")
         value = os.environ.get(name, allowed).lower()
         need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
-    args.shard = True
+    args.shard = args.shard or True
 
 
 def device_defaults(args: Args, cuda: bool):
@@ -621,8 +624,9 @@ def device_defaults(args: Args, cuda: bool):
 
 
 def shard(net: Net, args: Args, device: torch.device) -> Net:
-    """Shards a network over all ranks, in place, by torch's FSDP2: decoder layers, each whole only
-    while it computes, and the root: embeddings, last norm and head, which `forward` uses directly.
+    """Shards a network over all ranks, or those of each host (hybrid), in place, by torch's FSDP2:
+    decoder layers, each whole only while it computes, and the root: embeddings, last norm and head,
+    which `forward` uses directly.
 
     Parameters stay float32; for bfloat16 they are cast before they are gathered, and gradients are
     summed in float32 (by accelerate.prepare in bfloat16). BadInput: the model names no layers."""
@@ -630,7 +634,9 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
     layers = [module for module in net.modules() if type(module).__name__ in names]
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
          "_no_split_modules; --dtype float32 needs none")
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    n = dist.get_world_size()
+    shape = (n // ranks_of_host(), ranks_of_host()) if args.shard == "hybrid" else (n,)
+    mesh = dist.init_device_mesh(device.type, shape)
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
             getattr(torch, args.dtype, None), torch.float32))
@@ -835,9 +841,8 @@ head -c 1; timeout 1 cat; head -c 1 | grep . && kill -9 $PPID"""
 class Stop:
     """Ctrl-C, SIGTERM, SIGHUP, the launcher's death: ranks end after the last step. Second: now."""
 
-    def __init__(self, store: dist.Store):
-        self.store, self.told, self.asked = store, False, 0.0  # when
-        self.over = False  # the run is: ranks may go
+    def __init__(self):
+        self.told, self.over = False, threading.Event()  # the run is over: ranks may go
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # nohup: ignored already
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._signalled)
@@ -845,43 +850,46 @@ class Stop:
         os.set_blocking(tell, False)
         signal.set_wakeup_fd(tell)
         subprocess.Popen(["sh", "-c", SECOND_SIGNAL], stdin=told, start_new_session=True)
-        pids = {pid: f"rank {rank} (process {pid})"
-                for rank, pid in enumerate(all_gather(os.getpid()))}
-        if {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
-            pids[os.getppid()] = None  # a launcher: a shell may close
-        try:
-            watched = {os.pidfd_open(pid): name for pid, name in pids.items()}
-        except OSError as error:  # some sandboxes
-            print(f"pidfd_open: {error}; that a rank died is not noticed", file=sys.stderr)
-            return
-        threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
+        name = f"{os.uname().nodename}: rank {dist.get_rank()} (process {os.getpid()})"
+        names = dict(enumerate(all_gather(name)))
+        args = names, dist.new_group(backend="gloo", timeout=PATIENCE / 8)
+        self.thread = threading.Thread(target=self._watch, args=args, daemon=True)
+        self.thread.start()
 
     def _signalled(self, *_):
         if not self.told and dist.get_rank() == 0:
-            print("\nstopping: saving the last completed step (once more to stop at once)",
-                  file=sys.stderr)
+            print("\nstopping: saving the last whole step (once more: at once)", file=sys.stderr)
         self.told = True
 
-    def _watch(self, watched):
-        """Ends this process when that of another rank is gone: it would wait for it in vain. Stops
-        the run when the launcher is: accelerate's leaves at the first Ctrl-C."""
-        while watched:
-            gone = watched.pop(select.select(watched, [], [])[0][0])
-            if gone is None:
-                self.told = True
-                signal.alarm(600)  # save, and be gone
-            elif not self.over and threading.main_thread().is_alive():
-                print(f"{gone} is gone: rank {dist.get_rank()} ends too", file=sys.stderr)
+    def _watch(self, names, group):
+        """Once a second all tell all if they were told to stop, and if they are over. Ends this
+        process if one is gone: it would wait in vain. Kernels close a dead process's connections,
+        and give up those to a lost host. Stops if the launcher is gone: accelerate's leaves."""
+        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
+        parent, own, over = os.getppid(), names.pop(dist.get_rank()), False  # a shell may close
+        while not over:  # the same round for all: no one waits for one that has left
+            if launched and os.getppid() != parent:
+                self.told, launched = True, signal.alarm(600)  # save, and be gone
+            said, gone = torch.tensor([self.told, self.over.is_set()]), []
+            over = said[1]
+            for rank, name in names.items():
+                heard = said.clone()
+                try:
+                    sent = dist.isend(said, rank, group)
+                    dist.recv(heard, rank, group)
+                    sent.wait()
+                except RuntimeError:
+                    gone.append(name)
+                if heard[0]:
+                    self.told = True
+                over = over and heard[1]
+            if gone and threading.main_thread().is_alive():
+                print(f"{', '.join(gone)} is gone: {own} ends too", file=sys.stderr)
                 os._exit(1)
+            self.over.wait(1)
 
     def requested(self) -> bool:
-        """Whether any rank was told to stop; asks the others at most twice a second."""
-        if self.told:
-            self.store.set("stop", "1")
-        elif time.monotonic() - self.asked > 0.5:
-            self.asked = time.monotonic()
-            if self.store.check(["stop"]):  # a signal meanwhile counts too
-                self.told = True
+        """Whether any rank was told to stop."""
         return self.told
 
 
@@ -897,12 +905,12 @@ def start_processes(args: Args):
     device_defaults(args, not cpu_only)
     precision = "bf16" if args.dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
-    n_ranks = dist.get_world_size()
-    need(n_ranks % args.tp == 0, f"--tp {args.tp} must divide the number of processes, {n_ranks}")
+    need(ranks_of_host() % args.tp == 0, f"--tp {args.tp} must divide the number of processes, "
+         f"{ranks_of_host()}, of a host")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = all_gather(store.port)[0]
     if dist.get_rank() > 0:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
     return accelerator, store
 
 
@@ -912,7 +920,7 @@ class Run:
 
     args: Args
     accelerator: Accelerator
-    store: dist.Store  # shared by the ranks: prompt counters, the wish to stop
+    store: dist.Store  # shared by the ranks: prompt counters
     stop: Stop
     log: data.Log
     task: ModuleType
@@ -995,6 +1003,7 @@ def setup(args: Args) -> Run:
         logging.getLogger(name).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     check_args(args)
     check_sharding(args)
+    accelerator, store = start_processes(args)  # first: a host may lack what comes, and leave
     fill_in_defaults(args)
     own = not args.model
     task = data.load_task(args.task, ["load", "reward"] + ["build_model"] * own)
@@ -1002,8 +1011,11 @@ def setup(args: Args) -> Run:
     files = {"train": args.train_files, "val": args.val_files}
     read = {split: data.load_rows(task, split, files[split], args.prompt_key) for split in files}
     disable_progress_bar()  # of loading and saving weights
-    accelerator, store = start_processes(args)
     data.on_main(data.claim_folder, args)
+    os.makedirs(args.output_dir, exist_ok=True)  # on each host; NFS then shows the lock in it
+    alike = sys.argv[1:], args.shard is not True or os.path.exists(f"{args.output_dir}/.lock")
+    need(len({*map(str, all_gather(alike))}) == 1, "hosts need the same flags; with --shard, but "
+         "not --shard hybrid, one --output_dir that all see: each writes a part of a checkpoint")
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     teacher = replace(args, model=args.ref_model or args.model, lora_rank=0)
@@ -1021,7 +1033,7 @@ def setup(args: Args) -> Run:
     policy = Policy(args, vocab_size, vision)  # before the engine: what can't be trained is refused
     changed = data.on_main(check_changes, args, own) if args.resume else {}
     checkpoint, state = data.on_main(data.prepare_folder, args)
-    done, stop = state.get("step", 0), Stop(store)
+    done, stop = state.get("step", 0), Stop()
     log = (data.Log if accelerator.is_main_process else data.SilentLog)(args, tokenizer, done)
     engine = None if args.replay else Engine(
         args.model, args, accelerator.device, data.stop_token_ids(args, tokenizer), vocab_size,
@@ -1088,8 +1100,8 @@ def close(run: Run):
         run.pool.end()
     run.log.close()
     run.background.close()
-    run.stop.over = True
-    dist.barrier()
+    run.stop.over.set()
+    run.stop.thread.join()  # all ranks' together
     if run.engine:
         run.engine.close()
 
@@ -1381,6 +1393,6 @@ if __name__ == "__main__":
     try:
         main(parse_args())
     except BadInput as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -17,7 +17,10 @@ import plan
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^\s*((?:[A-Z_]+=\S+ )*(?:python|accelerate|torchrun|source|bash) .*)$")
-LAUNCHERS = {"--config_file", "--nproc_per_node", "--help"}  # flags of accelerate, torchrun and argparse
+LAUNCHERS = {"--help"}  # flags of accelerate, torchrun and argparse
+LAUNCHERS |= {"--config_file", "--multi_gpu", "--num_machines", "--num_processes", "--machine_rank"}
+LAUNCHERS |= {"--main_process_ip", "--main_process_port"}
+LAUNCHERS |= {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"}
 
 
 def outside_and_inside_code(page: Path) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -242,12 +243,15 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
 ):
     run = make_run(tmp_path)
     run.done, run.engine, run.log.close = run.args.num_steps, None, lambda: None
-    run.background, run.stop = types.SimpleNamespace(close=lambda: None), types.SimpleNamespace()
+    run.background = types.SimpleNamespace(close=lambda: None)
+    over = threading.Event()
+    run.stop = types.SimpleNamespace(over=over, thread=threading.Thread(target=over.wait))
+    run.stop.thread.start()
     monkeypatch.setattr(data, "save_checkpoint", lambda run: checkpoint)
     monkeypatch.setattr(data, "save_policy", lambda run, folder: final)
     with contextlib.nullcontext() if ends else pytest.raises(BadInput, match="could be saved"):
         train.finish(run, 0)
-    assert run.stop.over and ("the trained policy is in" in run.log.said[0]) is final
+    assert over.is_set() and ("the trained policy is in" in run.log.said[0]) is final
 
 
 # ---------------------------------------------------------------- --resume with other flags
@@ -333,7 +337,7 @@ def test_a_model_that_can_not_be_meant_is_refused_before_the_engine_starts(
         raise BadInput("the engine is built")
 
     monkeypatch.setattr(train, "Engine", engine)
-    monkeypatch.setattr(train, "Stop", lambda store: None)
+    monkeypatch.setattr(train, "Stop", lambda: None)
     monkeypatch.chdir(REPO)
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)

@@ -101,7 +101,7 @@ sys.path.insert(0, {str(REPO)!r})
 import torch.distributed as dist
 import agent_loop, rollout, train
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-train.Stop(dist.HashStore())
+train.Stop()
 
 async def backtracks():
     time.sleep(1)  # until the loop has ticked

@@ -79,7 +79,7 @@ def become(request: dict, output: int, answers: socket.socket, imported: dict[st
     os.close(output)
     os.environ.clear()
     os.environ.update(imported | request["env"])
-    os.chdir(REPO)
+    os.chdir(os.environ.get("TESTS_START_IN", REPO))
     file = REPO / request["argv"][0]
     sys.argv, sys.path[0] = request["argv"], str(file.parent)
     main = types.ModuleType("__main__")
