@@ -1,6 +1,6 @@
 """Trajectories until the eval reward is 0.95, with examples/curriculum.py's sampler and with the shuffle instead.
 
-    python bench/curriculum.py [--seeds 3] [--steps 30] [--out runs/curriculum] [-- train.py's flags]
+    python bench/curriculum.py [--seeds 3] [--steps 24] [--out runs/curriculum] [-- train.py's flags]
 
 Groups of 8, 8 prompts a step, greedy evaluation on the 512 held-out questions after every second step. Runs that are
 complete in --out are not repeated.
@@ -20,7 +20,7 @@ SHUFFLE = f"import sys\nsys.path.insert(0, {str(REPO / 'examples')!r})\nfrom cur
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--at", type=float, default=0.95)
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "curriculum")
     own, flags = sys.argv[1:], []

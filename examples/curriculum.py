@@ -1,7 +1,7 @@
 """A curriculum: a sampler that prefers prompts whose groups disagree, for rows of which most teach nothing.
 
     accelerate launch train.py --task examples/curriculum.py
-    python bench/curriculum.py                              # against the shuffle, three seeds: docs/data.md
+    python bench/curriculum.py                              # against the shuffle, three seeds
 
 The questions are the calculator's, but fifteen in sixteen of the 512 training rows have a wrong answer, as some rows of
 real data have: no trajectory is ever rewarded there, so there is nothing to learn. Which these are shows by trying.
