@@ -22,9 +22,11 @@ import json
 import logging
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
@@ -620,6 +622,9 @@ def device_defaults(args: Args, cuda: bool):
     args.shard = args.shard or cuda and args.dtype == "bfloat16"
     need(cuda or not torch.version.cuda, "torch is CUDA's build, and there is no GPU that it can "
          "use: update the driver to 580 or later (nvidia-smi), or without a GPU source install.sh")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    need(not cuda or header.is_file() and any(map(shutil.which, ("cc", "gcc", "clang"))),
+         f"vLLM's kernels need a C compiler and {header}: install gcc and Python's headers")
     need(not cuda or not args.deterministic, "--deterministic: on CUDA attention's gradients vary")
 
 

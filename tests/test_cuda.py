@@ -43,6 +43,9 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="^torch is CUDA's build, and there is no GPU that it can use: .* 580 or later"):
         train.device_defaults(Args(), cuda=False)
     train.device_defaults(Args(), cuda=True)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BadInput, match="^vLLM's kernels need a C compiler and .*Python.h: install gcc and Python's"):
+        train.device_defaults(Args(), cuda=True)
 
 
 @pytest.mark.parametrize("gpu", [True, False])
