@@ -1,4 +1,4 @@
-"""examples/smollm2.py: the template everywhere, the rest where its packages are."""
+"""examples/smollm2.py and the task of bench/real.py: the template everywhere, the rest where their packages are."""
 
 import copy
 import importlib.util
@@ -6,8 +6,10 @@ import json
 
 import pytest
 import smollm2
+from conftest import REPO
 
 from agent_loop import as_tool, render
+from data import load_rows, load_task
 
 ORIGINAL = (  # tokenizer.chat_template of the model
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
@@ -63,3 +65,12 @@ def test_the_folder_is_a_model_like_any_other(tmp_path):
     ids = render(tokenizer, [{"role": "user", "content": "What is the capital of France?"}])
     out = model.generate(model.dummy_inputs["input_ids"].new_tensor([ids]), max_new_tokens=12, do_sample=False)
     assert tokenizer.decode(out[0, len(ids) :]) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_the_task_of_the_bench(tokenizer):
+    pytest.importorskip("reasoning_gym")
+    task = load_task(str(REPO / "bench/real.py"))
+    asked = [{row["prompt"][-1]["content"] for row in load_rows(task, split)} for split in ("train", "val")]
+    assert [len(questions) for questions in asked] == [2000, 128] and not asked[0] & asked[1]
+    name = load_rows(task, "val")[0]["reward_model"]["ground_truth"]
+    assert [task.score(said, name) for said in (f" {name}\n", f"{name}.", f"{name} does", "")] == [1, 0, 0, 0]
