@@ -641,7 +641,8 @@ def shard(net: Net, args: Args, device: torch.device) -> Net:
          "_no_split_modules; --dtype float32 needs none")
     n = dist.get_world_size()
     shape = (n // ranks_of_host(), ranks_of_host()) if args.shard == "hybrid" else (n,)
-    mesh = dist.init_device_mesh(device.type, shape)
+    mesh = dist.init_device_mesh(device.type, shape,
+                                 mesh_dim_names=("replicate", "shard")[-len(shape):])
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
             getattr(torch, args.dtype, None), torch.float32))

@@ -1,8 +1,9 @@
 """Any program in any language as the agent: a command that runs once a trajectory and talks to the policy over HTTP.
 
-    accelerate launch train.py --task examples/program.py --agent program           # agents/calculator.sh: curl and jq
-    cd examples/agents && npm install openai@6 && cd -                              # the same agent in JavaScript
-    PROGRAM="node examples/agents/calculator.mjs" accelerate launch train.py --task examples/program.py --agent program
+    accelerate launch train.py --task examples/program.py --agent program          # programs/calculator.sh: curl and jq
+    cd examples/programs && npm install openai@6 && cd -                              # the same agent in JavaScript
+    PROGRAM="node examples/programs/calculator.mjs" \\
+        accelerate launch train.py --task examples/program.py --agent program
 
 The command (words as in a shell, no shell runs it) has OPENAI_BASE_URL and OPENAI_API_KEY of its trajectory in its
 environment, where OpenAI's clients look for them, and the row as JSON on its standard input: its columns, with
@@ -48,7 +49,7 @@ SECONDS = 600.0  # for a program, if there is no --trajectory_timeout
 MAX_OUTPUT = 64 << 20  # bytes of stdout or stderr: one that prints more is ended
 READ = 1 << 16  # of these, at the end
 
-AGENTS = Path(__file__).parent / "agents"
+AGENTS = Path(__file__).parent / "programs"
 COMMAND = shlex.split(os.environ.get("PROGRAM", "")) or ["sh", str(AGENTS / "calculator.sh")]
 if not shutil.which(COMMAND[0]):
     raise BadInput(f"PROGRAM starts with {COMMAND[0]!r}, which is no program that can be run")

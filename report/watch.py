@@ -20,7 +20,7 @@ LIMITS = {"length": "hit the length limit", "max_turns": "hit a limit of turns",
 
 class Watch:
     def __init__(self, log, about: dict):
-        self.log, self.learning = log, True
+        self.log, self.learning, self.run = log, True, None
         self.tracker = Tracker(log.args, about) if log.args.wandb_project else None
 
     def start(self, run, read: dict[str, list[dict]]) -> None:
@@ -35,18 +35,19 @@ class Watch:
 
     def step(self, metrics: dict, phase=None, batch: dict | None = None) -> None:
         """What data.Log.metrics knows. A step that teaches nothing is told of, but not again before one that does."""
+        report.step(self.log, metrics, phase, batch)
+        if self.tracker:
+            self.tracker.step(metrics, self.log.tokenizer, phase)
         if batch:
             learning = bool(batch["advantages"][batch["response_mask"].bool()].any())
             if self.learning and not learning:
                 self.log.say(f"warning: step {metrics['step']} taught nothing: {why_nothing(phase.sampled)}")
             self.learning = learning
-            self.warn(metrics)
+            if self.run:
+                self.warn(metrics)
             every = self.log.args.show_every
             if every and metrics["step"] % every == 1 % every:
                 self.log.say(whole(phase.outputs[0], self.log.tokenizer))
-        report.step(self.log, metrics, phase, batch)
-        if self.tracker:
-            self.tracker.step(metrics, self.log.tokenizer, phase)
 
     def warn(self, metrics: dict) -> None:
         """Of what comes between the policy and what it learns from, each once."""

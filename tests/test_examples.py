@@ -83,7 +83,7 @@ def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypat
         for (prompt, out), (following, _) in zip(calls, calls[1:]):
             assert following[: len(prompt) + len(out.token_ids)] == prompt + out.token_ids, trajectory
             turns += 1
-    if name not in ("llm_judge", "reward_model"):  # single turns
+    if name not in ("llm_judge", "reward_model", "sokoban"):  # single turns
         assert turns >= 6
     for output in phase.outputs:
         calls = recorder.calls[f"train-00000000-{output.extra['prompt']:06d}-{output.extra['sample']:04d}"]
