@@ -32,7 +32,7 @@ import unicodedata
 import weakref
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
@@ -136,9 +136,9 @@ IN_MEMORY = 10_000  # more rows than these stay on disk, and are filtered by sev
 
 @dataclass
 class Rows(Sequence):
-    """Rows of a table on disk by their numbers in it, each made when it is asked for."""
+    """Rows of a table on disk, by their numbers in it: get(number), whenever one is asked for."""
 
-    get: Callable
+    get: object
     numbers: Sequence[int]
 
     def __len__(self):
@@ -150,8 +150,8 @@ class Rows(Sequence):
 
 def read_files(files: list[str]) -> Sequence[dict]:
     """Rows of jsonl, csv (all text) and parquet files, folders of `save_to_disk`, and data sets of
-    the Hugging Face hub: a list, but one of the latter three, alone and of more than IN_MEMORY rows,
-    is a datasets.Dataset. Raises BadInput where one, or the datasets package, is missing."""
+    the Hugging Face hub: a list; but one of the latter three, alone and of more than IN_MEMORY, is
+    a datasets.Dataset. Raises BadInput where one, or the datasets package, is missing."""
     rows = []
     for name in files:
         file = Path(name)
@@ -191,7 +191,7 @@ def _data_set(name):
 def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
               prompt_key: str = "prompt") -> Sequence[dict]:
     """The rows of a split ("train" | "val"), checked, with verl's columns; `files` replace `load`.
-    A list; those of a datasets.Dataset of more than IN_MEMORY are checked when they are asked for.
+    A list; if `read_files` leaves them on disk, Rows, which are checked when they are asked for.
 
     The column prompt_key has chats, or texts, each a user's message. A task's SYSTEM_PROMPT is put
     before every prompt that has no system message. The prompt of a row with a column `images` has a
@@ -200,9 +200,8 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
     placeholders than images."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
-        rows = read_files(files) if files else task.load(split)
-        on_disk = hasattr(rows, "with_format") and len(rows) > IN_MEMORY
-        rows = rows.with_format("arrow") if on_disk else list(rows)
+        rows = read_files(files) if files else list(task.load(split))
+    on_disk = not isinstance(rows, list)
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
 
@@ -322,11 +321,10 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     loader = torch.utils.data.DataLoader(  # its processes are forks, which have all this
         range(len(rows)), 100, collate_fn=lambda numbers: list(map(length, numbers)),
         num_workers=(len(rows) > IN_MEMORY) * len(os.sched_getaffinity(0)))
-    bar = Bar(loader, "prompts", unit_scale=100)
-    lengths = np.array(on_main(lambda: list(itertools.chain.from_iterable(bar))))
+    lengths = np.concatenate(on_main(list, Bar(loader, "prompts", unit_scale=100)))
     kept = np.flatnonzero(lengths <= args.max_prompt_tokens)
     need(len(kept), f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
-         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths, default=0)} tokens)")
+         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths)} tokens)")
     return [rows[i] for i in kept] if isinstance(rows, list) else Rows(rows.get, kept)
 
 
@@ -1082,7 +1080,7 @@ def on_main(function, *args):
         try:
             result[1] = function(*args)
         except (BadInput, OSError, SafetensorError) as error:
-            result[0] = str(error).rpartition("BadInput: ")[2].strip()  # of a DataLoader's traceback
+            result[0] = str(error).rpartition("BadInput: ")[2].strip()  # not how it got here
     dist.broadcast_object_list(result)
     need(not result[0], result[0])
     return result[1]
