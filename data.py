@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -322,6 +323,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
         range(len(rows)), 100, collate_fn=lambda numbers: list(map(length, numbers)),
         num_workers=(len(rows) > IN_MEMORY) * len(os.sched_getaffinity(0)))
     lengths = np.concatenate(on_main(list, Bar(loader, "prompts", unit_scale=100)))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its handler: each child's end woke `Stop`
     kept = np.flatnonzero(lengths <= args.max_prompt_tokens)
     need(len(kept), f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
          f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths)} tokens)")

@@ -5,7 +5,7 @@
 
 Writes parquet files with verl's columns, in chunks, once each; then, each in a process of its own, what train.setup
 does with one: data.load_rows, data.filter_overlong, and the first 32 rows of the shuffle. The first reading of a file
-converts it, once, into arrow's format in the cache of the datasets package: its seconds are in a column of their own.
+converts it, once, into arrow's format in the cache of the datasets package: its seconds have a column of their own.
 Memory is what this process has for itself at its most (RssAnon, every 10 ms) above what it had after the imports; pages
 of the mapped file, which the system takes back as it needs them, do not count.
 """

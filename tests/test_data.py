@@ -4,6 +4,7 @@ time through transformers' own eager attention."""
 import copy
 import json
 import os
+import signal
 import textwrap
 from types import SimpleNamespace
 
@@ -379,6 +380,8 @@ def test_many_rows_are_measured_in_other_processes(big_table, tokenizer, monkeyp
             data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
         here = f"longest has {os.getpid()} tokens" in str(error.value)
         assert here == (len(rows) == 200)
+    data.filter_overlong([letters(1)] * 201, tokenizer, SimpleNamespace(), Args(max_prompt_tokens=10**9))
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL  # train.Stop is told of every signal with a handler
 
 
 def test_a_wrong_row_of_a_big_table_is_one_line(big_table, tokenizer, process_group):
