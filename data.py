@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -131,9 +132,27 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     return module
 
 
-def read_files(files: list[str]) -> list[dict]:
+IN_MEMORY = 10_000  # more rows than these stay on disk, and are filtered by several processes
+
+
+@dataclass
+class Rows(Sequence):
+    """Rows of a table on disk, by their numbers in it: get(number), whenever one is asked for."""
+
+    get: object
+    numbers: Sequence[int]
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, i):
+        return self.get(int(self.numbers[i]))
+
+
+def read_files(files: list[str]) -> Sequence[dict]:
     """Rows of jsonl, csv (all text) and parquet files, folders of `save_to_disk`, and data sets of
-    the Hugging Face hub. Raises BadInput where one, or the datasets package, is missing."""
+    the Hugging Face hub: a list; but one of the latter three, alone and of more than IN_MEMORY, is
+    a datasets.Dataset. Raises BadInput where one, or the datasets package, is missing."""
     rows = []
     for name in files:
         file = Path(name)
@@ -144,7 +163,10 @@ def read_files(files: list[str]) -> list[dict]:
                 rows += csv.DictReader(file.open(encoding="utf-8-sig", newline=""), strict=True)
             elif file.suffix not in (".jsonl", ".json"):
                 # arrow: images stay the bytes they are in the file, decoded where they are used
-                rows += _data_set(name).with_format("arrow")[:].to_pylist()
+                table = _data_set(name).with_format("arrow")
+                if len(files) == 1 and len(table) > IN_MEMORY:
+                    return table
+                rows += table[:].to_pylist()
             elif (text := file.read_text("utf-8-sig").strip()).startswith("["):  # one list
                 rows += json.loads(text)
             else:
@@ -168,8 +190,9 @@ def _data_set(name):
 
 
 def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
-              prompt_key: str = "prompt") -> list[dict]:
+              prompt_key: str = "prompt") -> Sequence[dict]:
     """The rows of a split ("train" | "val"), checked, with verl's columns; `files` replace `load`.
+    A list; if `read_files` leaves them on disk, Rows, which are checked when they are asked for.
 
     The column prompt_key has chats, or texts, each a user's message. A task's SYSTEM_PROMPT is put
     before every prompt that has no system message. The prompt of a row with a column `images` has a
@@ -178,14 +201,20 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
     placeholders than images."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
-        rows = list(read_files(files) if files else task.load(split))
-    rows = [_check_row(row, prompt_key, i, f"row {i} of {source}") for i, row in enumerate(rows)]
+        rows = read_files(files) if files else list(task.load(split))
+    on_disk = not isinstance(rows, list)
     need(rows, f"{source} has no rows")
     system = getattr(task, "SYSTEM_PROMPT", None)
-    for row in rows:
+
+    def checked(i):
+        row = rows[i].to_pylist()[0] if on_disk else rows[i]
+        row = _check_row(row, prompt_key, i, f"row {i} of {source}")
         if system and {message["role"] for message in row["prompt"][:1]} != {"system"}:
             row["prompt"].insert(0, {"role": "system", "content": system})
-    return rows
+        return row
+
+    numbers = range(len(rows))
+    return Rows(checked, numbers) if on_disk else list(map(checked, numbers))
 
 
 def _check_row(row, key, i, name):
@@ -261,14 +290,17 @@ def _without_none(x):
     return x
 
 
-def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> list[dict]:
+def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None) -> Sequence[dict]:
     """The rows whose rendered prompt, images included, has at most args.max_prompt_tokens.
 
-    Rendering also checks each row's agent, tools and interaction by name. Raises BadInput if no row
+    Rendering also checks each row's agent, tools and interaction by name. The main rank does it for
+    all; of more than IN_MEMORY rows by as many processes as it has cores. Raises BadInput if no row
     is left, or if a row has images that can't be read, are more than args.max_images or meet a text
     model (no processor)."""
-    lengths, templates = [], templated(tokenizer, args.chat_template_args)
-    for i, row in enumerate(Bar(rows, "prompts")):
+    templates = templated(tokenizer, args.chat_template_args)
+
+    def length(i):
+        row = rows[i]
         kwargs, images = row_kwargs(row, "tools_kwargs"), row.get("images") or []
         need(len(images) <= args.max_images,
              f"row {i}: {len(images)} images are more than --max_images {args.max_images}")
@@ -285,11 +317,17 @@ def filter_overlong(rows: list[dict], tokenizer, task, args, processor=None) -> 
                                for x in (text, tokenizer.decode(ids)))
                 need(asked == read, f"the tokenizer does not give a prompt back: {asked!r:.80} is "
                      f"{read!r:.80} when decoded")
-            lengths.append(len(expand(ids, list(map(open_image, images)), processor)))
-    kept = [row for row, length in zip(rows, lengths) if length <= args.max_prompt_tokens]
-    need(kept, f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
-         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths, default=0)} tokens)")
-    return kept
+            return len(expand(ids, list(map(open_image, images)), processor))
+
+    loader = torch.utils.data.DataLoader(  # its processes are forks, which have all this
+        range(len(rows)), 100, collate_fn=lambda numbers: list(map(length, numbers)),
+        num_workers=(len(rows) > IN_MEMORY) * len(os.sched_getaffinity(0)))
+    lengths = np.concatenate(on_main(list, Bar(loader, "prompts", unit_scale=100)))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its handler: each child's end woke `Stop`
+    kept = np.flatnonzero(lengths <= args.max_prompt_tokens)
+    need(len(kept), f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
+         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths)} tokens)")
+    return [rows[i] for i in kept] if isinstance(rows, list) else Rows(rows.get, kept)
 
 
 def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
@@ -1037,12 +1075,14 @@ def git_hash() -> str:
 def on_main(function, *args):
     """What a function returns on the main rank, on all ranks. BadInput, and what it can't write,
     is raised on all as BadInput."""
+    if not dist.is_initialized():
+        return function(*args)
     result = ["", None]
     if dist.get_rank() == 0:
         try:
             result[1] = function(*args)
         except (BadInput, OSError, SafetensorError) as error:
-            result[0] = str(error)
+            result[0] = str(error).rpartition("BadInput: ")[2].strip()  # not how it got here
     dist.broadcast_object_list(result)
     need(not result[0], result[0])
     return result[1]

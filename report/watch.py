@@ -2,6 +2,7 @@
 report, a tracker, what to do at the end. `data.Log` has a `Watch`; the five files run without it."""
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -15,6 +16,7 @@ from agent_loop import render_text, row_kwargs, task_tools, templated
 from report import report
 from report.trackers import Tracker, total_reward
 
+SAMPLE = 10_000  # rows of a split that are looked at for warnings
 LIMITS = {"length": "hit the length limit", "max_turns": "hit a limit of turns", "timeout": "ran out of time"}
 
 
@@ -109,11 +111,22 @@ def ignored_tools(run) -> str | None:
                 "or template, or describe them in the prompt")  # fmt: skip
 
 
+def first(rows) -> list[dict]:
+    return list(itertools.islice(rows, SAMPLE))
+
+
+def of_how_many(run) -> str:
+    """Said where a split has more rows than are looked at."""
+    more = max(map(len, run.rows.values())) > SAMPLE
+    return f" (of the first {SAMPLE:,} of each split)" if more else ""
+
+
 def lacking_kwargs(run) -> str | None:
     """A warning of rows that say need_tools_kwargs (verl's key in extra_info) and have none: they get all tools."""
-    rows = run.rows["train"] + run.rows["val"]
+    rows = first(run.rows["train"]) + first(run.rows["val"])
     n = sum(bool(row_kwargs(row, "need_tools_kwargs")) and not row_kwargs(row, "tools_kwargs") for row in rows)
-    return f"{n} rows say need_tools_kwargs, but their tools_kwargs are empty: they get all tools" if n else None
+    if n:
+        return f"{n} rows say need_tools_kwargs, but their tools_kwargs are empty: they get all tools{of_how_many(run)}"
 
 
 def common_prompts(run) -> str | None:
@@ -123,11 +136,12 @@ def common_prompts(run) -> str | None:
         kwargs = [row_kwargs(row, f"{name}_kwargs") for name in ("tools", "interaction")]
         return json.dumps([row["prompt"], kwargs], default=str, sort_keys=True)
 
-    rows = run.rows
-    train = {asked(row) for row in rows["train"] if not row.get("images")}
-    n = sum(asked(row) in train for row in rows["val"] if not row.get("images"))
+    train = {asked(row) for row in first(run.rows["train"]) if not row.get("images")}
+    val = first(run.rows["val"])
+    n = sum(asked(row) in train for row in val if not row.get("images"))
     if n:
-        return f"{n} of {len(rows['val'])} validation rows have the prompt of a training row: eval/reward is too good"
+        return (f"{n} of {len(val)} validation rows have the prompt of a training row: eval/reward is too good"
+                f"{of_how_many(run)}")  # fmt: skip
 
 
 def why_nothing(outputs) -> str:

@@ -3,6 +3,8 @@ time through transformers' own eager attention."""
 
 import copy
 import json
+import os
+import signal
 import textwrap
 from types import SimpleNamespace
 
@@ -330,6 +332,67 @@ def test_no_prompt_left_names_the_flag_and_the_numbers(tokenizer):
 def test_names_that_a_row_gets_wrong_are_found_before_the_run(tokenizer, row, said):
     with pytest.raises(BadInput, match=said):
         data.filter_overlong([letters(1), letters(1) | row], tokenizer, SimpleNamespace(), Args())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables with more rows than memory shall hold
+
+
+@pytest.fixture
+def big_table(tmp_path, monkeypatch):
+    """Writes a table of 250 rows, every third of them long, where more than 200 stay on disk."""
+    monkeypatch.setattr(data, "IN_MEMORY", 200)
+
+    def write(**more) -> list[str]:
+        file = str(tmp_path / f"{len(more)}.parquet")
+        rows = [{"prompt": [{"role": "user", "content": f"{i}" * (1 + 40 * (i % 3 == 0))}]} for i in range(250)]
+        for key, value in more.items():
+            for i, row in enumerate(rows):
+                row[key] = value if i == 230 else None
+        datasets.Dataset.from_list(rows).to_parquet(file)
+        return [file]
+
+    return write
+
+
+def test_a_big_table_stays_on_disk_and_gives_what_a_list_gives(big_table, tokenizer, monkeypatch, process_group):
+    file, task = big_table(), SimpleNamespace(SYSTEM_PROMPT="Be brief.")
+    args = Args(max_prompt_tokens=rendered(tokenizer, {"prompt": [{"role": "system", "content": "Be brief."}, *HELLO]}))
+    rows = data.load_rows(task, "train", file)
+    kept = data.filter_overlong(rows, tokenizer, task, args)
+    assert not isinstance(rows, list) and not isinstance(kept, list) and len(rows) == 250
+    assert [row["index"] for row in kept] == [i for i in range(250) if i % 3]
+    assert kept[-1]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "248"}]
+    assert type(kept[7]["index"]) is int and kept[7]["index"] == 11  # of the file
+    assert kept[7] == kept[7] is not kept[7]  # made whenever it is asked for
+    mixed = data.load_rows(task, "train", file * 2)  # several files: a list
+    monkeypatch.setattr(data, "IN_MEMORY", 1000)
+    alone = data.load_rows(task, "train", file)
+    assert isinstance(alone, list) and alone == list(rows) and [x["prompt"] for x in alone * 2] == [
+        x["prompt"] for x in mixed]  # fmt: skip
+    assert data.filter_overlong(alone, tokenizer, task, args) == list(kept)
+
+
+def test_many_rows_are_measured_in_other_processes(big_table, tokenizer, monkeypatch, process_group):
+    monkeypatch.setattr(data, "expand", lambda ids, images, processor: range(os.getpid()))  # its length
+    for rows in (data.load_rows(SimpleNamespace(), "train", big_table()), [letters(1)] * 201, [letters(1)] * 200):
+        with pytest.raises(BadInput, match="no prompt left") as error:
+            data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
+        here = f"longest has {os.getpid()} tokens" in str(error.value)
+        assert here == (len(rows) == 200)
+    data.filter_overlong([letters(1)] * 201, tokenizer, SimpleNamespace(), Args(max_prompt_tokens=10**9))
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL  # train.Stop is told of every signal with a handler
+
+
+def test_a_wrong_row_of_a_big_table_is_one_line(big_table, tokenizer, process_group):
+    file = big_table(agent_name="swarm")
+    with pytest.raises(BadInput, match=r"^no agent loop 'swarm': .*task$"):
+        rows = data.load_rows(SimpleNamespace(), "train", file)
+        data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
+    file = big_table(agent_name="single_turn", data_source="x")
+    with pytest.raises(BadInput, match=r"^row 0 of .*2\.parquet has no column 'question'; give --prompt_key .*\]$"):
+        rows = data.load_rows(SimpleNamespace(), "train", file, "question")
+        data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

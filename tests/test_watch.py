@@ -82,6 +82,16 @@ def test_rows_that_lack_what_their_tools_need_are_counted(log, tokenizer):
     assert said.startswith("2 rows say need_tools_kwargs")
 
 
+def test_of_many_rows_the_first_are_looked_at(log, tokenizer, monkeypatch):
+    monkeypatch.setattr(watch, "SAMPLE", 2)
+    rows = [{"prompt": PROMPT, "extra_info": {"need_tools_kwargs": True}}] * 5
+    run = a_run(tokenizer, train=rows, val=rows[:2])
+    assert [said.partition(": ")[2] for said in warnings_of(log, run)] == [
+        "they get all tools (of the first 2 of each split)",
+        "eval/reward is too good (of the first 2 of each split)",
+    ]
+
+
 # ---------------------------------------------------------------- a step that teaches nothing
 
 
