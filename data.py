@@ -83,15 +83,18 @@ def need(ok, message: str):
 
 
 @contextlib.contextmanager
-def refusing(problem: str):
-    """Whatever is raised within, SystemExit too, becomes BadInput: the problem and the reason (a
-    ValueError's, which is about the input, without its class)."""
+def refusing(problem: str, file: str = ""):
+    """Whatever is raised within, SystemExit too, becomes BadInput: the problem, where it is in the
+    file, and the reason (a ValueError's, which is about the input, without its class)."""
     try:
         yield
     except (BadInput, KeyboardInterrupt):  # the task's own, about what it needs
         raise
     except BaseException as error:
         reason = traceback.format_exception_only(error)[-1].splitlines()[0]
+        frames = [*traceback.extract_tb(error.__traceback__), error]  # a SyntaxError has a place
+        lines = [x.lineno for x in frames if file and getattr(x, "filename", 0) == file]
+        problem += f", line {lines[-1]}" if lines else ""
         raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error
 
 
@@ -119,7 +122,7 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     need(spec, f"--task {path}: not a Python file (its name must end in .py)")
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
-    with refusing(f"--task {path} does not import"):
+    with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
     _check_types(vars(module), TASK, f"--task {path}")
     with refusing(f"--task {path} has something in TOOLS or INTERACTIONS that is none"):

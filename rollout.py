@@ -140,13 +140,13 @@ class Background:
         while not self.closed:  # a task in which user code raises SystemExit ends run_forever
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
+        faulthandler.cancel_dump_traceback_later()
 
     def submit(self, coroutine: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self):
         self.closed = True
-        faulthandler.cancel_dump_traceback_later()
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 

@@ -15,6 +15,11 @@ class Bar(tqdm):
     monitor, monitor_interval = None, 1  # second
     miniters = property(lambda self: 2, lambda self, value: None)
 
+    def __new__(cls, *args, **settings):
+        if cls.monitor and not cls.monitor.is_alive():  # by an error: tqdm would wait for it for ever
+            cls.monitor = None
+        return super().__new__(cls, *args, **settings)
+
     def __init__(self, items, what: str, **settings):
         hidden = os.environ.get("RANK", "0") != "0" or None  # None: where the output is a file
         form = None if items or settings.get("total") else "{desc}: {elapsed}"

@@ -17,7 +17,11 @@ from report import report
 from report.trackers import Tracker, total_reward
 
 SAMPLE = 10_000  # rows of a split that are looked at for warnings
-LIMITS = {"length": "hit the length limit", "max_turns": "hit a limit of turns", "timeout": "ran out of time"}
+LIMITS = {
+    "length": "hit the length limit (--max_response_tokens)",
+    "max_turns": "hit a limit of turns (--max_assistant_turns)",
+    "timeout": "ran out of time",
+}
 
 
 class Watch:
@@ -172,6 +176,7 @@ def summary(args, done: int) -> str:
     found["report:"] = str(folder / "report.html")
     if args.replay is None and (folder / "final").is_dir():
         found["evaluate:"] = command(num_steps=0, model=folder / "final", output_dir=f"{folder}-eval")
+        found["talk to it:"] = shlex.join(["python", "examples/chat.py", str(folder / "final"), "--task", args.task])
     if any(folder.glob("checkpoints/step_*")):
         if done < args.num_steps:
             found["go on:"] = command() + " --resume"

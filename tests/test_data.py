@@ -72,9 +72,9 @@ LOAD = "def load(split): return []\n"
     (REWARD, r"my_task\.py has no function load"),
     (LOAD, r"my_task\.py has no function reward"),
     (LOAD + "reward = 1\n", r"my_task\.py has no function reward"),
-    (LOAD + REWARD + "import no_such_module_at_all\n", "does not import: ModuleNotFoundError.*no_such_module_at_all"),
-    ("def load(:\n", "does not import: SyntaxError"),
-    ("1 / 0\n", "does not import: ZeroDivisionError"),
+    (LOAD + REWARD + "import no_such_module\n", "does not import, line \\d+: ModuleNotFoundError.*no_such_module"),
+    ("def load(:\n", "does not import, line 1: SyntaxError"),
+    ("\n1 / 0\n", "does not import, line 2: ZeroDivisionError"),
 ])  # fmt: skip
 def test_a_task_file_that_does_not_work(tmp_path, text, said):
     path = write_task(tmp_path, text)

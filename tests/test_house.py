@@ -70,8 +70,8 @@ def test_a_function_fits_on_a_screen_and_a_file_in_an_hour(room):
 
 
 def test_five_files_are_read_in_an_evening():
-    assert sum(code_tokens(source(room)) for room in ROOMS) <= 44_050
-    assert sum(len(source(room).splitlines()) for room in ROOMS) <= 5_830
+    assert sum(code_tokens(source(room)) for room in ROOMS) <= 44_300
+    assert sum(len(source(room).splitlines()) for room in ROOMS) <= 5_850
     assert len((REPO / "README.md").read_text().splitlines()) <= 200
 
 

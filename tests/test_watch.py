@@ -99,10 +99,11 @@ def test_why_a_step_taught_nothing():
     outputs = sampled(4, reward=0.0, metrics={"tool_calls": 0}, stop_reason="length")
     outputs[0].metrics, outputs[1].stop_reason = {"tool_calls": 2}, "stop"
     why = watch.why_nothing(outputs)
-    assert why.startswith("1 of 4 called a tool, 75% hit the length limit, all rewards are 0 (")
+    assert why.startswith("1 of 4 called a tool, 75% hit the length limit (--max_response_tokens), all rewards are 0 (")
     assert watch.why_nothing(sampled(2, reward={"score": 1.0})).startswith("all rewards are 1 (")
     different = [*sampled(1, reward=0.0), *sampled(1, reward=1.0, stop_reason="max_turns")]
-    assert watch.why_nothing(different).startswith("50% hit a limit of turns, all groups have equal rewards (")
+    assert watch.why_nothing(different).startswith(
+        "50% hit a limit of turns (--max_assistant_turns), all groups have equal rewards (")  # fmt: skip
 
 
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
@@ -154,6 +155,7 @@ def test_the_summary_says_how_it_went_and_what_to_do_with_it(tmp_path, monkeypat
     assert watch.summary(args, 2) == f"{rewards}{report}\ngo on: {again} --resume"
     (folder / "final").mkdir()
     evaluate = f"evaluate: {other} --num_steps 0 --model {folder}/final --output_dir {folder}-eval"
+    evaluate += f"\ntalk to it: python examples/chat.py {folder}/final --task examples/calculator.py"
     assert watch.summary(args, 4) == f"{rewards}{report}\n{evaluate}\ntrain on: {more} --num_steps 8 --resume"
     args.lr_schedule = "linear"  # its end was the schedule's
     assert watch.summary(args, 4) == f"{rewards}{report}\n{evaluate}"
