@@ -20,7 +20,7 @@ import data
 import train
 from rollout import Engine
 
-sys.path.insert(0, str(REPO / "bench"))
+sys.path.append(str(REPO / "bench"))
 import models
 
 FAR = 1e-3  # nats, mean in float32: where a run is stopped

@@ -22,7 +22,7 @@ import train
 from agent_loop import BadInput
 from train import Args
 
-sys.path.insert(0, str(REPO / "bench"))
+sys.path.append(str(REPO / "bench"))
 
 from kills import differences, kill_loop
 

@@ -12,7 +12,7 @@ from conftest import KEPT, REPO
 import agent_loop
 import rollout
 
-sys.path.insert(0, str(REPO / "bench"))
+sys.path.append(str(REPO / "bench"))
 
 from stress import TURNS, Engine, blocks, stress
 

@@ -1,7 +1,7 @@
 """Trajectories per second with slow tools: flatrl against lock-step turns, and against TRL's GRPOTrainer.
 
     pip install trl==1.16.0 datasets
-    python bench/agents.py [--trajectories 64] [--slots 64] [--rounds 3] [--no_serial] [--no_trl]
+    python bench/tools.py [--trajectories 64] [--slots 64] [--rounds 3] [--no_serial] [--no_trl]
 
 All in one process, A B A B ... after a warm-up without latency; ratios are taken round by round. A tool call takes
 0.1-1.0 s (uniform, seeded). Two comparisons, both of whole rollouts and of nothing else of a training step:
