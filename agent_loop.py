@@ -102,6 +102,17 @@ class AgentLoopOutput:
         return self.stop_reason in ("length", "max_turns")
 
 
+def outcome(output: AgentLoopOutput) -> float:
+    """The terminal reward; a dict's is its key "score"."""
+    terminal = output.reward["score"] if isinstance(output.reward, dict) else output.reward
+    return float(terminal or 0.0)
+
+
+def total_reward(output: AgentLoopOutput) -> float:
+    """The terminal reward + all turn rewards."""
+    return outcome(output) + sum(reward for _, reward in output.turn_rewards)
+
+
 # ---------------------------------------------------------------- templates: messages -> tokens
 
 

@@ -33,7 +33,7 @@ import unicodedata
 import weakref
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
@@ -60,8 +60,8 @@ from transformers import (
 )
 
 from agent_loop import (
-    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, render,
-    render_text, row_kwargs, task_interaction, task_tools, templated,
+    AgentLoopOutput, BadInput, agent_loop_class, expand, load_image, open_image, outcome, render,
+    render_text, row_kwargs, task_interaction, task_tools, templated, total_reward,
 )
 
 try:
@@ -135,15 +135,20 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     return module
 
 
-IN_MEMORY = 10_000  # more rows than these stay on disk, and are filtered by several processes
+IN_MEMORY = 10_000  # more rows than these stay on disk, and are filtered by several processes;
+AT_ONCE = 100_000  # of more than these some are looked at, and each when it is drawn
 
 
 @dataclass
 class Rows(Sequence):
-    """Rows of a table on disk, by their numbers in it: get(number), whenever one is asked for."""
+    """Rows of a table on disk, by their numbers in it: get(number), whenever one is asked for.
 
-    get: object
+    overlong: the share of prompts too long in a sample; for these get has the next row that fits.
+    """
+
+    get: Callable[[int], dict]
     numbers: Sequence[int]
+    overlong: float = 0.0
 
     def __len__(self):
         return len(self.numbers)
@@ -297,10 +302,13 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
     """The rows whose rendered prompt, images included, has at most args.max_prompt_tokens.
 
     Rendering also checks each row's agent, tools and interaction by name. The main rank does it for
-    all; of more than IN_MEMORY rows by as many processes as it has cores. Raises BadInput if no row
-    is left, or if a row has images that can't be read, are more than args.max_images or meet a text
-    model (no processor)."""
-    templates = templated(tokenizer, args.chat_template_args)
+    all; of more than IN_MEMORY rows by as many processes as it has cores. Of more than AT_ONCE it
+    looks at a thousand: the others are looked at when they are asked for, see Rows. Raises BadInput
+    if no row is left, or if a row has images that can't be read, are more than args.max_images or
+    meet a text model (no processor)."""
+    templates, most = templated(tokenizer, args.chat_template_args), args.max_prompt_tokens
+    n = len(rows)
+    looked_at = range(0, n, n // 1000 if n > AT_ONCE else 1)
 
     def length(i):
         row = rows[i]
@@ -323,13 +331,16 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
             return len(expand(ids, list(map(open_image, images)), processor))
 
     loader = torch.utils.data.DataLoader(  # its processes are forks, which have all this
-        range(len(rows)), 100, collate_fn=lambda numbers: list(map(length, numbers)),
-        num_workers=(len(rows) > IN_MEMORY) * len(os.sched_getaffinity(0)))
+        looked_at, 100, collate_fn=lambda numbers: list(map(length, numbers)),
+        num_workers=(len(looked_at) > IN_MEMORY) * len(os.sched_getaffinity(0)))
     lengths = np.concatenate(on_main(list, Bar(loader, "prompts", unit_scale=100)))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its handler: each child's end woke `Stop`
-    kept = np.flatnonzero(lengths <= args.max_prompt_tokens)
-    need(len(kept), f"no prompt left: all {len(rows)} are longer than --max_prompt_tokens "
-         f"{args.max_prompt_tokens}; raise it (the longest has {max(lengths)} tokens)")
+    kept = np.flatnonzero(lengths <= most)
+    need(len(kept), f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens "
+         f"{most}; raise it (the longest has {max(lengths)} tokens)")
+    if n > AT_ONCE:
+        fitting = lambda i: next(rows[j % n] for j in range(i, i + n) if length(j % n) <= most)
+        return Rows(fitting, range(n), (lengths > most).mean())
     return [rows[i] for i in kept] if isinstance(rows, list) else Rows(rows.get, kept)
 
 
@@ -459,17 +470,6 @@ def load_processor(args, config):
 # ---------------------------------------------------------------- batches
 
 
-def _outcome(output):
-    """The terminal reward; a dict's is its key "score"."""
-    terminal = output.reward["score"] if isinstance(output.reward, dict) else output.reward
-    return float(terminal or 0.0)
-
-
-def total_reward(output: AgentLoopOutput) -> float:
-    """The terminal reward + all turn rewards."""
-    return _outcome(output) + sum(reward for _, reward in output.turn_rewards)
-
-
 @dataclass
 class Rollouts:
     """One entry a rollout, (N,); a rollout of several outputs (sub-agents, forks) counts once.
@@ -489,7 +489,7 @@ def by_rollout(outputs: Outputs) -> Rollouts:
     """The rollouts of outputs that carry extra["prompt"], ["sample"], ["segment"], so ordered."""
     key = lambda o: (o.extra["prompt"], o.extra["sample"])
     rollouts = [list(segments) for _, segments in itertools.groupby(outputs, key)]
-    outcomes = torch.tensor([_outcome(segments[-1]) for segments in rollouts])
+    outcomes = torch.tensor([outcome(segments[-1]) for segments in rollouts])
     turns = [sum(reward for o in segments for _, reward in o.turn_rewards) for segments in rollouts]
     return Rollouts(
         rewards=outcomes + torch.tensor(turns), outcomes=outcomes,
@@ -566,12 +566,12 @@ def add_rewards(batch: dict, outputs: Outputs):
     token_rewards (B, T): turn rewards where they fall, or on the last sampled token before (else on
     the first); the terminal reward on the last sampled token. rewards (B,): their sums; outcomes
     (B,): terminal rewards alone; both also of a trajectory without any sampled token."""
-    batch["outcomes"] = torch.tensor([_outcome(o) for o in outputs])
+    batch["outcomes"] = torch.tensor([outcome(o) for o in outputs])
     batch["rewards"] = torch.tensor([total_reward(o) for o in outputs])
     batch["token_rewards"] = torch.zeros_like(batch["response_mask"])
     for row, o in zip(batch["token_rewards"], outputs, strict=True):
         sampled = [i for i, m in enumerate(o.response_mask) if m]
-        for index, reward in [*o.turn_rewards, (len(o.response_mask), _outcome(o))]:
+        for index, reward in [*o.turn_rewards, (len(o.response_mask), outcome(o))]:
             if sampled:
                 row[sampled[max(bisect(sampled, index) - 1, 0)]] += reward
 
@@ -1062,11 +1062,10 @@ def versions() -> dict[str, str]:
 def git_hash() -> str:
     """Commit of this checkout, "-dirty" behind it if files were changed; "" outside a checkout."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True,
                               timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    return ""
 
 
 # ---------------------------------------------------------------- the files of a run

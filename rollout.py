@@ -319,7 +319,6 @@ class Engine:
         self.leader, self.team = dist.get_rank() % args.tp == 0, None  # consecutive ranks
         if args.tp > 1:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
-        self.told = 0.0  # when the leader last told its followers what to do
         self.lock = threading.Condition()  # guards the next three, which both threads touch
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
@@ -560,11 +559,10 @@ class Engine:
         additions, one model step if needed."""
         if aborted is None:
             aborted = [id for id, request in self.running.items() if request.given_up]
-        step, now = step and bool(added or self.running), time.monotonic()
-        if not (aborted or added or step) and not (self.team and now - self.told > 0.5):
+        step = step and bool(added or self.running)
+        if not (aborted or added or step):
             return
-        if self.team:  # in idle times twice a second: a follower that only waits hears no signal
-            self.told = now
+        if self.team:
             copies = [dataclasses.replace(request, future=None) for request in added]
             self._broadcast((aborted, copies, step))
         results = self._run(aborted, added, step)
@@ -583,10 +581,9 @@ class Engine:
         dist.broadcast_object_list(commands, group=self.team, group_src=0)
         return commands[0]
 
-    def follow(self, between: Callable[[], Any] = lambda: None):
-        """Follows the team's leader until it calls `dismiss`; calls `between` before each step."""
+    def follow(self):
+        """Follows the team's leader until it calls `dismiss`."""
         while command := self._broadcast():
-            between()
             self._run(*command)
 
     def dismiss(self):
@@ -1148,7 +1145,7 @@ class Pool:
             if output.extra["prompt"] not in batch:
                 output.extra["filtered"] = True
         sampled = any(1 in output.response_mask for output in phase.trained)
-        phase.require(sampled, f"{self.kind}-{self.step:08d} brought nothing to learn from")
+        phase.require(sampled, f"{self.kind} {self.step} brought nothing to learn from")
         return phase
 
     def n_ended(self, state: str) -> int:
@@ -1165,10 +1162,9 @@ class Pool:
         shown, first, stopped = started, self.n_ended("done"), False
         try:
             if not engine.leader:
-                engine.follow(stop.requested)
-                return stopped
+                engine.follow()
             with data.Bar(None, title, total=total, unit="prompt") as bar:
-                while not (stopped or over()):
+                while engine.leader and not (stopped or over()):
                     if self.future.done():
                         self.future.result()
                     engine.step(0.02)  # other ranks may end the rollout
@@ -1357,10 +1353,11 @@ def offload(run, device: torch.device | str):
 
 def read_rollouts(file: Path, vocab_size: int) -> Phase:
     """A phase as data.Log.rollouts wrote it. Raises BadInput on a missing or damaged file."""
-    phase = Phase()
-    names = {field.name for field in dataclasses.fields(AgentLoopOutput)}
-    try:
-        for i, text in enumerate(file.open("rb"), 1):  # noqa: B007
+    phase, names = Phase(), {field.name for field in dataclasses.fields(AgentLoopOutput)}
+    with data.refusing("--replay"):
+        lines = file.read_bytes().splitlines()
+    for i, text in enumerate(lines, 1):
+        with data.refusing(f"{file}, line {i}, is no trajectory to replay"):
             line = json.loads(text)
             if line.get("images"):
                 raise ValueError("it has images, whose pixels are not in the file")
@@ -1373,8 +1370,4 @@ def read_rollouts(file: Path, vocab_size: int) -> Phase:
             if max(output.prompt_ids + output.response_ids) >= vocab_size:
                 raise ValueError("its tokens are another model's")
             phase.outputs.append(output)
-    except OSError as error:
-        raise data.BadInput(f"--replay: {error}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise data.BadInput(f"{file}, line {i}, is no trajectory to replay: {error}") from None
     return phase

@@ -96,7 +96,6 @@ CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0)
 Range = namedtuple("Range", "words holds")  # what a number must, and whether it does
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # of every number without a rule
-AT_LEAST_1 = Range("be at least 1", lambda x: x >= 1)
 SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
@@ -124,7 +123,8 @@ class Args:
     val_files: list[str] | None = flag(None, "the same instead of load('val')")
     prompt_key: str = flag("prompt", "the rows' column with chats or texts to answer")
     replay: str | None = flag(None, "output_dir of another run: train on its rollouts, no engine")
-    rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train")
+    rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train",
+                              only="!replay")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
     seed: int = flag(0, "all randomness comes from it and the step")
     dtype: str = flag("auto", "of the engine and of matrix products; auto: bfloat16 on CUDA",
@@ -183,7 +183,7 @@ class Args:
     kl_horizon: int = flag(10_000, "trajectories over which kl_coef adapts", POSITIVE, "kl_target")
     reward_clip: float = flag(0.0, "clip the task's reward to [-c, c]; turn rewards stay; 0: off")
     overlong_buffer: float = preset("last share of max_response_tokens, over which the reward "
-                                    "falls linearly by up to 1 (DAPO: 0.2); 0: off")
+                                    "falls linearly by up to 1 (DAPO: 0.2); 0: off", DISCOUNT)
     max_gen_batches: int = preset(
         "dynamic sampling: groups without signal are replaced by fresh prompts, until so many "
         "times prompts_per_step are drawn; 1: off", POSITIVE)
@@ -239,9 +239,11 @@ class Args:
     sampling_args: str = flag("{}", 'more for vLLM: {"stop": ["</answer>"]}', only="!replay")
     # asynchronous rollout (AReaL)
     max_staleness: int = flag(0, "a rollout ends when its batch is full, the rest goes on after "
-                              "the update, so many versions behind at most")
-    oversample: float = flag(1.0, "with --max_staleness: prompts under way, a multiple of "
-                             "prompts_per_step", AT_LEAST_1, "!replay")
+                              "the update, so many versions behind at most",
+                              only="!rollout_only")
+    oversample: float = flag(1.0, "prompts under way, a multiple of prompts_per_step; without "
+                             "staleness it would favour short answers",
+                             Range("be at least 1", lambda x: x >= 1), "max_staleness")
     # engine
     max_images: int = flag(8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
     tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE,
@@ -255,7 +257,8 @@ class Args:
     engine_args: str = flag("{}", "more arguments of vllm.LLM, as a JSON object", only="!replay")
     check_sync: bool = flag(False, "compare checksums of all parameters after each weight sync; "
                             "with --tp also what the ranks sampled", only="!replay")
-    deterministic: bool = flag(False, "same digits in every run on a CPU; slower with tools")
+    deterministic: bool = flag(False, "same digits in every run on a CPU; slower with tools",
+                               only="!max_staleness")
     # evaluation, checkpoints, log
     eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
     eval_samples: int = flag(1, "trajectories of a validation row: eval/pass@1 to pass@N", POSITIVE,
@@ -404,8 +407,6 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         "at least 2": estimator not in GROUP_ESTIMATORS or args.group_size > 1,
         "--max_gen_batches above 1 replaces groups whose members score alike: --group_size must "
         "be at least 2": args.max_gen_batches == 1 or args.group_size > 1,
-        f"--overlong_buffer {args.overlong_buffer} is a share of max_response_tokens":
-            args.overlong_buffer <= 1,
         f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1":
             args.clip_c == 0 or args.clip_c > 1,
         "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0":
@@ -418,11 +419,6 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a step's "
         f"{step * args.group_size}":
             not args.kl_target or args.kl_horizon >= step * args.group_size,
-        f"--oversample {args.oversample} without --max_staleness would train on whatever finishes "
-        "first, which favours short answers: give --max_staleness 1 or more":
-            args.oversample == 1 or args.max_staleness > 0,
-        "--deterministic needs --max_staleness 0: what is done when depends on timing":
-            not args.max_staleness or not args.deterministic,
         f"--max_model_len {args.max_model_len} leaves no room for a response to "
         "--max_prompt_tokens": longest > args.max_prompt_tokens,
         # Forks and chat agents may fill the window.
@@ -430,13 +426,10 @@ def cross_flag_rules(args: Args) -> dict[str, bool]:
         f"trajectory: {longest} tokens": args.tokens_per_micro_batch >= longest,
         f"--think_tags {args.think_tags} must be two tags with a space between":
             len(args.think_tags.split()) == 2,
-        "--replay and --rollout_only: give one of them": not args.replay or not args.rollout_only,
         "--wandb_project needs the folder report/ beside train.py":
             data.watch or not args.wandb_project,
         "--check_sync compares weights, which quantization changes: give one of them":
             not args.check_sync or not args.quantized,
-        "--rollout_only leaves the weights as they are: nothing gets stale, give "
-        "--max_staleness 0": not args.rollout_only or not args.max_staleness,
     }
 
 
@@ -714,15 +707,19 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     n_tokens, n_seqs = mask.sum().item(), (mask.sum(-1) > 0).sum().item()
     micros = data.shares(batch, rows, args.tokens_per_micro_batch, learner.net.packed)
     sums, seen = Counter(), []  # on the device: to read one there would wait for the pass
-    for micro, real in data.Bar(micros, "update"):
+    for i, (micro, real) in enumerate(data.Bar(micros, "update")):
         part = {name: batch[name][micro].to(device, non_blocking=True)
                 for name in COLUMNS if name in batch}
         mask = part["response_mask"].mul_(real)  # (b, T)
         packed = learner.net.pack(batch, micro)
-        numbers = model(packed)
-        loss, stats = objective(numbers, part, args)
-        loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs, args.max_response_tokens)
-        (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks, each time
+        # FSDP sums over ranks each time: gradients kept back would be whole everywhere.
+        wait = i < len(micros) - 1 and not args.shard
+        with accelerator.no_sync(model) if wait else contextlib.nullcontext():
+            numbers = model(packed)
+            loss, stats = objective(numbers, part, args)
+            loss = losses.aggregate(loss, mask, loss_agg, n_tokens, n_seqs,
+                                    args.max_response_tokens)
+            (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
         sums.update({name: torch.where(mask.bool(), x, 0).sum() / max(1, n_tokens)
                      for name, x in stats.items()}, loss=loss.detach(),
                     unique_tokens=real * packed["inputs"]["input_ids"].numel())
@@ -808,10 +805,7 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
     engine.load_weights(named_weights(policy), version)
     if engine.args.check_sync:
         engine.check(checkpoint_weights(policy.model))  # itself: named_weights may be at fault
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    engine.wake_kv()
+    engine.wake_kv()  # vLLM waits for the device here, and empties torch's cache
     return time.perf_counter() - started
 
 
@@ -830,7 +824,7 @@ def evaluate(run: "Run", step: int) -> dict:
     with awake(run, step):
         run.pool.end() if step == args.num_steps else run.pool.settle()
         phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
-                        kind="eval")
+                        "eval")
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     return data.describe_eval(phase.outputs, run.rows["val"]) | {
         "eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
@@ -1025,8 +1019,9 @@ def setup(args: Args) -> Run:
     args.model = args.model or data.on_main(data.task_model, task, args)
     processor, tokenizer = data.load_tokenizer(args)
     teacher = replace(args, model=args.ref_model or args.model, lora_rank=0)
-    need(data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(), "--ref_model "
-         f"{args.ref_model} has another tokenizer than --model {args.model}: ids mean other tokens")
+    need(not args.ref_model or data.load_tokenizer(teacher)[1].get_vocab() == tokenizer.get_vocab(),
+         f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: ids mean "
+         "other tokens")
     rows = {split: data.filter_overlong(read[split], tokenizer, task, args, processor)
             for split in files}
     if getattr(task, "TOOLS", None):
@@ -1089,11 +1084,10 @@ def finish(run: Run, start: int):
         log.say(f"{done - start} steps of rollouts are in {folder / 'rollouts'}")
     elif done < args.num_steps:
         log.say(f"stopped after step {done}")
-    else:
-        if done and data.save_policy(run, folder / "final"):  # without steps it was an evaluation
-            log.say(f"the trained policy is in {folder / 'final'}, the best checkpoint is "
-                    f"{data.best_checkpoint(folder)}")
-            saved = True
+    elif done and data.save_policy(run, folder / "final"):  # without steps it was an evaluation
+        log.say(f"the trained policy is in {folder / 'final'}, the best checkpoint is "
+                f"{data.best_checkpoint(folder)}")
+        saved = True
     if data.watch:
         log.say(data.watch.summary(args, done))
     close(run)

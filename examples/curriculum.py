@@ -3,8 +3,9 @@
     accelerate launch train.py --task examples/curriculum.py
     python bench/curriculum.py                              # against the shuffle, three seeds
 
-The questions are the calculator's, but fifteen in sixteen of the 512 training rows have a wrong answer, as some rows of
-real data have: no trajectory is ever rewarded there, so there is nothing to learn. Which these are shows by trying.
+The questions are the calculator's, but to fifteen in sixteen of the 512 training rows there is no answer that is right,
+as to some rows of real data: no trajectory is ever rewarded there, so there is nothing to learn. Which these are shows
+by trying.
 """
 
 import random
@@ -20,7 +21,7 @@ def load(split: str) -> list[dict]:
     rows = calculator.load(split)[:512]
     for i, row in enumerate(rows):
         if split == "train" and i % 16:
-            row["reward_model"]["ground_truth"] += "1"
+            row["reward_model"]["ground_truth"] = str(10**30)  # more digits than an answer may have
     return rows
 
 

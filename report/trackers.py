@@ -2,7 +2,7 @@
 
 import importlib
 
-from agent_loop import BadInput
+from agent_loop import BadInput, total_reward
 
 ROWS = 64  # trajectories of a step in its table
 COLUMNS = ["prompt", "sample", "index", "reward", "turns", "stop_reason", "trajectory"]
@@ -36,9 +36,3 @@ class Tracker:
 
     def close(self) -> None:
         self.run.finish()
-
-
-def total_reward(output) -> float:
-    """As in rollouts/*.jsonl."""
-    outcome = output.reward["score"] if isinstance(output.reward, dict) else output.reward or 0.0
-    return float(outcome) + sum(reward for _, reward in output.turn_rewards)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from agent_loop import render_text, row_kwargs, task_tools, templated
+from agent_loop import render_text, row_kwargs, task_tools, templated, total_reward
 from report import report
-from report.trackers import Tracker, total_reward
+from report.trackers import Tracker
 
 SAMPLE = 10_000  # rows of a split that are looked at for warnings
 LIMITS = {
@@ -58,10 +58,11 @@ class Watch:
     def warn(self, metrics: dict) -> None:
         """Of what comes between the policy and what it learns from, each once."""
         agreed, args = self.run.agreed, self.log.args
+        compared = args.adv_estimator in train_of(args).GROUP_ESTIMATORS
         if self.run.engine and metrics["rollout/logp_diff_mean"] > 10 * max(agreed, 1e-6):
             self.log.warn_once("rollout/logp_diff_mean, between engine and trainer, has grown tenfold since this run's "
                                f"first step, from {agreed:.1e}")  # fmt: skip
-        if metrics["rollout/singleton_groups"] and args.adv_estimator not in ("gae", "reinforce_pp", "remax"):
+        if metrics["rollout/singleton_groups"] and compared:
             self.log.warn_once("a group is left with one trajectory to compare: rollout/singleton_groups counts them")
 
     def close(self) -> None:
@@ -72,14 +73,13 @@ class Watch:
 
 def banner(run, read: dict[str, list[dict]]) -> str:
     args, rows, n_updates = run.args, run.rows, run.args.updates_per_rollout
-    dropped = {split: len(read[split]) - len(rows[split]) for split in rows}
+    train, val = (f"rows ({dropped(rows[split], len(read[split]))})" for split in ("train", "val"))
     n_parameters = sum(p.numel() for p in run.policy.net.parameters()) / 1e6
     note = " (so the ratio is 1, and clips have no effect)" if n_updates == 1 else ""
     padded = "; its layers take no packed sequences: each is computed alone, right-padded"
     padded *= not run.policy.net.packed
     resuming = f"resuming after step {run.done} of " if run.done else ""
-    return f"""{args.task}: {len(rows["train"])} training rows ({dropped["train"]} overlong ones dropped), \
-{len(rows["val"])} validation rows ({dropped["val"]} dropped)
+    return f"""{args.task}: {len(rows["train"])} training {train}, {len(rows["val"])} validation {val}
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
 {run.accelerator.device.type}{padded}
 {args.algo}: {describe_algo(args)}
@@ -87,9 +87,21 @@ def banner(run, read: dict[str, list[dict]]) -> str:
 {n_updates} update(s) each{note}, lr {args.lr:g}; {resuming}{args.num_steps} steps; writing {args.output_dir}"""
 
 
+def dropped(rows, n_read: int) -> str:
+    """Of n_read rows, those that were not kept; of a table that is looked at as it is drawn, what a sample says."""
+    if share := getattr(rows, "overlong", 0):
+        return f"about {share:.1%} overlong: another one instead, when they are drawn"
+    return f"{n_read - len(rows)} overlong ones dropped"
+
+
+def train_of(args):
+    """The module train, which may be __main__."""
+    return sys.modules[type(args).__module__]
+
+
 def describe_algo(args) -> str:
     """The preset's flags and their values, those that the user changed marked *."""
-    presets = sys.modules[type(args).__module__].PRESETS  # train's, which may be __main__
+    presets = train_of(args).PRESETS
     values = presets["grpo"] | presets[args.algo]
     text = ", ".join(f"{name}{'*' * (getattr(args, name) != x)} {getattr(args, name)}" for name, x in values.items())
     return text + " (* changed)" * ("*" in text)

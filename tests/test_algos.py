@@ -102,7 +102,7 @@ def test_several_samples_are_evaluated_at_the_temperature_of_training():
         ({"clip_c": 0.5}, "--clip_c 0.5 bounds a ratio from above"),
         ({"kl_coef": 0.1, "kl_target": 0.1}, "--kl_target has an effect only with --kl_in reward"),
         ({"filter_metric": "acc"}, "--filter_metric has an effect only with a --max_gen_batches other than 1"),
-        ({"overlong_buffer": 32.0}, "--overlong_buffer 32.0 is a share"),
+        ({"overlong_buffer": 32.0}, "--overlong_buffer 32.0 must be in [0, 1]"),
         ({"rollout_correction": "icepop", "correction_low": 6.0}, "bound 6.0 of icepop exceeds the upper one, 5.0"),
         ({"rollout_correction": "clip"}, "unknown rollout correction 'clip': choose from none, tis"),
         ({"rollout_correction": "tis,clip"}, "unknown rollout correction 'clip': choose from none, tis"),

@@ -452,7 +452,7 @@ def test_failures_fill_the_batch_and_are_counted(make_run, capfd):
     run.open(*later)
     assert not run.pool.pending & set(range(5))  # they are not drawn again
     with pytest.raises(
-        RuntimeError, match="train-00000001 brought nothing to learn from: .*KeyError: 'the agent loop broke'"
+        RuntimeError, match="train 1 brought nothing to learn from: .*KeyError: 'the agent loop broke'"
     ):
         run.step(1)
 

@@ -18,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 import data
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool
+from report import watch
 from train import Args
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -371,6 +372,32 @@ def test_a_big_table_stays_on_disk_and_gives_what_a_list_gives(big_table, tokeni
     assert isinstance(alone, list) and alone == list(rows) and [x["prompt"] for x in alone * 2] == [
         x["prompt"] for x in mixed]  # fmt: skip
     assert data.filter_overlong(alone, tokenizer, task, args) == list(kept)
+
+
+def test_of_a_huge_table_rows_are_looked_at_when_they_are_drawn(tmp_path, tokenizer, monkeypatch, process_group):
+    monkeypatch.setattr(data, "IN_MEMORY", 200)
+    monkeypatch.setattr(data, "AT_ONCE", 1000)
+    task, seen = SimpleNamespace(SYSTEM_PROMPT="Be brief."), []
+    args = Args(max_prompt_tokens=rendered(tokenizer, {"prompt": [{"role": "system", "content": "Be brief."}, *HELLO]}))
+    table = [{"prompt": f"{i}" * (1 + 40 * (i % 3 == 0))} for i in range(2500)]
+    datasets.Dataset.from_list(table).to_parquet(str(tmp_path / "rows.parquet"))
+    on_disk = data.load_rows(task, "train", [str(tmp_path / "rows.parquet")])
+    in_memory = data.load_rows(SimpleNamespace(load=lambda split: table, SYSTEM_PROMPT="Be brief."), "train")
+    expand = data.expand
+    monkeypatch.setattr(data, "expand", lambda ids, *more: seen.append(1) or expand(ids, *more))
+    for rows in (on_disk, in_memory):
+        seen.clear()
+        kept = data.filter_overlong(rows, tokenizer, task, args)
+        assert len(kept) == 2500 and len(seen) <= 1250  # every second one; other processes' count there
+        seen.clear()
+        assert [kept[i]["index"] for i in (0, 1, 2, 3, 2497, -1)] == [1, 1, 2, 4, 2497, 1]  # the next; it goes round
+        assert kept[3]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "4"}]
+        assert len(seen) == (2 + 1 + 1 + 2 + 1 + 3) + 2
+        assert kept.overlong == pytest.approx(1 / 3, abs=1e-3)
+        assert watch.dropped(kept, 2500) == "about 33.4% overlong: another one instead, when they are drawn"
+    assert watch.dropped([1, 2], 5) == "3 overlong ones dropped"
+    with pytest.raises(BadInput, match="no prompt left: all 1250 are longer"):
+        data.filter_overlong(on_disk, tokenizer, task, Args(max_prompt_tokens=3))
 
 
 def test_many_rows_are_measured_in_other_processes(big_table, tokenizer, monkeypatch, process_group):
