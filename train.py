@@ -858,7 +858,7 @@ class Stop:
 
     def _signalled(self, *_):
         if not self.told and dist.get_rank() == 0:
-            print("\nstopping: saving the last whole step (once more: at once)", file=sys.stderr)
+            print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
         self.told = True
 
     def _watch(self, names, group):

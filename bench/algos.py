@@ -1,4 +1,4 @@
-"""Every preset of --algo on the built-in task: final eval reward, steps until it is 0.9: docs/algorithms.md's table.
+"""Every preset of --algo on the built-in task: rewards at the end, steps to 0.9: docs/algorithms.md's table.
 
     python bench/algos.py [--steps 40] [--jobs 2] [--only grpo ppo] [--seeds 1] [--out runs/algos] [-- train.py's flags]
 
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 REPO = Path(__file__).parent.parent
 sys.path.insert(0, str(REPO))
@@ -72,13 +73,15 @@ def main() -> None:
             job.result()
 
     at = options.at
-    print(f"\n| `--algo` | eval reward before | after | steps to eval {at} | steps to sampled {at} | trajectories |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"\n| `--algo` | eval reward before | after | sampled, mean of the last 10 steps | steps to eval {at} | "
+          f"steps to sampled {at} | trajectories |")  # fmt: skip
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for algo in options.only:
         runs = [rows_of(options.out / f"{algo}-{seed}") for seed in seeds[algo]]
         columns = (
             [f"{rows[0]['eval/reward']:.3f}" for rows in runs],
             [f"{rows[-1]['eval/reward']:.3f}" for rows in runs],
+            [f"{fmean(row['reward/mean'] for row in rows[-10:]):.3f}" for rows in runs],
             [str(first_step(rows, "eval/reward", at) or "-") for rows in runs],
             [str(first_step(rows, "reward/mean", at) or "-") for rows in runs],
             [f"{sum(row.get('rollout/trajectories', 0) for row in rows):,}" for rows in runs],

@@ -79,12 +79,20 @@ def banner(run, read: dict[str, list[dict]]) -> str:
     padded = "; its layers take no packed sequences: each is computed alone, right-padded"
     padded *= not run.policy.net.packed
     resuming = f"resuming after step {run.done} of " if run.done else ""
-    return f"""{args.task}: {len(rows["train"])} training {train}, {len(rows["val"])} validation {val}
+    told = f"""{args.task}: {len(rows["train"])} training {train}, {len(rows["val"])} validation {val}
 {args.model}: {n_parameters:.2f}M parameters, {args.dtype}, {dist.get_world_size()} x \
 {run.accelerator.device.type}{padded}
-{args.algo}: {describe_algo(args)}
-{args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} trajectories a step, \
-{n_updates} update(s) each{note}, lr {args.lr:g}; {resuming}{args.num_steps} steps; writing {args.output_dir}"""
+"""
+    if not args.num_steps:
+        sampled = f"{args.eval_samples} trajectories a validation row, at temperature {args.eval_temperature:g}"
+        return f"{told}evaluation: {sampled}; writing {args.output_dir}"
+    n_prompts, group_size = args.prompts_per_step, args.group_size
+    step = f"{n_prompts} prompts x {group_size} = {n_prompts * group_size} trajectories a step"
+    until = f"{resuming}{args.num_steps} steps; writing {args.output_dir}"
+    if args.rollout_only:
+        return f"{told}{step}, and no update; {until}"
+    return f"""{told}{args.algo}: {describe_algo(args)}
+{step}, {n_updates} update(s) each{note}, lr {args.lr:g}; {until}"""
 
 
 def dropped(rows, n_read: int) -> str:
@@ -127,14 +135,21 @@ def ignored_tools(run) -> str | None:
                 "or template, or describe them in the prompt")  # fmt: skip
 
 
+def looked_at(rows) -> int:
+    """How many of a split; of one that is on disk, and maybe filtered as it is read, fewer."""
+    return min(len(rows), SAMPLE if isinstance(rows, list) else SAMPLE // 10)
+
+
 def first(rows) -> list[dict]:
-    return list(itertools.islice(rows, SAMPLE))
+    return list(itertools.islice(rows, looked_at(rows)))
 
 
 def of_how_many(run) -> str:
     """Said where a split has more rows than are looked at."""
-    more = max(map(len, run.rows.values())) > SAMPLE
-    return f" (of the first {SAMPLE:,} of each split)" if more else ""
+    train, val = (run.rows[split] for split in ("train", "val"))
+    if looked_at(train) + looked_at(val) < len(train) + len(val):
+        return f" (of the first {looked_at(train):,} training rows and {looked_at(val):,} others)"
+    return ""
 
 
 def lacking_kwargs(run) -> str | None:
