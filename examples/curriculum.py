@@ -29,15 +29,14 @@ def sampler(history: list[list]) -> int:
     """The index of the next training row, by what was drawn so far: [row, step, reward, reward, ...] of each group.
 
     Half of the draws are rows never tried, while there are any; most others the disagreeing group longest not drawn,
-    but none of the last eight draws: a single row learned by heart teaches nothing more. One in ten is any other, which
-    may disagree by now. Rows under way, without rewards yet, are left alone."""
+    and one in ten any other, which may disagree by now. Rows under way, without rewards yet, are left alone."""
     rng = random.Random(len(history))  # a function of the history alone, so that a resumed run goes on as it would have
     last = {}
     for row, _, *rewards in history:
         last.pop(row, None)  # the latest comes last
         last[row] = rewards
     fresh = [row for row in range(512) if row not in last]
-    mixed = [row for row, rewards in last.items() if len(set(rewards)) > 1 and row not in [*last][-8:]]
+    mixed = [row for row, rewards in last.items() if len(set(rewards)) > 1]
     alike = [row for row, rewards in last.items() if len(set(rewards)) == 1]
     if fresh and (rng.random() < 0.5 or not mixed):
         return rng.choice(fresh)
