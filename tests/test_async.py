@@ -652,10 +652,10 @@ def test_decoupled_loss_is_the_default_under_staleness():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"oversample": 1.5}, "--oversample 1.5 without --max_staleness would train on whatever finishes first"),
+        ({"oversample": 1.5}, "--oversample has an effect only with a --max_staleness"),
         ({"oversample": 0.5, "max_staleness": 1}, "--oversample 0.5 must be at least 1"),
         ({"max_staleness": -1}, "--max_staleness -1 must not be negative"),
-        ({"max_staleness": 1, "deterministic": True}, "--deterministic needs --max_staleness 0"),
+        ({"max_staleness": 1, "deterministic": True}, "--deterministic has an effect only without --max_staleness"),
         (
             {"max_staleness": 1, "rollout_correction": "none", "correction_high": 3.0},
             "--correction_high has an effect only with a --rollout_correction",
