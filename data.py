@@ -172,7 +172,7 @@ def read_files(files: list[str]) -> Sequence[dict]:
             elif file.suffix not in (".jsonl", ".json"):
                 # arrow: images stay the bytes they are in the file, decoded where they are used
                 table = _data_set(name).with_format("arrow")
-                if len(files) == 1 and len(table) > IN_MEMORY:
+                if files == [name] and len(table) > IN_MEMORY:
                     return table
                 rows += table[:].to_pylist()
             elif (text := file.read_text("utf-8-sig").strip()).startswith("["):  # one list
@@ -303,12 +303,12 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
 
     Rendering also checks each row's agent, tools and interaction by name. The main rank does it for
     all; of more than IN_MEMORY rows by as many processes as it has cores. Of more than AT_ONCE it
-    looks at a thousand: the others are looked at when they are asked for, see Rows. Raises BadInput
-    if no row is left, or if a row has images that can't be read, are more than args.max_images or
-    meet a text model (no processor)."""
+    looks at the first thousand to be drawn, at the others when they are asked for: see Rows. Raises
+    BadInput if no row is left, or if a row has images that can't be read, are more than
+    args.max_images or meet a text model (no processor)."""
     templates, most = templated(tokenizer, args.chat_template_args), args.max_prompt_tokens
     n = len(rows)
-    looked_at = range(0, n, n // 1000 if n > AT_ONCE else 1)
+    looked_at = prompt_order(n, 0, 1000, args.seed) if n > AT_ONCE else range(n)
 
     def length(i):
         row = rows[i]
@@ -322,7 +322,7 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
                  f"row {i}: its prompt is empty, and no Interaction speaks first")
             schemas = [tool.schema for tool in task_tools(task, kwargs).values()]
             ids = render(templates, row["prompt"], schemas)
-            if ids and i == 0:  # the tokenizer itself, by all but spaces and the form of accents
+            if ids and i == looked_at[0]:  # the tokenizer, by all but spaces and accents' form
                 text = render_text(templates, row["prompt"], schemas, True)
                 asked, read = ("".join(unicodedata.normalize("NFKC", x).split())
                                for x in (text, tokenizer.decode(ids)))
@@ -332,11 +332,11 @@ def filter_overlong(rows: Sequence[dict], tokenizer, task, args, processor=None)
 
     loader = torch.utils.data.DataLoader(  # its processes are forks, which have all this
         looked_at, 100, collate_fn=lambda numbers: list(map(length, numbers)),
-        num_workers=(len(looked_at) > IN_MEMORY) * len(os.sched_getaffinity(0)))
+        num_workers=(n > IN_MEMORY) * len(os.sched_getaffinity(0)))
     lengths = np.concatenate(on_main(list, Bar(loader, "prompts", unit_scale=100)))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its handler: each child's end woke `Stop`
     kept = np.flatnonzero(lengths <= most)
-    need(len(kept), f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens "
+    need(kept.size, f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens "
          f"{most}; raise it (the longest has {max(lengths)} tokens)")
     if n > AT_ONCE:
         fitting = lambda i: next(rows[j % n] for j in range(i, i + n) if length(j % n) <= most)

@@ -823,8 +823,7 @@ def evaluate(run: "Run", step: int) -> dict:
     args = run.args
     with awake(run, step):
         run.pool.end() if step == args.num_steps else run.pool.settle()
-        phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(validate=True),
-                        "eval")
+        phase = rollout(run, run.rows["val"], step, args.eval_samples, args.sampling(True), "eval")
     run.log.rollouts(f"eval_{step:06d}", phase.outputs, phase.errors)
     return data.describe_eval(phase.outputs, run.rows["val"]) | {
         "eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}

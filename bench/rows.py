@@ -82,7 +82,9 @@ def measure(file: str, tokenizer: str) -> None:
     first = time.perf_counter() - started
     done.set()
     assert len(batch) == 32 and all(row["prompt"][0]["role"] == "user" for row in batch)
-    cells = f"{len(rows):,}", f"{len(rows) - len(kept):,}", type(kept).__name__, f"{converted:.1f}", f"{loaded:.2f}"
+    share = getattr(kept, "overlong", 0)  # of a sample
+    overlong = f"{share:.1%}" if share else f"{len(rows) - len(kept):,}"
+    cells = f"{len(rows):,}", overlong, type(kept).__name__, f"{converted:.1f}", f"{loaded:.2f}"
     print(f"| {' | '.join(cells)} | {filtered:.1f} | {first:.1f} | {most[0] - before:.0f} |", flush=True)
 
 

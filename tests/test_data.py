@@ -388,15 +388,16 @@ def test_of_a_huge_table_rows_are_looked_at_when_they_are_drawn(tmp_path, tokeni
     for rows in (on_disk, in_memory):
         seen.clear()
         kept = data.filter_overlong(rows, tokenizer, task, args)
-        assert len(kept) == 2500 and len(seen) <= 1250  # every second one; other processes' count there
+        assert len(kept) == 2500 and len(seen) <= 1000  # other processes' count there
         seen.clear()
         assert [kept[i]["index"] for i in (0, 1, 2, 3, 2497, -1)] == [1, 1, 2, 4, 2497, 1]  # the next; it goes round
         assert kept[3]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "4"}]
         assert len(seen) == (2 + 1 + 1 + 2 + 1 + 3) + 2
-        assert kept.overlong == pytest.approx(1 / 3, abs=1e-3)
-        assert watch.dropped(kept, 2500) == "about 33.4% overlong: another one instead, when they are drawn"
+        share = sum(i % 3 == 0 for i in data.prompt_order(2500, 0, 1000, args.seed)) / 1000  # a table may have periods
+        assert kept.overlong == pytest.approx(share) and 0.3 < share < 0.37
+        assert watch.dropped(kept, 2500) == f"about {share:.1%} overlong: another one instead, when they are drawn"
     assert watch.dropped([1, 2], 5) == "3 overlong ones dropped"
-    with pytest.raises(BadInput, match="no prompt left: all 1250 are longer"):
+    with pytest.raises(BadInput, match="no prompt left: all 1000 are longer"):
         data.filter_overlong(on_disk, tokenizer, task, Args(max_prompt_tokens=3))
 
 
