@@ -95,7 +95,10 @@ def test_command(command, comment):
         for flag in own:
             passed_on = script == "bench/plan.py" and flag[2:] in vars(train.Args())
             assert not flag.startswith("--") or passed_on or knows(REPO / script, flag), f"{script} has no {flag}"
-        check_train(trains)
+        algos = [word for word in own if word in train.PRESETS] if script == "bench/algos.py" else []
+        for algo in algos or ["grpo"]:  # bench/algos.py --only
+            teacher = ["--ref_model", "there"] * (algo == "opd")
+            check_train(["--algo", algo, *teacher, *trains] if algos else trains)
     needs_gpu = re.search(r"configs/|tests/gpu|--model \w+/", command)
     assert bool(needs_gpu) <= ("(GPU)" in comment), f"mark it: {command}    # (GPU)"
 
