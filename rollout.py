@@ -117,22 +117,21 @@ class Background:
     def tick(self):
         self.now, self.ticked = self.time(), time.monotonic()
         self.loop.call_later(0.4, self.tick)
-        # Where no Python gets to run, as under a regular expression, this thread of C prints all
-        # stacks; else `watch` says what blocks the loop, before it could.
-        faulthandler.dump_traceback_later(1.8, file=2)
 
     def watch(self):
-        """Says what blocks the loop, once each time."""
+        """Says what blocks the loop, once each time. Where no Python gets to run, as under a regular
+        expression, a thread of C prints all stacks: while others run, that could crash."""
         told = 0.0
         while not self.closed:
+            faulthandler.dump_traceback_later(1.8, file=2)  # put off by this thread, if it runs
             time.sleep(0.2)
             task = asyncio.current_task(self.loop)
             if task and told < self.ticked < time.monotonic() - 1.2:
                 told = self.ticked
-                faulthandler.cancel_dump_traceback_later()
                 print(f"\n{task} blocks all others: it must await, or be a plain function. It is "
                       "here:", file=sys.stderr)
                 traceback.print_stack(sys._current_frames()[self.thread])
+        faulthandler.cancel_dump_traceback_later()
 
     def run(self):
         self.thread = threading.get_ident()
@@ -140,7 +139,6 @@ class Background:
         while not self.closed:  # a task in which user code raises SystemExit ends run_forever
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
-        faulthandler.cancel_dump_traceback_later()
 
     def submit(self, coroutine: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -79,6 +81,26 @@ def test_a_tool_that_blocks_is_named_and_costs_the_others_nothing(background, to
     shown += capfd.readouterr().err
     assert shown.count("blocks all others") == 1 and "name='blocks'" in shown
     assert f'{__file__}", line' in shown and "in blocks\n    time.sleep(0.01)" in shown  # the stack, and its last line
+
+
+def test_all_stacks_are_printed_only_where_no_python_runs(monkeypatch):
+    """faulthandler's thread walks the stacks of running threads: that crashes a process in which they come and go."""
+    put_off, over, others = [], threading.Event(), threading.enumerate()
+
+    def note(what, file=None):
+        if threading.current_thread() not in others:  # those of earlier tests
+            put_off.append(what)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", note)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: note("for good"))
+    background = Background()
+    background.loop.call_soon_threadsafe(over.wait, HANGS)  # the loop stands still, in no task
+    n = len(put_off)
+    wait_for(lambda: len(put_off) > n + 3)
+    assert set(put_off) == {1.8}
+    background.close()
+    over.set()
+    wait_for(lambda: put_off[-1] == "for good")
 
 
 def test_a_deadline_passes_when_the_loop_lives(background):
