@@ -119,8 +119,8 @@ class Background:
         self.loop.call_later(0.4, self.tick)
 
     def watch(self):
-        """Says what blocks the loop, once each time. Where no Python gets to run, as under a regular
-        expression, a thread of C prints all stacks: while others run, that could crash."""
+        """Says what blocks the loop, once each time. Where no Python gets to run, as under a
+        regular expression, a thread of C prints all stacks: while others run, that could crash."""
         told = 0.0
         while not self.closed:
             faulthandler.dump_traceback_later(1.8, file=2)  # put off by this thread, if it runs
