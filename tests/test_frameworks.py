@@ -219,9 +219,9 @@ def test_out_of_turns(name, endpoint, tokenizer):  # noqa: F811
 
 
 def test_agents_of_all_frameworks_are_trained(cache, tmp_path):
-    """Their rewards rise within three steps of one run, whose rows name the agent.
+    """Within three steps of one run, whose rows name the agent, all of them answer.
 
-    The model is warmed up on four questions: it knows by heart how to guess and how to call the tool."""
+    The model is warmed up on two questions: it knows by heart how to guess and how to call the tool."""
     names = [name for name, package in PACKAGES.items() if name != "verifiers" and importlib.util.find_spec(package)]
     assert "langgraph" in names
     task = tmp_path / "few.py"
@@ -230,7 +230,7 @@ import sys
 sys.path.insert(0, {str(REPO / "examples")!r})
 import calculator, smolagents_model, {", ".join({TASKS[name] for name in names})}
 from calculator import reward
-ROWS = calculator.load("train")[:4]
+ROWS = calculator.load("train")[:2]
 def load(split):
     system = [{{"role": "system", "content": calculator.SYSTEM_PROMPT}}]
     return [row | {{"prompt": system + row["prompt"], "agent_name": name, "data_source": name}}
@@ -245,15 +245,15 @@ def build_model(path):
     calculator.warm_up(model, tokenizer, batch_size=16, chats=chats, tools=())
     model.eval().save_pretrained(path)
 """)
-    run("--task", task, "--num_steps", "3", "--prompts_per_step", str(4 * len(names)), "--eval_every", "0",
+    run("--task", task, "--num_steps", "3", "--prompts_per_step", str(2 * len(names)), "--eval_every", "0",
         "--lr", "1e-3", "--save_every", "0", "--deterministic", "--engine_args", SMALL_CACHE,
         "--output_dir", tmp_path / "run", cache=cache)  # fmt: skip
     first, *rows = metrics_of(tmp_path / "run")
     for name in names:
-        assert rows[-1][f"eval/{name}/reward"] > first[f"eval/{name}/reward"], name
+        assert rows[-1][f"eval/{name}/reward"] >= max(first[f"eval/{name}/reward"], 0.75), name
     assert rows[-1]["eval/reward"] > first["eval/reward"] + 0.15, [row["reward/mean"] for row in rows]
     for row in rows:
-        assert row["rollout/trajectories"] >= 4 * 8 * len(names) and row["rollout/logp_diff_max"] < 1e-3
-        assert row["rollout/segments"] == pytest.approx(row["rollout/trajectories"] / (4 * 8 * len(names)))
+        assert row["rollout/trajectories"] >= 2 * 8 * len(names) and row["rollout/logp_diff_max"] < 1e-3
+        assert row["rollout/segments"] == pytest.approx(row["rollout/trajectories"] / (2 * 8 * len(names)))
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000003.jsonl").read_text().splitlines()]
     assert any(r["messages"][-2]["role"] == "tool" and r["reward"] == 1.0 for r in rollouts)
