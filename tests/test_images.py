@@ -828,16 +828,15 @@ FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "
 
 
 @pytest.mark.parametrize("by, more, env", [
-    # one micro-batch; every model that scores; several updates on what the first has cached
-    ("fork", ["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2", "--epochs", "2"], {}),
+    # one micro-batch; every model that scores; several updates on what the first has cached; the processor's settings
+    # are the engine's
+    ("fork", ["--algo", "ppo", "--kl_coef", "0.01", "--prompts_per_mini_batch", "2", "--epochs", "2", "--engine_args",
+                json.dumps(json.loads(SMALL_CACHE) | {"mm_processor_kwargs": {"max_pixels": 3136}})],
+     {"VISION_TASK_IMAGES": "all"}),
     # micro-batches of one or two trajectories on two ranks, some without any image; fillers
     ("ranks", ["--tokens_per_micro_batch", "160", "--gradient_checkpointing"], {}),
     # the same, sharded: ranks without an image gather the tower's layers as well
     ("ranks", ["--tokens_per_micro_batch", "160", "--shard", "--check_sync"], {}),
-    # the processor's settings are the engine's
-    ("fork", ["--tokens_per_micro_batch", "160", "--engine_args",
-                json.dumps(json.loads(SMALL_CACHE) | {"mm_processor_kwargs": {"max_pixels": 3136}})],
-     {"VISION_TASK_IMAGES": "all"}),
 ])  # fmt: skip
 def test_train_with_images(by, more, env, cache, tmp_path):
     said = run(*FLAGS, *more, "--output_dir", tmp_path / "run", by=by, cache=cache, **env)

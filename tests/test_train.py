@@ -54,12 +54,12 @@ LOGGED = """reward/mean actor/pg_loss actor/clipfrac actor/ppo_kl actor/entropy 
      {"TINY_TASK_REWARD": "any"}),
 ])  # fmt: skip
 def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, env, cache, tmp_path):
-    """The whole run comes from the launcher, the others from the zygote: also, that those are no different."""
+    """accelerate launches one whole run, the zygote the others: also, that those are no different."""
     flags = [*TINY, "--deterministic", "--algo", "ppo", "--lr_schedule", "linear",
              "--warmup_steps", "2", "--gradient_checkpointing", *more]  # fmt: skip
     forked = {"accelerate": started, "torchrun": two_ranks}[by]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    printed = run(*flags, "--output_dir", whole, by=by, cache=cache, **env)
+    printed = run(*flags, "--output_dir", whole, by=by.replace("torchrun", "ranks"), cache=cache, **env)
     blocks = {"TINY_TASK_BLOCKS": tmp_path / "blocks", "TINY_TASK_BLOCKS_FROM": 3}
     moving = [*flags, "--offload", "all"]  # where Adam's states, critic and reference are changes nothing
     with forked(*moving, "--output_dir", killed, cache=cache, **env, **blocks) as processes:
