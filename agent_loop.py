@@ -57,7 +57,7 @@ class LoopArgs:
     train.Args has the same names and defaults; any object with such attributes will do."""
 
     agent: str | None = None  # name of the agent loop; None: see `agent_loop_class`
-    max_response_tokens: int = 128  # budget of a rollout: sampled, tool and user tokens together
+    max_response_tokens: int = 128  # budget of a rollout: sampled + tool + user tokens
     max_model_len: int | None = None  # tokens in the engine's window; None: no limit
     max_assistant_turns: int = 8  # of a trajectory; 0: no limit
     max_user_turns: int = 0  # answers of a simulated user; 0: no limit
@@ -69,7 +69,7 @@ class LoopArgs:
     trajectory_timeout: float = 0.0  # seconds for a whole trajectory; 0: no limit
     max_parallel_calls: int = 8  # tool calls of one turn that are executed
     max_tool_response_tokens: int = 256  # longer tool responses are cut
-    tool_response_truncate_side: str = "middle"  # kept of a cut one: left, right, both (middle)
+    tool_response_truncate_side: str = "middle"  # side kept: left, right, both (middle)
 
 
 @dataclass
@@ -125,9 +125,11 @@ class AgentLoopOutput:
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"the response lists of an output must have one length, got {lengths}")
+            raise ValueError(
+                f"the response lists of an output must have one length, got {lengths}")
         if not {0, 1}.issuperset(self.response_mask):
-            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
+            raise ValueError(
+                "response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
         if not self.prompt_ids:
             raise ValueError("prompt_ids is empty: what is the first token predicted from?")
         if self.stop_reason not in STOP_REASONS:
@@ -135,7 +137,7 @@ class AgentLoopOutput:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit of tokens or of turns cut it off; a timeout does not count."""
+        """True if a limit of tokens or of turns cut it off; a timeout does not count."""
         return self.stop_reason in ("length", "max_turns")
 
 
@@ -157,7 +159,7 @@ def numbers(values: dict) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
-# ---------------------------------------------------------------- templates: messages -> tokens
+# ------------------------------------------------------------ templates: messages -> tokens
 
 
 def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
@@ -304,7 +306,8 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
     before = render_text(tokenizer, chat[: len(messages)], tools)
     after = render_text(tokenizer, chat, tools, True)
     if not after.startswith(before):
-        raise RewritesHistory("the chat template is not append-only: new messages change earlier")
+        raise RewritesHistory(
+            "the chat template is not append-only: new messages change earlier")
     # Nothing merges across an end-of-turn token, and what follows it is not taken for the
     # start of a text. So the text from there on has the same ids as it has within the whole.
     starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
@@ -320,7 +323,7 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
 # ---------------------------------------------------------------- images
 
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # nothing that runs a program (EPS) to decode
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # none that is a program to run, as EPS
 MAX_PIXELS = 64_000_000  # 256 MB decoded
 
 
@@ -338,7 +341,8 @@ def open_image(source):
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
         if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
+            raise ValueError(
+                f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
         return image
     except Exception as error:  # PIL, the file system and a wrong type each have their own
         raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
@@ -394,7 +398,8 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     placeholder = processor.image_token_id
     n_found = ids.count(placeholder)
     if n_found != len(images):
-        raise ValueError(f"there are {len(images)} images, but {n_found} placeholders in the text")
+        raise ValueError(
+            f"there are {len(images)} images, but {n_found} placeholders in the text")
     counts = iter(_image_tokens(images, processor))
     expanded = []
     for token in ids:
@@ -410,8 +415,9 @@ def check_images(output: AgentLoopOutput, processor):
     n_expected = sum(_image_tokens(output.images, processor))
     if n_found != n_expected:
         images = f"the {len(output.images)} images of AgentLoopOutput.images"
-        raise ValueError(f"the ids have {n_found} placeholders, but {images} take {n_expected} "
-                         "tokens: return both as the trainer needs them")
+        raise ValueError(
+            f"the ids have {n_found} placeholders, but {images} take {n_expected} tokens: "
+            "return both as the trainer needs them")
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -452,7 +458,7 @@ class Tool:
         return 0.0
 
     async def release(self, request_id: str, **kwargs):
-        """Frees what `create` made for this rollout. It is always called at the rollout's end."""
+        """Frees what `create` made for this rollout. It is always called at its end."""
 
 
 class FunctionTool(Tool):
@@ -465,7 +471,7 @@ class FunctionTool(Tool):
         self.name = function.__name__
         try:
             self.schema = get_json_schema(function)
-        except Exception as error:  # transformers' own exception types differ between its versions
+        except Exception as error:  # its type differs between versions of transformers
             needs = "type hints and a Google-style docstring with an Args section"
             raise BadInput(f"tool {self.name!r} needs {needs}: {error}") from error
 
@@ -513,7 +519,8 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
         return tools
     unknown = sorted(set(tools_kwargs) - set(tools))
     if unknown:
-        raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
+        raise BadInput(
+            f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
     return {name: tool for name, tool in tools.items() if name in tools_kwargs}
 
 
@@ -546,7 +553,8 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     if not isinstance(interactions, dict):
         interactions = {interaction.name: interaction for interaction in interactions}
     if not all(isinstance(interaction, Interaction) for interaction in interactions.values()):
-        raise BadInput(f"INTERACTIONS holds what is no instance of Interaction: {interactions}")
+        raise BadInput(
+            f"INTERACTIONS holds what is no instance of Interaction: {interactions}")
     name = (kwargs or {}).get("name")
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)
@@ -615,7 +623,7 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
     Python waits for the threads of asyncio.to_thread when it exits: for ever, if a tool never
     returns."""
     future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # a deadline that passes ends the waiting, not the work
+    future.set_running_or_notify_cancel()  # a deadline ends the waiting, not the work
     context = contextvars.copy_context()
 
     def work():
@@ -719,7 +727,8 @@ class Trajectory:
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence; begins another, whose prompt is the rewritten history."""
-        self.finished.append(replace(self.output(), metrics={}))  # the last output has them all
+        # The last output has the metrics of all of them.
+        self.finished.append(replace(self.output(), metrics={}))
         self.begin(prompt_ids, engine_ids)
         self.count("forks")
 
@@ -828,16 +837,16 @@ class AgentLoopBase:
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout and returns its output or outputs; every subclass has its own.
 
-        row: the columns of the data set's row, among them index, and beside them step, rollout_n
-        (the rollout's number within its group) and validate (True in an evaluation)."""
+        row: the columns of the data set's row, among them index; and step, rollout_n (the
+        rollout's number within its group) and validate (True in an evaluation)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
     def start(self, row: dict, tools: list[dict] | None = None,
               trusted: Sequence[dict] | None = None) -> Trajectory:
         """Returns a trajectory that begins with row["prompt"], however long that is.
 
-        The row's images stand in the places of the prompt's placeholders; ValueError if they are
-        not as many. trusted: see `render`."""
+        The row's images stand in the places of the prompt's placeholders; ValueError if
+        they are not as many. trusted: see `render`."""
         images = [_row_image(image) for image in row.get("images") or ()]
         engine_ids = render(self.tokenizer, row["prompt"], tools, trusted)
         prompt_ids = expand(engine_ids, images, self.processor)
@@ -969,8 +978,8 @@ class SingleTurnLoop(AgentLoopBase):
 def tool_parser(name: str, tokenizer):
     """Returns the tool-call parser that `vllm serve --tool-call-parser` has by this name.
 
-    Raises BadInput if there is no such parser, if the tokenizer lacks the tokens of its format, or
-    if it can't parse plain text."""
+    Raises BadInput if there is no such parser, if the tokenizer lacks the tokens of its
+    format, or if it can't parse plain text."""
     from vllm.tool_parsers import ToolParserManager
 
     try:
@@ -1021,7 +1030,8 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
             arguments = _parse_arguments(call.function.arguments)
         except (ValueError, RecursionError) as problem:
             error = f"wrong arguments: {problem}"
-        calls.append({"name": clean(call.function.name), "arguments": arguments, "error": error})
+        calls.append(
+            {"name": clean(call.function.name), "arguments": arguments, "error": error})
     return parsed.content or "", calls
 
 
@@ -1058,8 +1068,8 @@ def make_calls(message: dict, content: str, calls: list[dict], turn: int):
 class ToolAgentLoop(AgentLoopBase):
     """Turns of sampling, tool calls and simulated users: a state machine, as verl's.
 
-        pending -> generating -> processing_tools -> generating ...   while the model calls tools
-                              -> interacting -> generating ...        while a simulated user answers
+        pending -> generating -> processing_tools -> generating ...   the model calls tools
+                              -> interacting -> generating ...        a simulated user answers
                               -> None                                 the end
 
     A state is a method that gets the trajectory and returns the next state; a subclass adds
@@ -1140,7 +1150,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns the calls of a turn, malformed ones too (see `parse_tool_calls`).
 
         Unless none has a name, the trajectory's last message becomes one with tool_calls."""
-        content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
+        content, calls = parse_tool_calls(
+            text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
             make_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
         return calls
@@ -1199,8 +1210,8 @@ class ToolAgentLoop(AgentLoopBase):
     async def call_tool(self, trajectory, call):
         """Executes a call under its deadline; returns a ToolResponse with its images loaded.
 
-        Raises ValueError for a malformed call or an unknown tool, CallTimeoutError at the deadline,
-        and whatever the tool raises."""
+        Raises ValueError for a malformed call or an unknown tool, CallTimeoutError at the
+        deadline, and whatever the tool raises."""
         name = call["name"]
         if call["error"]:
             raise ValueError(call["error"])
@@ -1220,7 +1231,8 @@ class ToolAgentLoop(AgentLoopBase):
             create = self._tool_method(trajectory, name, "create")
             self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
-        response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
+        response = await self._tool_method(
+            trajectory, name, "execute", copy.deepcopy(arguments))
         reward = None
         metrics = None
         if isinstance(response, tuple):
@@ -1231,7 +1243,8 @@ class ToolAgentLoop(AgentLoopBase):
             raise ValueError("the tool returned an image, and this agent reads text only")
         images = [load_image(image) for image in response.images]
         if images:
-            _image_tokens(images, self.processor)  # raises for a shape that the model does not take
+            # Raises for a shape that the model does not take.
+            _image_tokens(images, self.processor)
         if reward is None:
             reward = response.reward
         metrics = {**response.metrics, **(metrics or {})}

@@ -1,21 +1,24 @@
 """The colocated engine, and the pool of trajectories that it serves.
 
-Two threads. The MAIN thread owns the device: it calls `Engine.step` during a rollout and trains in
-between. One BACKGROUND thread runs one event loop for the whole run: agent loops, tools, rewards.
-`Engine.generate` is awaited on the background loop; it posts a request that the main thread picks
-up at its next step, and resumes when the tokens are there. Outside a rollout requests simply wait.
+Two threads. The MAIN thread owns the device: it calls `Engine.step` during a rollout and
+trains in between. One BACKGROUND thread runs one event loop for the whole run: agent loops,
+tools, rewards. `Engine.generate` is awaited on the background loop; it posts a request that
+the main thread picks up at its next step, and resumes when the tokens are there. Outside a
+rollout requests simply wait.
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
-    asleep --wake_weights--> weights --load_weights--> synced --wake_kv--> awake --sleep--> asleep
+    asleep --wake_weights--> weights --load_weights--> synced
+    synced --wake_kv--> awake --sleep--> asleep
 
 A `Pool` starts groups of trajectories and hands out batches of those that are done. With
---max_staleness a rollout ends while agent loops are still under way: they wait in `generate` over
-the update, their tools go on, and what vLLM was sampling for them goes on under the new weights
-(`sleep(keep=True)`). Without it nothing is left under way: the same pool at staleness 0.
+--max_staleness a rollout ends while agent loops are still under way: they wait in
+`generate` over the update, their tools go on, and what vLLM was sampling for them goes on
+under the new weights (`sleep(keep=True)`). Without it nothing is left under way: the same
+pool at staleness 0.
 
-With --tp n, n ranks in a row share one engine: the first of them, the leader, runs the agent loops,
-and the others follow its steps."""
+With --tp n, n ranks in a row share one engine: the first of them, the leader, runs the
+agent loops, and the others follow its steps."""
 
 import asyncio
 import dataclasses
@@ -86,19 +89,21 @@ class _Request:
 
 
 class Engine:
-    """vLLM in this process: the main thread calls `step`, the background thread awaits `generate`.
+    """vLLM in this process. The main thread calls `step`; the background thread awaits
+    `generate`.
 
     state: "asleep" | "weights" | "synced" | "awake"; calls out of order raise RuntimeError.
-    version: that of the weights loaded last, -1 before the first sync. Never sampled are token ids
-    from vocab_size on (a padded vocabulary's), and image_token_id, the placeholder of a model that
-    sees images (None for a text model), because no image would belong to it.
+    version: that of the weights loaded last, -1 before the first sync. Never sampled are
+    token ids from vocab_size on (a padded vocabulary's), and image_token_id, the placeholder
+    of a model that sees images (None for a text model), because no image would belong to it.
 
-    With --tp every rank has an Engine. `generate` and `step` are called on the leader; the other
-    ranks of the team call `follow` meanwhile."""
+    With --tp every rank has an Engine. `generate` and `step` are called on the leader; the
+    other ranks of the team call `follow` meanwhile."""
 
     @shown("starting the engine")
-    def __init__(self, model: str, args, device: torch.device, stop_token_ids: Iterable[int] = (),
-                 vocab_size: int | None = None, image_token_id: int | None = None):
+    def __init__(self, model: str, args, device: torch.device,
+                 stop_token_ids: Iterable[int] = (), vocab_size: int | None = None,
+                 image_token_id: int | None = None):
         prepare_vllm(device, args.tp)
         from vllm import LLM
 
@@ -107,12 +112,12 @@ class Engine:
         self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         self.core = self.llm.llm_engine
         if device.type == "cpu" and args.tp > 1:
-            # The shared memory of a team is deleted now that every rank has mapped it: it is gone
-            # when the last rank is gone, however that one ends.
+            # The shared memory of a team is deleted now that every rank has mapped it: it
+            # is gone when the last rank is gone, however that one ends.
             dist.barrier()
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 file.unlink(missing_ok=True)
-        # Malformed tool calls are counted, not logged. Building an engine sets up logging anew.
+        # Malformed tool calls are counted, not logged. An engine sets up logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         never = []
         if vocab_size is not None:
@@ -164,20 +169,19 @@ class Engine:
 
             free = min(all_gather(torch.cuda.mem_get_info()[0]))
             needed = CuMemAllocator.get_instance().get_current_usage()
-            need(needed <= free, f"the engine takes {needed / 1e9:.1f} GB of a GPU, the trainer "
-                 f"leaves {free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all")
+            need(needed <= free,
+                 f"the engine takes {needed / 1e9:.1f} GB of a GPU, the trainer leaves "
+                 f"{free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all")
         self.core.wake_up(tags=["weights"])
         self._become("weights")
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int):
-        """Copies every parameter from (name in a checkpoint, tensor) pairs; a tied weight comes
-        once.
-
-        Takes one pair at a time. The tensors of a layer are kept until the layer is whole; then
-        vLLM makes again what it makes of its weights (other layouts, fp8). Raises RuntimeError with
-        the name of a parameter that failed, came twice or did not arrive; the engine then stays
-        unusable."""
+        """Copies every parameter from (name in a checkpoint, tensor) pairs, a tied one
+        once. Takes one pair at a time. The tensors of a layer are kept until the layer is
+        whole; then vLLM makes again what it makes of its weights (other layouts, fp8).
+        Raises RuntimeError with the name of a parameter that failed, came twice or did not
+        arrive; the engine then stays unusable."""
         from vllm.config import set_current_vllm_config
 
         self._require("weights")
@@ -186,13 +190,14 @@ class Engine:
             self.llm.apply_model(
                 lambda model: load_into(model, named_tensors, config.model_config))
         if not self.forget_prompts():  # a request holds blocks: its keys would be stale
-            raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
+            raise RuntimeError(
+                "the engine's prefix cache could not be reset after the weight sync")
         self.version = version
         self._become("synced")
 
     def forget_prompts(self) -> bool:
-        """Empties the caches of prompts and of images; returns False if a request uses the cache of
-        prompts."""
+        """Empties the caches of prompts and of images; returns False if a request uses the
+        cache of prompts."""
         self.core.reset_encoder_cache()
         return self.core.reset_prefix_cache()
 
@@ -207,9 +212,9 @@ class Engine:
         """Frees the memory of the KV cache and of the weights.
 
         level: 1 copies the weights to the host, 2 drops them; default: --sleep_level. keep:
-        unfinished requests stay, and go on after the next wake under the weights of then; without
-        `keep` an unfinished request raises RuntimeError. On a CPU no memory is freed, but the
-        transitions and the resets of caches are the same."""
+        unfinished requests stay, and go on after the next wake under the weights of then;
+        without `keep` an unfinished request raises RuntimeError. On a CPU no memory is
+        freed, but the transitions and the resets of caches are the same."""
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
@@ -234,14 +239,14 @@ class Engine:
                 self._count(request, state.detokenizer.num_output_tokens())
 
     def _count(self, request, n_tokens):
-        """Counts the tokens that a request has sampled since it was counted last, and notes the
-        present version for them. n_tokens: all its sampled tokens so far."""
+        """Counts the tokens that a request has sampled since it was counted last, and notes
+        the present version for them. n_tokens: all its sampled tokens so far."""
         n_new = n_tokens - len(request.versions)
         request.versions += [self.version] * n_new
         self.statistics["tokens"] += n_new
 
     def close(self):
-        """Ends vLLM, and with it the process group of this process: the last thing a run does."""
+        """Ends vLLM, and with it the process group of this process. A run does it last."""
         self.core.engine_core.shutdown()
 
     # -- background thread
@@ -250,10 +255,10 @@ class Engine:
                        image_data: list | None = None) -> TokenOutput:
         """Samples the tokens that follow a prompt; waits while the engine sleeps or trains.
 
-        request_id names the trajectory. The sampling seed is a function of --seed, this name and
-        the number of the call. sampling_params are vLLM's, as a dict. image_data: PIL images, each
-        with one placeholder in prompt_ids. Raises ValueError if vLLM refuses the request (a prompt
-        longer than the window, an unknown sampling parameter)."""
+        request_id names the trajectory. The sampling seed is a function of --seed, this name
+        and the number of the call. sampling_params are vLLM's, as a dict. image_data: PIL
+        images, each with one placeholder in prompt_ids. Raises ValueError if vLLM refuses
+        the request (a prompt longer than the window, an unknown sampling parameter)."""
         turn = self.turns[request_id]
         self.turns[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
@@ -275,8 +280,8 @@ class Engine:
         return result
 
     def enter(self, trajectory: str):
-        """Notes that a trajectory starts. With --deterministic the engine then waits until it asks
-        for tokens."""
+        """Notes that a trajectory starts. With --deterministic the engine then waits until
+        it asks for tokens."""
         with self.lock:
             self.live[trajectory] = 0
 
@@ -288,7 +293,7 @@ class Engine:
             self.lock.notify()
 
     def poke(self):
-        """Makes a waiting `step` return, because something has changed that its caller looks at."""
+        """Makes a waiting `step` return: something has changed that its caller looks at."""
         with self.lock:
             self.poked = True
             self.lock.notify()
@@ -309,8 +314,8 @@ class Engine:
     def _has_work(self):
         """Returns whether a model step can start now."""
         if self.args.deterministic and not self.live.keys() <= self.pending:
-            # A trajectory is still at work: what it asks next has to be in this very step, so that
-            # steps do not depend on timing.
+            # A trajectory is still at work: what it asks next has to be in this very step,
+            # so that steps do not depend on timing.
             return False
         return bool(self.inbox or self.waiting or self.running)
 
@@ -338,8 +343,8 @@ class Engine:
             self._advance()
 
     def _wait_for_the_whole_wave(self):
-        """Waits until no more requests come in. An idle engine gets many at once, and starting with
-        the first few of them would cost model steps."""
+        """Waits until no more requests come in. An idle engine gets many at once, and
+        starting with the first few of them would cost model steps."""
         n_requests = 0
         while len(self.inbox) > n_requests:
             n_requests = len(self.inbox)
@@ -348,9 +353,9 @@ class Engine:
     def _take_fitting(self) -> list[_Request]:
         """Takes the requests out of the queue that start now; first come, first served.
 
-        Later turns of trajectories under way start at once. New trajectories start while the KV
-        cache has room, so that what is cached for a trajectory is not thrown out while its tools
-        run."""
+        Later turns of trajectories under way start at once. New trajectories start while
+        the KV cache has room, so that what is cached for a trajectory is not thrown out
+        while its tools run."""
         waiting = [request for request in self.waiting if not request.is_given_up]
         self.waiting = []
         fitting = []
@@ -380,9 +385,10 @@ class Engine:
     def _advance(self, added=(), step=False, aborted=None):
         """Does on all ranks of a team, in lock step: aborts, additions, one model step.
 
-        added: requests that start. step: whether a model step follows, if there is anything to
-        compute. aborted: the call_ids to abort; default: those of calls that were given up. The
-        futures of requests that ended get their results. Does nothing if there is nothing to do."""
+        added: requests that start. step: whether a model step follows, if there is anything
+        to compute. aborted: the call_ids to abort; default: those of calls that were given
+        up. The futures of requests that ended get their results. Does nothing if there is
+        nothing to do."""
         if aborted is None:
             aborted = [name for name, request in self.running.items() if request.is_given_up]
         step = step and bool(added or self.running)
@@ -416,7 +422,7 @@ class Engine:
             self._run(*command)
 
     def dismiss(self):
-        """Ends a rollout phase: aborts calls that were given up; followers return from `follow`."""
+        """Ends a rollout phase: aborts calls given up; followers return from `follow`."""
         self._advance()
         if self.team:
             self._broadcast()
@@ -449,7 +455,8 @@ class Engine:
         params = SamplingParams(
             **request.params,
             logprobs=0, flat_logprobs=True,  # of the sampled token only
-            detokenize=bool(request.params.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=bool(request.params.get("stop")),
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
@@ -475,7 +482,7 @@ class Engine:
         return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids)
 
     def drain(self):
-        """Gives up every request. It is for the end of a pool, when no other pool is at work."""
+        """Gives up every request, at the end of a pool, when no other pool is at work."""
         with self.lock:
             requests = self.requests
             for queue in (self.inbox, self.waiting, self.live):
@@ -492,10 +499,10 @@ class Engine:
 class Session:
     """Serves one trajectory as its engine: an agent loop gets it in place of the Engine.
 
-    Calls go out under the trajectory's name, whatever id the agent loop made up (verl's loops draw
-    a random uuid): so sampling seeds depend on (seed, step, prompt, sample, turn) alone.
-    stop_token_ids are those of --sampling_args. They end a turn, but no agent loop sees them: they
-    are no end-of-turn tokens of the template."""
+    Calls go out under the trajectory's name, whatever id the agent loop made up (verl's
+    loops draw a random uuid): so sampling seeds depend on (seed, step, prompt, sample,
+    turn) alone. stop_token_ids are those of --sampling_args. They end a turn, but no agent
+    loop sees them: they are no end-of-turn tokens of the template."""
 
     engine: Engine
     name: str
@@ -528,11 +535,11 @@ class Session:
 class Phase:
     """Holds what a rollout brought, from all ranks.
 
-    outputs are in (prompt, sample, segment) order. Each output.extra has these three numbers and
-    its row's "index"; "filtered" marks a group that dynamic sampling skipped, "greedy" a baseline
-    of ReMax. errors has a dict for each trajectory that failed, with its traceback. statistics are
-    sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, "cached_tokens" among
-    those."""
+    outputs are in (prompt, sample, segment) order. Each output.extra has these three
+    numbers and its row's "index"; "filtered" marks a group that dynamic sampling skipped,
+    "greedy" a baseline of ReMax. errors has a dict for each trajectory that failed, with
+    its traceback. statistics are sums over the engines: "tokens" sampled, "prompt_tokens"
+    of all calls, "cached_tokens" among those."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -545,7 +552,7 @@ class Phase:
 
     @property
     def sampled(self) -> list[AgentLoopOutput]:
-        """Returns the outputs that were sampled as the policy is trained: no greedy baselines."""
+        """Returns the outputs sampled as the policy is trained: no greedy baselines."""
         return [output for output in self.outputs if "greedy" not in output.extra]
 
     @property
@@ -613,11 +620,11 @@ class Group(Phase):
 class Pool:
     """Runs groups of trajectories on the background loop, and hands them out batch by batch.
 
-    Prompts have numbers and are trained in their order: a batch is the next `batch` of them, and a
-    slow prompt is waited for. So that engine and tools have work meanwhile, a rollout may start
-    prompts of the next `staleness` batches too (AReaL's capacity, arXiv 2505.24298, sec. 5). Those
-    wait in `generate` while the policy trains, and go on under the next weights. With batches of
-    two and staleness 1:
+    Prompts have numbers and are trained in their order: a batch is the next `batch` of
+    them, and a slow prompt is waited for. So that engine and tools have work meanwhile, a
+    rollout may start prompts of the next `staleness` batches too (AReaL's capacity, arXiv
+    2505.24298, sec. 5). Those wait in `generate` while the policy trains, and go on under
+    the next weights. With batches of two and staleness 1:
 
         step                     0      1      2      3
         its rollout may start    0-3    4-5    6-7    8-9
@@ -626,14 +633,14 @@ class Pool:
     A prompt starts at most `staleness` steps before the one that trains on it, so no token is
     older. A run is resumed from one number, that of the next prompt.
 
-    Dynamic sampling skips a group whose members score alike, and one more prompt may start. A step
-    skips at most `replacements` groups; then groups alike fill the batch.
+    Dynamic sampling skips a group whose members score alike, and one more prompt may start.
+    A step skips at most `replacements` groups; then groups alike fill the batch.
 
     Ranks draw the next number from a shared counter when they have room for a trajectory; with
     --deterministic a prompt's rank is its number modulo the number of engines."""
 
-    run: Any  # with engine, background, task, tokenizer, processor, args, store, stop: train.Run
-    kind: str  # "train" | "eval"; with step, prompt, sample a trajectory's name, and so its seeds
+    run: Any  # train.Run: engine, background, task, tokenizer, processor, args, store, stop
+    kind: str  # "train" | "eval"; with step, prompt and sample the name of a trajectory
     row_of: Callable[[int], dict]  # a prompt's number -> its row
     batch: int
     group_size: int
@@ -665,8 +672,8 @@ class Pool:
         self.future = self.run.background.submit(self._work())
 
     def _slots(self):
-        """Returns how many trajectories may be under way on this rank: its share of those of all
-        ranks, or the first rank would take all."""
+        """Returns how many trajectories may be under way on this rank: its share of those
+        of all ranks, or the first rank would take all."""
         args = self.run.args
         if args.deterministic:
             return sys.maxsize
@@ -677,7 +684,8 @@ class Pool:
     # -- background thread
 
     def _numbers(self, first):
-        """Yields the numbers of this rank's prompts; all ranks together get first, first + 1 ..."""
+        """Yields the numbers of this rank's prompts; all ranks together get first, first+1,
+        ..."""
         args = self.run.args
         if args.deterministic:  # which rank runs a prompt must not depend on timing
             rank = dist.get_rank() // args.tp
@@ -710,8 +718,8 @@ class Pool:
     async def _trajectory(self, group, name, prompt, sample):
         """Runs one trajectory to its end, and ends its group if it is the last of it.
 
-        name: that of the trajectory, unique in the run. Its outputs, or its error, are then in the
-        group, and its grader is started. Raises only if the pool is ended meanwhile."""
+        name: that of the trajectory, unique in the run. Its outputs, or its error, are then in
+        the group, and its grader is started. Raises only if the pool is ended meanwhile."""
         try:
             outputs = await self._outputs(name, prompt, sample)
             if outputs:
@@ -722,7 +730,7 @@ class Pool:
                     output.reward = None  # until the grader has checked it
             else:
                 group.skipped += 1
-        except BaseException:  # also a CancelledError, if an agent's own scope cancelled the task
+        except BaseException:  # CancelledError too, if an agent's own scope cancelled the task
             if self.future.cancelled():
                 raise
             group.errors.append(self._failure("failed_agent_loop", prompt, sample))
@@ -755,8 +763,8 @@ class Pool:
             sampling["temperature"] = 0.0
             marks["greedy"] = True
         row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
-        # The built-in loops mind --trajectory_timeout and keep what they have. Others are cut off
-        # some tool calls later.
+        # The built-in loops mind --trajectory_timeout and keep what they have. Others are
+        # cut off some tool calls later.
         patience = args.trajectory_timeout
         if patience:
             patience += 4 * args.tool_timeout
@@ -773,7 +781,8 @@ class Pool:
                 check_images(output, run.processor)
             output.extra = {**output.extra, **marks, "segment": segment}
             if not output.text:
-                output.text = run.tokenizer.decode(output.response_ids, skip_special_tokens=True)
+                output.text = run.tokenizer.decode(
+                    output.response_ids, skip_special_tokens=True)
             if not output.messages:
                 answer = {"role": "assistant", "content": output.text}
                 output.messages = [*row["prompt"], answer]
@@ -782,7 +791,7 @@ class Pool:
         return outputs
 
     async def _grade(self, prompt, sample, outputs):
-        """Returns what grading wrote to each output of a rollout: the fields of GRADED. Returns the
+        """Returns the fields of GRADED that grading wrote to each output of a rollout, or the
         failure, a dict, if it raised."""
         args = self.run.args
         row = _copy_containers(self.row_of(prompt))
@@ -796,15 +805,16 @@ class Pool:
             return self._failure("failed_reward", prompt, sample)
 
     async def _alike(self, group):
-        """Returns whether --filter_metric says the same of all members, so that there is nothing to
-        learn from the group: dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2)."""
+        """Returns whether --filter_metric says the same of all members. Then there is nothing
+        to learn from the group: dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2)."""
         if not self.replacements:
             return False
         graded = Phase(_with_rewards(group.outputs, await _results(group.graders)))
         return not data.groups_with_signal(graded.sampled, self.run.args.filter_metric)
 
     def _failure(self, kind, prompt, sample):
-        """Returns the exception at hand as an entry of Phase.errors; prints the first of a kind."""
+        """Returns the present exception as an entry of Phase.errors; prints the first
+        of a kind."""
         error = traceback.format_exc()
         if kind not in self.printed:
             self.printed.add(kind)
@@ -815,10 +825,10 @@ class Pool:
     # -- main thread
 
     def rollout(self, step: int) -> Phase:
-        """Returns the groups of the next batch and those skipped, whole, the same on every rank.
+        """Returns the whole groups of the next batch, and those skipped, alike on every rank.
 
-        The engine must be awake. Rewards may still be on their way: see `grade`. Raises Stopped if
-        the run is to stop, and RuntimeError if the batch has no sampled token."""
+        The engine must be awake. Rewards may still be on their way: see `grade`. Raises
+        Stopped if the run is to stop, and RuntimeError if the batch has no sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
@@ -829,7 +839,8 @@ class Pool:
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
         stopped = self._run_until(lambda news: news and self._is_full(states, capacity),
                                   f"{self.kind} {step}", self.batch)
-        states = gather_unless_stopped(states, stopped)[0]  # followers of a --tp team have none
+        # The followers of a --tp team have none.
+        states = gather_unless_stopped(states, stopped)[0]
         alike = [prompt for prompt, state in enumerate(states, self.first) if state == ALIKE]
         self.n_alike += len(alike)
         self.first += len(states)
@@ -838,17 +849,19 @@ class Pool:
     def _is_full(self, states, capacity):
         """Returns whether the next groups, in the order of their prompts, make a batch.
 
-        states: DONE or ALIKE (all members have the same --filter_metric) for each group that has
-        ended, in that order; those that have ended since the last call are appended. Of ALIKE
-        groups up to `replacements` don't count, and so many prompts more than `capacity` may
-        start."""
+        states: DONE or ALIKE (all members have the same --filter_metric) for each group
+        that has ended, in that order; those that have ended since the last call are
+        appended. Of ALIKE groups up to `replacements` don't count, and so many prompts more
+        than `capacity` may start."""
         while len(states) - min(states.count(ALIKE), self.replacements) < self.batch:
             prompt = self.first + len(states)
             state = self.store.add(str(prompt), 0)
             if state == RUNNING:
-                # With --deterministic the time at which a group starts must not depend on others'
-                # speed: replacements start together, once all groups have ended on all ranks.
-                if self.replacements and (prompt == self.limit or not self.run.args.deterministic):
+                # With --deterministic the time at which a group starts must not depend on
+                # others' speed: replacements start together, once all groups have ended on
+                # all ranks.
+                if self.replacements and (
+                        prompt == self.limit or not self.run.args.deterministic):
                     n_alike = self.store.add("alike", 0) - self.n_alike
                     self._set_limit(capacity + min(n_alike, self.replacements))
                 return False
@@ -886,15 +899,15 @@ class Pool:
         return phase
 
     def first_prompt(self, steps_done: int) -> int:
-        """Returns the number of the next prompt for a run that is resumed after so many steps. A
-        step that was interrupted after its rollout takes its batch again."""
+        """Returns the number of the next prompt for a run that is resumed after so many
+        steps. A step that was interrupted after its rollout takes its batch again."""
         return self.first if steps_done > self.step else self.step_first
 
     def _run_until(self, over, title, total):
-        """Steps the engine until over(news), where news says that groups have ended since the last
-        call. A follower of a --tp team does what its leader does, until that one is done.
+        """Steps the engine until over(news), where news says that groups have ended since the
+        last call. A follower of a --tp team does what its leader does, until that one is done.
 
-        Returns whether the run was told to stop meanwhile. Raises what ended the pool itself."""
+        Returns whether the run was told to stop meanwhile. Raises what ended the pool."""
         engine = self.run.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
@@ -925,8 +938,8 @@ class Pool:
             self.statistics += engine.statistics - statistics_before
 
     def settle(self):
-        """Lets what is under way come to its end, for an evaluation, and starts nothing new until
-        the next `rollout`. Raises Stopped."""
+        """Lets what is under way come to its end, for an evaluation, and starts nothing new
+        until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
         groups = list(self.groups.values())
         stopped = self._run_until(lambda news: not any(group.unfinished for group in groups),
@@ -943,8 +956,8 @@ class Pool:
             self.run.background.submit(change()).result()
 
     def end(self):
-        """Gives up what is under way, on all ranks: agent loops are cancelled and release their
-        tools, graders are cancelled. Nothing happens the second time."""
+        """Gives up what is under way, on all ranks: agent loops are cancelled and release
+        their tools, graders are cancelled. Nothing happens the second time."""
         engine = self.run.engine
         if not engine.leader:
             return engine.follow()
@@ -957,19 +970,21 @@ class Pool:
 
 def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
             kind: str = "train") -> Phase:
-    """Returns what one rollout brought, in a pool of its own: group_size trajectories of each row.
+    """Runs group_size trajectories of each row in a pool of its own; returns what they
+    brought.
 
-    All ranks pass the same rows and get the same result. The engine must be awake, and no other
-    pool at work. A trajectory whose agent loop or reward raises is left out and counted; so is one
-    whose loop returns []. Raises Stopped, and RuntimeError if nothing was sampled or nothing has a
-    reward."""
+    All ranks pass the same rows and get the same result. The engine must be awake, and no
+    other pool at work. A trajectory whose agent loop or reward raises is left out and
+    counted; so is one whose loop returns []. Raises Stopped, and RuntimeError if nothing
+    was sampled or nothing has a reward."""
     pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
     try:
         phase = pool.rollout(step)
         started = time.perf_counter()
         grade(run, phase)
         phase.seconds += time.perf_counter() - started
-    except Stopped:  # it is raised on all ranks; after an error of one the others are elsewhere
+    except Stopped:
+        # Only Stopped is raised on all ranks. After an error of one, the others are elsewhere.
         pool.end()
         raise
     pool.end()
@@ -977,10 +992,10 @@ def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
 
 
 def training_pool(run, step: int, first: int = 0) -> Pool:
-    """Returns the pool of a training run that goes on after `step` steps with the prompt `first`.
+    """Returns the pool of a run that goes on after `step` steps with the prompt `first`.
 
-    A prompt's number is its position in the endless shuffle of data.prompt_order. If the task has a
-    `sampler`, it is the position in run.history, whose rows the sampler chooses."""
+    A prompt's number is its position in the endless shuffle of data.prompt_order. If the task
+    has a `sampler`, it is the position in run.history, whose rows the sampler chooses."""
     args = run.args
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)
@@ -1026,10 +1041,10 @@ async def _results(graders):
 
 
 def _with_rewards(outputs, results):
-    """Writes what graders returned to the outputs, and returns those whose grader did not fail.
+    """Writes graders' results to the outputs; returns those whose grader did not fail.
 
-    results: (prompt, sample) -> a dict of the fields GRADED for each segment, or an error's dict.
-    """
+    results: (prompt, sample) -> a dict of the fields GRADED for each segment, or that of an
+    error."""
     graded = []
     for output in outputs:
         result = results[_key(output)]
@@ -1045,8 +1060,8 @@ def _key(output):
 
 
 def _copy(output):
-    """Returns a copy for the grader, which may write to it whatever it likes: the main thread reads
-    the output itself meanwhile. Images, and the like in `extra`, are shared."""
+    """Returns a copy for the grader, which may write to it whatever it likes: the main
+    thread reads the output itself meanwhile. Images, and the like in `extra`, are shared."""
     token_lists = ("prompt_ids", *RESPONSE_LISTS)  # a tree_map over them would take long
     copies = {name: [*value] if name in token_lists else _copy_containers(value)
               for name, value in vars(output).items()}
@@ -1054,7 +1069,7 @@ def _copy(output):
 
 
 def _copy_containers(tree):
-    """Returns a copy of nested dicts, lists and tuples; images and arrays in them are shared."""
+    """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
     return tree_map(lambda leaf: leaf, tree)
 
 
@@ -1062,9 +1077,9 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
     """Sets a rollout's terminal reward: its last output's own, else the task's.
 
     Earlier segments share it. A reward function may also write to output.turn_rewards and
-    output.metrics. Raises ValueError if the reward is not a finite number or a dict with one under
-    "score" (and under `metric`, if that is a key: --filter_metric). Raises, too, for what can't be
-    placed or logged."""
+    output.metrics. Raises ValueError if the reward is not a finite number or a dict with
+    one under "score" (and under `metric`, if that is a key: --filter_metric). Raises, too,
+    for what can't be placed or logged."""
     reward = outputs[-1].reward
     if reward is None:
         reward = await call(task.reward, outputs[-1], row)
@@ -1094,7 +1109,7 @@ def _checked(reward):
 
 
 def _loggable(values):
-    """Returns a copy of metrics. Raises if names are not all strings, or a number is infinite."""
+    """Returns a copy of metrics. Raises if a name is no string, or a number is infinite."""
     json.dumps(values, default=str, sort_keys=True)
     for name, number in numbers(values).items():
         finite(number, name)
