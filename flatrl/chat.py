@@ -29,13 +29,14 @@ def _identity(message):
 
 
 class ChatClient:
-    """Stands for `AsyncOpenAI`, as agents use it: `client.chat.completions.create(messages=...)`.
+    """Stands for `AsyncOpenAI` as agents use it: client.chat.completions.create(messages=...).
 
-    It runs in process and records exact tokens. If the messages of a call go on from those of an
-    earlier call (its reply included), the call continues that token sequence. Otherwise it starts a
-    sequence of its own, so rewritten histories and sub-agents become several outputs. The agent may
-    choose max_tokens and stop; temperature and the like stay the run's, because the trainer has to
-    know them. Calls raise OutOfBudget when the rollout's tokens or turns are used up."""
+    It runs in process and records exact tokens. If the messages of a call go on from those
+    of an earlier call (its reply included), the call continues that token sequence.
+    Otherwise it starts a sequence of its own, so rewritten histories and sub-agents become
+    several outputs. The agent may choose max_tokens and stop; temperature and the like stay
+    the run's, because the trainer has to know them. Calls raise OutOfBudget when the
+    rollout's tokens or turns are used up."""
 
     def __init__(self, loop, sampling_params, row_images=()):
         self.loop = loop
@@ -55,19 +56,20 @@ class ChatClient:
         self, *, messages, tools=None, tool_choice="auto", n=1, stream=False, logprobs=False,
         max_tokens=None, max_completion_tokens=None, stop=None, response_format=None,
         parallel_tool_calls=True, extra_body=None, **others):
-        """Returns a reply: an openai ChatCompletion with vLLM's prompt_token_ids and token_ids.
+        """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
         `chat_template_kwargs`, in extra_body or (over HTTP) beside the rest, override
-        --chat_template_args. So may vLLM's `structured_outputs` (StructuredOutputsParams): the
-        reply then keeps to them and is not trained (mask 0), because its logprobs are those under
-        vLLM's mask.
+        --chat_template_args. So may vLLM's `structured_outputs` (StructuredOutputsParams):
+        the reply then keeps to them and is not trained (mask 0), because its logprobs are
+        those under vLLM's mask.
 
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
-        response_format, and content other than text (and, for vision, images as data: URLs). The
-        first four are supported over HTTP, see flatrl/endpoint.py."""
-        if (n or 1) != 1 or stream or response_format or tool_choice not in (None, "auto", "none"):
-            raise ValueError("supported are n=1, stream=False, tool_choice 'auto' or 'none', and "
-                             "no response_format")
+        response_format, and content other than text (and, for vision, images as data:
+        URLs). The first four are supported over HTTP, see flatrl/endpoint.py."""
+        if (n or 1) != 1 or stream or response_format or (
+                tool_choice not in (None, "auto", "none")):
+            raise ValueError("supported are n=1, stream=False, tool_choice 'auto' or 'none', "
+                             "and no response_format")
         others.update(extra_body or {})
         if max_completion_tokens is not None:
             max_tokens = max_completion_tokens
@@ -84,7 +86,8 @@ class ChatClient:
         n_tokens_before = len(trajectory.response_ids)
         text = await self._sample(trajectory, sampling)
         is_full = self.loop.room(trajectory) < 1
-        self.exhausted = "length" if is_full else None  # what the agent raises next comes from it
+        # What the agent raises next comes from it.
+        self.exhausted = "length" if is_full else None
         trajectory.count("turns")
         reply = trajectory.messages[-1]
         if text:
@@ -122,8 +125,8 @@ class ChatClient:
             raise OutOfBudget("the trajectory is over") from None
 
     def _calls(self, text, tools, only_one, reply, turn):
-        """Parses a turn's tool calls, and puts them into its message; malformed ones stay text, as
-        in vLLM's server."""
+        """Parses a turn's tool calls, and puts them into its message; malformed ones stay
+        text, as in vLLM's server."""
         parser = self.loop.args.tool_parser
         content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
         if any(call["error"] for call in calls):
@@ -135,8 +138,8 @@ class ChatClient:
         return calls
 
     def _resume(self, messages, images, tools, template):
-        """Returns the trajectory in which the next turn is sampled: the longest one whose messages
-        these go on from, or a new one. Calls that run in parallel never share one."""
+        """Returns the trajectory in which the next turn is sampled: the longest one whose
+        messages these go on from, or a new one. Calls that run in parallel never share one."""
         loop = copy.copy(self.loop)
         loop.tokenizer = templated(loop.tokenizer, template)
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
@@ -146,7 +149,7 @@ class ChatClient:
         for candidate in self.trajectories:
             n = len(candidate.messages)
             if (candidate.tools == (tools, template) and n < len(messages)
-                    and [_identity(message) for message in candidate.messages] == identities[:n]
+                    and list(map(_identity, candidate.messages)) == identities[:n]
                     and (earlier is None or n > len(earlier.messages))):
                 earlier = candidate
         if earlier:
@@ -182,8 +185,8 @@ class ChatClient:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _plain(self, message, images):
-        """Returns a chat message of any client as templates want it: its content a text or a list
-        of parts, the arguments of its calls a dict. Its images are added to `images`."""
+        """Returns a chat message of any client as templates want it: its content a text or a
+        list of parts, the arguments of its calls a dict. Its images are added to `images`."""
         if not isinstance(message, dict):
             message = message.model_dump(exclude_none=True)
         content = message.get("content") or ""
@@ -195,19 +198,19 @@ class ChatClient:
         for key in ("role", "name", "tool_call_id", "reasoning_content"):
             if message.get(key):
                 plain[key] = message[key]
-        if plain["role"] == "developer":  # OpenAI's new name for system, which templates don't know
+        if plain["role"] == "developer":  # OpenAI's new name for system, unknown to templates
             plain["role"] = "system"
         plain["content"] = content
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
-            with suppress(ValueError, TypeError):  # no JSON, or a dict already: it stays as it is
+            with suppress(ValueError, TypeError):  # no JSON, or a dict already: it is kept
                 arguments = json.loads(arguments)
             plain_call = function_call(call["id"], call["function"]["name"], arguments)
             plain.setdefault("tool_calls", []).append(plain_call)
         return plain
 
     def _part(self, part, images):
-        """Returns a part of a message's content; a placeholder's image is added to `images`."""
+        """Returns a part of a message's content; adds a placeholder's image to `images`."""
         kind = part.get("type")
         if kind == "text":
             return part
@@ -218,8 +221,8 @@ class ChatClient:
             raise ValueError(f"supported are {limit} images, see --max_images")
         if kind == "image":  # one of the row's own prompt, numbered by ChatAgentLoop
             if part.get("image") not in range(len(self.row_images)):
-                raise ValueError("a part of type image is supported as the row's prompt has it; "
-                                 "send others as image_url")
+                raise ValueError("a part of type image is supported as the row's prompt has "
+                                 "it; send others as image_url")
             images.append(self.row_images[part["image"]])
             return part
         url = part.get("image_url")
@@ -232,8 +235,8 @@ class ChatClient:
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
     def _completion(self, trajectory, n_tokens_before, logprobs):
-        """Returns the last turn as an openai ChatCompletion; before it there were n_tokens_before
-        response tokens."""
+        """Returns the last turn as an openai ChatCompletion; before it there were
+        n_tokens_before response tokens."""
         from openai.types.chat import ChatCompletion
 
         ids = trajectory.response_ids[n_tokens_before:]
@@ -251,8 +254,8 @@ class ChatClient:
             content = []
             for token, logprob in zip(ids, trajectory.response_logprobs[n_tokens_before:]):
                 text = self.loop.tokenizer.decode([token])
-                content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()),
-                                "top_logprobs": []})
+                content.append({"token": text, "logprob": logprob,
+                                "bytes": list(text.encode()), "top_logprobs": []})
             choice["logprobs"] = {"content": content}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids),
                  "total_tokens": len(prompt) + len(ids)}
@@ -262,8 +265,8 @@ class ChatClient:
             prompt_token_ids=prompt)
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """Returns the outputs of all token sequences: first those whose last turn failed; at the
-        end the one that was asked last."""
+        """Returns the outputs of all token sequences: first those whose last turn failed;
+        at the end the one that was asked last."""
         outputs = []
         for trajectory in sorted(self.trajectories, key=_last_turn_was_sampled):
             if trajectory.assistant_turns:
@@ -278,8 +281,8 @@ def _last_turn_was_sampled(trajectory: Trajectory):
 class ChatAgentLoop(AgentLoopBase):
     """The base class of agents written for the OpenAI client: a subclass writes `chat`.
 
-    A rollout that runs out of tokens, turns or time keeps what it has; any other exception drops
-    it."""
+    A rollout that runs out of tokens, turns or time keeps what it has; any other
+    exception drops it."""
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         """Holds the whole conversation of one row. May return its reward; otherwise the task's
@@ -287,6 +290,7 @@ class ChatAgentLoop(AgentLoopBase):
         raise TypeError(f"{type(self).__name__} has no chat method")
 
     async def run(self, sampling_params, **row):
+        """Runs `chat` with a client of its own; returns the client's outputs."""
         client = ChatClient(self, sampling_params, row.get("images") or ())
         if client.row_images:
             _number_images(row["prompt"])

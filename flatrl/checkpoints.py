@@ -1,8 +1,9 @@
 """A run's folder: its lock, its checkpoints, how it is resumed, and the trained policy.
 
-There is one checkpoint format for plain and sharded networks (torch.distributed.checkpoint), so
---resume works on any number of ranks, with or without --shard. All randomness and every learning
-rate are functions of --seed and the step: no generator's and no schedule's state is saved."""
+There is one checkpoint format for plain and sharded networks,
+torch.distributed.checkpoint, so --resume works on any number of ranks, with or without
+--shard. All randomness and every learning rate are functions of --seed and the step: no
+generator's and no schedule's state is saved."""
 
 import fcntl
 import itertools
@@ -31,8 +32,8 @@ from flatrl.terminal import shown
 RUN_FILES = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned
     checkpoints final .final wandb report.html .report.html""".split())
 
-# Flags that --resume takes with other values: they concern evaluation, log, memory and speed, and
-# do not make it another run.
+# Flags that --resume takes with other values: they concern evaluation, log, memory and
+# speed, and do not make it another run.
 FLAGS_FREE_TO_CHANGE_ON_RESUME = set("""output_dir val_files trust_remote_code
     tokens_per_micro_batch gradient_checkpointing shard offload oversample tp max_num_seqs
     max_concurrent gpu_memory_utilization sleep_level engine_args deterministic eval_every
@@ -45,32 +46,35 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = set("""output_dir val_files trust_remote_code
 def claim_for_all_hosts(args):
     """Locks --output_dir for this run, and makes the folder on every host.
 
-    Raises BadInput on all ranks as `claim_folder` does, or if the hosts have other flags or, where
-    they need one, no common folder."""
+    Raises BadInput on all ranks as `claim_folder` does, or if the hosts have other flags
+    or, where they need one, no common folder."""
     on_main(claim_folder, args)
     os.makedirs(args.output_dir, exist_ok=True)  # NFS then shows the lock in it
     folder_is_shared = os.path.exists(f"{args.output_dir}/.lock")
     mine = sys.argv[1:], folder_is_shared or args.shard is not True
     hosts = {str(host) for host in all_gather(mine)}
-    need(len(hosts) == 1, "hosts need the same flags; with --shard, but not --shard hybrid, one "
+    need(len(hosts) == 1,
+         "hosts need the same flags; with --shard, but not --shard hybrid, one "
          "--output_dir that all see: each writes a part of a checkpoint")
 
 
 def claim_folder(args):
     """Locks --output_dir for this process, before anything costly starts.
 
-    Raises BadInput if another run writes there now, if something else than a run's files is there,
-    or if --resume finds no checkpoint; OSError if the folder can't be written."""
+    Raises BadInput if another run writes there now, if something else than a run's files is
+    there, or if --resume finds no checkpoint; OSError if the folder can't be written."""
     folder = Path(args.output_dir)
     if args.resume:
-        need(checkpoints(folder), f"--resume: no checkpoint in {folder}; start without --resume, "
-             "or give the run's --output_dir")
+        need(checkpoints(folder),
+             f"--resume: no checkpoint in {folder}; start without --resume, or give the "
+             "run's --output_dir")
     elif folder.is_dir():
         names = {*os.listdir(folder), ".lock"}
         is_empty = names == {".lock"}
         is_a_run = "args.json" in names and names <= RUN_FILES
-        need(is_empty or is_a_run, f"--output_dir {folder} is no run's own, to be moved aside: it "
-             f"holds {min(names - RUN_FILES, default='no args.json')}")
+        need(is_empty or is_a_run,
+             f"--output_dir {folder} is no run's own, to be moved aside: it holds "
+             f"{min(names - RUN_FILES, default='no args.json')}")
     _lock(folder)
 
 
@@ -84,15 +88,16 @@ def _lock(folder):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BadInput(f"another run is writing to {folder}: choose another --output_dir, or wait "
-                       "for its end") from None
+        raise BadInput(f"another run is writing to {folder}: choose another --output_dir, or "
+                       "wait for its end") from None
 
 
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to go on from.
 
-    With --resume, returns the latest whole checkpoint and the dict in its step.json; broken ones
-    are moved aside. Without it, an earlier run in the folder is moved aside: returns (None, {})."""
+    With --resume, returns the latest whole checkpoint and the dict in its step.json;
+    broken ones are moved aside. Without it, an earlier run in the folder is moved aside:
+    returns (None, {})."""
     folder = Path(args.output_dir)
     if not args.resume:
         if len(os.listdir(folder)) > 1:
@@ -109,7 +114,8 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 
 
 def _read_step(checkpoint):
-    """Returns a checkpoint's step.json; raises if any of its files is missing, garbage, cut off."""
+    """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut
+    off."""
     state = dict(json.loads((checkpoint / "step.json").read_text()))
     for stored in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
         file = checkpoint / stored.relative_path
@@ -128,9 +134,10 @@ def _move_aside(folder):
 def check_changes(args, own_model: bool) -> dict[str, str]:
     """Compares the flags with those of the run to --resume; returns those that differ.
 
-    Returns {name: "--name before -> now"}. Left out are FLAGS_FREE_TO_CHANGE_ON_RESUME, num_steps
-    at a constant rate, and, where the task builds the model itself (own_model), the place in which
-    it was built. Raises BadInput if a flag differs, unless --resume_with_changes is given."""
+    Returns {name: "--name before -> now"}. Left out are FLAGS_FREE_TO_CHANGE_ON_RESUME,
+    num_steps at a constant rate, and, where the task builds the model itself (own_model),
+    the place in which it was built. Raises BadInput if a flag differs, unless
+    --resume_with_changes is given."""
     with refusing(f"--resume: {args.output_dir}/args.json is damaged"):
         before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
         own_model = own_model and Path(before["model"]).parent == Path(args.model).parent
@@ -156,8 +163,8 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
 def training_state(run, saved: Iterable[str] = ()) -> dict:
     """Returns the state dicts of the networks that learn, and of their optimisers.
 
-    An optimiser that has made no step yet (--critic_warmup) has no state; it is left out unless
-    its name is in `saved`, the names in a checkpoint that is about to be loaded."""
+    An optimiser that has made no step yet (--critic_warmup) has no state; it is left out
+    unless its name is in `saved`, the names in a checkpoint that is about to be loaded."""
     state = {}
     for name, learner in run.learners.items():
         parameters = learner.net.named_parameters()
@@ -186,6 +193,7 @@ def save_checkpoint(run):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
+        """Gives the checkpoint its name; those beyond --keep_checkpoints are to be removed."""
         about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state),
                  "history": run.history}
         if run.pool:
@@ -198,7 +206,7 @@ def save_checkpoint(run):
 
     on_main(remove_incomplete)
     try:
-        # What several ranks have is written by the first: the disks of other hosts don't count.
+        # The first rank writes what several have: the disks of other hosts don't count.
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         dcp.save(state, checkpoint_id=temporary, planner=planner)
         on_main(complete)
@@ -213,8 +221,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint with the highest eval/reward, of equal ones the latest; None if the
-    run has no checkpoint."""
+    """Returns the checkpoint with the highest eval/reward, of equal ones the latest; None
+    if the run has no checkpoint."""
     rewards = {}
     for row in read_json_lines(folder / "metrics.jsonl"):
         if "eval/reward" in row:
@@ -235,9 +243,10 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
     try:
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
-        raise BadInput(f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
-                       "broken, another model's, of other flags, or not on every host; moved away, "
-                       "the one before is taken") from None
+        raise BadInput(
+            f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
+            "broken, another model's, of other flags, or not on every host; moved away, "
+            "the one before is taken") from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
             dcp_state.set_optimizer_state_dict(
@@ -254,9 +263,9 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
-    With --lora_rank the weights are those with the adapter merged; the adapter alone is in the
-    folder `adapter`, in peft's format. All ranks call this, the main rank writes: a sharded policy
-    is gathered, in float32, into host memory."""
+    With --lora_rank the weights are those with the adapter merged; the adapter alone is in
+    the folder `adapter`, in peft's format. All ranks call this, the main rank writes: a
+    sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model
     weights = {}
     for name, tensor in whole_weights(model):  # all ranks take part in the gathering
@@ -265,10 +274,12 @@ def save_policy(run, folder: Path):
     adapter = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            adapter[f"base_model.model.{name.replace('.default', '')}"] = whole(parameter.detach())
+            peft_name = f"base_model.model.{name.replace('.default', '')}"
+            adapter[peft_name] = whole(parameter.detach())
     temporary = folder.with_name(f".{folder.name}")
 
     def write():
+        """Writes to a temporary folder, which then takes the place of an earlier policy."""
         shutil.rmtree(temporary, ignore_errors=True)
         model.save_pretrained(temporary, state_dict=weights)
         if adapter:

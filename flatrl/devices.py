@@ -19,31 +19,35 @@ from flatrl.processes import PATIENCE, all_gather, ranks_of_host
 
 
 def sharding(args) -> bool | str:
-    """Returns the value of --shard, which is True also where accelerate's config asks for FSDP.
+    """Returns the value of --shard; it is True also if accelerate's config asks for FSDP.
 
     Raises BadInput if that config has options that are not implemented here."""
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return args.shard
-    for setting in """FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true FSDP_OFFLOAD_PARAMS=false
-            FSDP_CPU_RAM_EFFICIENT_LOADING=false FSDP_ACTIVATION_CHECKPOINTING=false""".split():
+    for setting in """FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true
+            FSDP_OFFLOAD_PARAMS=false FSDP_CPU_RAM_EFFICIENT_LOADING=false
+            FSDP_ACTIVATION_CHECKPOINTING=false""".split():
         name, allowed = setting.split("=")
         value = os.environ.get(name, allowed).lower()
-        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
+        need(value == allowed,
+             f"accelerate's config has {name.lower()} {value}: must be {allowed}")
     return args.shard or True
 
 
 def device_defaults(args, cuda: bool) -> dict:
-    """Returns {flag: value} of the flags that are left to the device. BadInput: it can't do that.
+    """Returns {flag: value} of the flags left to the device. BadInput: it can't do that.
 
-    bfloat16 on CUDA is FSDP2's, even on one rank: autocast's float32 residual stream is larger and
-    unlike vLLM's."""
-    need(cuda or not torch.version.cuda, "torch is CUDA's build, and there is no GPU that it can "
-         "use: update the driver to 580 or later (nvidia-smi), or without a GPU source install.sh")
+    bfloat16 on CUDA is FSDP2's, even on one rank: autocast's float32 residual stream is
+    larger and unlike vLLM's."""
+    need(cuda or not torch.version.cuda,
+         "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
+         "580 or later (nvidia-smi), or without a GPU source install.sh")
     header = Path(sysconfig.get_path("include"), "Python.h")
     has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
     need(not cuda or header.is_file() and has_compiler,
          f"vLLM's kernels need a C compiler and {header}: install gcc and Python's headers")
-    need(not cuda or not args.deterministic, "--deterministic: on CUDA attention's gradients vary")
+    need(not cuda or not args.deterministic,
+         "--deterministic: on CUDA attention's gradients vary")
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
@@ -55,12 +59,14 @@ def device_defaults(args, cuda: bool) -> dict:
 
 
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
-    """Shards a network over all ranks, or those of each host (hybrid), in place, by torch's FSDP2:
-    decoder layers, each whole only while it computes, and the root: embeddings, last norm and head,
-    which `forward` uses directly.
+    """Shards a network in place, over all ranks or over those of each host (hybrid).
 
-    Parameters stay float32; for bfloat16 they are cast before they are gathered, and gradients are
-    summed in float32 (by accelerate.prepare in bfloat16). BadInput: the model names no layers."""
+    torch's FSDP2 does it. Each decoder layer is a unit, whole only while it computes. The root
+    has the rest: embeddings, last norm and head, which `forward` uses directly.
+
+    Parameters stay float32; for bfloat16 they are cast before they are gathered, and
+    gradients are summed in float32 (by accelerate.prepare in bfloat16). BadInput: the model
+    names no layers."""
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
@@ -69,9 +75,9 @@ def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
     shape = (n // ranks_of_host(), ranks_of_host()) if args.shard == "hybrid" else (n,)
     mesh = dist.init_device_mesh(device.type, shape,
                                  mesh_dim_names=("replicate", "shard")[-len(shape):])
+    precision = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
     for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(
-            getattr(torch, args.dtype, None), torch.float32))
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     return net
 
 
@@ -91,8 +97,8 @@ def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Modu
 
 
 def start_processes(args):
-    """Starts this process as a rank of the launcher's, or alone. Returns its accelerator, and a
-    store that all ranks share. Raises BadInput if the device can't do what args ask for."""
+    """Starts this process as a rank of the launcher's, or alone. Returns its accelerator, and
+    a store that all ranks share. Raises BadInput if the device can't do what args ask for."""
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
@@ -103,8 +109,8 @@ def start_processes(args):
     dtype = device_defaults(args, not cpu_only)["dtype"]
     precision = "bf16" if dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
-    need(ranks_of_host() % args.tp == 0, f"--tp {args.tp} must divide the number of processes, "
-         f"{ranks_of_host()}, of a host")
+    need(ranks_of_host() % args.tp == 0,
+         f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = all_gather(store.port)[0]
     if dist.get_rank() > 0:

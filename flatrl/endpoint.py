@@ -1,8 +1,8 @@
-"""Agents written for the OpenAI client, trained unchanged: a chat endpoint on loopback whose model
-is the policy.
+"""Trains agents written for the OpenAI client unchanged: a chat endpoint on loopback whose
+model is the policy.
 
-Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings that it
-gets to any framework:
+Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings
+that it gets to any framework:
 
     from flatrl.endpoint import EndpointLoop
 
@@ -13,10 +13,10 @@ gets to any framework:
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
-Every rollout has its own base_url and its own key. What the agent asks there, by chat completions
-or Responses, is recorded as exact tokens (see flatrl.chat.ChatClient, which also works in process,
-without HTTP). The table in flatrl/openai_api.py says what a request may hold. Whoever computes the
-reward may also post it:
+Every rollout has its own base_url and its own key. What the agent asks there, by chat
+completions or Responses, is recorded as exact tokens (see flatrl.chat.ChatClient, which
+also works in process, without HTTP). The table in flatrl/openai_api.py says what a request
+may hold. Whoever computes the reward may also post it:
 
     POST {base_url}/reward   {"reward": 1.0}       # before the agent returns
 
@@ -66,11 +66,10 @@ def _error(status: int, message: str, code: str) -> JSONResponse:
 
 
 class ChatEndpoint:
-    """One server for the whole run, on the event loop of the agent loops. The first rollout starts
-    it."""
+    """One server for a run, on the agent loops' event loop; the first rollout starts it."""
 
     def __init__(self):
-        self.clients: dict[str, tuple[ChatClient, str]] = {}  # name of a rollout -> client and key
+        self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
         self.url: str | None = None
         self.started: asyncio.Future | None = None
         self.app = Starlette(routes=[
@@ -112,7 +111,8 @@ class ChatEndpoint:
         self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
         while not self.server.started:
             if self.serving.done():
-                raise RuntimeError("the chat endpoint did not start") from self.serving.exception()
+                problem = self.serving.exception()
+                raise RuntimeError("the chat endpoint did not start") from problem
             await asyncio.sleep(0.01)
 
     def client_of(self, request: Request) -> ChatClient | None:
@@ -192,11 +192,11 @@ ENDPOINT = ChatEndpoint()
 
 
 class EndpointLoop(ChatAgentLoop):
-    """The base class of agents that speak HTTP: a subclass writes `agent`, as an async function or
-    as a plain one, which then runs in a thread.
+    """The base class of agents that speak HTTP: a subclass writes `agent`, as an async
+    function or as a plain one, which then runs in a thread.
 
-    constrains: whether replies keep to a response_format, and are not trained then; see the table
-    in openai_api.py."""
+    constrains: whether replies keep to a response_format, and are not trained then; see the
+    table in openai_api.py."""
 
     constrains = True
 
@@ -204,8 +204,8 @@ class EndpointLoop(ChatAgentLoop):
         raise TypeError(f"{type(self).__name__} has no agent method")
 
     def openai(self, base_url: str, api_key: str):
-        """Returns an AsyncOpenAI client. All clients of a run share one connection pool, because
-        making one takes longer than using it."""
+        """Returns an AsyncOpenAI client. All clients of a run share one connection pool,
+        because making one takes longer than using it."""
         return ENDPOINT.openai.with_options(base_url=base_url, api_key=api_key)
 
     async def chat(self, client: ChatClient, **row) -> float | None:

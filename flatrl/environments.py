@@ -1,4 +1,4 @@
-"""Environments with `reset` and `step` as the simulated user of an agent: see examples/game.py."""
+"""Environments with `reset` and `step` as an agent's simulated user: see examples/game.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from agent_loop import Interaction, in_thread
 
 
 class IllegalAction(ValueError):
-    """Raised by an environment's `step`, which has then changed nothing; the model reads it."""
+    """An environment's `step` raises it, and has then changed nothing; the model reads it."""
 
 
 class EnvInteraction(Interaction):
@@ -43,7 +43,7 @@ class EnvInteraction(Interaction):
         return await self._call(self.envs[request_id].reset, seed)
 
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
-        """Takes the last message as the action; returns (done, observation, reward, metrics)."""
+        """Takes the last message as action; returns (done, observation, reward, metrics)."""
         action = messages[-1]["content"] or ""
         try:
             result = await self._call(self.envs[request_id].step, action)

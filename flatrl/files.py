@@ -1,4 +1,4 @@
-"""Files that survive a kill: written whole or not at all, and JSON lines that may be cut off."""
+"""Files that survive a kill: written whole or not at all; JSON lines that may be cut off."""
 
 import contextlib
 import json
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def absolute(path: str) -> str:
-    """Returns the real path of what exists, as a tool may change the directory; anything else may
-    be a hub's name, and stays as it is."""
+    """Returns the real path of what exists, as a tool may change the directory; anything
+    else may be a hub's name, and stays as it is."""
     if os.path.exists(path):
         return os.path.realpath(path)
     return path
 
 
 def write_whole(file: Path, text: str):
-    """Writes a text file so that nobody ever sees half of it; makes its folder if it is missing."""
+    """Writes a text file so that nobody ever sees half of it; makes its folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -24,7 +24,7 @@ def write_whole(file: Path, text: str):
 
 
 def to_json_lines(rows: Iterable[dict], ensure_ascii: bool = True) -> str:
-    """Returns a text with one line of JSON for each row; what JSON does not know becomes a str."""
+    """Returns a text, one line of JSON for each row; what JSON does not know becomes a str."""
     lines = (json.dumps(row, default=str, ensure_ascii=ensure_ascii) + "\n" for row in rows)
     return "".join(lines)
 
@@ -32,8 +32,8 @@ def to_json_lines(rows: Iterable[dict], ensure_ascii: bool = True) -> str:
 def read_json_lines(file: Path) -> Iterator[dict]:
     """Yields the JSON objects of a file, one a line.
 
-    The file may be missing, may be written to right now, or may have been cut off by a kill: lines
-    that are no JSON object are left out."""
+    The file may be missing, may be written to right now, or may have been cut off by a
+    kill: lines that are no JSON object are left out."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(ValueError):

@@ -1,6 +1,6 @@
 """The machinery of flags: a dataclass whose fields carry their help text and their rules.
 
-This module knows no flag by name: the dataclass, and its flags' defaults, come in as arguments."""
+This module knows no flag by name: the dataclass and its flags' defaults are arguments."""
 
 import difflib
 import re
@@ -26,7 +26,7 @@ def flag(default, help: str, allowed=(), only: str = "", **more):
     """Returns the dataclass field of a flag.
 
     allowed: a Range, or a tuple of choices; () allows every value, and numbers from 0 on.
-    only: the setting of another flag without which this flag has no effect, see `check_only_rule`.
+    only: the setting of another flag without which this one has no effect (`check_only_rule`).
     more: for argparse's add_argument."""
     if allowed and not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})"
@@ -36,24 +36,24 @@ def flag(default, help: str, allowed=(), only: str = "", **more):
 def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: dict[str, str]):
     """Returns an instance of the dataclass `cls` with the values that a command line gives.
 
-    argv: the words of the command line; None: this process's. shown_defaults: what --help shows as
-    the default of flags whose real default depends on another flag.
+    argv: the words of the command line; None: this process's. shown_defaults: what --help
+    shows as the default of flags whose real default depends on another flag.
     Raises BadInput on a flag that is unknown, abbreviated or mistyped."""
 
     class Parser(HfArgumentParser):
         """argparse's, made from a dataclass, with our rules and our errors."""
 
         def add_argument(self, *names, allowed=None, only="", **settings):
-            """Adds a flag as argparse does, which does not know our rules `allowed` and `only`."""
+            """Adds a flag by argparse, which does not know our rules `allowed` and `only`."""
             name = names[0].strip("-")
             if name in shown_defaults:
-                # argparse adds "(default: None)" unless the text has %(default), of which .0 prints
-                # no character.
+                # argparse adds "(default: None)" unless the text has %(default), of which
+                # .0 prints no character.
                 settings["help"] += f" (default: {shown_defaults[name]})%(default).0s"
             return super().add_argument(*names, **settings)
 
         def error(self, message: str):
-            """Raises BadInput; argparse would print all flags, and the mistake scrolls away."""
+            """Raises BadInput; argparse would print all flags, and hide the mistake."""
             raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
 
     parser = Parser(cls, allow_abbrev=False, description=description)
@@ -69,10 +69,10 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
 
 
 def check_each_flag(args, defaults: dict):
-    """Raises BadInput where the value of a flag breaks this flag's own rules, `allowed` and `only`.
+    """Raises BadInput where a flag's value breaks the flag's own rules, `allowed` and `only`.
 
-    args: an instance of a dataclass of flags. defaults: the value that a flag has if the user does
-    not set it, where this is not the field's default."""
+    args: an instance of a dataclass of flags. defaults: the value that a flag has if the
+    user does not set it, where this is not the field's default."""
     for entry in fields(args):
         name = entry.name
         value = getattr(args, name)
@@ -85,7 +85,7 @@ def check_each_flag(args, defaults: dict):
 
 
 def check_value(name: str, value, allowed):
-    """Raises BadInput unless `allowed`, a Range or a tuple of choices, allows the flag's value."""
+    """Raises BadInput unless `allowed`, a Range or a tuple of choices, allows the value."""
     if allowed and not isinstance(allowed, Range):
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
     elif isinstance(value, (int, float)):
@@ -98,8 +98,8 @@ def check_value(name: str, value, allowed):
 def check_only_rule(rule: str, args) -> tuple[bool, str]:
     """Evaluates a flag's `only` rule: "tp", "!replay", "policy_loss=ppo|gspo", "loss!=x".
 
-    Returns whether the rule holds, and its wording for an error: "with a --tp", "without --replay",
-    "with --policy_loss ppo or gspo", "with a --loss other than x"."""
+    Returns whether the rule holds, and its wording for an error: "with a --tp", "without
+    --replay", "with --policy_loss ppo or gspo", "with a --loss other than x"."""
     negation, name, comparison, wanted = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
     value = str(getattr(args, name))
     if comparison == "=":

@@ -12,13 +12,16 @@ from flatrl.bad_input import need, refusing
 
 # A batch of three sequences, two with a common prefix, to try a network on; all but the first
 # tokens are sampled.
-PROBE = {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [9, 8, 7, 6, 5, 4]]),
-         "lengths": torch.full((3,), 6), "prompt_lengths": torch.full((3,), 1),
-         "response_mask": torch.ones(3, 5)}
+PROBE = {
+    "input_ids": torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [9, 8, 7, 6, 5, 4]]),
+    "lengths": torch.full((3,), 6),
+    "prompt_lengths": torch.full((3,), 1),
+    "response_mask": torch.ones(3, 5),
+}
 
 
 def prepare_layers(model: PreTrainedModel, gradient_checkpointing: bool):
-    """Makes the network that is differentiated the one that samples: no dropout, vLLM's windows.
+    """Makes the trained network compute what the engine's does: no dropout, vLLM's windows.
 
     gradient_checkpointing: activations are computed again in the backward pass."""
     for module in model.modules():
@@ -35,9 +38,9 @@ def prepare_layers(model: PreTrainedModel, gradient_checkpointing: bool):
 def choose_attention(policy, temperature: float) -> bool:
     """Chooses how a train.Policy computes its rows, and sets policy.packed.
 
-    Packed sequences, or else right-padded rows with the model's own attention, which recurrent and
-    convolutional layers need: whichever gives the logprobs of the model's own logits. Returns False
-    if neither does."""
+    Packed sequences, or else right-padded rows with the model's own attention, which
+    recurrent and convolutional layers need: whichever gives the logprobs of the model's own
+    logits. Returns False if neither does."""
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -57,8 +60,8 @@ def choose_attention(policy, temperature: float) -> bool:
 def add_adapters(model: PreTrainedModel, args):
     """Turns linear layers W into W + s B A (LoRA), B at first 0, by --lora_rank, --lora_args.
 
-    Only A and B learn. Raises BadInput for settings that peft refuses, and where embeddings or the
-    output head get an adapter: these are used without it."""
+    Only A and B learn. Raises BadInput for settings that peft refuses, and where embeddings
+    or the output head get an adapter: these are used without it."""
     settings = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
     set_seed(args.seed)
     need(len(settings) == 2, "--lora_args takes target_modules and lora_alpha only")
@@ -73,7 +76,7 @@ def add_adapters(model: PreTrainedModel, args):
 
 
 def without_adapters(policy) -> Callable:
-    """Returns a train.Policy as it is without its adapters: the reference of LoRA, for nothing."""
+    """Returns a train.Policy without its adapters: LoRA's reference, which costs nothing."""
     from peft.helpers import rescale_adapter_scale
 
     reference = rescale_adapter_scale(policy, 0)(policy)  # in each of its calls

@@ -1,5 +1,5 @@
-"""What a run writes about itself: metrics.jsonl, rollouts/*.jsonl, args.json, and the table on the
-terminal. Only the main rank writes."""
+"""What a run writes about itself: metrics.jsonl, rollouts/*.jsonl, args.json, and the table
+on the terminal. Only the main rank writes."""
 
 import contextlib
 import functools
@@ -22,11 +22,14 @@ from flatrl.files import read_json_lines, to_json_lines, write_whole
 def or_warn(*errors: type[Exception]) -> Callable:
     """Returns a decorator for methods that write. A full disk must not end a run.
 
-    The decorated method returns True if it succeeded. If one of `errors` is raised, it logs a
-    warning and returns False. Its first argument is a Log, or has one as its attribute `log`."""
+    The decorated method returns True if it succeeded. If one of `errors` is raised,
+    it logs a warning and returns False. Its first argument is a Log, or has one as
+    its attribute `log`."""
     def decorate(write):
+        """Returns a method that calls `write`, and survives one of `errors`."""
         @functools.wraps(write)
         def attempt(self, *args) -> bool:
+            """Returns True if `write` succeeded, False if it raised one of `errors`."""
             try:
                 write(self, *args)
                 return True
@@ -57,8 +60,8 @@ class Log:
         train_s     timing/train_s              7   .2f"""
 
     def __init__(self, args, tokenizer, steps_done: int):
-        """steps_done: with --resume the steps of the checkpoint; lines of later steps go, because
-        those steps are done again."""
+        """steps_done: with --resume the steps of the checkpoint; lines of later steps go,
+        because those steps are done again."""
         self.args = args
         self.tokenizer = tokenizer
         self.folder = Path(args.output_dir)
@@ -78,8 +81,8 @@ class Log:
     def metrics(self, metrics: dict, *learned):
         """Writes a step's metrics: one JSON object in metrics.jsonl, one line on the terminal.
 
-        learned: the step's Phase and batch, if it trained; the report keeps their advantages and
-        the trainer's logprobs."""
+        learned: the step's Phase and batch, if it trained; the report keeps their
+        advantages and the trainer's logprobs."""
         self.unwritten += to_json_lines([metrics]).encode()
         self._say_table_line(metrics)
         # Without a buffer a kill loses nothing. On a full disk a part may be written: the rest
@@ -106,8 +109,8 @@ class Log:
 
     @or_warn(Exception)
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
-        """Writes rollouts/<name>.jsonl: a line for each output and each failure. Images are only
-        counted. Without any line there is no file."""
+        """Writes rollouts/<name>.jsonl: a line for each output and each failure. Images are
+        only counted. Without any line there is no file."""
         lines = []
         for output in outputs:
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
@@ -137,7 +140,7 @@ class Log:
 
 
 class SilentLog:
-    """The log of all ranks but the main one: it has the same methods, and none does anything."""
+    """The log of all ranks but the main one: the same methods, none of which does anything."""
 
     notices = None
 
@@ -183,8 +186,8 @@ def git_hash() -> str:
 
 
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
-    """Returns the outputs and errors that Log.rollouts wrote, for --replay. Raises BadInput if the
-    file is missing or damaged, has images, or has tokens beyond vocab_size."""
+    """Returns the outputs and errors that Log.rollouts wrote, for --replay. Raises BadInput
+    if the file is missing or damaged, has images, or has tokens beyond vocab_size."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)}

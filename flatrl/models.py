@@ -22,12 +22,13 @@ from flatrl.log import versions
 
 
 def task_model(task: ModuleType, args) -> str:
-    """Returns the folder of the model that the task's build_model makes: built once, and cached.
+    """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    The name of the folder has a hash of everything that the result depends on. The model is built
-    in a temporary folder that is then renamed, so that nobody finds a half-built one; of two jobs
-    that build at once, the first to finish wins."""
-    source = Path(inspect.getsourcefile(task.build_model))  # tasks that import it share the model
+    The name of the folder has a hash of everything that the result depends on. The model is
+    built in a temporary folder that is then renamed, so that nobody finds a half-built one;
+    of two jobs that build at once, the first to finish wins."""
+    # Tasks that import the function share its model.
+    source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).with_name("tiny_models.py")  # what the source may import
     key = [source.read_text(), shared.read_text(), args.seed, torch.get_num_threads(),
            torch.cuda.is_available(), versions()]
@@ -64,32 +65,36 @@ def from_pretrained(auto_class, args, problem: str, **settings):
 def load_config(args):
     """Loads and checks the model's configuration.
 
-    Raises BadInput if args.model is no model, if its window is too short, or if it has what the
-    trainer doesn't implement."""
+    Raises BadInput if args.model is no model, if its window is too short, or if it has what
+    the trainer doesn't implement."""
     config = from_pretrained(AutoConfig, args,
                              "is neither a model folder nor a model that can be loaded")
-    need(not config.is_encoder_decoder, f"--model {args.model} is an encoder-decoder model: choose "
-         "one that is a decoder alone")
-    need(not getattr(config, "quantization_config", None), f"--model {args.model} is quantised: "
-         "only unquantised weights can be trained, choose a version that has them")
+    need(not config.is_encoder_decoder,
+         f"--model {args.model} is an encoder-decoder model: choose one that is a decoder "
+         "alone")
+    need(not getattr(config, "quantization_config", None),
+         f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
+         "a version that has them")
     text = config.get_text_config()
-    need(args.allow_mismatch or not getattr(text, "kv_lora_rank", None), f"--model {args.model} "
-         "has multi-head latent attention, in which engine and trainer were seen to disagree: "
-         "choose another, or --allow_mismatch")
+    need(args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
+         f"--model {args.model} has multi-head latent attention, in which engine and trainer "
+         "were seen to disagree: choose another, or --allow_mismatch")
     window = getattr(text, "max_position_embeddings", None)
-    need(not window or args.window <= window, "--max_prompt_tokens + --max_response_tokens (or "
-         f"--max_model_len) is {args.window}, but the model's window is {window} tokens")
+    need(not window or args.window <= window,
+         f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.window}, "
+         f"but the model's window is {window} tokens")
     heads = getattr(text, "num_attention_heads", args.tp)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     heads_are_divided = heads % args.tp == 0
     kv_heads_are_divided = kv_heads % args.tp == 0 or args.tp % kv_heads == 0  # or copied
-    need(heads_are_divided and kv_heads_are_divided, f"--tp {args.tp} does not divide the model's "
-         f"{heads} attention and {kv_heads} key-value heads")
+    need(heads_are_divided and kv_heads_are_divided,
+         f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} "
+         "key-value heads")
     return config
 
 
 def stop_token_ids(args, tokenizer) -> list[int]:
-    """Returns the ids that end a turn: the tokenizer's EOS and those of generation_config.json.
+    """Returns the ids that end a turn: the tokenizer's EOS, and generation_config.json's.
 
     Raises BadInput if there is none, or one that the tokenizer lacks."""
     with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
@@ -106,8 +111,9 @@ def stop_token_ids(args, tokenizer) -> list[int]:
             ids.add(configured)
         ids.discard(None)
     need(ids and ids <= {*range(len(tokenizer))},
-         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: set "
-         f"eos_token in its tokenizer_config.json; generation_config.json has {configured}")
+         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer "
+         "lacks: set eos_token in its tokenizer_config.json; generation_config.json has "
+         f"{configured}")
     return sorted(ids)
 
 
@@ -120,25 +126,27 @@ def load_tokenizer(args) -> tuple:
 
 
 def load_processor(args, config):
-    """Returns the processor of a vision-language model, with the engine's settings, because both
-    must agree; None for a text model.
+    """Returns the processor of a vision-language model, with the engine's settings, because
+    both must agree; None for a text model.
 
-    Raises BadInput for a vision model whose packed forward pass is not implemented (see Vision)."""
+    Raises BadInput for a vision model without a packed forward pass here (see Vision)."""
     if getattr(config, "vision_config", None) is None:
         return None
     need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-         f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) are "
-         "supported")
-    need(not args.replay, "--replay: the files have no pixels, so what a model with vision rolled "
-         "out can't be replayed")
+         f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) "
+         "are supported")
+    need(not args.replay,
+         "--replay: the files have no pixels, so what a model with vision rolled out can't "
+         "be replayed")
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     processor = from_pretrained(
         AutoProcessor, args, "has vision, but its processor can't be loaded", **settings)
     # min_pixels and max_pixels are no attributes: they set `size`.
     allowed = {*vars(processor.image_processor), "min_pixels", "max_pixels"}
     for name in settings:
-        need(name in allowed, f"--engine_args: mm_processor_kwargs has {name}, which is no setting "
-             "of the image processor")
+        need(name in allowed,
+             f"--engine_args: mm_processor_kwargs has {name}, which is no setting of the "
+             "image processor")
     tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return processor
@@ -155,8 +163,8 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for a model's parameters and saved buffers, tied ones once.
 
-    Weights under a LoRA adapter are the sum with it, in a tensor of its own. Of a sharded model one
-    tensor at a time is whole, and all ranks go through them together."""
+    Weights under a LoRA adapter are the sum with it, in a tensor of its own. Of a sharded
+    model one tensor at a time is whole, and all ranks go through them together."""
     saved = model.state_dict()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:

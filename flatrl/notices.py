@@ -1,7 +1,7 @@
 """What a run tells its user beside the table of metrics.
 
-At the start it says what is about to be trained; meanwhile there are warnings, a trajectory now
-and then, the report and a tracker; at the end, the rewards and what to do next."""
+At the start it says what is about to be trained; meanwhile there are warnings, a trajectory
+now and then, the report and a tracker; at the end, the rewards and what to do next."""
 
 import contextlib
 import itertools
@@ -63,7 +63,7 @@ class Notices:
                 self.log.warn_once(warning)
 
     def step(self, metrics: dict, phase=None, batch: dict | None = None):
-        """Reports a step. phase: what was sampled, if anything was; batch: of the step's update.
+        """Reports a step. phase: what was sampled, or None; batch: that of the step's update.
 
         After a step that taught nothing, it says so again only after a step that did."""
         step = metrics["step"]

@@ -1,17 +1,19 @@
-"""What frameworks send over HTTP, and what they get: OpenAI's chat completions and Responses, both
-made by ChatClient.create. endpoint.py is the server.
+"""What frameworks send over HTTP, and what they get: OpenAI's chat completions and
+Responses, both made by ChatClient.create. endpoint.py is the server.
 
 This is what a request may hold beside its messages, and what becomes of it:
 
     n                  as many choices, each a token sequence of its own; all are trained
-    stream             the whole reply when it is there, as one chunk (stream_options.include_usage
-                       works as OpenAI's)
-    tools, parallel_tool_calls=false    as OpenAI's; of several calls only the first is made
+    stream             the whole reply when it is there, as one chunk
+                       (stream_options.include_usage works as OpenAI's)
+    tools, parallel_tool_calls=false
+                       as OpenAI's; of several calls only the first is made
     tool_choice        "none" works; "required" and a named tool are taken as "auto", with a
                        warning, so the reply is sampled freely and trained
-    response_format, text    vLLM's structured outputs keep the reply to json_object or json_schema
-                       (a tool may be called instead). The reply is NOT TRAINED: its logprobs are
-                       those under vLLM's mask, which the trainer does not have. With
+    response_format, text
+                       vLLM's structured outputs keep the reply to json_object or json_schema
+                       (a tool may be called instead). The reply is NOT TRAINED: its logprobs
+                       are those under vLLM's mask, which the trainer does not have. With
                        EndpointLoop.constrains = False it is sampled freely, and trained
     max_tokens, max_completion_tokens, max_output_tokens, stop, logprobs, chat_template_kwargs
                        work as OpenAI's and vLLM's
@@ -19,8 +21,8 @@ This is what a request may hold beside its messages, and what becomes of it:
     NO_MATTER          is ignored: it makes no difference here
     anything else      is refused if it is set
 
-A developer's message is a system message. Responses are not stored: a request that goes on from one
-by its id is refused."""
+A developer's message is a system message. Responses are not stored: a request that goes on
+from one by its id is refused."""
 
 import asyncio
 import itertools
@@ -49,10 +51,10 @@ def warn_once(text: str) -> None:
 
 
 def structured_outputs(loop, **request):
-    """Returns vLLM's constraint for a response_format beside which tools may be called, or None.
+    """Returns vLLM's constraint for a response_format, or None; tools may be called, too.
 
-    request: tools, tool_choice and response_format. Raises ValueError if one of them is malformed
-    in the eyes of vLLM's own server."""
+    request: tools, tool_choice and response_format. Raises ValueError if one of them is
+    malformed in the eyes of vLLM's own server."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 
@@ -115,8 +117,8 @@ async def complete(client: ChatClient, body: dict):
 
 
 def chunks(completion, include_usage: bool) -> Iterator[dict]:
-    """Yields a chat completion as it is streamed: for each choice a chunk with the message, and one
-    that says why it ended."""
+    """Yields a chat completion as it is streamed: for each choice a chunk with the message,
+    and one that says why it ended."""
     whole = completion.model_dump()
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
@@ -132,7 +134,7 @@ def chunks(completion, include_usage: bool) -> Iterator[dict]:
         yield head | {"choices": [], "usage": whole["usage"]}
 
 
-# ------------------------------------------- the Responses API, as the OpenAI Agents SDK uses it
+# -------------------------------------- the Responses API, as the OpenAI Agents SDK uses it
 
 
 def chat_of(body: dict) -> dict:
@@ -199,8 +201,8 @@ def _chat_content(content):
 
 
 def response_of(completion, body: dict) -> dict:
-    """Returns the response to a Responses request: its items are the reply's reasoning, its text
-    and its tool calls."""
+    """Returns the response to a Responses request: its items are the reply's reasoning, its
+    text and its tool calls."""
     choice = completion.choices[0]
     usage = completion.usage
     is_cut = choice.finish_reason == "length"
@@ -257,7 +259,8 @@ def events(response: dict) -> Iterator[dict]:
         if is_call:
             text = item["arguments"]
             yield event("function_call_arguments.delta", **place, delta=text)
-            yield event("function_call_arguments.done", **place, name=item["name"], arguments=text)
+            yield event(
+                "function_call_arguments.done", **place, name=item["name"], arguments=text)
         for j, part in enumerate(item.get("content", ())):
             place["content_index"] = j
             kind = part["type"]
@@ -271,8 +274,8 @@ def events(response: dict) -> Iterator[dict]:
 
 
 def server_sent(events: Iterator[dict], named: bool) -> Iterator[str]:
-    """Yields server-sent events: named by their type (Responses), or with [DONE] at the end (chat
-    completions)."""
+    """Yields server-sent events: named by their type (Responses), or with [DONE] at the
+    end (chat completions)."""
     for event in events:
         name = f"event: {event['type']}\n" if named else ""
         yield f"{name}data: {json.dumps(event)}\n\n"

@@ -1,4 +1,4 @@
-"""The processes of a run: its ranks, signals, and the background thread with its event loop."""
+"""A run's processes: its ranks, signals, and the background thread with its event loop."""
 
 import asyncio
 import atexit
@@ -26,10 +26,10 @@ from flatrl.bad_input import need
 # A rank may wait so long for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
 
-# The second Ctrl-C ends a run also where a tool holds the interpreter and no Python gets to run:
-# C code writes the number of each signal that has a handler to this process's input. Others than
-# the three, such as a data loader's SIGCHLD, don't count. Within a second of the first, launchers
-# pass on the Ctrl-C that we got already.
+# The second Ctrl-C ends a run also where a tool holds the interpreter and no Python gets to
+# run: C code writes the number of each signal that has a handler to this process's input.
+# Others than the three, such as a data loader's SIGCHLD, don't count. Within a second of
+# the first, launchers pass on the Ctrl-C that we got already.
 SECOND_SIGNAL = """exec >/dev/null 2>&1
 stop_signal() {
     while number=$(head -c 1 | od -An -tu1) && [ "$number" ]; do
@@ -55,7 +55,7 @@ def all_gather(x, group: dist.ProcessGroup | None = None) -> list:
 
 
 def gather_unless_stopped(x, stopped: bool) -> list:
-    """Returns what `all_gather` does. Raises Stopped on all ranks if one of them is `stopped`."""
+    """Returns what `all_gather` does. Raises Stopped on all ranks if one is `stopped`."""
     parts = all_gather(None if stopped else (x,))
     if None in parts:
         raise Stopped
@@ -95,8 +95,8 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Notes Ctrl-C, SIGTERM, SIGHUP and the launcher's death on any rank: all ranks end after the
-    present step. A second signal ends a process at once."""
+    """Notes Ctrl-C, SIGTERM, SIGHUP and the launcher's death on any rank: all ranks end
+    after the present step. A second signal ends a process at once."""
 
     def __init__(self):
         self.stop_requested = False  # on any rank
@@ -125,11 +125,12 @@ class Stop:
         self.stop_requested = True
 
     def _watch(self, names, group):
-        """Exchanges two bits with all ranks, once a second, until the runs of all are finished.
+        """Exchanges two bits with all ranks, once a second, until all have finished.
 
-        names: {rank: its name in a message}. Ends this process if another one is gone, for which
-        it would wait in vain: kernels close a dead process's connections, and give up those to a
-        lost host. Stops the run if the launcher is gone: accelerate's leaves its processes."""
+        names: {rank: its name in a message}. Ends this process if another one is gone,
+        for which it would wait in vain: kernels close a dead process's connections, and
+        give up those to a lost host. Stops the run if the launcher is gone: accelerate's
+        leaves its processes."""
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
         launcher_pid = os.getppid()  # without a launcher it may be a shell, which may close
         my_name = names.pop(dist.get_rank())
@@ -142,7 +143,7 @@ class Stop:
             my_state = torch.tensor([self.stop_requested, self.finished.is_set()])
             all_finished = my_state[1]
             lost_ranks = []
-            # Ranks leave this loop in the same round, so that none waits for one that has left.
+            # Ranks leave this loop in the same round: none waits for one that has left.
             for rank, name in names.items():
                 their_state = my_state.clone()
                 try:
@@ -166,8 +167,8 @@ class Stop:
 class Background:
     """One daemon thread running one event loop from the start of the run to its end.
 
-    The loop's time stands still a second after its last `tick`: while a tool blocks the loop, or
-    all of Python, nobody else's deadline passes."""
+    The loop's time stands still a second after its last `tick`: while a tool blocks the
+    loop, or all of Python, nobody else's deadline passes."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -193,7 +194,7 @@ class Background:
         return self.loop_time_then + min(1, time.monotonic() - self.ticked)
 
     def tick(self):
-        """Lets the loop's time go on; the loop calls it every 0.4 seconds while nothing blocks."""
+        """Lets the loop's time go on. The loop calls it every 0.4 s while nothing blocks."""
         self.loop_time_then = self.loop_time()
         self.ticked = time.monotonic()
         self.loop.call_later(0.4, self.tick)
@@ -218,8 +219,8 @@ class Background:
             task = asyncio.current_task(self.loop)
             if task and reported_tick < self.ticked < time.monotonic() - 1.2:
                 reported_tick = self.ticked
-                print(f"\n{task} blocks all others: it must await, or be a plain function. It is "
-                      "here:", file=sys.stderr)
+                print(f"\n{task} blocks all others: it must await, or be a plain function. "
+                      "It is here:", file=sys.stderr)
                 traceback.print_stack(sys._current_frames()[self.thread])
         faulthandler.cancel_dump_traceback_later()
 
@@ -228,8 +229,7 @@ class Background:
 
 
 def memory() -> dict[str, float]:
-    """Returns GB in use: "host" of this process; on CUDA "device" of the whole GPU, whoever has it.
-    """
+    """Returns GB in use: "host" by this process; on CUDA "device" by all who use the GPU."""
     figures = {"host": psutil.Process().memory_info().rss / 1e9}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -240,6 +240,7 @@ def memory() -> dict[str, float]:
 def never_fails(write: Callable) -> Callable:
     """Returns a `write` that a terminal that is gone, or a full disk, does not make raise."""
     def attempt(*text):
-        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a signal came meanwhile
+        # RuntimeError: a signal came meanwhile.
+        with contextlib.suppress(OSError, RuntimeError):
             return write(*text)
     return attempt

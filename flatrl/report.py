@@ -1,15 +1,16 @@
 """<output_dir>/report.html: a run on one page, kept fresh while it trains.
 
     python -m flatrl.report runs/calculator   # writes runs/calculator/report.html anew
-    python -m flatrl.report runs/a runs/b     # two runs on one page: report.html in this folder
+    python -m flatrl.report runs/a runs/b     # two runs on one page: ./report.html
 
-The page holds every number of metrics.jsonl, and a sample of the trajectories in rollouts/*.jsonl.
-These are written before the update. What the update knew of a trajectory (advantages, the
-trainer's logprobs) is written after it, by `keep_learned`, into learned/step_*.jsonl.
+The page holds every number of metrics.jsonl, and a sample of the trajectories in
+rollouts/*.jsonl. These are written before the update. What the update knew of a
+trajectory (advantages, the trainer's logprobs) is written after it, by
+`keep_learned`, into learned/step_*.jsonl.
 
-page.html is the page. Data goes into one JSON element, and its script makes text nodes of it,
-never HTML. The page needs no server and no outside script. This module needs nothing but Python;
-with the transformers package, tokens are shown as text."""
+page.html is the page. Data goes into one JSON element, and its script makes text nodes of
+it, never HTML. The page needs no server and no outside script. This module needs nothing
+but Python; with the transformers package, tokens are shown as text."""
 
 import argparse
 import base64
@@ -77,7 +78,7 @@ class Run:
     def json(self) -> str:
         """Returns the page's data of this run. Equal prompts and equal tokens are there once.
 
-        Not all steps of a long run are there, and not all of its trajectories: notes say so."""
+        Of a long run not all steps, and not all trajectories, are there: notes say so."""
         notes = list(self.notes)
         every = max(1, math.ceil(len(self.rows) / STEPS))
         last = len(self.rows) - 1
@@ -127,7 +128,7 @@ class Run:
 def dump(value) -> str:
     """Returns JSON that may stand in a page: ASCII, without "<".
 
-    NaN and infinities, which JSON does not know, become the strings "nan", "inf" and "-inf"."""
+    JSON knows no NaN and no infinities: they become the strings "nan", "inf" and "-inf"."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:

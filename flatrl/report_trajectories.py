@@ -96,8 +96,8 @@ class Texts:
 def read_turns(messages: list[dict], n_turns: int) -> list[tuple]:
     """Returns (speakers, calls) of the prompt and then of each of the policy's n_turns turns.
 
-    speakers: who spoke after the turn, as in ["tool calculator", "user"]; calls: the tool calls
-    that the turn made, as [name, arguments] each."""
+    speakers: who spoke after the turn, as in ["tool calculator", "user"]; calls: the tool
+    calls that the turn made, as [name, arguments] each."""
     turns = [([], []) for _ in range(n_turns + 1)]
     for message in messages:
         role = message.get("role")
@@ -131,8 +131,8 @@ def value_of(line: dict, key: str):
 def draw_groups(file: Path) -> list[list[bytes]]:
     """Returns the lines of a file of rollouts by group, in random order.
 
-    The same questions come first in every file that has them. As a rule only what names a group
-    is parsed: the file may be large, and few of its groups wanted."""
+    The same questions come first in every file that has them. As a rule only what names a
+    group is parsed: the file may be large, and few of its groups wanted."""
     groups = {}  # number of a prompt -> its lines
     indices = {}  # number of a prompt -> its row's index, as JSON
     for line in file.read_bytes().splitlines():

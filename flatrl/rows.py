@@ -36,7 +36,8 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
                 columns[key] = _without_none(columns[key])
     row.setdefault("index", extra_info.get("index", number))
     for tool in row_kwargs(row, "tools_kwargs").values():
-        need(isinstance(tool, dict) and all(isinstance(value, dict) for value in tool.values()),
+        need(isinstance(tool, dict)
+             and all(isinstance(value, dict) for value in tool.values()),
              f"{name}: tools_kwargs has dicts like {{'create_kwargs': {{}}}}, not {tool!r:.80}")
     prompt = row[prompt_key]
     if isinstance(prompt, str):
@@ -104,5 +105,5 @@ def _check_images(row: dict, name: str):
         # Templates of text models know no parts.
         message["content"] = parts if len(texts) < len(parts) else "".join(texts)
     need(n_placeholders == len(images),
-         f"{name}: the prompt has {n_placeholders} placeholders of images ({{'type': 'image'}} "
-         f"or <image>), its column 'images' {len(images)}")
+         f"{name}: the prompt has {n_placeholders} placeholders of images "
+         f"({{'type': 'image'}} or <image>), its column 'images' {len(images)}")

@@ -1,4 +1,4 @@
-"""The terminal: bars that show what is at work while it lasts, and libraries that keep quiet."""
+"""The terminal: bars that show what is at work, and libraries that keep quiet."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 
 
 def quiet_libraries():
-    """Keeps libraries quiet: log lines below errors (or VLLM_LOGGING_LEVEL), transformers' bars."""
+    """Hides transformers' bars, and log lines below errors (or VLLM_LOGGING_LEVEL)."""
     for name in ("torch.distributed.checkpoint", "vllm"):
         logging.getLogger(name).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     disable_progress_bar()  # of loading and saving weights

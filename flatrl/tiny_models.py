@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2ForCausalLM)
 from transformers.utils import get_json_schema
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -96,14 +97,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
                                 for token in SPECIAL_TOKENS])
     # Pieces are not special, so that decoding keeps them: the tool parser and the reward read
     # them in the text.
-    backend.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in PIECES])
+    backend.add_tokens([AddedToken(piece, special=False, normalized=False)
+                        for piece in PIECES])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE.strip(), clean_up_tokenization_spaces=False,
         model_max_length=1024)
 
 
-def init_model(path: str | Path, tie_word_embeddings: bool = True, **config_overrides) -> tuple:
+def init_model(path: str | Path, tie_word_embeddings: bool = True,
+               **config_overrides) -> tuple:
     """Writes a random Qwen2 (0.48M parameters) and its tokenizer to the folder `path`.
 
     Returns (model, tokenizer). config_overrides are fields of Qwen2Config."""
@@ -132,8 +135,8 @@ def init_model(path: str | Path, tie_word_embeddings: bool = True, **config_over
     return model, tokenizer
 
 
-def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16,
-            lr: float = 3e-3):
+def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (),
+            batch_size: int = 16, lr: float = 3e-3):
     """Trains the model to say what the assistant says in the chats; each is seen once, in
     order.
 
@@ -142,18 +145,19 @@ def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (), bat
     batch = tokenizer.apply_chat_template(
         chats, tools=[get_json_schema(tool) for tool in tools] or None,
         return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt",
-        padding=True, padding_side="right")  # behind the end, where causal attention needs no mask
+        # Padding is behind the end, where causal attention needs no mask.
+        padding=True, padding_side="right")
     input_ids = batch["input_ids"]  # (N, T)
     lengths = batch["attention_mask"].sum(1)  # (N,)
     is_prompt = torch.as_tensor(batch["assistant_masks"]) == 0
     labels = input_ids.masked_fill(is_prompt, -100)
 
     def learning_rate(step: int) -> float:
-        """Returns the factor of lr: it rises for 20 batches, and falls to 0 in the second half."""
+        """Returns the factor of lr: it rises for 20 batches; its second half falls to 0."""
         return min((step + 1) / 20, 1, 2 - 2 * step / n_batches)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
-                                  fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     model.train()
     starts = range(0, len(chats), batch_size)

@@ -17,9 +17,9 @@ def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> d
     input_ids (B, L), images: B lists. Returns a dict:
         images       B lists, in which equal images are one object
         prefix_ids   (B, L) input_ids in which each placeholder is replaced by its image's
-                     number, -1, -2, ...: no token's id. Where it can't be told which placeholder
-                     is whose, the row's first id is one that no other row has: it shares nothing
-    """
+                     number, -1, -2, ...: no token's id. Where it can't be told which
+                     placeholder is whose, the row's first id is one that no other row has:
+                     it shares nothing"""
     prefix_ids = input_ids.clone()
     known = {}  # size and pixels -> number and image
     same = []

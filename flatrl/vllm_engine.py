@@ -14,8 +14,8 @@ import torch.distributed as dist
 from agent_loop import BadInput
 from flatrl.bad_input import need, refusing
 
-# Arguments of vllm.LLM that colocation depends on, that go round the vocabulary's limit, or that
-# are lost at sleep level 2 (draft models, thinking budgets).
+# Arguments of vllm.LLM that colocation depends on, that go round the vocabulary's limit, or
+# that are lost at sleep level 2 (draft models, thinking budgets).
 FIXED_ENGINE_ARGS = set("""distributed_executor_backend logprobs_mode enable_sleep_mode
     pipeline_parallel_size data_parallel_size limit_mm_per_prompt enable_batch_sharded_sampling
     speculative_config spec_method spec_model spec_tokens reasoning_config
@@ -33,8 +33,8 @@ NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
 def check_engine_args(name: str, arguments: dict, our_flags: Sequence[str]):
     """Checks the JSON object of --engine_args; name: that flag's name.
 
-    Raises BadInput on an argument that vLLM does not know, that is a flag here, or that is one of
-    FIXED_ENGINE_ARGS."""
+    Raises BadInput on an argument that vLLM does not know, that is a flag here, or that is
+    one of FIXED_ENGINE_ARGS."""
     from vllm import EngineArgs
 
     other_names = {"tokenizer": "model", "tensor_parallel_size": "tp"}
@@ -46,10 +46,10 @@ def check_engine_args(name: str, arguments: dict, our_flags: Sequence[str]):
 
 
 def check_sampling(name: str, parameters: dict):
-    """Checks the JSON object of --sampling_args or --eval_sampling_args; name: the flag's name.
+    """Checks the JSON object of --sampling_args or --eval_sampling_args; name: the flag's.
 
-    Raises BadInput on a parameter that vLLM does not know, or that can't be set here. Warns of one
-    that changes the distribution in training, because the trainer computes
+    Raises BadInput on a parameter that vLLM does not know, or that can't be set here. Warns
+    of one that changes the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
     fixed = ", ".join(sorted(FIXED_SAMPLING & parameters.keys()))
     need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags")
@@ -61,21 +61,23 @@ def check_sampling(name: str, parameters: dict):
         msgspec.convert(parameters, SamplingParams)
     others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
-        warnings.warn(f"--sampling_args {others}: the engine samples from another distribution "
-                      "than the one whose logprobs the trainer computes; see "
-                      "rollout/logp_diff_mean, and consider --rollout_correction", stacklevel=2)
+        warnings.warn(
+            f"--sampling_args {others}: the engine samples from another distribution than "
+            "the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
+            "consider --rollout_correction", stacklevel=2)
 
 
 # ---------------------------------------------------------------- before an engine is built
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
-    """Returns the arguments of vllm.LLM: what colocation and exact logprobs need, overridden by
-    --engine_args."""
+    """Returns the arguments of vllm.LLM: what colocation and exact logprobs need,
+    overridden by --engine_args."""
     arguments = dict(
-        model=model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, seed=args.seed,
+        model=model, dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code, seed=args.seed,
         max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
-        # One engine a rank, in the rank's own process, on the process group that accelerate made.
+        # Each rank's own process has an engine, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
         # Logprobs of softmax(logits / temperature), as the trainer computes them (trl#4159).
@@ -133,8 +135,9 @@ def prepare_vllm(device, tp):
     if tp > 1:
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # vLLM names a team's shared memory after its init method, which is "env://" for all jobs of
-        # a machine. Nothing ever connects to the address given here: the process group exists.
+        # vLLM names a team's shared memory after its init method, which is "env://" for all
+        # jobs of a machine. Nothing ever connects to the address given here: the process
+        # group exists.
         address = [f"tcp://flatrl:{os.urandom(16).hex()}"]
         dist.broadcast_object_list(address)
 
@@ -153,7 +156,7 @@ def _patch_cpu_build():
     import vllm.model_executor.models.config as models
     import vllm.v1.sample.sampler as sampler
 
-    # The CPU build repacks linear layers at load and empties `weight`: no sync could reach them.
+    # At load the CPU build repacks linear layers and empties `weight`: no sync reaches them.
     def use_plain_linear(layer, remove_weight):
         layer.cpu_linear = torch.nn.functional.linear
 
@@ -180,15 +183,15 @@ def _patch_cpu_build():
 
     moe.UnquantizedFusedMoEMethod._setup_kernel = setup_kernel_anew
 
-    # This function gives the ranks of sampled tokens, which nobody reads. To compile it takes 4
-    # seconds in every process.
+    # This function gives the ranks of sampled tokens, which nobody reads. To compile it
+    # takes 4 seconds in every process.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
 
 
 @functools.cache
 def _separate_classes():
-    """Gives the engine's model a class of its own, where vLLM's Transformers backend decorates it.
+    """Gives the engine's model its own class, where vLLM's Transformers backend decorates it.
 
     The class that vLLM would decorate is the class of the trainer's model, too."""
     from vllm.model_executor.models.transformers.base import Base
@@ -198,6 +201,7 @@ def _separate_classes():
     postponed = []  # the arguments of calls of `decorate`, until the model is built
 
     def init(self, **kwargs):
+        """Builds the model, then decorates its own class as vLLM asked for."""
         build(self, **kwargs)
         while postponed:
             call = postponed.pop()
@@ -222,10 +226,10 @@ def _separate_classes():
 
 
 def load_into(model, named_tensors, config):
-    """Copies (name in a checkpoint, tensor) pairs into vLLM's `model`, by its layerwise reload.
+    """Copies (name in a checkpoint, tensor) pairs into vLLM's model, by its layerwise reload.
 
-    Raises RuntimeError naming the tensor that vLLM refused, that came twice or is too large, or
-    the parameters of the engine that got no tensor."""
+    Raises RuntimeError naming the tensor that vLLM refused, that came twice or is too
+    large, or the parameters of the engine that got no tensor."""
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -248,13 +252,14 @@ def load_into(model, named_tensors, config):
             for module in model.modules():
                 layerwise.get_layerwise_info(module).load_numel = 0
             problem = str(error) or repr(error)
-            raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
+            raise RuntimeError(
+                f"weight sync failed at {arrivals.current}: {problem}") from error
     for pair in arrivals.not_loaded.items():
         arrivals.n_elements.update(model.load_weights([pair]))
     missing = arrivals.missing()
     if missing:
-        raise RuntimeError("weight sync incomplete, these parameters of the engine got no tensor: "
-                           f"{missing}")
+        raise RuntimeError("weight sync incomplete, these parameters of the engine got no "
+                           f"tensor: {missing}")
 
 
 class _Arrivals:
@@ -283,21 +288,23 @@ class _Arrivals:
                 self.not_loaded[name] = tensor
 
     def watched(self, parameter, loader):
-        """Returns the parameter's loader, which now counts what it loads, and raises RuntimeError
-        for a tensor too large: vLLM would take its first rows."""
+        """Returns the parameter's loader, which now counts what it loads, and raises
+        RuntimeError for a tensor too large: vLLM would take its first rows."""
         from vllm.distributed import get_tp_group
 
         parts = self.fused[parameter]
 
         @functools.wraps(loader)
         def load(*args, **kwargs):
+            """Loads the present tensor, or a part of it, and counts its elements."""
             # A tensor of k_proj.bias is for that part of the parameter qkv_proj.bias.
             ending = "." + ".".join(self.current.split(".")[-2:])
             part = next((name for name in parts if name.endswith(ending)), parameter)
             shape = self.shapes[self.current]
             room = parts.get(part)
             if room is not None and shape.numel() > room.numel() * get_tp_group().world_size:
-                raise RuntimeError(f"its shape is {tuple(shape)}, the engine's {tuple(room.shape)}")
+                raise RuntimeError(
+                    f"its shape is {tuple(shape)}, the engine's {tuple(room.shape)}")
             self.n_elements[part] += shape.numel()
             self.loaded.add(self.current)
             return loader(*args, **kwargs)
@@ -305,8 +312,8 @@ class _Arrivals:
         return load
 
     def missing(self):
-        """Returns the names of parameters, or parts of fused ones, that got no tensor; of experts,
-        which share a parameter, also those that got too few."""
+        """Returns the names of parameters, or parts of fused ones, that got no tensor; of
+        experts, which share a parameter, also those that got too few."""
         names = []
         for parameter, parts in self.fused.items():
             for part, tensor in parts.items():
@@ -317,7 +324,7 @@ class _Arrivals:
 
 
 def fused_parts(model):
-    """Returns {parameter of the engine: {name of a part before fusing: its rows on this rank}}.
+    """Returns {parameter of the engine: {name of a part before fusing: its rows here}}.
 
     A qkv_proj consists of q_proj, k_proj and v_proj; most parameters consist of themselves."""
     fused = {}
@@ -336,8 +343,8 @@ def fused_parts(model):
 def never_sample(model, never):
     """Gives these ids no probability (vllm#13175).
 
-    never: ids, or slices of ids. The logits themselves are changed, so that what samples from them
-    and what reports logprobs agree."""
+    never: ids, or slices of ids. The logits themselves are changed, so that what samples
+    from them and what reports logprobs agree."""
     compute_logits = model.compute_logits
 
     def limited(*args, **kwargs):
