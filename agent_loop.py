@@ -6,13 +6,14 @@ rule that everything here serves is *token in, token out*: sampled ids are appen
 and never rendered again; the turns in between are tokenised as a difference of two template
 renderings (`turn_suffix`).
 
-Eight words, used alike in code, documents, log and flags:
+Nine words, used alike in code, documents, log and flags:
     prompt       what one row asks; it has a number
     group        the rollouts of one prompt, which are compared with each other
     rollout      one run of an agent loop for one prompt; it gives one or several outputs;
                  its number within the group is called sample
     trajectory   a rollout's messages and tokens while they grow: see `Trajectory`
     output       one `AgentLoopOutput`: one token sequence, prompt and response
+    unit         the outputs of a rollout that share one reward and weigh one; by default all
     segment      the number of an output within its rollout: 0, 1, ...
     turn         what the assistant says at a time, or the answer of tools or a user to it
     token        one id; its mask is 1 if the policy sampled it, else 0
@@ -104,8 +105,14 @@ class AgentLoopOutput:
     in the order of their placeholders; the ids hold one placeholder for each token of an
     image.
 
-    Raises ValueError if the lists differ in length, or if the mask, the prompt or the stop
-    reason is bad."""
+    Outputs of one rollout with the same unit share one reward, that of the last of them, and
+    count once, in advantages and in the loss. Units of one prompt are compared with those of
+    the same group; the default is that of the same name. So a rollout is one unit if nothing
+    is said, and is compared with the other rollouts of its prompt. The sides of a game are
+    units "x" and "o"; siblings in a tree share a group with their rollout's number in it.
+
+    Raises ValueError if the lists differ in length, or if the mask, the prompt, the stop
+    reason, the unit or the group is bad."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -121,6 +128,8 @@ class AgentLoopOutput:
     metrics: dict[str, Any] = field(default_factory=dict)
     images: list = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    unit: str = ""
+    group: str = ""
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
@@ -134,6 +143,8 @@ class AgentLoopOutput:
             raise ValueError("prompt_ids is empty: what is the first token predicted from?")
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
+        if not isinstance(self.unit, str) or not isinstance(self.group, str):
+            raise ValueError(f"unit {self.unit!r} and group {self.group!r} must be texts")
 
     @property
     def truncated(self) -> bool:

@@ -2,7 +2,7 @@
 
     rows        load_task, load_rows, filter_overlong: what is asked; prompt_order: when
     batches     collate makes the outputs of a step one batch: padded (B, T) tensors, the form
-                that people read. by_rollout and token_rewards give their rewards, once they
+                that people read. by_unit and token_rewards give their rewards, once they
                 have some; describe and describe_eval what the log says of them
     packing     micro_batches_of_this_rank, pack_rows and packed_attention: what goes through
                 the network has no padding, and a prefix that rows share only once
@@ -33,10 +33,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface
 
+import losses
 from agent_loop import (
     AgentLoopOutput, agent_loop_class, expand, numbers, open_image, outcome, render,
     render_text, row_kwargs, task_interaction, task_tools, templated,
@@ -50,6 +51,7 @@ from flatrl.terminal import Bar
 from flatrl.vision import same_images
 
 Outputs = list[AgentLoopOutput]
+MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
 
 # ---------------------------------------------------------------- rows
 
@@ -219,61 +221,71 @@ def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
 
 
 @dataclass
-class Rollouts:
-    """The rollouts of a batch, (N,); one of several outputs (sub-agents, forks) counts once.
+class Units:
+    """The units of a batch, N of them: whatever shares one reward, and weighs one.
 
-    rewards: the last output's terminal reward plus all outputs' turn rewards; outcomes: the
-    first of these alone; groups: the prompt; longest: response tokens of the longest output.
-    index (B,): the rollout of each output."""
+    A unit is the outputs of one rollout that have the same `unit`, see AgentLoopOutput."""
 
-    rewards: Tensor
-    outcomes: Tensor
-    groups: Tensor
-    longest: Tensor
-    index: Tensor
-
-
-def _rollout_of(output: AgentLoopOutput) -> tuple:
-    return output.extra["prompt"], output.extra["sample"]
+    rewards: Tensor  # (N,) its last output's terminal reward, plus the turn rewards of all
+    outcomes: Tensor  # (N,) the first of these alone
+    groups: Tensor  # (N,) equal for units that are compared with each other
+    prompts: Tensor  # (N,) the number of its prompt
+    lengths: Tensor  # (N,) response tokens of all its outputs
+    index: Tensor  # (B,) the unit of each output
 
 
-def by_rollout(outputs: Outputs) -> Rollouts:
-    """Reduces outputs to one entry for each rollout: a `Rollouts` of tensors, (N,).
+def unit_of(output: AgentLoopOutput) -> tuple:
+    """Returns what outputs of one unit have in common: prompt, sample and the unit's name."""
+    return output.extra["prompt"], output.extra["sample"], output.unit
+
+
+def _group_number(output):
+    """Returns the number of an output's group. That of rollouts is their prompt's."""
+    label = output.group or output.unit
+    prompt = output.extra["prompt"]
+    return hash((prompt, label)) if label else prompt
+
+
+def last_outputs(outputs: Outputs) -> Outputs:
+    """Returns the last output of each unit, in the order of their units' first outputs."""
+    return list({unit_of(output): output for output in outputs}.values())
+
+
+def by_unit(outputs: Outputs) -> Units:
+    """Reduces outputs to one entry for each unit: `Units` of tensors.
 
     The outputs must be sorted by extra["prompt"], ["sample"] and ["segment"]. A reward that is
     still missing counts as 0."""
-    rollouts = [list(segments) for _, segments in itertools.groupby(outputs, _rollout_of)]
-    index = []
-    longest = []
-    turn_rewards = []
-    for number, segments in enumerate(rollouts):
-        index += [number] * len(segments)
-        longest.append(max(len(output.response_ids) for output in segments))
-        of_all_segments = itertools.chain(*(output.turn_rewards for output in segments))
-        turn_rewards.append(sum(reward for _, reward in of_all_segments))
-    outcomes = output_outcomes([segments[-1] for segments in rollouts])
-    return Rollouts(
+    last = last_outputs(outputs)
+    numbers = {unit_of(output): number for number, output in enumerate(last)}
+    lengths = torch.zeros(len(last), dtype=torch.long)
+    turn_rewards = [0.0] * len(last)
+    index = [numbers[unit_of(output)] for output in outputs]
+    for unit, output in zip(index, outputs):
+        lengths[unit] += len(output.response_ids)
+        turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
+    outcomes = torch.tensor([outcome(output) for output in last])
+    return Units(
         rewards=outcomes + torch.tensor(turn_rewards), outcomes=outcomes,
-        groups=torch.tensor([segments[0].extra["prompt"] for segments in rollouts]),
-        longest=torch.tensor(longest), index=torch.tensor(index).long())
+        groups=torch.tensor([_group_number(output) for output in last]),
+        prompts=torch.tensor([output.extra["prompt"] for output in last]), lengths=lengths,
+        index=torch.tensor(index))
 
 
 def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
-    """Returns the prompts whose rollouts differ in a metric: there is something to learn.
+    """Returns the groups whose units differ in a metric: there is something to learn.
 
     metric: "outcome" (best: a shaped reward nearly always differs, verl-recipe#125), "total"
-    (both as in Rollouts), or a reward dict's key, of a rollout's last output."""
-    rollouts = by_rollout(outputs)
+    (both as in Units), or a reward dict's key, of a unit's last output."""
+    units = by_unit(outputs)
     if metric == "outcome":
-        values = rollouts.outcomes.tolist()
+        values = units.outcomes.tolist()
     elif metric == "total":
-        values = rollouts.rewards.tolist()
+        values = units.rewards.tolist()
     else:
-        # Of several outputs of a rollout the last one stays.
-        last_outputs = dict(zip(rollouts.index.tolist(), outputs))
-        values = [output.reward[metric] for output in last_outputs.values()]
+        values = [output.reward[metric] for output in last_outputs(outputs)]
     values_of_group = defaultdict(set)
-    for group, value in zip(rollouts.groups.tolist(), values):
+    for group, value in zip(units.groups.tolist(), values):
         values_of_group[group].add(value)
     return {group for group, values in values_of_group.items() if len(values) > 1}
 
@@ -294,7 +306,7 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         prefix_ids         (B, L) input_ids whose placeholders (image_token_id) say which image
                            it is, see `same_images`; without an image_token_id no row with
                            images shares a prefix
-    Rewards may come later, and have functions of their own: `by_rollout`, `token_rewards`."""
+    Rewards may come later, and have functions of their own: `by_unit`, `token_rewards`."""
     def padded(rows, dtype=torch.long, padding=0):
         rows = [torch.tensor(row, dtype=dtype) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=padding)
@@ -317,30 +329,75 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     return batch
 
 
-def output_outcomes(outputs: Outputs) -> Tensor:
-    """Returns each output's terminal reward, (B,): a dict's "score", 0 where there is none yet."""
-    return torch.tensor([outcome(output) for output in outputs])
-
-
 def token_rewards(outputs: Outputs, outcomes: Tensor | None = None) -> Tensor:
     """Returns the rewards of the response tokens, (B, T), for estimators that need them.
 
     A turn reward falls on the token it names, or, where that was not sampled, on the last
-    sampled one before it, else on the first. The terminal reward is on the last sampled token;
-    outcomes (B,) replaces the outputs' own. An output without any sampled token has zeros."""
+    sampled one before it, else on the first. The terminal reward of a unit is on its last
+    sampled token; outcomes (N,) replaces the units' own. An output without any sampled token
+    has zeros."""
+    units = by_unit(outputs)
     if outcomes is None:
-        outcomes = output_outcomes(outputs)
+        outcomes = units.outcomes
+    with_sampled = [output for output in outputs if 1 in output.response_mask]
+    ends = list(map(id, last_outputs(with_sampled)))
     rows = []
-    for output, terminal_reward in zip(outputs, outcomes, strict=True):
+    for output, unit in zip(outputs, units.index):
         length = len(output.response_mask)
         row = torch.zeros(length)
         sampled = [i for i, mask in enumerate(output.response_mask) if mask]
-        for index, reward in [*output.turn_rewards, (length, terminal_reward)]:
+        rewards = list(output.turn_rewards)
+        if id(output) in ends:
+            rewards.append((length, outcomes[unit]))
+        for index, reward in rewards:
             if sampled:
                 n_before = bisect(sampled, index)  # sampled tokens up to the index
                 row[sampled[max(n_before - 1, 0)]] += reward
         rows.append(row)
     return pad_sequence(rows, batch_first=True)
+
+
+def places_in_units(batch: dict) -> tuple[Tensor, Tensor]:
+    """Lays the sampled tokens of each unit end to end, so that returns go over its outputs.
+
+    Gives n sampled tokens, in the batch's order, their places in a matrix that has a row for
+    each of the N units: row and column, (n,) each. An empty column stands before every turn:
+    a run of the matrix's places is a turn. An output whose prompt is the whole sequence of
+    the output before it goes on with the turn that was cut there."""
+    units = batch["units"]
+    mask = batch["response_mask"].bool()  # (B, T)
+    steps = mask.long() + losses.turn_starts(mask)
+    columns = steps.cumsum(1) - 1  # (B, T), counted from the output's first
+    widths = steps.sum(1).tolist()
+    first_columns = []
+    ends = [0] * len(units.rewards)  # by unit
+    cut_turns = {}  # unit -> its last output's sequence, if the last token there was sampled
+    for row, unit in enumerate(units.index.tolist()):
+        sequence = batch["input_ids"][row, : batch["lengths"][row]]
+        prompt = sequence[: batch["prompt_lengths"][row]]
+        if unit in cut_turns and mask[row, :1].any() and torch.equal(prompt, cut_turns[unit]):
+            ends[unit] -= 1
+        first_columns.append(ends[unit])
+        ends[unit] += widths[row]
+        cut_turns.pop(unit, None)
+        if mask[row, : batch["response_lengths"][row]][-1:].any():
+            cut_turns[unit] = sequence
+    columns += torch.tensor(first_columns)[:, None]
+    return units.index[:, None].expand_as(mask)[mask], columns[mask]
+
+
+def scatter(values: Tensor, places: tuple[Tensor, Tensor], n_units: int) -> Tensor:
+    """Puts the values of the n sampled tokens, (n,), into their places: (N, S), 0 elsewhere."""
+    width = places[1].max().item() + 1 if len(values) else 0
+    return values.new_zeros(n_units, width).index_put(places, values)
+
+
+def unit_tokens(mask: Tensor, index: Tensor) -> Tensor:
+    """Returns how many mask-1 tokens the unit of each row has, (B,).
+
+    mask (B, T); index (B,): the unit of each row."""
+    tokens = mask.sum(-1)
+    return torch.zeros_like(tokens).index_add(0, index, tokens)[index] if len(index) else tokens
 
 
 def select(batch: dict, rows: list[int]) -> dict:
@@ -360,14 +417,28 @@ def select(batch: dict, rows: list[int]) -> dict:
     return selected
 
 
+def means_of_named_units(outputs: Outputs, rewards: list[float]) -> dict[str, float]:
+    """Returns {name: mean reward} of units by their names; {} if there are too many for a log.
+
+    rewards: of the outputs' units, (N,)."""
+    rewards_of_name = defaultdict(list)
+    for output, reward in zip(last_outputs(outputs), rewards, strict=True):
+        rewards_of_name[output.unit].append(reward)
+    rewards_of_name.pop("", None)
+    if len(rewards_of_name) > MAX_LOGGED_UNITS:
+        return {}
+    return {name: fmean(rewards) for name, rewards in sorted(rewards_of_name.items())}
+
+
 def describe(outputs: Outputs) -> dict:
     """Returns statistics of outputs, by the names that they have in the log.
 
-    Rewards are those of whole rollouts. A reward dict's further keys come as reward_part/*,
-    numbers in AgentLoopOutput.metrics as rollout/* (means, 0 where one has none), seconds as
-    timing/*. rollout/segments: outputs of a rollout."""
+    Rewards are those of units; those of a named unit are reward/NAME. A reward dict's further
+    keys come as reward_part/*, numbers in AgentLoopOutput.metrics as rollout/* (means, 0 where
+    one has none), seconds as timing/*. rollout/segments: outputs of a rollout."""
     n = len(outputs)
-    rewards = by_rollout(outputs).rewards.tolist()
+    n_rollouts = len({unit_of(output)[:2] for output in outputs})
+    rewards = by_unit(outputs).rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
     n_cut_off = sum(output.stop_reason == "length" for output in outputs)
@@ -382,7 +453,10 @@ def describe(outputs: Outputs) -> dict:
         "response_length/clipped_ratio": n_cut_off / n,
         "num_turns/mean": np.mean(num_turns),
         "num_turns/max": max(num_turns),
-        "rollout/segments": n / len(rewards)}
+        "rollout/trajectories": n_rollouts,
+        "rollout/segments": n / n_rollouts}
+    for name, reward in means_of_named_units(outputs, rewards).items():
+        result[f"reward/{name}"] = reward
     seconds = {"generate_s": [], "tool_s": []}
     sums = Counter(f"stop_reason/{output.stop_reason}" for output in outputs)
     reward_parts = defaultdict(list)
@@ -420,52 +494,66 @@ def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
 
     The extra["prompt"] of an output is the number of its row in `rows`.
 
-    eval/pass@j is given for every j up to the most rollouts n of a row: the chance that one of j
+    eval/pass@j is given for every j up to the most units n of a group: the chance that one of j
     passes, 1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1); the mean over the
-    rows with n >= j. To pass is an outcome of at least 1. eval/reward_stderr: the standard error of
-    the mean over rows, because rollouts of one row are not independent. With several data_source:
-    eval/<data_source>/reward."""
-    rollouts = by_rollout(outputs)
+    groups with n >= j. A group is what is compared: the rollouts of a row, if nothing else is
+    said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error of the mean
+    over rows, because rollouts of one row are not independent. With several data_source:
+    eval/<data_source>/reward; with named units: eval/<unit>/reward."""
+    units = by_unit(outputs)
+    rewards = units.rewards.tolist()
     rewards_of_source = defaultdict(list)
     rewards_of_row = defaultdict(list)
-    n_failed = Counter()
-    passed = rollouts.outcomes >= 1
-    for prompt, reward, passes in zip(
-            rollouts.groups.tolist(), rollouts.rewards.tolist(), passed.tolist()):
+    passes_of_group = defaultdict(list)
+    passed = units.outcomes >= 1
+    for prompt, group, reward, passes in zip(
+            units.prompts.tolist(), units.groups.tolist(), rewards, passed.tolist()):
         rewards_of_source[rows[prompt].get("data_source")].append(reward)
         rewards_of_row[prompt].append(reward)
-        n_failed[prompt] += not passes
+        passes_of_group[group].append(passes)
     statistics = describe(outputs)
     result = {f"eval/{name}": statistics[f"{name}/mean"]
               for name in ("reward", "response_length", "num_turns")}
+    means = means_of_named_units(outputs, rewards)
     if len(rewards_of_source) > 1:
-        for source, rewards in rewards_of_source.items():
-            result[f"eval/{source}/reward"] = fmean(rewards)
+        means |= {source: fmean(rewards) for source, rewards in rewards_of_source.items()}
+    result |= {f"eval/{name}/reward": reward for name, reward in means.items()}
     n_rows = len(rewards_of_row)
     row_means = [fmean(rewards) for rewards in rewards_of_row.values()]
     deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
     result["eval/reward_stderr"] = deviation / n_rows**0.5
-    for j in range(1, max(map(len, rewards_of_row.values())) + 1):
-        chances = [1 - math.comb(n_failed[prompt], j) / math.comb(len(rewards), j)
-                   for prompt, rewards in rewards_of_row.items() if len(rewards) >= j]
+    for j in range(1, max(map(len, passes_of_group.values())) + 1):
+        chances = [1 - math.comb(passes.count(False), j) / math.comb(len(passes), j)
+                   for passes in passes_of_group.values() if len(passes) >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
 
 
-def turn_states(outputs: Outputs) -> Tensor:
-    """Returns an integer for every sampled turn (a run of mask-1 tokens), in order, (turns,).
+def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
+    """Returns an integer for every sampled turn, unit by unit, (sum of turns,).
 
-    It is equal where turns of one prompt met the same state. The states are an output's
-    metrics["states"], one a turn and compared by their repr, which a task's reward function
-    may set; by default a turn's index. Raises ValueError if they are more or fewer than the
-    turns."""
-    labels = []
+    turns: the number of turns of each unit. The integer is equal where turns of one group met
+    the same state. The states are the outputs' metrics["states"], one a turn and compared by
+    value, which a task's reward function may set; by default a turn's index in its unit. Raises
+    ValueError if they are more or fewer than the turns."""
+    given = defaultdict(list)
     for output in outputs:
-        runs = itertools.groupby(output.response_mask)
-        turns = range(sum(mask for mask, _ in runs))  # of the runs those of mask 1
-        for _, state in zip(turns, output.metrics.get("states", turns), strict=True):
-            labels.append(hash(repr((output.extra["prompt"], state))))
+        given[unit_of(output)] += output.metrics.get("states", [])
+    labels = []
+    for output, n_turns in zip(last_outputs(outputs), turns, strict=True):
+        states = tree_map(_array_value, given[unit_of(output)] or list(range(n_turns)))
+        if len(states) != n_turns:
+            raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
+        labels += [hash((_group_number(output), repr(state))) for state in states]
     return torch.tensor(labels, dtype=torch.long)
+
+
+def _array_value(leaf):
+    """Returns shape and bytes of an array or image: its repr may leave out most of it."""
+    if isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__"):
+        array = np.asarray(leaf)
+        return array.shape, array.tobytes()
+    return leaf
 
 
 # ---------------------------------------------------------------- packing

@@ -6,7 +6,8 @@
 
 Words used throughout:
     (B, T)             outputs x response tokens, right-padded. A row is one token sequence.
-    (N,)               rollouts, one number for each.
+    (N,)               units, one number for each. A unit is what shares one reward: by default
+                       a rollout, whatever the number of its outputs.
     mask               (B, T), bool or 0/1. 1 = sampled by the policy; 0 = tool, user, template or
                        padding. A value at mask 0, even NaN, changes no result and no gradient,
                        and results are 0 there. So inputs are cleaned by `where` BEFORE any
@@ -181,30 +182,35 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     return centered.type_as(_floating(rewards))
 
 
+def turn_starts(mask: Tensor) -> Tensor:
+    """Returns whether a turn, a run of mask-1 tokens, starts at each token: bool, shape of mask."""
+    mask = mask.bool()
+    return mask & ~torch.nn.functional.pad(mask, (1, -1))
+
+
 @no_grad
 def gigpo_advantages(rewards: Tensor, mask: Tensor, states: Tensor,
                      turn_discount: float) -> Tensor:
-    """Computes GiGPO's step advantages, (B, T) -> (B, T) (arXiv 2505.10978, eq. 7).
+    """Computes GiGPO's step advantages, (N, S) -> (N, S) (arXiv 2505.10978, eq. 7).
 
         R_k = sum_{j >= k} turn_discount^(j - k) r_j
         A   = `grpo_advantages` of R among the turns that met the same state
 
-    r_j is the reward of turn j. A turn is a run of mask-1 tokens, which all get its A.
-    states (turns,) has one integer for each turn in batch order, equal where turns of one group
-    met the same state. A turn that is alone in its state gets 0.
+    A row of the matrices is a unit, its outputs laid end to end. r_j is the reward of turn j. A
+    turn is a run of mask-1 tokens, which all get its A. states (turns,) has one integer for each
+    turn, row by row, equal where turns of one group met the same state. A turn that is alone in
+    its state gets 0.
 
-    The caller adds the result to the rollouts' own advantages (in the paper, with weight 1)."""
-    mask = mask.bool()
-    # A turn starts at a mask-1 token with mask 0, or nothing, before it.
-    starts = mask & ~torch.nn.functional.pad(mask, (1, -1))  # (B, T)
+    The caller adds the result to the units' own advantages (in the paper, with weight 1)."""
+    starts = turn_starts(mask)  # (N, S)
     returns = reinforce_pp_advantages(rewards, mask, 1.0, turn_discount)[starts]  # (turns,)
     advantages = grpo_advantages(returns, states)
 
     # Counting the starts numbers a token's turn from 1. Number 0 (mask-0 tokens before the
     # first turn of the batch) needs an entry too.
-    turn = starts.flatten().cumsum(0).view_as(mask)  # (B, T)
+    turn = starts.flatten().cumsum(0).view_as(mask)  # (N, S)
     advantages = torch.cat([returns.new_zeros(1), advantages])
-    return torch.where(mask, advantages[turn], 0)
+    return torch.where(mask.bool(), advantages[turn], 0)
 
 
 @no_grad
@@ -280,7 +286,8 @@ def policy_loss(
     gspo (there with 3e-4, 4e-4), gmpo and sapo are as in their papers under aggregate's
     "seq-mean-token-mean". With logprobs_old = logprobs.detach(), r is exactly 1 and all six
     have REINFORCE's gradient (gmpo if A is constant along a row). Weights per token weigh a
-    row of gmpo by their arithmetic mean.
+    row of gmpo by their arithmetic mean. The ratios of gspo and gmpo are those of a row: where
+    a unit has several outputs, each has its own.
 
     stats: ratio (r; for gspo and gmpo the row's), ppo_kl (-log r: k1 of KL(old, new)),
     clipfrac (1 where the bound is active: no gradient there, with cispo a reduced one),
@@ -486,7 +493,7 @@ class AdaptiveKL:
 
 def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
               n_tokens: float | Tensor | None = None, n_seqs: float | Tensor | None = None,
-              max_len: int | None = None) -> Tensor:
+              max_len: int | None = None, unit_tokens: Tensor | None = None) -> Tensor:
     """Sums x (B, T) over mask-1 tokens and divides by GLOBAL counts -> scalar.
 
         token-mean                 sum / n_tokens                      DAPO, arXiv 2503.14476
@@ -495,28 +502,43 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
         seq-mean-token-mean        sum of row means / n_seqs           GRPO, arXiv 2402.03300
         seq-mean-token-sum-norm    sum / (n_seqs max_len)              Dr. GRPO, arXiv 2503.20783
 
-    n_tokens and n_seqs count the mask-1 tokens, and the rows with any of them, in the whole
+    A sequence is a row, or with unit_tokens a unit of several rows. unit_tokens (B,) has the
+    mask-1 tokens of each row's whole unit: the mean over them is a unit's "row mean", and its
+    rows together weigh as much as one row would.
+
+    n_tokens and n_seqs count the mask-1 tokens, and the sequences with any of them, in the whole
     mini-batch: all its micro-batches on all ranks. The results for the micro-batches then ADD
     UP to that of the mini-batch, and no way to cut it (between rows) changes the gradient. By
-    default they are the counts in this mask, and max_len is its width.
+    default they are the counts in this mask (see `count_sequences`), and max_len is its width.
 
     Raises ValueError for an unknown mode."""
     _check_choice("aggregation", mode, AGGREGATIONS)
     # With a mask of zeros the result is 0, but it still has a graph: under DDP a rank without
     # work has to run its backward pass too.
     mask, values = _masked(mask, x)
-    lengths = mask.sum(-1)  # (B,)
     count = 1
     if mode == "token-mean":
-        count = lengths.sum() if n_tokens is None else n_tokens
+        count = mask.sum() if n_tokens is None else n_tokens
     elif mode.startswith("seq-mean"):
-        count = (lengths > 0).sum() if n_seqs is None else n_seqs
+        count = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-mean":
+        lengths = mask.sum(-1) if unit_tokens is None else unit_tokens  # (B,)
         values = values / lengths.clamp(min=1)[:, None]
     if mode == "seq-mean-token-sum-norm":
         width = max_len or mask.shape[1]
         count = count * width
-    return values.sum() / torch.as_tensor(count, device=x.device).clamp(min=1)
+    count = torch.as_tensor(count, device=x.device)
+    return (values.sum() / count.clamp(min=1)).to(values.dtype)
+
+
+def count_sequences(mask: Tensor, unit_tokens: Tensor | None = None) -> Tensor:
+    """Counts rows, or with unit_tokens (B,) units, that have mask-1 tokens -> scalar.
+
+    A row is the share of its unit's tokens that it has, so that a unit counts 1."""
+    lengths = mask.bool().sum(-1)  # (B,)
+    if unit_tokens is None:
+        unit_tokens = lengths
+    return (lengths.double() / unit_tokens.clamp(min=1)).sum()
 
 
 # ---- Token log-probabilities without the logits --------------------------------------------------

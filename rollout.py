@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -585,7 +585,7 @@ class Phase:
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of trajectories, failures and, without --replay, the engine."""
-        metrics = data.describe(self.sampled) | {"rollout/trajectories": len(self.sampled)}
+        metrics = data.describe(self.sampled)
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
             metrics[f"rollout/{kind}"] = self.counts[kind]
         if engine is None:
@@ -1074,28 +1074,43 @@ def _copy_containers(tree):
 
 
 async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"):
-    """Sets a rollout's terminal reward: its last output's own, else the task's.
+    """Sets the terminal rewards of a rollout's units: each its last output's own, else the task's,
+    asked for that output. The unit's earlier outputs share it.
 
-    Earlier segments share it. A reward function may also write to output.turn_rewards and
-    output.metrics. Raises ValueError if the reward is not a finite number or a dict with
-    one under "score" (and under `metric`, if that is a key: --filter_metric). Raises, too,
-    for what can't be placed or logged."""
-    reward = outputs[-1].reward
-    if reward is None:
-        reward = await call(task.reward, outputs[-1], row)
-    if metric not in ("outcome", "total"):
-        if not isinstance(reward, dict) or metric not in reward:
-            problem = f"the reward is {reward!r}, not a dict with this key"
-            raise ValueError(f"--filter_metric {metric}: {problem}")
-        reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
-    outputs[-1].reward = reward
+    A reward function may also write to output.turn_rewards and output.metrics. Raises ValueError
+    if a reward is not a finite number or a dict with one under "score" (and under `metric`, if
+    that is a key: --filter_metric), if an earlier output of a unit has a reward that would be
+    ignored, or if a unit is in two groups. Raises, too, for what can't be placed or logged."""
+    units = defaultdict(list)
+    for output in outputs:
+        units[output.unit].append(output)
+    for unit, outputs_of_unit in units.items():
+        last = outputs_of_unit[-1]
+        for output in outputs_of_unit:
+            if output.reward not in (None, last.reward):
+                raise ValueError(
+                    f"output {outputs.index(output)} of a rollout has the reward {output.reward}, "
+                    f"but its unit {unit!r} gets that of its last output: name a `unit` for each "
+                    "output that has a reward of its own, or use turn_rewards")
+            if output.group != last.group:
+                raise ValueError(f"the outputs of unit {unit!r} are in the groups "
+                                 f"{output.group!r} and {last.group!r}: a unit has one")
+        reward = last.reward
+        if reward is None:
+            reward = await call(task.reward, last, row)
+        if metric not in ("outcome", "total"):
+            if not isinstance(reward, dict) or metric not in reward:
+                problem = f"the reward is {reward!r}, not a dict with this key"
+                raise ValueError(f"--filter_metric {metric}: {problem}")
+            reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
+        for output in outputs_of_unit:
+            output.reward = _checked(reward)
     for output in outputs:
         places = range(max(1, len(output.response_ids)))
         output.turn_rewards = [(places[index], finite(value, "a turn's reward"))
                                for index, value in output.turn_rewards]
         output.metrics = _loggable(output.metrics)
         json.dumps([output.messages, output.extra], default=str)  # as the log does
-        output.reward = _checked(reward if output.reward is None else output.reward)
 
 
 def _checked(reward):

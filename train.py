@@ -594,8 +594,8 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
 
 
 # Of the batch, what an objective gets.
-COLUMNS = """response_mask advantages logprobs_rollout logprobs_old logprobs_ref values
-    returns""".split()
+COLUMNS = """response_mask unit_tokens advantages logprobs_rollout logprobs_old logprobs_ref
+    values returns""".split()
 
 
 def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int], args: Args,
@@ -611,10 +611,11 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     network's first scores of the tokens of this rank, (B, T), 0 elsewhere.
     RuntimeError: the gradient is not finite."""
     model = learner.wrapped
+    batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # if no one said, a row is one
     # Every rank has the whole batch, so these counts are global.
     mask = batch["response_mask"][rows]
     n_tokens = mask.sum().item()
-    n_seqs = (mask.sum(-1) > 0).sum().item()
+    n_units = losses.count_sequences(mask, batch["unit_tokens"][rows]).item()
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed)
     # Both stay on the device: to read a number there would wait for the whole pass.
@@ -635,8 +636,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         with averaging:
             scores = model(packed)
             losses_of_tokens, stats = objective(scores, columns, args)
-            loss = losses.aggregate(losses_of_tokens, mask, loss_agg, n_tokens, n_seqs,
-                                    args.max_response_tokens)
+            loss = losses.aggregate(losses_of_tokens, mask, loss_agg, n_tokens, n_units,
+                                    args.max_response_tokens, columns["unit_tokens"])
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
         sums["loss"] += loss.detach()
         for name, values in stats.items():
@@ -692,16 +693,20 @@ def value_objective(scores: list[torch.Tensor], columns: dict, args: Args):
                              columns["response_mask"], args.value_clip)
 
 
-def mini_batches(n_rows: int, step: int, args: Args) -> Iterator[list[int]]:
-    """Yields the rows of each optimiser step: in every epoch all rows are shuffled, whatever
-    their prompts, and cut into as many equal parts as --prompts_per_mini_batch goes into a
-    step."""
+def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[int]]:
+    """Yields the rows of each optimiser step: in every epoch the prompts are shuffled and dealt to
+    as many equal parts as --prompts_per_mini_batch goes into a step.
+
+    prompts (B,): each row's. All rows of a prompt stay together, because units are compared and
+    weighed whole, and a prefix that rows share is then computed once."""
     n_parts = args.updates_per_rollout // args.epochs
+    present = prompts.unique()
     for epoch in range(args.epochs):
         generator = torch.Generator().manual_seed(seed_of(args.seed, step, epoch))
-        for rows in torch.randperm(n_rows, generator=generator).tensor_split(n_parts):
-            if len(rows):
-                yield rows.tolist()
+        order = torch.randperm(len(present), generator=generator)
+        for part in present[order].tensor_split(n_parts):
+            if len(part):
+                yield torch.isin(prompts, part).nonzero().flatten().tolist()
 
 
 # ---------------------------------------------------------------- the engine's part of a step
@@ -1069,7 +1074,7 @@ def networks_to_score(run: Run, step: int) -> dict[str, nn.Module]:
 def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     """Waits for the rewards. Returns the batch, narrowed to the outputs that got one.
 
-    Sets batch["rollouts"], the rollouts with their rewards, not yet shaped."""
+    Sets batch["units"], with their rewards, not yet shaped."""
     outputs = phase.trained
     if run.engine:
         grade(run, phase)
@@ -1078,89 +1083,100 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
             run.history[output.extra["prompt"]].append(total_reward(output))
     graded_rows = [row for row, output in enumerate(outputs) if output.reward is not None]
     batch = data.select(batch, graded_rows)
-    batch["rollouts"] = data.by_rollout(phase.trained)
+    batch["units"] = data.by_unit(phase.trained)
     return batch
 
 
-def shape_outcomes(outcomes: torch.Tensor, longest: torch.Tensor, args: Args) -> torch.Tensor:
-    """Clips terminal rewards (--reward_clip), then adds the penalty of --overlong_buffer.
-
-    longest: the response tokens of a rollout's longest output. All have one shape: (N,), one entry
-    a rollout, or (B,), one an output."""
+def shape_outcomes(units: data.Units, args: Args) -> torch.Tensor:
+    """Returns the terminal rewards of units (N,), clipped by --reward_clip, plus the penalty of
+    --overlong_buffer."""
+    outcomes = units.outcomes
     if args.reward_clip:
         outcomes = outcomes.clamp(-args.reward_clip, args.reward_clip)
     if args.overlong_buffer:
         limit = args.max_response_tokens
         buffer = max(1, round(args.overlong_buffer * limit))
-        outcomes = outcomes + losses.overlong_penalty(longest, limit, buffer)
+        outcomes = outcomes + losses.overlong_penalty(units.lengths, limit, buffer)
     return outcomes
 
 
-def shaped_rewards(rollouts: data.Rollouts, args: Args) -> torch.Tensor:
-    """Returns the rewards of rollouts (N,) as the flags shape them, but for the KL."""
-    turn_rewards = rollouts.rewards - rollouts.outcomes
-    outcomes = shape_outcomes(rollouts.outcomes, rollouts.longest, args)
-    return args.reward_coef * (turn_rewards + outcomes)
+def shaped_rewards(units: data.Units, args: Args) -> torch.Tensor:
+    """Returns the rewards of units (N,) as the flags shape them, but for the KL."""
+    turn_rewards = units.rewards - units.outcomes
+    return args.reward_coef * (turn_rewards + shape_outcomes(units, args))
 
 
 def shape_rewards(batch: dict, outputs: data.Outputs, kl_coef: float,
                   args: Args) -> dict[str, float]:
     """Applies --reward_clip, --overlong_buffer, --reward_coef and, by --kl_in reward, the KL.
 
-    Replaces the (N,) rewards of batch["rollouts"], for estimators that compare rollouts, and
-    sets batch["token_rewards"] (B, T), for the others; outputs: those of the batch, graded.
-    Returns metrics; actor/kl, for AdaptiveKL, is a mean over trajectories' means."""
+    Replaces the (N,) rewards of batch["units"], for estimators that compare units, and sets
+    batch["token_rewards"] (B, T), for the others; outputs: those of the batch, graded.
+    Returns metrics; actor/kl, for AdaptiveKL, is a mean over units' means."""
     mask = batch["response_mask"]
-    rollouts = batch["rollouts"]
-    rewards = shaped_rewards(rollouts, args)
-    longest = rollouts.longest[rollouts.index]  # (B,)
-    outcomes = shape_outcomes(data.output_outcomes(outputs), longest, args)
+    units = batch["units"]
+    rewards = shaped_rewards(units, args)
+    outcomes = shape_outcomes(units, args)
     token_rewards = args.reward_coef * data.token_rewards(outputs, outcomes)
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
         kl = torch.where(mask.bool(), kl, 0)  # (B, T)
         token_rewards = token_rewards - kl_coef * kl
-        rewards = rewards.index_add(0, rollouts.index, -kl_coef * kl.sum(-1))
-        metrics["actor/kl"] = losses.aggregate(kl, mask, "seq-mean-token-mean").item()
+        rewards = rewards.index_add(0, units.index, -kl_coef * kl.sum(-1))
+        mean_kl = losses.aggregate(
+            kl, mask, "seq-mean-token-mean", unit_tokens=data.unit_tokens(mask, units.index))
+        metrics["actor/kl"] = mean_kl.item()
         metrics["actor/kl_coef"] = kl_coef
     batch["token_rewards"] = token_rewards
-    batch["rollouts"] = replace(rollouts, rewards=rewards)
+    batch["units"] = replace(units, rewards=rewards)
     metrics["reward/shaped_mean"] = rewards.mean().item()
     return metrics
 
 
-def greedy_baselines(phase: Phase, rollouts: data.Rollouts, args: Args) -> torch.Tensor:
-    """Returns, for each rollout, the shaped reward of its prompt's greedy rollout, (N,); NaN
-    where there is none."""
-    greedy = data.by_rollout(phase.greedy)
+def greedy_baselines(phase: Phase, units: data.Units, args: Args) -> torch.Tensor:
+    """Returns, for each unit, the shaped reward of its group's greedy rollout, (N,); NaN where
+    there is none."""
+    greedy = data.by_unit(phase.greedy)
     rewards = shaped_rewards(greedy, args).tolist()
-    baseline_of = dict(zip(greedy.groups.tolist(), rewards, strict=True))
-    return torch.tensor([baseline_of.get(group, math.nan) for group in rollouts.groups.tolist()])
+    baseline_of = dict(zip(greedy.groups.tolist(), rewards))
+    return torch.tensor([baseline_of.get(group, math.nan) for group in units.groups.tolist()])
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     """Returns the advantages by --adv_estimator, (B, T). THE place for one of your own.
 
-    An estimator that compares rollouts gives (N,), one number for all tokens of a rollout;
-    the others give (B, T). gae also sets batch["returns"]. Raises ValueError for any other
-    shape."""
-    mask = batch["response_mask"]  # (B, T)
-    token_rewards = batch["token_rewards"]  # (B, T)
-    rollouts = batch["rollouts"]
-    rewards = rollouts.rewards  # (N,)
-    groups = rollouts.groups  # (N,)
+    An estimator that compares units gives (N,), one number for all tokens of a unit. The
+    others see each unit as one sequence, its outputs laid end to end, and give one number for
+    each token, (N, S). gae also sets batch["returns"]. Raises ValueError for any other shape."""
+    units = batch["units"]
+    rewards = units.rewards  # (N,)
+    groups = units.groups  # (N,)
+    sampled = batch["response_mask"].bool()  # (B, T)
+    places = data.places_in_units(batch)
+
+    def end_to_end(x):  # (B, T) -> (N, S)
+        return data.scatter(x[sampled], places, len(rewards))
+
+    def back(x):  # (N, S) -> (B, T)
+        zeros = torch.zeros_like(batch["response_mask"])
+        return zeros.masked_scatter(sampled, x[places].type_as(zeros))
+
+    mask = end_to_end(batch["response_mask"])
+    token_rewards = end_to_end(batch["token_rewards"])
     by_turn = args.turn_discount
     match args.adv_estimator:
         case "gae":
-            advantages, batch["returns"] = losses.gae(
-                token_rewards, batch["values"], mask, args.gamma, args.lam, by_turn)
+            values = end_to_end(batch["values"])
+            advantages, returns = losses.gae(
+                token_rewards, values, mask, args.gamma, args.lam, by_turn)
+            batch["returns"] = back(returns)
         case "reinforce_pp":
             advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma, by_turn)
         case "gigpo":
-            states = data.turn_states(phase.trained)
+            states = data.turn_states(phase.trained, losses.turn_starts(mask).sum(1).tolist())
             advantages = losses.gigpo_advantages(token_rewards, mask, states, by_turn)
-            advantages += losses.grpo_advantages(rewards, groups)[rollouts.index][:, None]
+            advantages += losses.grpo_advantages(rewards, groups)[:, None]
         case "grpo":
             advantages = losses.grpo_advantages(rewards, groups)
         case "drgrpo":
@@ -1168,26 +1184,26 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
         case "rloo":
             advantages = losses.rloo_advantages(rewards, groups)
         case "opo":
-            lengths = torch.zeros_like(rewards).index_add_(0, rollouts.index, mask.sum(-1))
-            advantages = losses.opo_advantages(rewards, groups, lengths)
+            advantages = losses.opo_advantages(rewards, groups, mask.sum(-1))
         case "remax":
-            baselines = greedy_baselines(phase, rollouts, args)
+            baselines = greedy_baselines(phase, units, args)
             advantages = losses.remax_advantages(rewards, baselines).nan_to_num(0)
     if advantages.shape == rewards.shape:
-        advantages = advantages[rollouts.index][:, None].expand_as(mask)
+        advantages = advantages[:, None].expand_as(mask)
     if advantages.shape != mask.shape:
         raise ValueError(f"--adv_estimator {args.adv_estimator} gives advantages of the shape "
-                         f"{tuple(advantages.shape)}: must be one for each rollout, (N,) = "
-                         f"{tuple(rewards.shape)}, or for each token, (B, T) = {tuple(mask.shape)}")
+                         f"{tuple(advantages.shape)}: must be one for each unit, (N,) = "
+                         f"{tuple(rewards.shape)}, or for each token, (N, S) = "
+                         f"{tuple(mask.shape)}")
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
-    return advantages
+    return back(advantages)
 
 
 def mask_truncated(batch: dict):
-    """Takes rollouts of which any output was cut off out of the losses and their counts: their
+    """Takes units of which any output was cut off out of the losses and their counts: their
     response_mask becomes 0."""
-    index = batch["rollouts"].index
+    index = batch["units"].index
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
 
@@ -1205,12 +1221,14 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if run.critic:
         run.critic.set_lr(step)
+    units = batch["units"]
+    batch["unit_tokens"] = data.unit_tokens(batch["response_mask"], units.index)
     learned_from = batch
     if args.updates_per_rollout == 1:
         # The forward pass has the old logprobs to the last digit, so that the ratio is exactly 1.
         learned_from = {name: column for name, column in batch.items() if name != "logprobs_old"}
     updates = []
-    for rows in mini_batches(len(batch["lengths"]), step, args):
+    for rows in mini_batches(units.prompts[units.index], step, args):
         stats = {"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()}
         if step >= args.critic_warmup:
             actor, logprobs = optimise(run.policy, policy_objective, learned_from, rows, args,
@@ -1247,14 +1265,14 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     mask = batch["response_mask"].bool()
     difference, is_comparable = tokens_to_compare(batch, version)
     difference = difference[is_comparable]
-    groups = batch["rollouts"].groups
-    group_sizes = groups.unique(return_counts=True)[1]
+    units = batch["units"]
+    group_sizes = units.groups.unique(return_counts=True)[1]
     signal = data.groups_with_signal(phase.trained, "total")
     n_sampled_groups = len({output.extra["prompt"] for output in phase.sampled})
     metrics = {
         "rollout/logp_diff_mean": mean(difference),
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/filtered_groups": n_sampled_groups - len(group_sizes),
+        "rollout/filtered_groups": n_sampled_groups - len(units.prompts.unique()),
         "rollout/singleton_groups": (group_sizes == 1).sum().item(),
         "rollout/zero_std_groups": len(group_sizes) - len(signal),
     }
@@ -1274,9 +1292,9 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0  # a share
     if args.adv_estimator == "remax":
         baselines = {output.extra["prompt"] for output in phase.greedy}
-        metrics["rollout/missing_baselines"] = len(set(groups.tolist()) - baselines)
+        metrics["rollout/missing_baselines"] = len(set(units.prompts.tolist()) - baselines)
         if baselines:
-            metrics["reward/greedy"] = data.by_rollout(phase.greedy).rewards.mean().item()
+            metrics["reward/greedy"] = data.by_unit(phase.greedy).rewards.mean().item()
     return metrics
 
 
@@ -1357,7 +1375,7 @@ def main(args: Args):
             # ---- 4. update: epochs x mini-batches x packed micro-batches; global counts
             metrics |= update(run, batch, step)
             if args.kl_target and step >= args.critic_warmup:
-                run.kl.update(metrics["actor/kl"], len(batch["rollouts"].rewards))
+                run.kl.update(metrics["actor/kl"], len(batch["units"].rewards))
             metrics |= step_metrics(phase, batch, step, args)
             check_agreement(run, phase, batch, step, metrics["rollout/logp_diff_mean"])
             run.done = step + 1

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 from gradient_worker import gradients
@@ -140,17 +142,17 @@ OUTPUTS = [
 
 
 def prepared(args: Args, kl_coef: float = 0.0, **tensors):
-    batch = data.collate(OUTPUTS) | tensors | {"rollouts": data.by_rollout(OUTPUTS)}
+    batch = data.collate(OUTPUTS) | tensors | {"units": data.by_unit(OUTPUTS)}
     metrics = train.shape_rewards(batch, OUTPUTS, kl_coef, args)
-    return batch, batch["rollouts"], metrics
+    return batch, batch["units"], metrics
 
 
 def test_rewards_of_rollouts():
-    rollouts = data.by_rollout(OUTPUTS)
+    rollouts = data.by_unit(OUTPUTS)
     assert rollouts.outcomes.tolist() == [1.0, -3.0, 2.0, 0.0]
     assert rollouts.rewards.tolist() == [1.5, -2.75, 2.0, 0.0]
     assert rollouts.groups.tolist() == [0, 0, 4, 4] and rollouts.index.tolist() == [0, 1, 1, 2, 3]
-    assert rollouts.longest.tolist() == [5, 3, 1, 10]
+    assert rollouts.prompts.tolist() == [0, 0, 4, 4] and rollouts.lengths.tolist() == [5, 5, 1, 10]
 
 
 def test_shaping_moves_rewards_and_token_rewards_alike():
@@ -160,19 +162,18 @@ def test_shaping_moves_rewards_and_token_rewards_alike():
     assert rollouts.rewards.tolist() == [1.5, -1.25, 1.5, -1.0]
     expected = torch.zeros(5, 10)
     expected[0, 1], expected[0, 4] = 0.5, 1.0
-    expected[1, 1] = expected[2, 2] = -1.5  # the rollout's reward, in each of its trajectories
-    expected[2, 2] += 0.25
+    expected[2, 2] = -1.5 + 0.25  # the unit's terminal reward stands once, at the end of its last output
     expected[3, 0], expected[4, 7] = 1.5, -1.0  # on the last sampled token
     close(batch["token_rewards"], expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(0.1875)}
-    close(train.shaped_rewards(data.by_rollout([output(0, 0, "1" * 7, 0.5)]), args), torch.tensor([0.25]))
+    close(train.shaped_rewards(data.by_unit([output(0, 0, "1" * 7, 0.5)]), args), torch.tensor([0.25]))
 
 
-def test_a_segment_with_a_reward_of_its_own_is_clipped_by_itself():
-    outputs = [output(0, 0, "11", 0.3), output(0, 0, "11", 10.0, segment=1)]
-    batch = data.collate(outputs) | {"rollouts": data.by_rollout(outputs)}
+def test_units_with_rewards_of_their_own_are_clipped_each():
+    outputs = [output(0, 0, "11", 0.3, unit="x"), output(0, 0, "11", 10.0, segment=1, unit="o")]
+    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
     train.shape_rewards(batch, outputs, 0.0, Args(reward_clip=1.0))
-    assert batch["rollouts"].rewards.tolist() == [1.0]
+    close(batch["units"].rewards, torch.tensor([0.3, 1.0]))
     close(batch["token_rewards"], torch.tensor([[0, 0.3], [0, 1.0]]))
 
 
@@ -195,7 +196,7 @@ def test_the_reward_of_distillation_is_the_kl_to_the_teacher_token_by_token():
     advantages, batch = estimated(algo="opd", ref_model="x", logprobs_old=old, logprobs_ref=ref)
     close(advantages, (ref - old) * mask)
     sums = torch.zeros(4).index_add(0, torch.tensor(ROLLOUT_OF), ((ref - old) * mask).sum(-1))
-    close(batch["rollouts"].rewards, sums)
+    close(batch["units"].rewards, sums)
     # beside the task's reward: its sum over a rollout, compared in groups
     mixed = Args(algo="opd", ref_model="x", reward_coef=0.5, kl_coef=0.1, adv_estimator="drgrpo")
     batch, rollouts, _ = prepared(mixed, 0.1, logprobs_old=old, logprobs_ref=ref)
@@ -233,17 +234,19 @@ def test_group_estimators_give_a_rollout_one_advantage(estimator, expected):
     advantages, _ = estimated(adv_estimator=estimator)
     assert advantages.shape == MASK.shape
     for row, n in enumerate(ROLLOUT_OF):
-        close(advantages[row], torch.full_like(advantages[row], expected[n]), atol=1e-5, rtol=0)
+        close(advantages[row], expected[n] * MASK[row], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(5,), (3,), (4, 10), (5, 1), ()])
 def test_advantages_of_another_shape_are_refused(shape, monkeypatch):
-    """4 rollouts, of 5 trajectories: a number for each of the latter would be read for other rollouts."""
+    """4 units, of 5 outputs: a number for each of the latter would be read for other units.
+
+    End to end, with an empty column before each turn, the longest unit has 7 places."""
     monkeypatch.setattr(losses, "grpo_advantages", lambda *_: torch.zeros(shape))
     with pytest.raises(ValueError) as error:
         estimated()
-    assert f"gives advantages of the shape {shape}: must be one for each rollout, (N,) = (4,)" in str(error.value)
-    assert str(error.value).endswith("for each token, (B, T) = (5, 10)")
+    assert f"gives advantages of the shape {shape}: must be one for each unit, (N,) = (4,)" in str(error.value)
+    assert str(error.value).endswith("for each token, (N, S) = (4, 8)")
 
 
 def test_remax_subtracts_the_greedy_reward_shaped_alike_and_a_missing_one_teaches_nothing():
@@ -267,27 +270,54 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
         close(advantages[0], torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 0, 0, 0]))
 
 
+def alike(states: torch.Tensor) -> list[int]:
+    """For each state, where it was first met."""
+    return [states.tolist().index(x) for x in states.tolist()]
+
+
 def test_a_turns_state_is_what_the_reward_function_said_or_its_index():
     outputs = [output(0, 0, "1100101", 0.0), output(0, 1, "0101", 0.0), output(0, 1, "000", 0.0, segment=1),
                output(3, 0, "11", 0.0)]  # fmt: skip
-    alike = lambda: [data.turn_states(outputs).tolist().index(x) for x in data.turn_states(outputs).tolist()]
-    assert alike() == [0, 1, 2, 0, 1, 5]  # where it was first met
+    turns = [3, 2, 1]
+    assert alike(data.turn_states(outputs, turns)) == [0, 1, 2, 0, 1, 5]
     outputs[0].metrics["states"], outputs[1].metrics["states"] = ["a", "b", "a"], [["b", 1], "a"]
-    assert alike() == [0, 1, 0, 3, 0, 5]
+    assert alike(data.turn_states(outputs, turns)) == [0, 1, 0, 3, 0, 5]
     outputs[3].metrics["states"] = ["a", "b"]
-    with pytest.raises(ValueError):
-        data.turn_states(outputs)
+    with pytest.raises(ValueError, match=r"metrics\['states'\] has 2 states for 1 turns"):
+        data.turn_states(outputs, turns)
 
 
-def test_gigpo_adds_what_a_turn_did_in_its_state_to_what_the_rollout_did():
-    """Turns of prompt 0: 0.5 then 1; -3 (a trajectory of its own); -2.75. Of prompt 4: 2; 0."""
+def test_the_states_of_a_unit_go_over_its_outputs():
+    outputs = [output(0, 0, "1", 0.0), output(0, 0, "101", 0.0, segment=1), output(0, 1, "1", 0.0), output(0, 1, "1", 0.0, segment=1, unit="other")]  # fmt: skip
+    assert alike(data.turn_states(outputs, [3, 1, 1])) == [0, 1, 2, 0, 4]  # another unit, another group
+    outputs[0].metrics["states"], outputs[1].metrics["states"] = ["a"], ["b", "a"]
+    outputs[2].metrics["states"], outputs[3].metrics["states"] = ["b"], ["a"]
+    assert alike(data.turn_states(outputs, [3, 1, 1])) == [0, 1, 0, 1, 4]
+
+
+def test_states_are_compared_by_value():
+    """A repr leaves out most of a large array."""
+    one, other = np.zeros(5000), np.zeros(5000)
+    other[2500] = 1
+    assert repr(one) == repr(other)
+    outputs = [output(0, sample, "1", 0.0) for sample in range(5)]
+    states = [one, {"map": torch.tensor(other)}, one.copy(), {"map": other}, {"map": one}]
+    for each, state in zip(outputs, states):
+        each.metrics["states"] = [state]
+    assert alike(data.turn_states(outputs, [1] * 5)) == [0, 1, 0, 1, 4]
+    image = PIL.Image.new("RGB", (40, 40))
+    outputs[0].metrics["states"], outputs[1].metrics["states"] = [image], [image.copy()]
+    image.putpixel((3, 3), (1, 0, 0))
+    assert alike(data.turn_states(outputs, [1] * 5))[:2] == [0, 1]
+
+
+def test_gigpo_adds_what_a_turn_did_in_its_state_to_what_the_unit_did():
+    """Rewards of turns in prompt 0: 0.5 then 1; 0 then, in the second output, -2.75. Of prompt 4: 2; 0."""
     advantages, _ = estimated(adv_estimator="gigpo", turn_discount=0.5)
     whole, _ = estimated(adv_estimator="grpo")
-    first = torch.tensor([0.5 + 0.5 * 1, -3.0, -2.75])  # the first turns' returns; turn index 1 was met once
-    first = (first - first.mean()) / (first.std() + 1e-6)
-    steps = torch.zeros_like(MASK)
-    steps[0, :2], steps[1], steps[2], steps[3], steps[4] = first[0], first[1], first[2], 0.7071068, -0.7071068
-    close(advantages, whole + steps * MASK, atol=1e-5, rtol=0)
+    pair = 0.7071068  # of two different ones, whatever they are: returns 1 and -1.375, then 1 and -2.75
+    steps = torch.tensor([pair, -pair, -pair, pair, -pair])[:, None] * MASK
+    close(advantages, whole + steps, atol=1e-5, rtol=0)
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():
@@ -326,9 +356,9 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     batch = data.collate(phase.trained) | {"values": torch.arange(15.0).view(3, 5)}
     batch = train.grade_batch(SimpleNamespace(engine=True, history=[]), phase, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
-    assert batch["values"].tolist() == [[0, 1], [10, 11]] and batch["rollouts"].rewards.tolist() == [1.0, 2.0]
+    assert batch["values"].tolist() == [[0, 1], [10, 11]] and batch["units"].rewards.tolist() == [1.0, 2.0]
     train.shape_rewards(batch, phase.trained, 0.0, Args())
-    assert batch["token_rewards"].tolist() == [[1, 0], [0, 2]] and batch["rollouts"].rewards.tolist() == [1.0, 2.0]
+    assert batch["token_rewards"].tolist() == [[1, 0], [0, 2]] and batch["units"].rewards.tolist() == [1.0, 2.0]
 
 
 # ---------------------------------------------------------------- objectives

@@ -657,7 +657,7 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
         trajectory(4, 1, [5, 5], -1.0),
         trajectory(7, 0, [4, -1, -1, 4], -1.0),
     ]
-    batch = data.collate(outputs) | {"rollouts": data.by_rollout(outputs)}
+    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
     off = torch.tensor([[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]])
     batch["logprobs_old"] = batch["logprobs_rollout"] + off  # 9 where nothing was sampled: must count nowhere
     phase = Phase(outputs, seconds=1.0, idle_s=[0.5])

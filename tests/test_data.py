@@ -477,7 +477,6 @@ def test_collate_by_hand():
     for name, values in expected.items():
         close(batch[name], torch.tensor(values), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
     assert data.token_rewards(outputs).tolist() == [[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.0]]
-    assert data.output_outcomes(outputs).tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
@@ -498,7 +497,7 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     assert data.token_rewards([output]).tolist() == [expected]
     terminal = reward["score"] if isinstance(reward, dict) else reward or 0.0
     total = terminal + sum(r for _, r in turn_rewards)
-    assert data.by_rollout([output]).rewards.tolist() == [total]
+    assert data.by_unit([output]).rewards.tolist() == [total]
     assert total_reward(output) == total
 
 
@@ -509,7 +508,6 @@ def test_collate_of_an_empty_response():
     assert batch["lengths"].tolist() == [2, 2]
     assert batch["response_mask"].tolist() == [[0], [1]]
     assert data.token_rewards(outputs).tolist() == [[0], [0]]
-    assert data.output_outcomes(outputs).tolist() == [1, 0]
     assert data.collate([make_output([1, 2], [])])["response_mask"].shape == (1, 0)
     assert data.token_rewards([make_output([1, 2], [], reward=1.0)]).shape == (1, 0)
 
@@ -540,12 +538,12 @@ def test_collate_keeps_everything_and_pads_with_nothing(masks, random):
 def test_rewards_that_come_late():
     outputs = [segment(0, 0, 0, turn_rewards=[(1, 0.5)]), segment(1, 0, 0, reward=1.0)]
     before = data.collate(outputs)
-    rollouts = data.by_rollout(outputs)
+    rollouts = data.by_unit(outputs)
     assert rollouts.rewards.tolist() == [0.5, 1] and rollouts.outcomes.tolist() == [0, 1]
     assert data.token_rewards(outputs).tolist() == [[0, 0.5], [0, 1]]
     outputs[0].reward = {"score": 2.0}
     outputs[1].turn_rewards.append((0, 0.25))
-    rollouts = data.by_rollout(outputs)
+    rollouts = data.by_unit(outputs)
     assert rollouts.rewards.tolist() == [2.5, 1.25] and rollouts.outcomes.tolist() == [2, 1]
     assert data.token_rewards(outputs).tolist() == [[0, 2.5], [0.25, 1]]
     assert data.token_rewards(outputs, torch.tensor([-1.0, 0.0])).tolist() == [[0, -0.5], [0.25, 0]]  # shaped ones
@@ -599,7 +597,7 @@ def test_rewards_count_a_rollout_once():
         segment(7, 0, 0, reward={"score": 2.0, "x": 9.0}),
         segment(7, 1, 0, reward=None, turn_rewards=[(1, -1.0)]),
     ]
-    of = data.by_rollout(outputs)
+    of = data.by_unit(outputs)
     rewards, groups, rollout_of = of.rewards, of.groups, of.index
     assert rewards.tolist() == [1.0, 4.75, 2.0, -1.0]
     assert groups.tolist() == [0, 0, 7, 7]
@@ -608,7 +606,7 @@ def test_rewards_count_a_rollout_once():
 
 def test_the_last_segments_terminal_reward_is_the_rollouts():
     outputs = [segment(0, 0, 0, reward=-3.0), segment(0, 0, 1, reward=2.0)]
-    assert data.by_rollout(outputs).rewards.tolist() == [2.0]
+    assert data.by_unit(outputs).rewards.tolist() == [2.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_a_whole_rollout_is_masked_where_its_last_output_was_cut_off():
         output(0, 0, "11", 0.0, segment=1, stop_reason="length"),
         output(0, 1, "1", 1.0),
     ]
-    batch = data.collate(outputs) | {"rollouts": data.by_rollout(outputs)}
+    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
     train.mask_truncated(batch)
     assert batch["response_mask"].tolist() == [[0, 0], [0, 0], [1, 0]]
 
