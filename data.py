@@ -17,13 +17,12 @@ import os
 import signal
 import sys
 from bisect import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 from types import ModuleType
 from unicodedata import normalize
 
@@ -39,7 +38,7 @@ from transformers import AttentionInterface
 
 import losses
 from agent_loop import (
-    AgentLoopOutput, agent_loop_class, expand, numbers, open_image, outcome, render,
+    AgentLoopOutput, agent_loop_class, expand, open_image, outcome, render,
     render_text, row_kwargs, task_interaction, task_tools, templated,
 )
 from flatrl import tables
@@ -51,7 +50,6 @@ from flatrl.terminal import Bar
 from flatrl.vision import same_images
 
 Outputs = list[AgentLoopOutput]
-MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
 
 # ---------------------------------------------------------------- rows
 
@@ -231,6 +229,7 @@ class Units:
     groups: Tensor  # (N,) equal for units that are compared with each other
     prompts: Tensor  # (N,) the number of its prompt
     lengths: Tensor  # (N,) response tokens of all its outputs
+    names: list[str]  # N of them, by which the agent loop calls the unit
     index: Tensor  # (B,) the unit of each output
 
 
@@ -269,7 +268,7 @@ def by_unit(outputs: Outputs) -> Units:
         rewards=outcomes + torch.tensor(turn_rewards), outcomes=outcomes,
         groups=torch.tensor([_group_number(output) for output in last]),
         prompts=torch.tensor([output.extra["prompt"] for output in last]), lengths=lengths,
-        index=torch.tensor(index))
+        names=[output.unit for output in last], index=torch.tensor(index))
 
 
 def groups_with_signal(outputs: Outputs, metric: str) -> set[int]:
@@ -329,27 +328,32 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     return batch
 
 
-def token_rewards(outputs: Outputs, outcomes: Tensor | None = None) -> Tensor:
+def at_unit_ends(outcomes: Tensor, outputs: Outputs, units: Units) -> Tensor:
+    """Returns the terminal reward of each output, (B,): that of its unit, outcomes (N,), for the
+    unit's last output with a sampled token; 0 for the others."""
+    ends = {unit: row for row, unit in enumerate(units.index.tolist())
+            if 1 in outputs[row].response_mask}
+    terminal_rewards = torch.zeros(len(outputs))
+    for unit, row in ends.items():
+        terminal_rewards[row] = outcomes[unit]
+    return terminal_rewards
+
+
+def token_rewards(outputs: Outputs, terminal_rewards: Tensor | None = None) -> Tensor:
     """Returns the rewards of the response tokens, (B, T), for estimators that need them.
 
     A turn reward falls on the token it names, or, where that was not sampled, on the last
-    sampled one before it, else on the first. The terminal reward of a unit is on its last
-    sampled token; outcomes (N,) replaces the units' own. An output without any sampled token
-    has zeros."""
-    units = by_unit(outputs)
-    if outcomes is None:
-        outcomes = units.outcomes
-    with_sampled = [output for output in outputs if 1 in output.response_mask]
-    ends = list(map(id, last_outputs(with_sampled)))
+    sampled one before it, else on the first. The terminal reward is on the last sampled token;
+    terminal_rewards (B,) replaces the outputs' own. An output without any sampled token has
+    zeros."""
+    if terminal_rewards is None:
+        terminal_rewards = torch.tensor([outcome(output) for output in outputs])
     rows = []
-    for output, unit in zip(outputs, units.index):
+    for output, terminal_reward in zip(outputs, terminal_rewards, strict=True):
         length = len(output.response_mask)
         row = torch.zeros(length)
         sampled = [i for i, mask in enumerate(output.response_mask) if mask]
-        rewards = list(output.turn_rewards)
-        if id(output) in ends:
-            rewards.append((length, outcomes[unit]))
-        for index, reward in rewards:
+        for index, reward in [*output.turn_rewards, (length, terminal_reward)]:
             if sampled:
                 n_before = bisect(sampled, index)  # sampled tokens up to the index
                 row[sampled[max(n_before - 1, 0)]] += reward
@@ -415,118 +419,6 @@ def select(batch: dict, rows: list[int]) -> dict:
             width = longest_sequence if is_sequence else longest_response
             selected[name] = column[rows, :width]
     return selected
-
-
-def means_of_named_units(outputs: Outputs, rewards: list[float]) -> dict[str, float]:
-    """Returns {name: mean reward} of units by their names; {} if there are too many for a log.
-
-    rewards: of the outputs' units, (N,)."""
-    rewards_of_name = defaultdict(list)
-    for output, reward in zip(last_outputs(outputs), rewards, strict=True):
-        rewards_of_name[output.unit].append(reward)
-    rewards_of_name.pop("", None)
-    if len(rewards_of_name) > MAX_LOGGED_UNITS:
-        return {}
-    return {name: fmean(rewards) for name, rewards in sorted(rewards_of_name.items())}
-
-
-def describe(outputs: Outputs) -> dict:
-    """Returns statistics of outputs, by the names that they have in the log.
-
-    Rewards are those of units; those of a named unit are reward/NAME. A reward dict's further
-    keys come as reward_part/*, numbers in AgentLoopOutput.metrics as rollout/* (means, 0 where
-    one has none), seconds as timing/*. rollout/segments: outputs of a rollout."""
-    n = len(outputs)
-    n_rollouts = len({unit_of(output)[:2] for output in outputs})
-    rewards = by_unit(outputs).rewards.tolist()
-    response_lengths = [len(output.response_ids) for output in outputs]
-    num_turns = [output.num_turns for output in outputs]
-    n_cut_off = sum(output.stop_reason == "length" for output in outputs)
-    result = {
-        "reward/mean": np.mean(rewards),
-        "reward/std": np.std(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "prompt_length/mean": np.mean([len(output.prompt_ids) for output in outputs]),
-        "response_length/mean": np.mean(response_lengths),
-        "response_length/max": max(response_lengths),
-        "response_length/clipped_ratio": n_cut_off / n,
-        "num_turns/mean": np.mean(num_turns),
-        "num_turns/max": max(num_turns),
-        "rollout/trajectories": n_rollouts,
-        "rollout/segments": n / n_rollouts}
-    for name, reward in means_of_named_units(outputs, rewards).items():
-        result[f"reward/{name}"] = reward
-    seconds = {"generate_s": [], "tool_s": []}
-    sums = Counter(f"stop_reason/{output.stop_reason}" for output in outputs)
-    reward_parts = defaultdict(list)
-    for output in outputs:
-        metrics = numbers(output.metrics)
-        for name, values in seconds.items():
-            values.append(metrics.pop(name, 0.0))
-        sums.update({f"rollout/{name}": value for name, value in metrics.items()})
-        if isinstance(output.reward, dict):
-            for name, value in numbers(output.reward).items():
-                reward_parts[name].append(value)
-    reward_parts.pop("score", None)
-    for name, values in seconds.items():
-        result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": np.mean(values),
-                   f"timing/{name}_max": max(values)}
-    result |= {name: total / n for name, total in sorted(sums.items())}
-    for name, values in sorted(reward_parts.items()):
-        result[f"reward_part/{name}"] = fmean(values)
-    result = {name: float(value) for name, value in result.items()}
-    return result | {"timing/slowest": _slowest(outputs, seconds)}
-
-
-def _slowest(outputs, seconds: dict[str, list[float]]) -> dict:
-    """Returns which output took most seconds in all, and how many of each kind."""
-    totals = [sum(kinds) for kinds in zip(*seconds.values())]
-    slowest = totals.index(max(totals))
-    output = outputs[slowest]
-    return {"prompt": output.extra["prompt"], "sample": output.extra["sample"],
-            "num_turns": output.num_turns, "response_length": len(output.response_ids),
-            **{name: values[slowest] for name, values in seconds.items()}}
-
-
-def describe_eval(outputs: Outputs, rows: list[dict]) -> dict[str, float]:
-    """Returns the metrics of an evaluation: eval/reward, response_length, num_turns and these.
-
-    The extra["prompt"] of an output is the number of its row in `rows`.
-
-    eval/pass@j is given for every j up to the most units n of a group: the chance that one of j
-    passes, 1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1); the mean over the
-    groups with n >= j. A group is what is compared: the rollouts of a row, if nothing else is
-    said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error of the mean
-    over rows, because rollouts of one row are not independent. With several data_source:
-    eval/<data_source>/reward; with named units: eval/<unit>/reward."""
-    units = by_unit(outputs)
-    rewards = units.rewards.tolist()
-    rewards_of_source = defaultdict(list)
-    rewards_of_row = defaultdict(list)
-    passes_of_group = defaultdict(list)
-    passed = units.outcomes >= 1
-    for prompt, group, reward, passes in zip(
-            units.prompts.tolist(), units.groups.tolist(), rewards, passed.tolist()):
-        rewards_of_source[rows[prompt].get("data_source")].append(reward)
-        rewards_of_row[prompt].append(reward)
-        passes_of_group[group].append(passes)
-    statistics = describe(outputs)
-    result = {f"eval/{name}": statistics[f"{name}/mean"]
-              for name in ("reward", "response_length", "num_turns")}
-    means = means_of_named_units(outputs, rewards)
-    if len(rewards_of_source) > 1:
-        means |= {source: fmean(rewards) for source, rewards in rewards_of_source.items()}
-    result |= {f"eval/{name}/reward": reward for name, reward in means.items()}
-    n_rows = len(rewards_of_row)
-    row_means = [fmean(rewards) for rewards in rewards_of_row.values()]
-    deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
-    result["eval/reward_stderr"] = deviation / n_rows**0.5
-    for j in range(1, max(map(len, passes_of_group.values())) + 1):
-        chances = [1 - math.comb(passes.count(False), j) / math.comb(len(passes), j)
-                   for passes in passes_of_group.values() if len(passes) >= j]
-        result[f"eval/pass@{j}"] = fmean(chances)
-    return result
 
 
 def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:

@@ -50,6 +50,7 @@ from agent_loop import (
     in_time, numbers,
 )
 from flatrl.bad_input import need
+from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
 from flatrl.terminal import Bar, shown
 from flatrl.vllm_engine import load_into, never_sample, prepare_vllm, vllm_arguments
@@ -585,7 +586,7 @@ class Phase:
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of trajectories, failures and, without --replay, the engine."""
-        metrics = data.describe(self.sampled)
+        metrics = describe(self.sampled, data.by_unit(self.sampled))
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
             metrics[f"rollout/{kind}"] = self.counts[kind]
         if engine is None:

@@ -56,6 +56,7 @@ from flatrl.layers import (
     PROBE, add_adapters, choose_attention, prepare_layers, without_adapters,
 )
 from flatrl.log import Log, SilentLog, read_rollouts
+from flatrl.metrics import describe_eval
 from flatrl.models import (
     checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids, task_model, whole,
 )
@@ -133,8 +134,8 @@ class Args:
     prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks", POSITIVE)
     group_size: int = flag(8, "trajectories per prompt", POSITIVE)
     prompts_per_mini_batch: int | None = flag(
-        None, "an optimiser step learns from so many prompts' share of a rollout's trajectories, "
-        "drawn at random; default: all (on-policy)", POSITIVE)
+        None, "an optimiser step learns from all trajectories of so many prompts, drawn at "
+        "random; default: all prompts (on-policy)", POSITIVE)
     epochs: int = flag(1, "passes over each rollout", POSITIVE)
     # advantages
     adv_estimator: str = preset("advantage estimator", ADV_ESTIMATORS)
@@ -608,12 +609,11 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     gradient. loss_agg: a mode of losses.aggregate.
 
     Returns metrics (loss, grad_norm, unique_tokens, and the stats' means over tokens), and the
-    network's first scores of the tokens of this rank, (B, T), 0 elsewhere.
-    RuntimeError: the gradient is not finite."""
+    network's first scores of this rank's tokens, (B, T). Raises RuntimeError for a gradient that
+    is not finite."""
     model = learner.wrapped
     batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # if no one said, a row is one
-    # Every rank has the whole batch, so these counts are global.
-    mask = batch["response_mask"][rows]
+    mask = batch["response_mask"][rows]  # of the whole batch: these counts are global
     n_tokens = mask.sum().item()
     n_units = losses.count_sequences(mask, batch["unit_tokens"][rows]).item()
     micro_batches = data.micro_batches_of_this_rank(
@@ -775,7 +775,7 @@ def offload(run: "Run", device: torch.device | str):
 
 
 def evaluate(run: "Run") -> dict:
-    """Returns data.describe_eval of rollouts of the validation rows, with --eval_sampling_args.
+    """Returns metrics.describe_eval of rollouts of the validation rows, with --eval_sampling_args.
 
     The engine is still awake then: the next rollout has the same weights."""
     args = run.args
@@ -787,7 +787,7 @@ def evaluate(run: "Run") -> dict:
         phase = rollout(run, run.rows["val"], run.done, args.eval_samples, args.sampling(True),
                         "eval")
     run.log.rollouts(f"eval_{run.done:06d}", phase.outputs, phase.errors)
-    return data.describe_eval(phase.outputs, run.rows["val"]) | {
+    return describe_eval(phase.outputs, data.by_unit(phase.outputs), run.rows["val"]) | {
         "eval/failed": sum(phase.counts.values()), "timing/eval_s": phase.seconds}
 
 
@@ -1116,8 +1116,8 @@ def shape_rewards(batch: dict, outputs: data.Outputs, kl_coef: float,
     mask = batch["response_mask"]
     units = batch["units"]
     rewards = shaped_rewards(units, args)
-    outcomes = shape_outcomes(units, args)
-    token_rewards = args.reward_coef * data.token_rewards(outputs, outcomes)
+    terminal_rewards = data.at_unit_ends(shape_outcomes(units, args), outputs, units)  # (B,)
+    token_rewards = args.reward_coef * data.token_rewards(outputs, terminal_rewards)
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)

@@ -30,7 +30,7 @@ import random
 import re
 from pathlib import Path
 
-from flatrl.environments import EnvInteraction, IllegalAction, episodes, play
+from examples.environments import EnvInteraction, IllegalAction, episodes, play
 from flatrl.tiny_models import build_warm_model
 
 SYSTEM_PROMPT = "Guess with <answer>N</answer>."

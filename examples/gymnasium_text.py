@@ -10,7 +10,7 @@ other arguments of `gymnasium.make`. The policy sees the environment as it draws
 the render mode "ansi", as FrozenLake, Taxi and CliffWalking have: [X] is where the agent is, in
 Taxi (X) the passenger and {X} the goal. Otherwise it sees the observation. It acts by
 <answer>NAME</answer>, or by the action's number. The rewards of the steps are those of the turns.
-Each trajectory makes an environment of its own (flatrl.environments.EnvInteraction) and resets it
+Each trajectory makes an environment of its own (examples.environments.EnvInteraction) and resets it
 to the row's seed. The built-in model, for the default lake, is warmed up on random actions: it
 knows how to act, not what for."""
 
@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 
 from agent_loop import BadInput
-from flatrl.environments import EnvInteraction, IllegalAction, episodes, play
+from examples.environments import EnvInteraction, IllegalAction, episodes, play
 from flatrl.tiny_models import build_warm_model
 
 try:

@@ -21,7 +21,7 @@ import json
 import os
 
 from agent_loop import BadInput, Interaction, finite
-from flatrl.environments import episodes
+from examples.environments import episodes
 
 try:
     from openenv.core import GenericEnvClient

@@ -19,7 +19,7 @@ import random
 from pathlib import Path
 
 from agent_loop import BadInput
-from flatrl.environments import EnvInteraction, episodes, play
+from examples.environments import EnvInteraction, episodes, play
 from flatrl.tiny_models import build_warm_model
 
 try:

@@ -184,6 +184,7 @@ def test_kl_in_the_reward_by_hand():
     batch, rollouts, metrics = prepared(args, 0.1, logprobs_old=old, logprobs_ref=ref)  # k1: 0.5 a sampled token
     close(rollouts.rewards, torch.tensor([1.5 - 4 * 0.05, -2.75 - 5 * 0.05, 2.0 - 0.05, 0.0 - 7 * 0.05]))
     plain = data.token_rewards(OUTPUTS)
+    plain[1, 1] = 0  # the unit goes on
     close(batch["token_rewards"], plain - 0.05 * data.collate(OUTPUTS)["response_mask"])
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1
     _, _, metrics = prepared(dataclasses.replace(args, kl_in="loss"), 0.1, logprobs_old=old, logprobs_ref=ref)
@@ -288,7 +289,8 @@ def test_a_turns_state_is_what_the_reward_function_said_or_its_index():
 
 
 def test_the_states_of_a_unit_go_over_its_outputs():
-    outputs = [output(0, 0, "1", 0.0), output(0, 0, "101", 0.0, segment=1), output(0, 1, "1", 0.0), output(0, 1, "1", 0.0, segment=1, unit="other")]  # fmt: skip
+    outputs = [output(0, 0, "1", 0.0), output(0, 0, "101", 0.0, segment=1), output(0, 1, "1", 0.0),
+               output(0, 1, "1", 0.0, segment=1, unit="other")]  # fmt: skip
     assert alike(data.turn_states(outputs, [3, 1, 1])) == [0, 1, 2, 0, 4]  # another unit, another group
     outputs[0].metrics["states"], outputs[1].metrics["states"] = ["a"], ["b", "a"]
     outputs[2].metrics["states"], outputs[3].metrics["states"] = ["b"], ["a"]

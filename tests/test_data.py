@@ -3,6 +3,7 @@ time through transformers' own eager attention."""
 
 import copy
 import gc
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import data
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
 from examples import calculator
 from flatrl import notices, tables
+from flatrl.metrics import describe
 from train import Args
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -27,9 +29,13 @@ close = torch.testing.assert_close
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+NUMBERS = itertools.count(1000)  # of the prompts, where a test names none
+
+
 def make_output(prompt: list[int], mask: list[int], **attributes) -> AgentLoopOutput:
     """A trajectory with this mask; response token k is 100 + k, sampled with logprob -k/8 - 1 by version k."""
     n = range(len(mask))
+    attributes.setdefault("extra", {"prompt": next(NUMBERS), "sample": 0, "segment": 0})
     return AgentLoopOutput(
         prompt_ids=prompt,
         response_ids=[100 + k for k in n],
@@ -1012,17 +1018,18 @@ def test_describe_by_hand():
         out(0, 0, 2, {"score": 1.0, "style": 3, "note": "fine"}, metrics={"tool_calls": 2, "tool_s": 1.5, "who": "x"}),
         out(0, 1, 4, 0.5, stop_reason="length", metrics={"generate_s": 4.0}, turn_rewards=[(0, 0.25)]),
     ]
-    got = data.describe(outputs)
+    got = describe(outputs, data.by_unit(outputs))
     assert got == {
         "reward/mean": 0.875, "reward/std": 0.125, "reward/min": 0.75, "reward/max": 1.0,
         "prompt_length/mean": 2, "response_length/mean": 3, "response_length/max": 4,
         "response_length/clipped_ratio": 0.5, "num_turns/mean": 2, "num_turns/max": 2,
         "stop_reason/length": 0.5, "stop_reason/stop": 0.5, "reward_part/style": 3, "rollout/tool_calls": 1,
-        "rollout/segments": 1,
+        "rollout/segments": 1, "rollout/trajectories": 2,
         "timing/generate_s_min": 0, "timing/generate_s_mean": 2, "timing/generate_s_max": 4,
         "timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5,
         "timing/slowest": {"prompt": 0, "sample": 1, "generate_s": 4.0, "tool_s": 0.0, "num_turns": 2,
                            "response_length": 4},
     }  # fmt: skip
-    got = data.describe([out(0, 0, 2, 1.0), *outputs])  # the first rollout is two outputs
+    both = [out(0, 0, 2, 1.0), *outputs]
+    got = describe(both, data.by_unit(both))  # the first rollout is two outputs
     assert (got["rollout/segments"], got["rollout/tool_calls"]) == (1.5, 2 / 3)

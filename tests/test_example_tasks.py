@@ -469,10 +469,10 @@ def test_a_game_to_its_end(play, tokenizer, envs):
 
 def test_the_state_of_a_turn_is_the_interval_that_the_user_named(play, envs):
     output = play(game, hunt(), guess(4), guess(9), guess(6), max_response_tokens=200)
-    output.extra = {"prompt": 0}
+    output.extra = {"prompt": 0, "sample": 0}
     states = ["Find my number from 1 to 8.", "Higher: 5-8.", "Illegal: 9 is not in 5-8."]
     assert output.metrics["states"] == states
-    assert len(set(turn_states([output]).tolist())) == 3
+    assert len(set(turn_states([output], [3]).tolist())) == 3
 
 
 def test_a_beginners_games_are_legal_half_of_the_time_and_end():

@@ -93,7 +93,7 @@ def test_a_function_fits_on_a_screen_and_a_file_in_an_hour(name):
 
 def test_five_files_are_read_in_an_evening():
     tokens = {room: code_tokens(source(room)) for room in ROOMS}
-    assert max(tokens.values()) <= 10_000 and sum(tokens.values()) <= 33_000, tokens
+    assert max(tokens.values()) <= 10_000 and sum(tokens.values()) <= 34_000, tokens
     assert sum(code_tokens(source(f"flatrl/{module}")) for module in MODULES) <= 24_000
     assert len((REPO / "README.md").read_text().splitlines()) <= 200
 

@@ -14,6 +14,7 @@ import data
 from agent_loop import AgentLoopOutput
 from flatrl import checkpoints, notices
 from flatrl.log import Log, SilentLog
+from flatrl.metrics import describe_eval
 
 
 @dataclass
@@ -108,7 +109,7 @@ def test_rollouts_are_a_line_each(args, tmp_path):
         '{"index": "row-9", "total_reward": 1.25, "prompt_ids": [1, 2], "response_ids": [7, 8], "response_mask": [1, 0]'
         ', "response_logprobs": [-0.5, 0.0], "response_versions": [4, -1], "reward": {"score": 1.0}, "turn_rewards": '
         '[[0, 0.25]], "messages": [], "text": "é", "num_turns": 0, "stop_reason": "stop", "metrics": {}, '
-        '"extra": {"prompt": 5, "sample": 1, "segment": 0, "index": "row-9"}}'
+        '"extra": {"prompt": 5, "sample": 1, "segment": 0, "index": "row-9"}, "unit": "", "group": ""}'
     )
     second = json.loads(lines[1])
     assert second["images"] == 2 and second["index"] is None and list(second)[-1] == "images"
@@ -168,11 +169,15 @@ def evaluated(*scores: list) -> list[AgentLoopOutput]:
     ]  # fmt: skip
 
 
+def evaluation(outputs: list[AgentLoopOutput], rows: list[dict]) -> dict[str, float]:
+    return describe_eval(outputs, data.by_unit(outputs), rows)
+
+
 def test_an_evaluation_of_several_samples_a_row():
     """pass@j against all subsets of j rollouts; a row that lost a rollout counts as far as it goes."""
     scores = [[1.0, 0.5, 0.0, 2.0], [0.0] * 4, [{"score": 1.0}, 0.0, 0.99], [1.0] * 4]
     rows = [{"data_source": name} for name in ("gsm8k", "math", "gsm8k", "math")]
-    got = data.describe_eval(evaluated(*scores), rows)
+    got = evaluation(evaluated(*scores), rows)
     passed = [[1, 0, 0, 1], [0] * 4, [1, 0, 0], [1] * 4]
     for j in range(1, 5):
         chances = [statistics.fmean(map(any, itertools.combinations(row, j))) for row in passed if len(row) >= j]
@@ -184,7 +189,7 @@ def test_an_evaluation_of_several_samples_a_row():
     assert got["eval/reward_stderr"] == pytest.approx(statistics.stdev(rows_mean) / 2)
     assert got["eval/response_length"] == 1
 
-    one = data.describe_eval(evaluated([0.25]), [{}])
+    one = evaluation(evaluated([0.25]), [{}])
     assert one["eval/pass@1"] == one["eval/reward_stderr"] == 0 and one["eval/reward"] == 0.25
     assert not [name for name in one if name.count("/") > 1]
 

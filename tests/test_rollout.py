@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import data
 from agent_loop import AgentLoopBase, register
 from flatrl.log import Log
+from flatrl.metrics import describe
 from flatrl.processes import Background, Stopped
 from flatrl.vllm_engine import vllm_arguments
 from rollout import Engine, Pool, grade, rollout, score, seed_of, training_pool
@@ -617,7 +618,7 @@ def test_a_malformed_result_of_a_grader_costs_its_trajectory(engine, background,
     ]
     log = Log(dataclasses.replace(args, output_dir=str(tmp_path)), tokenizer, 0)
     log.rollouts("step", phase.outputs, phase.errors)
-    log.metrics({"step": 1} | data.describe(phase.outputs))
+    log.metrics({"step": 1} | describe(phase.outputs, data.by_unit(phase.outputs)))
 
 
 def test_what_a_grader_does_to_an_output_changes_no_training_data(engine, background, tokenizer, args, tiny_model):

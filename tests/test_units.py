@@ -13,6 +13,7 @@ import data
 import losses
 import train
 from agent_loop import AgentLoopOutput
+from flatrl.metrics import MAX_LOGGED_UNITS, describe, describe_eval
 from rollout import Phase, score
 from train import PRESETS, Args
 
@@ -133,7 +134,7 @@ def test_units_of_games():
     assert units.prompts.tolist() == [0] * 4 and units.lengths.tolist() == [4] * 4
     assert data.groups_with_signal(GAMES, "outcome") == set(units.groups.tolist())
     assert data.groups_with_signal(GAMES[:4], "total") == set()
-    described = data.describe(GAMES)
+    described = describe(GAMES, data.by_unit(GAMES))
     assert described["rollout/trajectories"] == 2 and described["rollout/segments"] == 4
     assert described["reward/mean"] == 0 and described["reward/x"] == 0 and described["reward/max"] == 1
 
@@ -145,7 +146,7 @@ def test_siblings_of_a_tree_are_compared_with_each_other_alone():
         outputs += [played(0, sample, n, reward, f"leaf {n}", f"{sample}/leaves") for n, reward in enumerate(leaves)]
         outputs.append(played(0, sample, 2, sum(leaves) / 2, "trunk"))
     assert advantages_of(outputs, adv_estimator="drgrpo") == [0.5, -0.5, -0.25, 0, 0, 0.25]
-    metrics = data.describe_eval(outputs, [{}])
+    metrics = describe_eval(outputs, data.by_unit(outputs), [{}])
     assert metrics["eval/reward"] == pytest.approx((1 + 0.5 + 2 + 1) / 6)
     assert metrics["eval/trunk/reward"] == 0.75
     assert metrics["eval/pass@1"] == pytest.approx((0.5 + 1 + 0.5) / 3)  # of the trunks one passes
@@ -153,9 +154,9 @@ def test_siblings_of_a_tree_are_compared_with_each_other_alone():
 
 
 def test_many_names_of_units_are_no_metrics():
-    outputs = [played(0, 0, n, 1.0, f"node {n}") for n in range(data.MAX_LOGGED_UNITS + 1)]
-    assert not [name for name in data.describe(outputs) if "node" in name]
-    assert data.describe(outputs[1:])["reward/node 3"] == 1
+    outputs = [played(0, 0, n, 1.0, f"node {n}") for n in range(MAX_LOGGED_UNITS + 1)]
+    assert not [name for name in describe(outputs, data.by_unit(outputs)) if "node" in name]
+    assert describe(outputs[1:], data.by_unit(outputs[1:]))["reward/node 3"] == 1
 
 
 def graded(outputs, **task):
@@ -209,8 +210,10 @@ def test_aggregate_by_units_by_hand(mode):
     x = torch.tensor([[1.0, 2, 9], [3, 9, 9], [4, 5, 6]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     unit_tokens = torch.tensor([3, 3, 3])  # rows 0 and 1 are a unit of three tokens
-    expected = {"token-mean": 21 / 6, "token-sum": 21.0, "seq-mean-token-sum": 21 / 2,
-                "seq-mean-token-mean": (6 / 3 + 15 / 3) / 2, "seq-mean-token-sum-norm": 21 / (2 * 10)}[mode]  # fmt: skip
+    expected = {
+        "token-mean": 21 / 6, "token-sum": 21.0, "seq-mean-token-sum": 21 / 2,
+        "seq-mean-token-mean": (6 / 3 + 15 / 3) / 2, "seq-mean-token-sum-norm": 21 / (2 * 10),
+    }[mode]  # fmt: skip
     total = losses.aggregate(x, mask, mode, max_len=10, unit_tokens=unit_tokens)
     assert total.dtype == torch.float64 and total.item() == pytest.approx(expected, abs=1e-12)
     parts = [losses.aggregate(x[rows], mask[rows], mode, 6, 2, 10, unit_tokens[rows]) for rows in ([0], [1, 2])]

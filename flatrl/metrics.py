@@ -1,0 +1,114 @@
+"""What the log says of a step's outputs, and of an evaluation's."""
+
+import math
+from collections import Counter, defaultdict
+from statistics import fmean
+
+import numpy as np
+
+from agent_loop import AgentLoopOutput, numbers
+
+Outputs = list[AgentLoopOutput]
+MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
+
+
+def describe(outputs: Outputs, units) -> dict:
+    """Returns statistics of outputs, by the names that they have in the log.
+
+    units: data.by_unit of them.
+    Rewards are those of units; those of a named unit are reward/NAME. A reward dict's further
+    keys come as reward_part/*, numbers in AgentLoopOutput.metrics as rollout/* (means, 0 where
+    one has none), seconds as timing/*. rollout/segments: outputs of a rollout."""
+    n = len(outputs)
+    n_rollouts = len({(output.extra["prompt"], output.extra["sample"]) for output in outputs})
+    rewards = units.rewards.tolist()
+    response_lengths = [len(output.response_ids) for output in outputs]
+    num_turns = [output.num_turns for output in outputs]
+    stop_reasons = [output.stop_reason for output in outputs]
+    result = {
+        "reward/mean": np.mean(rewards),
+        "reward/std": np.std(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "prompt_length/mean": np.mean([len(output.prompt_ids) for output in outputs]),
+        "response_length/mean": np.mean(response_lengths),
+        "response_length/max": max(response_lengths),
+        "response_length/clipped_ratio": stop_reasons.count("length") / n,
+        "num_turns/mean": np.mean(num_turns),
+        "num_turns/max": max(num_turns),
+        "rollout/trajectories": n_rollouts,
+        "rollout/segments": n / n_rollouts}
+    rewards_of_name = defaultdict(list)
+    for name, reward in zip(units.names, rewards, strict=True):
+        rewards_of_name[name].append(reward)
+    rewards_of_name.pop("", None)
+    if len(rewards_of_name) <= MAX_LOGGED_UNITS:
+        result |= {f"reward/{name}": np.mean(values) for name, values in rewards_of_name.items()}
+    seconds = []  # of each output, by kind
+    sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
+    reward_parts = defaultdict(list)
+    for output in outputs:
+        metrics = numbers(output.metrics)
+        seconds.append({name: metrics.pop(name, 0.0) for name in ("generate_s", "tool_s")})
+        sums.update({f"rollout/{name}": value for name, value in metrics.items()})
+        if isinstance(output.reward, dict):
+            for name, value in numbers(output.reward).items():
+                reward_parts[name].append(value)
+    reward_parts.pop("score", None)
+    for name in seconds[0]:
+        values = [of_output[name] for of_output in seconds]
+        result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": np.mean(values),
+                   f"timing/{name}_max": max(values)}
+    result |= {name: total / n for name, total in sorted(sums.items())}
+    for name, values in sorted(reward_parts.items()):
+        result[f"reward_part/{name}"] = fmean(values)
+    result = {name: float(value) for name, value in result.items()}
+    totals = [sum(of_output.values()) for of_output in seconds]
+    slowest = totals.index(max(totals))
+    output = outputs[slowest]
+    result["timing/slowest"] = {
+        "prompt": output.extra["prompt"], "sample": output.extra["sample"],
+        "num_turns": output.num_turns, "response_length": len(output.response_ids),
+        **seconds[slowest]}
+    return result
+
+
+def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
+    """Returns the metrics of an evaluation: eval/reward, response_length, num_turns and these.
+
+    units: data.by_unit of the outputs. Their prompts are numbers of rows.
+
+    eval/pass@j is given for every j up to the most units n of a group: the chance that one of j
+    passes, 1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1); the mean over the
+    groups with n >= j. A group is what is compared: the rollouts of a row, if nothing else is
+    said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error of the mean
+    over rows, because rollouts of one row are not independent. With several data_source:
+    eval/<data_source>/reward; with named units: eval/<unit>/reward."""
+    rewards_of_source = defaultdict(list)
+    rewards_of_row = defaultdict(list)
+    passes_of_group = defaultdict(list)
+    passed = units.outcomes >= 1
+    for prompt, group, reward, passes in zip(
+            units.prompts.tolist(), units.groups.tolist(), units.rewards.tolist(),
+            passed.tolist()):
+        rewards_of_source[rows[prompt].get("data_source")].append(reward)
+        rewards_of_row[prompt].append(reward)
+        passes_of_group[group].append(passes)
+    statistics = describe(outputs, units)
+    result = {f"eval/{name}": statistics[f"{name}/mean"]
+              for name in ("reward", "response_length", "num_turns")}
+    for name in set(units.names):
+        if f"reward/{name}" in statistics:
+            result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]
+    if len(rewards_of_source) > 1:
+        for source, rewards in rewards_of_source.items():
+            result[f"eval/{source}/reward"] = fmean(rewards)
+    n_rows = len(rewards_of_row)
+    row_means = [fmean(rewards) for rewards in rewards_of_row.values()]
+    deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
+    result["eval/reward_stderr"] = deviation / n_rows**0.5
+    for j in range(1, max(map(len, passes_of_group.values())) + 1):
+        chances = [1 - math.comb(passes.count(False), j) / math.comb(len(passes), j)
+                   for passes in passes_of_group.values() if len(passes) >= j]
+        result[f"eval/pass@{j}"] = fmean(chances)
+    return result
