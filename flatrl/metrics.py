@@ -26,24 +26,24 @@ def describe(outputs: Outputs, units) -> dict:
     num_turns = [output.num_turns for output in outputs]
     stop_reasons = [output.stop_reason for output in outputs]
     result = {
-        "reward/mean": np.mean(rewards),
+        "reward/mean": fmean(rewards),
         "reward/std": np.std(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "prompt_length/mean": np.mean([len(output.prompt_ids) for output in outputs]),
-        "response_length/mean": np.mean(response_lengths),
+        "prompt_length/mean": fmean([len(output.prompt_ids) for output in outputs]),
+        "response_length/mean": fmean(response_lengths),
         "response_length/max": max(response_lengths),
         "response_length/clipped_ratio": stop_reasons.count("length") / n,
-        "num_turns/mean": np.mean(num_turns),
+        "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
         "rollout/trajectories": n_rollouts,
         "rollout/segments": n / n_rollouts}
     rewards_of_name = defaultdict(list)
-    for name, reward in zip(units.names, rewards, strict=True):
+    for name, reward in zip(units.names, rewards):
         rewards_of_name[name].append(reward)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
-        result |= {f"reward/{name}": np.mean(values) for name, values in rewards_of_name.items()}
+        result |= {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
     seconds = []  # of each output, by kind
     sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
     reward_parts = defaultdict(list)
@@ -57,7 +57,7 @@ def describe(outputs: Outputs, units) -> dict:
     reward_parts.pop("score", None)
     for name in seconds[0]:
         values = [of_output[name] for of_output in seconds]
-        result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": np.mean(values),
+        result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": fmean(values),
                    f"timing/{name}_max": max(values)}
     result |= {name: total / n for name, total in sorted(sums.items())}
     for name, values in sorted(reward_parts.items()):
