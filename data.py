@@ -329,8 +329,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
 
 
 def at_unit_ends(outcomes: Tensor, outputs: Outputs, units: Units) -> Tensor:
-    """Returns the terminal reward of each output, (B,): that of its unit, outcomes (N,), for the
-    unit's last output with a sampled token; 0 for the others."""
+    """Returns the terminal reward of each output, (B,): that of its unit, outcomes (N,),
+    for the unit's last output with a sampled token; 0 for the others."""
     ends = {unit: row for row, unit in enumerate(units.index.tolist())
             if 1 in outputs[row].response_mask}
     terminal_rewards = torch.zeros(len(outputs))
@@ -391,7 +391,7 @@ def places_in_units(batch: dict) -> tuple[Tensor, Tensor]:
 
 
 def scatter(values: Tensor, places: tuple[Tensor, Tensor], n_units: int) -> Tensor:
-    """Puts the values of the n sampled tokens, (n,), into their places: (N, S), 0 elsewhere."""
+    """Puts the n sampled tokens' values, (n,), into their places: (N, S), 0 elsewhere."""
     width = places[1].max().item() + 1 if len(values) else 0
     return values.new_zeros(n_units, width).index_put(places, values)
 
@@ -424,10 +424,10 @@ def select(batch: dict, rows: list[int]) -> dict:
 def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
     """Returns an integer for every sampled turn, unit by unit, (sum of turns,).
 
-    turns: the number of turns of each unit. The integer is equal where turns of one group met
-    the same state. The states are the outputs' metrics["states"], one a turn and compared by
-    value, which a task's reward function may set; by default a turn's index in its unit. Raises
-    ValueError if they are more or fewer than the turns."""
+    turns: the number of turns of each unit. The integer is equal where turns of one group
+    met the same state. The states are the outputs' metrics["states"], one a turn and
+    compared by value, which a task's reward function may set; by default a turn's index in
+    its unit. Raises ValueError if they are more or fewer than the turns."""
     given = defaultdict(list)
     for output in outputs:
         given[unit_of(output)] += output.metrics.get("states", [])
@@ -613,11 +613,11 @@ def micro_batches_of_this_rank(batch: dict, rows: Sequence[int], max_tokens: int
 def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
     """Joins N sequences end to end, without padding.
 
-    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,), where each ends;
-    starts: a list of N numbers of tokens to leave out at the start of each. S is the sum of
-    lengths less starts. Returns input_ids and position_ids (1, S), these from 0 (or its start) in
-    each sequence; cu_seqlens (N + 1,) int32, where the packed sequences begin and end; max_seqlen,
-    the largest of lengths."""
+    input_ids: (N, L) right-padded, or a list of N sequences; lengths: (N,), where each
+    ends; starts: a list of N numbers of tokens to leave out at the start of each. S is the
+    sum of lengths less starts. Returns input_ids and position_ids (1, S), these from 0 (or
+    its start) in each sequence; cu_seqlens (N + 1,) int32, where the packed sequences begin
+    and end; max_seqlen, the largest of lengths."""
     sequences = []
     positions = []
     cu_seqlens = [0]
@@ -672,11 +672,12 @@ def _unique_pairs(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> dict:
-    """Prepares the forward pass of a micro-batch, and says where each sampled token is predicted.
+    """Prepares a micro-batch's forward pass, and says where each sampled token is predicted.
 
-    The network is not run here. R rows have N sampled tokens; packed, S tokens go through the
-    network, because a prefix that a row shares with the row before it stands there once (see the
-    example of `_pack_forest`). The place of a token is its position among these S. Returns a dict:
+    The network is not run here. R rows have N sampled tokens; packed, S tokens go through
+    the network, because a prefix that a row shares with the row before it stands there once
+    (see the example of `_pack_forest`). The place of a token is its position among these S.
+    Returns a dict:
         inputs    what the model gets. Packed: input_ids, position_ids (1, S), cu_seqlens and
                   max_seqlen as of `pack`, of what each row adds; if anything is shared, also
                   key_index (K,), the places of all tokens of each row, one row after the

@@ -1,6 +1,6 @@
 """Advantages, objectives, estimators and token log-probabilities: pure functions of tensors.
 
-    advantages = grpo_advantages(rewards, groups)[:, None].expand_as(mask)  # the line to change
+    advantages = grpo_advantages(rewards, groups)[:, None].expand_as(mask)  # change this line
     loss, stats = policy_loss("ppo", logprobs, logprobs_old, advantages, mask, clip_high=0.28)
     aggregate(loss, mask, "token-mean", n_tokens=tokens_in_the_global_batch).backward()
 
@@ -8,10 +8,10 @@ Words used throughout:
     (B, T)             outputs x response tokens, right-padded. A row is one token sequence.
     (N,)               units, one number for each. A unit is what shares one reward: by default
                        a rollout, whatever the number of its outputs.
-    mask               (B, T), bool or 0/1. 1 = sampled by the policy; 0 = tool, user, template or
-                       padding. A value at mask 0, even NaN, changes no result and no gradient,
-                       and results are 0 there. So inputs are cleaned by `where` BEFORE any
-                       arithmetic: 0 * NaN is NaN.
+    mask               (B, T), bool or 0/1. 1 = sampled by the policy; 0 = tool, user, template
+                       or padding. A value at mask 0, even NaN, changes no result and no
+                       gradient, and results are 0 there. So inputs are cleaned by `where`
+                       BEFORE any arithmetic: 0 * NaN is NaN.
     logprobs           of the policy that is trained, computed by the trainer.
     logprobs_old       of the policy before this update, computed by the trainer.
     logprobs_rollout   of the engine that sampled the tokens (the behaviour policy).
@@ -65,7 +65,7 @@ def _check_choice(name, value, choices):
         raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
 
-# ---- Advantages: constants of the update, so nothing here builds a graph -------------------------
+# ---- Advantages: constants of the update, so nothing here builds a graph -------------------
 
 
 @no_grad
@@ -183,7 +183,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
 
 
 def turn_starts(mask: Tensor) -> Tensor:
-    """Returns whether a turn, a run of mask-1 tokens, starts at each token: bool, shape of mask."""
+    """Returns whether a turn, a run of mask-1 tokens, starts at each token: bool, as mask."""
     mask = mask.bool()
     return mask & ~torch.nn.functional.pad(mask, (1, -1))
 
@@ -196,10 +196,10 @@ def gigpo_advantages(rewards: Tensor, mask: Tensor, states: Tensor,
         R_k = sum_{j >= k} turn_discount^(j - k) r_j
         A   = `grpo_advantages` of R among the turns that met the same state
 
-    A row of the matrices is a unit, its outputs laid end to end. r_j is the reward of turn j. A
-    turn is a run of mask-1 tokens, which all get its A. states (turns,) has one integer for each
-    turn, row by row, equal where turns of one group met the same state. A turn that is alone in
-    its state gets 0.
+    A row of the matrices is a unit, its outputs laid end to end. r_j is the reward of turn
+    j. A turn is a run of mask-1 tokens, which all get its A. states (turns,) has one
+    integer for each turn, row by row, equal where turns of one group met the same state. A
+    turn that is alone in its state gets 0.
 
     The caller adds the result to the units' own advantages (in the paper, with weight 1)."""
     starts = turn_starts(mask)  # (N, S)
@@ -257,32 +257,34 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
 
     See arXiv 2503.14476, eq. 13. Raises ValueError unless 0 < buffer <= max_len."""
     if not 0 < buffer <= max_len:
-        raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
+        raise ValueError(
+            f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
     return ((max_len - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-# ---- Objectives: per-token losses, to be summed by `aggregate` -----------------------------------
+# ---- Objectives: per-token losses, to be summed by `aggregate` -----------------------------
 
 
 def policy_loss(
         kind: str, logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor,
-        clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float | None = None) -> LossAndStats:
+        clip_low: float = 0.2, clip_high: float = 0.2,
+        clip_c: float | None = None) -> LossAndStats:
     """Computes the policy-gradient loss, to be minimised; all (B, T) -> loss (B, T), stats.
 
     With r = exp(logprobs - logprobs_old), A = advantages, sg = stop-gradient and |y| = the
     row's number of mask-1 tokens:
-        ppo        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     arXiv 1707.06347, eq. 7
-                   with clip_c, at most -A clip_c where A < 0             arXiv 1912.09729, eq. 5
-        gspo       ppo with r = sg[s] pi / sg[pi], s = (prod r)^(1/|y|)   arXiv 2507.18071, token
-        gmpo       -mean(A) (prod r')^(1/|y|) at every token of the row   arXiv 2507.20673
-                   where log r' is min(log r, clip_high) if A >= 0,
-                   else max(log r, -clip_low): bounds in LOG space
-        cispo      -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi     arXiv 2506.13585
-                   bounds around 1, as in verl and slime (TRL's is an absolute cap)
-        sapo       -A sigmoid(tau (r - 1)) 4 / tau                        arXiv 2511.20347
-                   tau, no bound but a temperature, is clip_high if A > 0, else clip_low
-                   (1 and 1.05 in the paper)
-        reinforce  -A log pi; logprobs_old is used for the stats only     Williams 1992
+      ppo        max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))     arXiv 1707.06347, eq. 7
+                 with clip_c, at most -A clip_c where A < 0             arXiv 1912.09729, eq. 5
+      gspo       ppo with r = sg[s] pi / sg[pi], s = (prod r)^(1/|y|)   arXiv 2507.18071, token
+      gmpo       -mean(A) (prod r')^(1/|y|) at every token of the row   arXiv 2507.20673
+                 where log r' is min(log r, clip_high) if A >= 0,
+                 else max(log r, -clip_low): bounds in LOG space
+      cispo      -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi     arXiv 2506.13585
+                 bounds around 1, as in verl and slime (TRL's is an absolute cap)
+      sapo       -A sigmoid(tau (r - 1)) 4 / tau                        arXiv 2511.20347
+                 tau, no bound but a temperature, is clip_high if A > 0, else clip_low
+                 (1 and 1.05 in the paper)
+      reinforce  -A log pi; logprobs_old is used for the stats only     Williams 1992
     gspo (there with 3e-4, 4e-4), gmpo and sapo are as in their papers under aggregate's
     "seq-mean-token-mean". With logprobs_old = logprobs.detach(), r is exactly 1 and all six
     have REINFORCE's gradient (gmpo if A is constant along a row). Weights per token weigh a
@@ -296,7 +298,8 @@ def policy_loss(
     Raises ValueError for an unknown kind, and for clip_c <= 1."""
     _check_choice("policy loss", kind, POLICY_LOSSES)
     if clip_c is not None and clip_c <= 1:
-        raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
+        raise ValueError(
+            f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     inputs = _masked(mask, logprobs, logprobs_old.detach(), advantages.detach())
     return _policy_loss(kind, *inputs, clip_low, clip_high, clip_c)
 
@@ -311,7 +314,7 @@ def _policy_loss(kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_
 
     if kind in ("ppo", "gspo"):
         if kind == "gspo":
-            # A token's ratio has the value of its row's, and a gradient through its own logprob.
+            # A token's ratio has its row's value, and a gradient through its own logprob.
             log_row = _row_mean(difference.detach(), mask)
             ratio = (log_row + (logprobs - logprobs.detach())).clamp(max=10).exp()
         unbounded = -advantages * ratio
@@ -345,29 +348,29 @@ def _policy_loss(kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_
 def rollout_correction(
         kind: str, logprobs_old: Tensor, logprobs_rollout: Tensor, mask: Tensor,
         low: float | Sequence[float], high: float | Sequence[float]) -> LossAndStats:
-    """Computes importance weights from the engine's policy to the trainer's, all (B, T), stats.
+    """Computes importance weights from the engine's policy to the trainer's; all (B, T).
 
-    rho is exp(logprobs_old - logprobs_rollout) of a token. For seq_* it is the product of these
-    over the row's mask-1 tokens, for geo_* their geometric mean.
-        none                       1
-        tis, seq_tis, geo_tis      min(rho, high)                     truncated, arXiv 1802.01561
-        icepop                     rho inside [low, high], 0 outside  arXiv 2510.18855 (0.5 and 5)
-        seq_mask, geo_mask         the same with the row's rho
-        veto                       1, and 0 for a row with any token's rho outside [low, high]
-    Several kinds, as in "tis,geo_mask", are multiplied, and a mask then counts as 0 or 1. low and
-    high are one number for all of them, or a sequence with one for each.
+    rho is exp(logprobs_old - logprobs_rollout) of a token. For seq_* it is the product of
+    these over the row's mask-1 tokens, for geo_* their geometric mean.
+        none                    1
+        tis, seq_tis, geo_tis   min(rho, high)                     truncated, arXiv 1802.01561
+        icepop                  rho inside [low, high], 0 outside  arXiv 2510.18855 (0.5 and 5)
+        seq_mask, geo_mask      the same with the row's rho
+        veto                    1, and 0 for a row with any token's rho outside [low, high]
+    Several kinds, as in "tis,geo_mask", are multiplied, and a mask then counts as 0 or 1.
+    low and high are one number for all of them, or a sequence with one for each.
 
     A token with weight 0 still counts in `aggregate`'s denominators: dropping a token must not
-    make the others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop" with
-    low = 0. A token whose logprobs are both -inf has no rho. Its weight is NaN (for seq_* and
-    geo_*, that of its whole row). A veto, or a mask beside another kind, lets it pass.
+    make the others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop"
+    with low = 0. A token whose logprobs are both -inf has no rho. Its weight is NaN (for seq_*
+    and geo_*, that of its whole row). A veto, or a mask beside another kind, lets it pass.
 
-    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho; of several
-    kinds, the last one's), rollout_clipped (1 where cut to high), rollout_dropped (1 where set to
-    0), rollout_weight and rollout_weight_sq. The global means of the last two give the effective
-    sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
+    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho; of
+    several kinds, the last one's), rollout_clipped (1 where cut to high), rollout_dropped
+    (1 where set to 0), rollout_weight and rollout_weight_sq. The global means of the last
+    two give the effective sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
 
-    Raises ValueError for an unknown kind, low > high, and bounds that are not one for each kind."""
+    Raises ValueError for an unknown kind, low > high, and if bounds are not one for a kind."""
     mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     difference = logprobs_old - logprobs_rollout
     clipped = torch.zeros_like(mask)
@@ -413,14 +416,16 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor
 
     stats: value_clipfrac (1 where the bound is active: no gradient there) and value_error
     (|V - R|)."""
-    mask, values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
+    mask, values, values_old, returns = _masked(
+        mask, values, values_old.detach(), returns.detach())
     error = values - returns
     unbounded = error.square()
     bounded = unbounded
     if clip is not None:
         bounded = (values_old + (values - values_old).clamp(-clip, clip) - returns).square()
     loss = 0.5 * torch.maximum(unbounded, bounded)
-    return _loss_and_stats(mask, loss, value_clipfrac=bounded > unbounded, value_error=error.abs())
+    return _loss_and_stats(
+        mask, loss, value_clipfrac=bounded > unbounded, value_error=error.abs())
 
 
 @no_grad
@@ -434,7 +439,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
 
 
-# ---- KL to the reference -------------------------------------------------------------------------
+# ---- KL to the reference -------------------------------------------------------------------
 
 
 def kl_estimate(logprobs: Tensor, logprobs_ref: Tensor, kind: str) -> Tensor:
@@ -488,7 +493,7 @@ class AdaptiveKL:
         return float(self.coef)
 
 
-# ---- From per-token losses to one number ---------------------------------------------------------
+# ---- From per-token losses to one number ---------------------------------------------------
 
 
 def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
@@ -496,20 +501,21 @@ def aggregate(x: Tensor, mask: Tensor, mode: str = "token-mean",
               max_len: int | None = None, unit_tokens: Tensor | None = None) -> Tensor:
     """Sums x (B, T) over mask-1 tokens and divides by GLOBAL counts -> scalar.
 
-        token-mean                 sum / n_tokens                      DAPO, arXiv 2503.14476
-        token-sum                  sum
-        seq-mean-token-sum         sum / n_seqs
-        seq-mean-token-mean        sum of row means / n_seqs           GRPO, arXiv 2402.03300
-        seq-mean-token-sum-norm    sum / (n_seqs max_len)              Dr. GRPO, arXiv 2503.20783
+        token-mean                sum / n_tokens               DAPO, arXiv 2503.14476
+        token-sum                 sum
+        seq-mean-token-sum        sum / n_seqs
+        seq-mean-token-mean       sum of row means / n_seqs    GRPO, arXiv 2402.03300
+        seq-mean-token-sum-norm   sum / (n_seqs max_len)       Dr. GRPO, arXiv 2503.20783
 
     A sequence is a row, or with unit_tokens a unit of several rows. unit_tokens (B,) has the
     mask-1 tokens of each row's whole unit: the mean over them is a unit's "row mean", and its
     rows together weigh as much as one row would.
 
-    n_tokens and n_seqs count the mask-1 tokens, and the sequences with any of them, in the whole
-    mini-batch: all its micro-batches on all ranks. The results for the micro-batches then ADD
-    UP to that of the mini-batch, and no way to cut it (between rows) changes the gradient. By
-    default they are the counts in this mask (see `count_sequences`), and max_len is its width.
+    n_tokens and n_seqs count the mask-1 tokens, and the sequences with any of them, in the
+    whole mini-batch: all its micro-batches on all ranks. The results for the micro-batches
+    then ADD UP to that of the mini-batch, and no way to cut it (between rows) changes the
+    gradient. By default they are the counts in this mask (see `count_sequences`), and
+    max_len is its width.
 
     Raises ValueError for an unknown mode."""
     _check_choice("aggregation", mode, AGGREGATIONS)
@@ -541,7 +547,7 @@ def count_sequences(mask: Tensor, unit_tokens: Tensor | None = None) -> Tensor:
     return (lengths.double() / unit_tokens.clamp(min=1)).sum()
 
 
-# ---- Token log-probabilities without the logits --------------------------------------------------
+# ---- Token log-probabilities without the logits --------------------------------------------
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
@@ -591,7 +597,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
 
 
 def _matmul(a, b):
-    """Returns a @ b, in float32 for half-precision operands (tensor cores add in it anyway)."""
+    """Returns a @ b, in float32 for half-precision operands: tensor cores add in it anyway."""
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype not in (torch.bfloat16, torch.float16):
             return a @ b

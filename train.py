@@ -1,16 +1,16 @@
 """flatrl: multi-turn reinforcement learning of language models. Read `main`, the end.
 
-    accelerate launch train.py                                # the built-in task, minutes on a CPU
-    accelerate launch train.py --algo dapo --clip_high 0.3    # a preset of flags, each still yours
+    accelerate launch train.py                               # the built-in task, minutes on CPU
+    accelerate launch train.py --algo dapo --clip_high 0.3   # a preset; its flags stay yours
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
     torchrun --nproc_per_node 2 train.py                      # two ranks on a CPU
 
-One process per GPU holds a vLLM engine and the policy, and switches between rollout and update.
-This file has the flags, the networks, one optimiser step and evaluation."""
+One process per GPU holds a vLLM engine and the policy, and switches between rollout and
+update. This file has the flags, the networks, one optimiser step and evaluation."""
 
 import os
 
-# Before torch: ranks sharing cores with busy-waiting threads crawl. On a GPU vLLM wants its own.
+# Before torch: ranks that share cores with busy-waiting threads crawl. On a GPU vLLM sets it.
 if __name__ == "__main__" and not os.path.exists("/dev/nvidiactl"):
     _cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
@@ -68,7 +68,7 @@ from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_engine_args, check_model, check_sampling
 from rollout import Engine, Phase, Pool, grade, rollout, seed_of, training_pool
 
-# --algo is values of flags: the first row's, changed by its own. A flag given by the user wins.
+# The flags that --algo sets: the first row's, changed by its own row. The user's flags win.
 PRESETS: dict[str, dict] = {
     "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo", clip_low=0.2,
                  clip_high=0.2, loss_agg="token-mean", kl_coef=0.0, kl_in="loss", kl_kind="k3",
@@ -107,6 +107,7 @@ def preset(help: str, allowed=(), only: str = ""):
 
 @dataclass
 class Args:
+    """All flags: a field is a flag, with its help text and the rules of its values."""
     # what is trained
     task: str = flag(
         "examples/calculator.py", "Python file with load(split), reward(output, row)")
@@ -159,9 +160,9 @@ class Args:
     mask_truncated: bool = flag(
         False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str = flag(
-        None, "importance weights from the engine's logprobs to the trainer's; default: none, with "
-        f"--max_staleness icepop from 0 (decoupled PPO) ({' | '.join(CORRECTION_BOUNDS)}, or "
-        "several: tis,geo_mask)")
+        None, "importance weights from the engine's logprobs to the trainer's; default: none, "
+        f"with --max_staleness icepop from 0 (decoupled PPO) ({' | '.join(CORRECTION_BOUNDS)}, "
+        "or several: tis,geo_mask)")
     correction_low: list[float] = flag(
         None, f"least ratio kept; of several kinds, one each; low, high: {CORRECTION_BOUNDS}",
         only="rollout_correction=icepop|seq_mask|geo_mask|veto")
@@ -215,8 +216,8 @@ class Args:
     gradient_checkpointing: bool = flag(
         None, "recompute activations; a third slower; CUDA: on")
     shard: Literal[False, True, "hybrid"] = flag(
-        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: over "
-        "those of a host; so it is in bfloat16 on CUDA, and by accelerate's FSDP config",
+        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
+        "over those of a host; so it is in bfloat16 on CUDA, and by accelerate's FSDP config",
         nargs="?", const=True)
     offload: str = flag(
         "none", "to host memory while the engine is awake: Adam's states; all: "
@@ -321,7 +322,7 @@ class Args:
     def correction_bounds(self) -> dict:
         """Returns the default bounds: {"correction_low": ..., "correction_high": ...}.
 
-        Each is a number; if --rollout_correction has several kinds, a tuple of one for each. With
+        Each is a number, or a tuple of one for each kind of --rollout_correction. With
         --max_staleness the lower bound is 0: a small ratio is no reason to drop a token."""
         kinds = self.rollout_correction.split(",")
         bounds = [CORRECTION_BOUNDS.get(kind, (0.0, 1.0)) for kind in kinds]
@@ -334,8 +335,8 @@ class Args:
         return {"correction_low": low, "correction_high": high}
 
     def sampling(self, validate: bool = False) -> dict:
-        """Returns vLLM's sampling parameters: the temperature (in an evaluation top_p, too), and
-        those of --sampling_args or --eval_sampling_args.
+        """Returns vLLM's sampling parameters: the temperature (in an evaluation top_p,
+        too), and those of --sampling_args or --eval_sampling_args.
 
         A `stop` is always a list; max_tokens is left to the agent loops."""
         if validate:
@@ -350,7 +351,7 @@ class Args:
 
     @property
     def quantized(self) -> bool:
-        """Whether --engine_args asks vLLM to quantise the engine's weights."""
+        """True if --engine_args asks vLLM to quantise the engine's weights."""
         return '"quantization"' in self.engine_args
 
     @property
@@ -364,7 +365,7 @@ class Args:
         return self.epochs * (self.prompts_per_step // mini_batch)
 
 
-# ---------------------------------------------------------------- bad input, before anything costly
+# ---------------------------------------------------------- bad input, before anything costly
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -396,8 +397,7 @@ def check_args(args: Args):
 
 
 def check_flags_together(args: Args):
-    """Raises BadInput where flags contradict each other, or where a flag breaks a rule that is too
-    long to stand beside it in Args."""
+    """Raises BadInput where flags contradict each other, or break a rule too long for Args."""
     prompts = args.prompts_per_step
     mini_batch = args.prompts_per_mini_batch or prompts
     need(prompts % mini_batch == 0, f"--prompts_per_step {prompts} must be a multiple of "
@@ -405,8 +405,8 @@ def check_flags_together(args: Args):
     need(args.group_size > 1 or args.adv_estimator not in losses.GROUP_ESTIMATORS,
          f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
          "--group_size must be at least 2")
-    need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 replaces "
-         "groups whose members score alike: --group_size must be at least 2")
+    need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 "
+         "replaces groups whose members score alike: --group_size must be at least 2")
     need(args.clip_c == 0 or args.clip_c > 1,
          f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1")
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0, "--policy_loss "
@@ -418,10 +418,10 @@ def check_flags_together(args: Args):
     if args.kl_target:
         need(args.kl_coef > 0, "--kl_target has an effect only with a --kl_coef")
         need(args.kl_horizon >= prompts * args.group_size,
-             f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a step's "
-             f"{prompts * args.group_size}")
-    need(args.window > args.max_prompt_tokens, f"--max_model_len {args.max_model_len} leaves no "
-         "room for a response to --max_prompt_tokens")
+             f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a "
+             f"step's {prompts * args.group_size}")
+    need(args.window > args.max_prompt_tokens, f"--max_model_len {args.max_model_len} "
+         "leaves no room for a response to --max_prompt_tokens")
     # Forks and chat agents may fill the window.
     need(args.tokens_per_micro_batch >= args.window,
          f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
@@ -497,7 +497,7 @@ class Policy(Net):
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         super().__init__(auto_class, args, vision, packed=bool(vision))
-        self.head = [self.model.get_output_embeddings()]  # in a list: not registered a second time
+        self.head = [self.model.get_output_embeddings()]  # in a list: not registered twice
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
              "which token_logprobs doesn't implement")
         text = self.model.config.get_text_config()
@@ -507,8 +507,8 @@ class Policy(Net):
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
         need(vision or choose_attention(self, args.temperature),
-             f"--model {args.model} makes logits in a way that token_logprobs doesn't implement: "
-             "only a product, a scale and a soft cap are")
+             f"--model {args.model} makes logits in a way that token_logprobs doesn't "
+             "implement: only a product, a scale and a soft cap are")
         if args.lora_rank:
             add_adapters(self.model, args)
 
@@ -538,7 +538,7 @@ class Critic(Net):
         return ((hidden.float() * self.head.weight).sum(-1) + self.head.bias,)
 
 
-# ---------------------------------------------------------------- forward and backward over a batch
+# ---------------------------------------------------------- forward and backward over a batch
 
 
 def wrap(net: Net, args: Args, accelerator, frozen: bool = False) -> nn.Module:
@@ -575,7 +575,7 @@ class Learner:
     def step(self):
         """Makes one step of the optimiser by the present gradients."""
         if not self.optimizer.state:
-            # Adam makes its states now: in blocks of cached activations they would stay for good.
+            # Adam makes its states now: in blocks of cached activations they would stay.
             torch.cuda.empty_cache()
         self.optimizer.step()
 
@@ -604,13 +604,12 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     """Makes one optimiser step on some rows, the same on all ranks, which share out the work.
 
     objective(scores, columns, args) -> per-token loss (b, T), stats {name: (b, T)}; scores:
-    the network's, of b rows; columns: the batch's COLUMNS of these rows. Losses are summed over
-    micro-batches and ranks and divided by global counts: no way to cut the batch changes the
-    gradient. loss_agg: a mode of losses.aggregate.
+    the network's, of b rows; columns: the batch's COLUMNS of these rows. Losses are summed
+    over micro-batches and ranks and divided by global counts: no way to cut the batch
+    changes the gradient. loss_agg: a mode of losses.aggregate.
 
-    Returns metrics (loss, grad_norm, unique_tokens, and the stats' means over tokens), and the
-    network's first scores of this rank's tokens, (B, T). Raises RuntimeError for a gradient that
-    is not finite."""
+    Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the
+    first scores of this rank's tokens, (B, T). RuntimeError: the gradient is not finite."""
     model = learner.wrapped
     batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # if no one said, a row is one
     mask = batch["response_mask"][rows]  # of the whole batch: these counts are global
@@ -628,8 +627,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
         if micro.is_filler:
             mask.zero_()
         packed = learner.net.pack(batch, micro)
-        # Ranks average their gradients once, after the last micro-batch. FSDP does it every time:
-        # gradients kept back would be whole everywhere.
+        # Ranks average their gradients once, after the last micro-batch. FSDP does it every
+        # time: gradients kept back would be whole everywhere.
         averaging = contextlib.nullcontext()
         if i < len(micro_batches) - 1 and not args.shard:
             averaging = accelerator.no_sync(model)
@@ -648,8 +647,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
 
     grad_norm = whole(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)).item()
     if not math.isfinite(grad_norm):
-        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before the "
-                           "weights are spoilt")
+        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before "
+                           "the weights are spoilt")
     if n_tokens:  # without any, momentum and weight decay would still move the weights
         learner.step()
     learner.optimizer.zero_grad(set_to_none=True)
@@ -694,11 +693,11 @@ def value_objective(scores: list[torch.Tensor], columns: dict, args: Args):
 
 
 def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[int]]:
-    """Yields the rows of each optimiser step: in every epoch the prompts are shuffled and dealt to
-    as many equal parts as --prompts_per_mini_batch goes into a step.
+    """Yields the rows of each optimiser step: in every epoch the prompts are shuffled and
+    dealt to as many equal parts as --prompts_per_mini_batch goes into a step.
 
-    prompts (B,): each row's. All rows of a prompt stay together, because units are compared and
-    weighed whole, and a prefix that rows share is then computed once."""
+    prompts (B,): each row's. All rows of a prompt stay together, because units are compared
+    and weighed whole, and a prefix that rows share is then computed once."""
     n_parts = args.updates_per_rollout // args.epochs
     present = prompts.unique()
     for epoch in range(args.epochs):
@@ -710,19 +709,18 @@ def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[
 
 
 # ---------------------------------------------------------------- the engine's part of a step
-# The engine stays awake from an evaluation to the next rollout, which has the same weights. Whoever
-# needs the device for anything else calls `put_to_sleep` first.
+# The engine stays awake from an evaluation to the next rollout, which has the same weights.
+# Whoever needs the device for anything else calls `put_to_sleep` first.
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what the engine gets: whole tensors by their names in a checkpoint, one at a time."""
+    """Yields, for the engine, whole tensors by their names in a checkpoint, one at a time."""
     return checkpoint_weights(policy.model)
 
 
 @shown("weights to the engine")
 def sync(engine: Engine, policy: Policy, version: int) -> float:
-    """Wakes a sleeping engine and loads the policy's weights as `version`; without these it can't
-    generate. Returns the seconds that it took."""
+    """Wakes a sleeping engine, loads the policy's weights as `version`; returns the seconds."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
@@ -733,11 +731,11 @@ def sync(engine: Engine, policy: Policy, version: int) -> float:
 
 @contextlib.contextmanager
 def awake(run: "Run", stays: bool = False) -> Iterator[float]:
-    """In its block the engine is awake with the present weights, and what --offload names is on the
-    host. Yields the seconds of the weight sync, 0 if the engine was awake with these weights.
+    """In its block the engine is awake with the present weights, and what --offload names is
+    on the host. Yields the seconds of the weight sync, 0 if it was awake with these weights.
 
-    After the block the engine sleeps, unless it `stays` awake. After Stopped or an error it sleeps
-    in any case, with its unfinished requests, so that a checkpoint can be saved."""
+    After the block the engine sleeps, unless it `stays` awake. After Stopped or an error it
+    sleeps in any case, with its unfinished requests, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
         run.engine.forget_prompts()  # no digit of a rollout depends on an evaluation before it
@@ -756,15 +754,15 @@ def awake(run: "Run", stays: bool = False) -> Iterator[float]:
 def put_to_sleep(run: "Run", keep: bool = False):
     """Frees the device: the engine sleeps, and what --offload moved comes back.
 
-    Nothing happens if the engine sleeps already, or with --replay. keep: as in Engine.sleep."""
+    Does nothing if the engine sleeps already, or with --replay. keep: as in Engine.sleep."""
     if run.engine and run.engine.state == "awake":
         run.engine.sleep(keep=keep)
         offload(run, run.accelerator.device)
 
 
 def offload(run: "Run", device: torch.device | str):
-    """Moves to a device what --offload names: the optimisers' states; with "all" the critic and the
-    reference, too. The policy's weights never move."""
+    """Moves to a device what --offload names: the optimisers' states; with "all" the critic
+    and the reference, too. The policy's weights never move."""
     optimizers, networks = [], []
     if run.args.offload != "none":
         optimizers = [learner.optimizer for learner in run.learners.values()]
@@ -775,7 +773,7 @@ def offload(run: "Run", device: torch.device | str):
 
 
 def evaluate(run: "Run") -> dict:
-    """Returns metrics.describe_eval of rollouts of the validation rows, with --eval_sampling_args.
+    """Returns metrics.describe_eval of validation rollouts, with --eval_sampling_args.
 
     The engine is still awake then: the next rollout has the same weights."""
     args = run.args
@@ -830,8 +828,8 @@ class Run:
 
 
 def replay_file(args: Args, step: int) -> Path:
-    """Returns the file in which the run to replay wrote the rollouts of a step; that of step 0 is
-    step_000001.jsonl, because the log counts finished steps."""
+    """Returns the file in which the run to replay wrote the rollouts of a step; that of
+    step 0 is step_000001.jsonl, because the log counts finished steps."""
     return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
 
 
@@ -893,7 +891,7 @@ def check_input(args: Args) -> tuple:
 
 
 def teacher_args(args: Args) -> Args:
-    """Returns the flags by which the reference is loaded: --ref_model, or the starting model."""
+    """Returns the flags by which the reference is loaded: --ref_model, or the first model."""
     return replace(args, model=args.ref_model or args.model, lora_rank=0)
 
 
@@ -912,7 +910,7 @@ def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -
     rows = {split: data.filter_overlong(rows[split], tokenizer, task, args, processor)
             for split in rows}
     if getattr(task, "TOOLS", None):
-        tool_parser(args.tool_parser, tokenizer)  # raises for a --tool_parser that does not exist
+        tool_parser(args.tool_parser, tokenizer)  # raises for an unknown --tool_parser
     if not args.replay:
         check_model(args, device)
     return tokenizer, processor, rows
@@ -930,13 +928,13 @@ def setup(args: Args) -> Run:
 
     # Before the engine starts, what can't be trained and what can't be resumed is refused.
     data.register_packed_attention()
-    vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded: no tokens
+    vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded
     vision = Vision(processor) if processor else None
     policy = Policy(args, vocab_size, vision)
     changed = on_main(check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(prepare_folder, args)  # without --resume (None, {})
-    need("unfinished" not in state, f"--resume: {checkpoint} is of an older version, which drew "
-         "prompts in another order: start without --resume")
+    need("unfinished" not in state, f"--resume: {checkpoint} is of an older version, which "
+         "drew prompts in another order: start without --resume")
 
     stop = Stop()
     log_class = Log if accelerator.is_main_process else SilentLog
@@ -973,7 +971,7 @@ def resume(run: Run, checkpoint: Path, state: dict, changed: dict):
 
 
 def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tuple:
-    """Returns the policy's Learner, the critic's Learner or None, the reference network or None.
+    """Returns the policy's Learner; the critic's, or None; the reference network, or None.
 
     teacher: the flags by which the reference is loaded. Seeds the random generators anew."""
     set_seed(args.seed)  # building an engine drew random numbers, and a task may draw some
@@ -1060,7 +1058,7 @@ def needs_old_logprobs(run: Run, step: int) -> bool:
 
 
 def networks_to_score(run: Run, step: int) -> dict[str, nn.Module]:
-    """Returns {column of the batch: the network whose scores of all sampled tokens fill it}."""
+    """Returns {column of the batch: the network whose scores of sampled tokens fill it}."""
     networks = {}
     if needs_old_logprobs(run, step):
         networks["logprobs_old"] = run.policy.net
@@ -1088,8 +1086,8 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
 
 
 def shape_outcomes(units: data.Units, args: Args) -> torch.Tensor:
-    """Returns the terminal rewards of units (N,), clipped by --reward_clip, plus the penalty of
-    --overlong_buffer."""
+    """Returns the terminal rewards of units (N,), clipped by --reward_clip, plus the
+    penalty of --overlong_buffer."""
     outcomes = units.outcomes
     if args.reward_clip:
         outcomes = outcomes.clamp(-args.reward_clip, args.reward_clip)
@@ -1147,8 +1145,8 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
     """Returns the advantages by --adv_estimator, (B, T). THE place for one of your own.
 
     An estimator that compares units gives (N,), one number for all tokens of a unit. The
-    others see each unit as one sequence, its outputs laid end to end, and give one number for
-    each token, (N, S). gae also sets batch["returns"]. Raises ValueError for any other shape."""
+    others see a unit as one sequence, its outputs laid end to end, and give a number for
+    each token, (N, S). gae also sets batch["returns"]. Raises ValueError for another shape."""
     units = batch["units"]
     rewards = units.rewards  # (N,)
     groups = units.groups  # (N,)
@@ -1225,7 +1223,7 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     batch["unit_tokens"] = data.unit_tokens(batch["response_mask"], units.index)
     learned_from = batch
     if args.updates_per_rollout == 1:
-        # The forward pass has the old logprobs to the last digit, so that the ratio is exactly 1.
+        # The forward pass has the old logprobs to the last digit: the ratio is exactly 1.
         learned_from = {name: column for name, column in batch.items() if name != "logprobs_old"}
     updates = []
     for rows in mini_batches(units.prompts[units.index], step, args):
@@ -1289,7 +1287,7 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         square = means.pop("rollout_weight_sq")
         metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
-        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0  # a share
+        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
     if args.adv_estimator == "remax":
         baselines = {output.extra["prompt"] for output in phase.greedy}
         metrics["rollout/missing_baselines"] = len(set(units.prompts.tolist()) - baselines)
@@ -1326,9 +1324,9 @@ def check_agreement(run: Run, phase: Phase, batch: dict, version: int, differenc
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
         f"{difference:.2g} in the mean, more than {bound:g} ({args.dtype}); most at "
         f"{worst_token(run, phase, batch, version)}. Likely causes: a weight that went to "
-        "another place, a part of this model that vLLM and the trainer compute differently, or "
-        "settings of the engine that the trainer does not know (--engine_args, --sampling_args, an "
-        "agent loop's own)")
+        "another place, a part of this model that vLLM and the trainer compute differently, "
+        "or settings of the engine that the trainer does not know (--engine_args, "
+        "--sampling_args, an agent loop's own)")
     if args.allow_mismatch or args.sampling().keys() - NEUTRAL_SAMPLING:
         run.log.warn_once(problem)
         run.mismatch_is_known = True
@@ -1338,6 +1336,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, version: int, differenc
 
 
 def main(args: Args):
+    """Trains: all steps of a run, each from rollout to log. Ends early if told to stop."""
     run = setup(args)  # all input is checked here; engine, networks, pool and log hang from it
     log = run.log
     start = run.done
@@ -1346,7 +1345,7 @@ def main(args: Args):
             log.metrics({"step": 0} | evaluate(run))
         for step in Bar(range(start, args.num_steps), "steps"):  # so many steps are finished
             gather_unless_stopped(None, run.stop.requested())
-            # ---- 1. rollout: the engine takes the weights; agent loops run until the batch is full
+            # ---- 1. rollout: the engine takes the weights; agent loops fill the batch
             started = time.perf_counter()
             phase = generate(run, step)
 
