@@ -1075,13 +1075,14 @@ def _copy_containers(tree):
 
 
 async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"):
-    """Sets the terminal rewards of a rollout's units: each its last output's own, else the task's,
-    asked for that output. The unit's earlier outputs share it.
+    """Sets the terminal rewards of a rollout's units: each its last output's own, else the
+    task's, asked for that output. The unit's earlier outputs share it.
 
-    A reward function may also write to output.turn_rewards and output.metrics. Raises ValueError
-    if a reward is not a finite number or a dict with one under "score" (and under `metric`, if
-    that is a key: --filter_metric), if an earlier output of a unit has a reward that would be
-    ignored, or if a unit is in two groups. Raises, too, for what can't be placed or logged."""
+    A reward function may also write to output.turn_rewards and output.metrics. Raises
+    ValueError if a reward is not a finite number or a dict with one under "score" (and
+    under `metric`, if that is a key: --filter_metric), if an earlier output of a unit has a
+    reward that would be ignored, or if a unit is in two groups. Raises, too, for what can't
+    be placed or logged."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -1090,9 +1091,9 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
         for output in outputs_of_unit:
             if output.reward not in (None, last.reward):
                 raise ValueError(
-                    f"output {outputs.index(output)} of a rollout has the reward {output.reward}, "
-                    f"but its unit {unit!r} gets that of its last output: name a `unit` for each "
-                    "output that has a reward of its own, or use turn_rewards")
+                    f"output {outputs.index(output)} of a rollout has the reward "
+                    f"{output.reward}, but its unit {unit!r} gets that of its last output: name "
+                    "a `unit` for each output that has a reward of its own, or use turn_rewards")
             if output.group != last.group:
                 raise ValueError(f"the outputs of unit {unit!r} are in the groups "
                                  f"{output.group!r} and {last.group!r}: a unit has one")

@@ -70,10 +70,10 @@ from rollout import Engine, Phase, Pool, grade, rollout, seed_of, training_pool
 
 # The flags that --algo sets: the first row's, changed by its own row. The user's flags win.
 PRESETS: dict[str, dict] = {
-    "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo", clip_low=0.2,
-                 clip_high=0.2, loss_agg="token-mean", kl_coef=0.0, kl_in="loss", kl_kind="k3",
-                 overlong_buffer=0.0, max_gen_batches=1, gamma=1.0, turn_discount=1.0,
-                 reward_coef=1.0),
+    "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo",
+                 clip_low=0.2, clip_high=0.2, loss_agg="token-mean", kl_coef=0.0,
+                 kl_in="loss", kl_kind="k3", overlong_buffer=0.0, max_gen_batches=1,
+                 gamma=1.0, turn_discount=1.0, reward_coef=1.0),
     "ppo": dict(adv_estimator="gae", whiten_advantages=True),
     "dapo": dict(clip_high=0.28, overlong_buffer=0.2, max_gen_batches=10),
     "drgrpo": dict(adv_estimator="drgrpo", loss_agg="seq-mean-token-sum-norm"),
@@ -161,8 +161,8 @@ class Args:
         False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, "
-        f"with --max_staleness icepop from 0 (decoupled PPO) ({' | '.join(CORRECTION_BOUNDS)}, "
-        "or several: tis,geo_mask)")
+        f"with --max_staleness icepop from 0 (decoupled PPO) ({' | '.join(CORRECTION_BOUNDS)}"
+        ", or several: tis,geo_mask)")
     correction_low: list[float] = flag(
         None, f"least ratio kept; of several kinds, one each; low, high: {CORRECTION_BOUNDS}",
         only="rollout_correction=icepop|seq_mask|geo_mask|veto")
@@ -720,7 +720,7 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 @shown("weights to the engine")
 def sync(engine: Engine, policy: Policy, version: int) -> float:
-    """Wakes a sleeping engine, loads the policy's weights as `version`; returns the seconds."""
+    """Wakes a sleeping engine and loads the policy's weights as `version`; returns seconds."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # what the update left in torch's cache, the engine needs
     engine.wake_weights()
@@ -905,8 +905,8 @@ def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -
     if args.ref_model:
         _, tokenizer_of_teacher = load_tokenizer(teacher_args(args))
         need(tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: ids "
-             "mean other tokens")
+             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
+             "ids mean other tokens")
     rows = {split: data.filter_overlong(rows[split], tokenizer, task, args, processor)
             for split in rows}
     if getattr(task, "TOOLS", None):

@@ -78,12 +78,12 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
 
     units: data.by_unit of the outputs. Their prompts are numbers of rows.
 
-    eval/pass@j is given for every j up to the most units n of a group: the chance that one of j
-    passes, 1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1); the mean over the
-    groups with n >= j. A group is what is compared: the rollouts of a row, if nothing else is
-    said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error of the mean
-    over rows, because rollouts of one row are not independent. With several data_source:
-    eval/<data_source>/reward; with named units: eval/<unit>/reward."""
+    eval/pass@j is given for every j up to the most units n of a group: the chance that one of
+    j passes, 1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1); the mean
+    over the groups with n >= j. A group is what is compared: the rollouts of a row, if nothing
+    else is said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error
+    of the mean over rows, because rollouts of one row are not independent. With several
+    data_source: eval/<data_source>/reward; with named units: eval/<unit>/reward."""
     rewards_of_source = defaultdict(list)
     rewards_of_row = defaultdict(list)
     passes_of_group = defaultdict(list)
