@@ -90,7 +90,7 @@ def random_model(folder: str | Path, **config) -> str:
     config: entries of the model's configuration that are to differ, such as LARGER."""
     import torch
 
-    from flatrl.tiny_models import init_model
+    from examples.tiny_models import init_model
 
     torch.manual_seed(0)
     init_model(folder, **config)

@@ -47,8 +47,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from agent_loop import ToolAgentLoop, register
 from examples import calculator as example
+from examples.tiny_models import CHAT_TEMPLATE
 from flatrl.models import task_model
-from flatrl.tiny_models import CHAT_TEMPLATE
 from rollout import Engine, rollout
 
 TURNS = 4  # of the assistant, with a call after each but the last

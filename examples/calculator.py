@@ -30,7 +30,7 @@ import random
 import re
 from pathlib import Path
 
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows: what to ask. Train and val are cut from one fixed shuffle of all questions, so they

@@ -31,7 +31,7 @@ import re
 from pathlib import Path
 
 from examples.environments import EnvInteraction, IllegalAction, episodes, play
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 SYSTEM_PROMPT = "Guess with <answer>N</answer>."
 

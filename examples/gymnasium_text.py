@@ -22,7 +22,7 @@ from pathlib import Path
 
 from agent_loop import BadInput
 from examples.environments import EnvInteraction, IllegalAction, episodes, play
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 try:
     import gymnasium

@@ -22,7 +22,7 @@ import re
 from pathlib import Path
 
 from agent_loop import BadInput
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 try:
     import reasoning_gym

@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agent_loop import TOKEN_BREAK, BadInput, escape_special_tokens, render_text
 from examples.calculator import build_model  # noqa: F401  (train.py calls it when no --model is given)
-from flatrl.tiny_models import init_model
+from examples.tiny_models import init_model
 
 MAX_BATCH = 16  # conversations
 GATHER_SECONDS = 0.005  # the first of a batch waits so long for others

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from examples.calculator import load
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 PROMPTS = {"smol_tools": "Use the calculator.", "smol_code": "Use the calculator in code."}
 # How smolagents tells the model about an earlier call.

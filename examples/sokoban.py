@@ -40,7 +40,7 @@ import re
 from pathlib import Path
 
 from agent_loop import BadInput
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 DATA = os.environ.get("SOKOBAN_DATA")
 RULES = """Solve a Sokoban puzzle. It is solved if no box stands beside a goal after your last move.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agent_loop import BadInput
 from examples.environments import EnvInteraction, episodes, play
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 
 try:
     import textarena

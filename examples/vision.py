@@ -26,7 +26,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from agent_loop import Tool, ToolResponse
 from data import load_rows
-from flatrl.tiny_models import CHAT_TEMPLATE, init_model
+from examples.tiny_models import CHAT_TEMPLATE, init_model
 
 
 def without_torchvision() -> None:

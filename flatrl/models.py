@@ -29,9 +29,9 @@ def task_model(task: ModuleType, args) -> str:
     of two jobs that build at once, the first to finish wins."""
     # Tasks that import the function share its model.
     source = Path(inspect.getsourcefile(task.build_model))
-    shared = Path(__file__).with_name("tiny_models.py")  # what the source may import
-    key = [source.read_text(), shared.read_text(), args.seed, torch.get_num_threads(),
-           torch.cuda.is_available(), versions()]
+    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # it may import this
+    key = [source.read_text(), [file.read_text() for file in shared], args.seed,
+           torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
     folder = cache / f"{source.stem}-{digest}"

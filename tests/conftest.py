@@ -50,7 +50,7 @@ def untied_model(tmp_path_factory) -> str:
 
 
 def make_model(path: Path, tied: bool) -> str:
-    from flatrl.tiny_models import init_model
+    from examples.tiny_models import init_model
 
     torch.manual_seed(0)
     init_model(str(path), tie_word_embeddings=tied)

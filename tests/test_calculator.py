@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import get_json_schema
 
-from flatrl.tiny_models import PIECES, init_model, warm_up
+from examples.tiny_models import PIECES, init_model, warm_up
 
 PATH = Path(__file__).parents[1] / "examples" / "calculator.py"
 spec = importlib.util.spec_from_file_location("calculator_task", PATH)

@@ -229,7 +229,7 @@ def test_agents_of_all_frameworks_are_trained(cache, tmp_path):
     task.write_text(f"""
 from examples import calculator, smolagents_model, {", ".join({TASKS[name] for name in names})}
 from examples.calculator import reward
-from flatrl.tiny_models import build_warm_model
+from examples.tiny_models import build_warm_model
 ROWS = calculator.load("train")[:2]
 def load(split):
     system = [{{"role": "system", "content": calculator.SYSTEM_PROMPT}}]

@@ -509,7 +509,7 @@ def test_a_greedy_baseline_is_one_more_member_of_each_group(engine, background, 
 
 def test_padded_vocabulary_is_masked_in_the_engine_as_in_the_trainer(tmp_path, args, background, process_group):
     """Head rows beyond the tokenizer's ids, as in Qwen's padded vocabularies (vllm#13175), made tempting."""
-    from flatrl.tiny_models import init_model
+    from examples.tiny_models import init_model
     from losses import token_logprobs
 
     torch.manual_seed(0)

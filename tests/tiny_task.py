@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent_loop import AgentLoopBase, register
 from examples import calculator
-from flatrl.tiny_models import init_model
+from examples.tiny_models import init_model
 
 
 def load(split: str) -> list[dict]:
