@@ -1295,6 +1295,7 @@ class ToolAgentLoop(AgentLoopBase):
             copy.deepcopy(trajectory.messages), **self.interaction_kwargs)
         trajectory.record("interaction", self.interaction.name, reward, metrics)
         if done or self._out_of_turns(trajectory, self.user_answers):
+            trajectory.extra["unread"] = clean(text or "")  # the report shows it
             return None
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": clean(text)}])

@@ -255,6 +255,7 @@ class Selection:
             error = str(line.get("error"))[-4000:]
             return trajectory | {"text": (), "stop": line["kind"], "error": error}
         reward = line["reward"]
+        trajectory |= {key: value_of(line, key) for key in ("unit", "group", "unread")}
         return trajectory | {
             "text": tuple(self.texts.of_context(line["prompt_ids"])),
             "reward": line["total_reward"],

@@ -1080,6 +1080,7 @@ def test_interaction_until_it_is_done(play, tokenizer):
     assert output.turn_rewards == [(first - 1, -0.5), (len(output.response_ids) - 1, 1.0)]
     assert (output.num_turns, output.stop_reason) == (4, "stop")
     assert output.metrics == {"interaction/asked": 2}
+    assert output.extra == {"unread": "Good."}  # its last word, which the policy does not read
 
 
 def test_interaction_after_a_stop_string(play):

@@ -346,6 +346,82 @@ def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
         assert escaped in drawn and 'aria-selected="true"' in drawn
 
 
+def segment(sample: int, number: int, prompt: list[int], ids: list[int], **more) -> AgentLoopOutput:
+    """An output of a rollout of several, all of whose tokens were sampled."""
+    extra = {"index": 0, "prompt": 0, "sample": sample, "segment": number} | more.pop("extra", {})
+    lists = {"response_ids": ids, "response_mask": [1] * len(ids)}
+    lists |= {"response_logprobs": [-0.5] * len(ids), "response_versions": [0] * len(ids)}
+    return AgentLoopOutput(prompt_ids=prompt, extra=extra, **lists, **more)
+
+
+def two_trees() -> list[AgentLoopOutput]:
+    """Two rollouts: a trunk, two leaves that go on from it, a unit of two outputs whose history was rewritten."""
+    outputs = []
+    for sample in range(2):
+        group = f"{sample}/after turn 1"
+        outputs += [
+            segment(sample, 0, [1, 2], [5, 6], unit="trunk", reward=0.5),
+            segment(sample, 1, [1, 2, 5, 6, 9], [7], unit="leaf 0", group=group, reward=1.0),
+            segment(sample, 2, [1, 2, 5, 6, 9], [8], unit="leaf 1", group=group, reward=0.0),
+            segment(sample, 3, [3, 4], [5], unit="aside", reward=0.25, turn_rewards=[(0, 0.125)]),
+            segment(sample, 4, [4, 4], [6], unit="aside", reward=0.25, extra={"unread": "<b>You win</b>"}),
+        ]
+    return outputs
+
+
+def test_units_groups_and_last_words_are_on_the_page(folder):
+    write_rollouts(folder, "step_000001", [*two_trees(), trajectory(prompt=1)])
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    names, fields = ("prompt", "sample", "segment"), ("unit", "group", "unread")
+    labels = {tuple(t[name] for name in names): tuple(t[field] for field in fields) for t in run["trajectories"]}
+    assert labels[0, 0, 0] == ("trunk", "", None) and labels[0, 1, 2] == ("leaf 1", "1/after turn 1", None)
+    assert labels[0, 0, 4] == ("aside", "", "<b>You win</b>") and labels[1, 0, 0] == ("", "", None)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_compared_with(folder):
+    write_rollouts(folder, "step_000001", [*two_trees(), trajectory(prompt=1)])
+    page_of(report.Run(folder), file=folder / "report.html")
+
+    def drawn(address: str) -> str:
+        command = ["node", REPO / "tests" / "dom.js", folder / "report.html", f"#tab=trajectories&{address}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    [numbers] = [run["trajectories"] for run in embedded(folder / "report.html")["runs"]]
+    of = {(t["prompt"], t["sample"], t["segment"]): f"t=0.{i}" for i, t in enumerate(numbers)}
+    plain = lambda markup: re.sub(r"<[^>]*>", "|", markup)
+
+    # A tree: the leaves hang below the trunk, with what their prompts have more; the other segments are roots.
+    tree = drawn(f"mode=tree&{of[0, 1, 1]}")
+    nodes = re.findall(r'<div class="node">|<div class="branches">|segment \d · [a-z]+ ?\d?(?=</button>)', tree)
+    node, branches = '<div class="node">', '<div class="branches">'
+    assert nodes == [node, "segment 0 · trunk", branches, node, "segment 1 · leaf 0", node, "segment 2 · leaf 1",
+                     node, "segment 3 · aside", node, "segment 4 · aside"]  # fmt: skip
+    assert tree.count("prompt, 5 tokens: it goes on from the end of segment 0") == 2
+    assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨6⟩⟨9⟩" not in plain(tree)  # each leaf's own part of its prompt
+    assert tree.count('<div class="card chosen">') == 1 and "its unit’s reward" in tree
+    # of both outputs of the unit, beside their names and among the chips
+    assert plain(tree.split('class="detail"')[1]).count("|0.375|") == 4
+    assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
+
+    # A group: the chosen leaf's siblings first; then the others, unit by unit.
+    group = drawn(f"mode=group&{of[0, 1, 1]}")
+    heads = re.findall(r"<h2>(group [^<]*)<span class=\"soft\">([^<]*)", group)
+    two = "  2 units, compared with each other"
+    names = ("1/after turn 1", "trunk", "0/after turn 1", "aside")
+    assert heads == [(f"group {name}", two) for name in names]
+    cards = re.findall(r'<div class="card[a-z ]*"><h3><button>([^<]*)</button><span class="last">([^<]*)', group)
+    assert cards[:2] == [("#1 leaf 0", "1"), ("#1 leaf 1", "0")] and ("#0 aside", "0.375") in cards and len(cards) == 8
+    # the outputs of a unit with their own prompts
+    aside = group.split("#0 aside")[1].split("#1 aside")[0]
+    assert "segment 3" in aside and "segment 4" in aside and "⟨3⟩⟨4⟩" in plain(aside) and "⟨4⟩⟨4⟩" in plain(aside)
+
+    alone = drawn(f"mode=tree&{of[1, 0, 0]}")
+    assert 'class="node"' not in alone and "Its rollout" not in alone and "its unit’s reward" not in alone
+
+
 def test_the_writer_needs_nothing_but_python(folder):
     """It runs where no torch and no transformers are."""
     write_rollouts(folder, "step_000001", [trajectory()])

@@ -1,0 +1,48 @@
+// Draws a report.html without a browser: node dom.js PAGE ADDRESS prints the elements that its script makes, as markup.
+// A document with no more than the page uses. Sizes are 0, so nothing here says how it looks.
+"use strict";
+const fs = require("fs"), vm = require("vm");
+
+const escape = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+
+class Text {
+  constructor(text) { this.text = String(text); }
+  get textContent() { return this.text; }
+  toString() { return escape(this.text); }
+}
+
+class Element {
+  constructor(tag) {
+    Object.assign(this, {tag, attributes: {}, style: {}, children: [], listeners: {}, scrollTop: 0, clientWidth: 0, clientHeight: 0, offsetParent: {}});
+  }
+  append(...nodes) { this.children.push(...nodes.map(node => node instanceof Element || node instanceof Text ? node : new Text(node))); }
+  replaceChildren(...nodes) { this.children = []; this.append(...nodes); }
+  setAttribute(name, value) { this.attributes[name] = String(value); }
+  addEventListener(name, listener) { (this.listeners[name] ||= []).push(listener); }
+  getBoundingClientRect() { return {left: 0, top: 0, width: 0, height: 0}; }
+  get className() { return this.attributes.class || ""; }
+  set className(value) { this.attributes.class = value; }
+  get textContent() { return this.children.map(child => child.textContent).join(""); }
+  set textContent(text) { this.replaceChildren(text); }
+  all() { return this.children.flatMap(child => child instanceof Element ? [child, ...child.all()] : []); }
+  querySelectorAll(selector) { return this.all().filter(node => node.className.split(" ").includes(selector.slice(1))); }
+  toString() {
+    const attributes = Object.entries(this.attributes).map(([name, value]) => ` ${name}="${escape(value)}"`).join("");
+    return `<${this.tag}${attributes}>${this.children.join("")}</${this.tag}>`;
+  }
+}
+
+const page = fs.readFileSync(process.argv[2], "utf8"), byId = {};
+const [, data] = page.match(/<script type="application\/json" id="data">(.*?)<\/script/s);
+const [, script] = page.match(/<script>(.*?)<\/script>/s);
+for (const [, id] of page.matchAll(/ id="(\w+)"/g)) byId[id] = new Element("div");
+byId.data.append(data);
+const document = {
+  getElementById: id => byId[id], createElement: tag => new Element(tag), createElementNS: (_, tag) => new Element(tag),
+  createTextNode: text => new Text(text), title: "",
+};
+vm.runInNewContext(script, {
+  document, location: {hash: process.argv[3] || ""}, history: {replaceState() {}}, URLSearchParams, innerWidth: 1000, innerHeight: 1000,
+  setInterval() {}, setTimeout() {}, clearTimeout() {}, addEventListener() {},
+});
+console.log(byId.main.toString());
