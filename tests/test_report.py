@@ -401,9 +401,8 @@ def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_comp
                      node, "segment 3 · aside", node, "segment 4 · aside"]  # fmt: skip
     assert tree.count("prompt, 5 tokens: it goes on from the end of segment 0") == 2
     assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨6⟩⟨9⟩" not in plain(tree)  # each leaf's own part of its prompt
-    assert tree.count('<div class="card chosen">') == 1 and "its unit’s reward" in tree
-    # of both outputs of the unit, beside their names and among the chips
-    assert plain(tree.split('class="detail"')[1]).count("|0.375|") == 4
+    assert tree.count('<div class="card chosen">') == 1
+    assert plain(tree.split('class="detail"')[1]).count("|0.375|") == 2  # the unit's reward, of both its outputs
     assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
 
     # A group: the chosen leaf's siblings first; then the others, unit by unit.
@@ -418,6 +417,7 @@ def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_comp
     aside = group.split("#0 aside")[1].split("#1 aside")[0]
     assert "segment 3" in aside and "segment 4" in aside and "⟨3⟩⟨4⟩" in plain(aside) and "⟨4⟩⟨4⟩" in plain(aside)
 
+    assert "its unit’s reward |0.375|" in plain(drawn(f"mode=one&{of[0, 1, 4]}"))
     alone = drawn(f"mode=tree&{of[1, 0, 0]}")
     assert 'class="node"' not in alone and "Its rollout" not in alone and "its unit’s reward" not in alone
 
