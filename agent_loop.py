@@ -421,7 +421,10 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 def check_images(output: AgentLoopOutput, processor):
     """Checks that the ids have a placeholder for each token of the output's images.
 
-    Raises ValueError if there are more or less."""
+    Raises ValueError if there are more or less, or if a text model has images."""
+    if processor is None:  # a text model
+        expand([], output.images, None)
+        return
     n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     n_expected = sum(_image_tokens(output.images, processor))
     if n_found != n_expected:
@@ -662,9 +665,10 @@ def clean(text: str) -> str:
 
 
 def finite(value, name: str) -> float:
-    """Returns `value` as a float. Raises ValueError unless it is finite, also in float32."""
+    """Returns `value` as a float. Raises ValueError unless it is finite, also in float32, and
+    for a text, though it may spell a number."""
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) < 1e38:

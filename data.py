@@ -440,6 +440,14 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
     return torch.tensor(labels, dtype=torch.long)
 
 
+def turns_of_units(batch: dict, outputs: Outputs) -> list[int]:
+    """Returns how many turns each unit of a batch has; outputs: those of the batch."""
+    units = by_unit(outputs)
+    places = places_in_units(batch | {"units": units})
+    sampled = scatter(torch.ones(len(places[0])), places, len(units.rewards))  # (N, S)
+    return losses.turn_starts(sampled).sum(1).tolist()
+
+
 def _array_value(leaf):
     """Returns shape and bytes of an array or image: its repr may leave out most of it."""
     if isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__"):

@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import sys
 import threading
 import time
@@ -49,11 +50,13 @@ from agent_loop import (
     RESPONSE_LISTS, AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite,
     in_time, numbers,
 )
-from flatrl.bad_input import need
+from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing
 from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
 from flatrl.terminal import Bar, shown
-from flatrl.vllm_engine import load_into, never_sample, prepare_vllm, vllm_arguments
+from flatrl.vllm_engine import (
+    load_into, never_sample, prepare_vllm, sampling_params, vllm_arguments,
+)
 
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
 GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
@@ -112,6 +115,7 @@ class Engine:
         self.stop_token_ids = sorted(set(stop_token_ids))
         self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         self.core = self.llm.llm_engine
+        self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         if device.type == "cpu" and args.tp > 1:
             # The shared memory of a team is deleted now that every rank has mapped it: it
             # is gone when the last rank is gone, however that one ends.
@@ -258,8 +262,11 @@ class Engine:
 
         request_id names the trajectory. The sampling seed is a function of --seed, this name
         and the number of the call. sampling_params are vLLM's, as a dict. image_data: PIL
-        images, each with one placeholder in prompt_ids. Raises ValueError if vLLM refuses
-        the request (a prompt longer than the window, an unknown sampling parameter)."""
+        images, each with one placeholder in prompt_ids. Raises ValueError for what are no
+        token ids, and if vLLM refuses the request (a prompt longer than the window, a bad
+        sampling parameter)."""
+        prompt_ids = list(prompt_ids)
+        check_ids(prompt_ids, self.vocab_size, "prompt_ids")
         turn = self.turns[request_id]
         self.turns[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
@@ -270,7 +277,7 @@ class Engine:
             "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids))),
         }
         future = asyncio.get_running_loop().create_future()
-        request = _Request(f"{request_id}#{turn}", request_id, turn, list(prompt_ids),
+        request = _Request(f"{request_id}#{turn}", request_id, turn, prompt_ids,
                            params | sampling_params, image_data, future)
         with self.lock:
             self.inbox.append(request)
@@ -451,14 +458,7 @@ class Engine:
 
     def _admit(self, request):
         """Hands a request to vLLM."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        params = SamplingParams(
-            **request.params,
-            logprobs=0, flat_logprobs=True,  # of the sampled token only
-            detokenize=bool(request.params.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = sampling_params(request.params, self.vocab_size)
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
             prompt["multi_modal_data"] = {"image": request.images}
@@ -774,12 +774,16 @@ class Pool:
         finally:
             session.close()
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+        if len(set(map(id, outputs))) < len(outputs):
+            raise ValueError(f"{loop_class.__name__}.run returned one output twice")
         for segment, output in enumerate(outputs):
             if not isinstance(output, AgentLoopOutput):
                 raise TypeError(
                     f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput")
-            if run.processor:
-                check_images(output, run.processor)
+            check_output(output, run.engine.vocab_size, run.engine.version,
+                         args.max_model_len or math.inf)
+            check_images(output, run.processor)
+            outputs[segment] = output = _copy(output)  # the loop may keep, and change, its own
             output.extra = {**output.extra, **marks, "segment": segment}
             if not output.text:
                 output.text = run.tokenizer.decode(
@@ -799,7 +803,11 @@ class Pool:
         try:
             scoring = score(self.run.task, outputs, row, args.filter_metric)
             await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)
-            return [{name: getattr(output, name) for name in GRADED} for output in outputs]
+            if args.adv_estimator == "gigpo":  # raises where states and turns differ in number
+                data.turn_states(outputs, data.turns_of_units(data.collate(outputs), outputs))
+            graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
+            pickle.dumps(graded)  # as for other ranks
+            return graded
         except BaseException:
             if self.future.cancelled():
                 raise
@@ -1005,7 +1013,10 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         if sampler is None:
             return rows[data.prompt_order(len(rows), prompt, 1, args.seed)[0]]
         while len(run.history) <= prompt:
-            run.history.append([int(sampler(run.history)), run.done])
+            with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
+                row = sampler([[*entry] for entry in run.history])
+                check_numbers([row], {int}, 0, len(rows) - 1, "what it returned")
+            run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
     batch = args.prompts_per_step

@@ -1,9 +1,15 @@
 """Checks of what the user gives, and the one line that says what to change."""
 
 import contextlib
+import pickle
 import traceback
 
-from agent_loop import BadInput
+from agent_loop import AgentLoopOutput, BadInput
+
+# Types of what an agent loop returns, beside token ids and the like.
+OUTPUT_TYPES = {
+    "messages": list | None, "text": str | None, "num_turns": int, "metrics": dict,
+    "turn_rewards": list | tuple, "images": list | tuple, "extra": dict}
 
 
 def need(ok, message: str):
@@ -42,3 +48,48 @@ def check_types(values: dict, types: dict, name: str):
         kind = getattr(wanted, "__name__", None) or str(wanted).replace(" ", "")
         need(value is None or isinstance(value, wanted),
              f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
+
+
+def check_numbers(values, types: set[type], low: float, high: float, name: str):
+    """Raises ValueError, which calls it `name`, unless `values` is a list of numbers in
+    [low, high] that have exactly these types: a bool is no int, and NaN is in no range."""
+    if not isinstance(values, list):
+        raise ValueError(f"{name} must be a list, got {values!r:.80}")
+    # By functions of C: an output may have tens of thousands of tokens. A sum sees NaN.
+    if values and not (set(map(type, values)) <= types and low <= min(values)
+                       and max(values) <= high and sum(values) == sum(values)):
+        bad = [value for value in values if type(value) not in types or not low <= value <= high]
+        kinds = " or ".join(sorted(kind.__name__ for kind in types))
+        raise ValueError(f"{name} has {bad[0]!r:.80}: must be {kinds} in [{low:g}, {high:g}]")
+
+
+def check_ids(ids: list[int], vocab_size: int, name: str):
+    """Raises ValueError, which calls them `name`, unless they are a list of token ids."""
+    check_numbers(ids, {int}, 0, vocab_size - 1, name)
+
+
+def check_output(output: AgentLoopOutput, vocab_size: int, version: float, window: float):
+    """Raises ValueError if training or the log would fail by what an agent loop returned.
+
+    vocab_size: token ids are less. version: the present weights'; no token can be of later
+    ones. window: the most tokens of an output. Placeholders of images: see `check_images`."""
+    check_ids(output.prompt_ids, vocab_size, "prompt_ids")
+    check_ids(output.response_ids, vocab_size, "response_ids")
+    check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")
+    # A logarithm of a softmax may be rounded to a little more than 0.
+    check_numbers(output.response_logprobs, {int, float}, -1e38, 0.01, "response_logprobs")
+    check_numbers(output.response_versions, {int}, -1, version, "response_versions")
+    for name, wanted in OUTPUT_TYPES.items():
+        value = getattr(output, name)
+        if not isinstance(value, wanted):
+            kind = getattr(wanted, "__name__", wanted)
+            raise ValueError(f"{name} must be a {kind}, got {value!r:.80}")
+    n_tokens = len(output.prompt_ids + output.response_ids)
+    if n_tokens > window:
+        raise ValueError(f"prompt and response have {n_tokens} tokens, more than the window's "
+                         f"{window}")
+    marks = {"filtered", "greedy"} & output.extra.keys()
+    if marks:
+        raise ValueError(f"extra has {sorted(marks)}, which are marks of the pool")
+    # Ranks send it to each other.
+    pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])

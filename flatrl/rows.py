@@ -8,7 +8,7 @@ from flatrl.bad_input import check_types, need, refusing
 
 # Types of a row's (or its extra_info's) columns and of a message's entries; None is fine.
 ROW_TYPES = {"extra_info": dict, "tools_kwargs": dict, "interaction_kwargs": dict,
-             "agent_name": str, "index": int | str}
+             "agent_name": str, "index": int | str, "data_source": str}
 MESSAGE_TYPES = {"role": str, "content": str | list | tuple, "tool_calls": list | tuple,
                  "name": str, "tool_call_id": str}
 # AgentLoopBase.run(**row) has arguments of these names beside a row's columns.

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import warnings
 from collections import Counter
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from agent_loop import BadInput
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import check_ids, need, refusing
 
 # Arguments of vllm.LLM that colocation depends on, that go round the vocabulary's limit, or
 # that are lost at sleep level 2 (draft models, thinking budgets).
@@ -53,18 +54,37 @@ def check_sampling(name: str, parameters: dict):
     log softmax(logits / temperature)."""
     fixed = ", ".join(sorted(FIXED_SAMPLING & parameters.keys()))
     need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags")
-    import msgspec
-    from vllm import SamplingParams
-
     with refusing(f"--{name}"):
-        SamplingParams(**parameters)  # checks names and bounds; msgspec checks types
-        msgspec.convert(parameters, SamplingParams)
+        sampling_params(parameters)
     others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(
             f"--sampling_args {others}: the engine samples from another distribution than "
             "the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
             "consider --rollout_correction", stacklevel=2)
+
+
+def sampling_params(parameters: dict, vocab_size: float = math.inf):
+    """Returns vLLM's SamplingParams of a request with these parameters, as the engine needs
+    them.
+
+    Raises ValueError, TypeError or what vLLM has for it, if one is unknown, is not the
+    user's to set, is of a wrong type or out of its range, or has token ids from vocab_size
+    on. In vLLM's own step such a request would end the run."""
+    import msgspec
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
+    fixed = sorted(FIXED_SAMPLING & parameters.keys() - {"temperature", "seed"})
+    need(not fixed, f"{', '.join(fixed)} can't be set here")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        check_ids(list(getattr(checked, name) or ()), vocab_size, name)
+    need(abs(checked.seed or 0) < 2**63, f"seed {checked.seed} has more than 64 bits")
+    structured = {"structured_outputs": checked.structured_outputs}  # it may have been a dict
+    return SamplingParams(
+        **parameters | structured,
+        logprobs=0, flat_logprobs=True,  # of the sampled token only
+        detokenize=bool(checked.stop), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 # ---------------------------------------------------------------- before an engine is built

@@ -10,6 +10,7 @@ from test_async import Task, make_run, models  # noqa: F401  (fixtures)
 
 import data
 import train
+from agent_loop import BadInput
 
 
 def last_rewards(history: list[list]) -> int:
@@ -63,7 +64,7 @@ def test_a_row_that_is_none_ends_the_run(make_run):  # noqa: F811
 
     run = make_run(Wild(), max_staleness=0, n_rows=7)
     run.run.history, run.run.done = [], 0
-    with pytest.raises(IndexError):
+    with pytest.raises(BadInput, match=r"the task's sampler failed: what it returned has 7: must be int in \[0, 6\]"):
         run.step(0)
 
 
