@@ -3,9 +3,10 @@
     rows        load_task, load_rows, filter_overlong: what is asked; prompt_order: when
     batches     collate makes the outputs of a step one batch: padded (B, T) tensors, the form
                 that people read. by_unit and token_rewards give their rewards, once they
-                have some; describe and describe_eval what the log says of them
-    packing     micro_batches_of_this_rank, pack_rows and packed_attention: what goes through
-                the network has no padding, and a prefix that rows share only once
+                have some
+    packing     micro_batches_of_this_rank and pack_rows: what goes through the network has no
+                padding, and a prefix that rows share only once; packed_attention, of
+                flatrl/attention.py, is the attention of what is packed
 
 A batch holds every trajectory of a step on every rank (token ids and images: little), so that
 advantages and mini-batches are cut globally, and each rank then works on its own rows."""
@@ -29,12 +30,10 @@ from unicodedata import normalize
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
-from transformers import AttentionInterface
 
 import losses
 from agent_loop import (
@@ -42,6 +41,7 @@ from agent_loop import (
     render_text, row_kwargs, task_interaction, task_tools, templated,
 )
 from flatrl import tables
+from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import check_types, need, refusing
 from flatrl.processes import on_main
 from flatrl.rows import check_row
@@ -717,86 +717,3 @@ def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> di
         sequences = [row_ids[:length] for row_ids, length in zip(ids, micro.lengths)]
         result["images"] = list(zip(sequences, images, micro.shared))
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), result)
-
-
-def packed_attention(
-        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
-        max_seqlen=None, cu_seqlens_k=None, key_index=None, sliding_window=None, softcap=None,
-        s_aux=None, **kwargs) -> tuple[Tensor, None]:
-    """Computes causal attention within each packed sequence: transformers' attention "packed".
-
-    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens and the
-    like as `pack` and `pack_rows` give them, passed through the model's forward.
-    sliding_window: a token sees so many, itself included; softcap: scores are softcap *
-    tanh(scores / softcap); s_aux (H,): attention sinks. Returns (1, S, H, D), and None for the
-    weights. Dropout is not applied: a policy gradient needs the network that sampled. Raises
-    ValueError where a model asks for what is not implemented here, instead of ignoring it."""
-    if cu_seqlens is None or max_seqlen is None:
-        raise ValueError("packed attention needs cu_seqlens and max_seqlen: call the model on "
-                         "what data.pack returns")
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise ValueError("packed attention is causal; this layer is not")
-    sinks = getattr(module, "sinks", None) if s_aux is None else s_aux
-    # Under autocast RoPE leaves query and key in float32, which flash attention doesn't know.
-    query = query.to(value.dtype)
-    key = key.to(value.dtype)
-    if key_index is None:
-        cu_seqlens_k = cu_seqlens
-    else:
-        key = key.index_select(2, key_index)  # (1, H_kv, K, D)
-        value = value.index_select(2, key_index)
-    window = min(sliding_window or max_seqlen, max_seqlen)
-    is_half = value.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and is_half and softcap is None and sinks is None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        # (S, H, D), (K, H_kv, D), (K, H_kv, D)
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        attended = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen, scale=scaling,
-            window_size=(window - 1, 0),  # causal, aligned to the keys' end
-            enable_gqa=query.shape[1] != key.shape[1])
-        return attended[None], None
-    # split, not slices: the backward of a slice fills a tensor of the whole length every time.
-    queries = query.split(cu_seqlens.diff().tolist(), dim=2)
-    n_keys = cu_seqlens_k.diff().tolist()
-    sequences = zip(queries, key.split(n_keys, dim=2), value.split(n_keys, dim=2))
-    attended = [_attend(*sequence, scaling, window, softcap, sinks) for sequence in sequences]
-    return torch.cat(attended, dim=2).transpose(1, 2), None
-
-
-def _attend(query, key, value, scaling, window, softcap, sinks) -> Tensor:
-    """Computes the causal attention of one sequence, (1, H, n, D).
-
-    query (1, H, n, D) is of its last n tokens, key and value (1, H_kv, m, D) of all m."""
-    n = query.shape[2]
-    m = key.shape[2]
-    group_size = query.shape[1] // key.shape[1]
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention, scale=scaling, enable_gqa=group_size > 1)
-    is_ordinary = softcap is None and sinks is None
-    # Without a mask it takes less, even with a few queries too many.
-    if is_ordinary and m <= min(window, 1.2 * n):
-        query = F.pad(query, (0, 0, m - n, 0))
-        return sdpa(query, key, value, is_causal=True)[:, :, m - n :]
-    mask = torch.ones(n, m, dtype=torch.bool, device=query.device)
-    mask = mask.tril(m - n).triu(m - n - window + 1)  # (n, m): True where a token sees another
-    if is_ordinary:
-        return sdpa(query, key, value, mask)
-    key = key.repeat_interleave(group_size, dim=1)
-    value = value.repeat_interleave(group_size, dim=1)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    scores = (query @ key.transpose(2, 3)).float() * scaling  # (1, H, n, m)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:  # a column more, whose value is 0
-        sinks = sinks.float().view(1, -1, 1, 1).expand(1, -1, n, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    return scores.softmax(-1)[..., :m].to(value.dtype) @ value
-
-
-def register_packed_attention():
-    """Makes attn_implementation="packed" known to transformers."""
-    AttentionInterface.register("packed", packed_attention)

@@ -11,7 +11,7 @@ then."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from flatrl.endpoint import EndpointLoop
+from examples.endpoint import EndpointLoop
 
 try:
     from agents import Agent, AgentsException, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled

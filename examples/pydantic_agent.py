@@ -10,7 +10,7 @@ flatrl/openai_api.py says what is trained then."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from flatrl.endpoint import EndpointLoop
+from examples.endpoint import EndpointLoop
 
 try:
     from pydantic_ai import Agent, ModelRetry, UnexpectedModelBehavior, UsageLimits

@@ -13,8 +13,8 @@ from openai import DefaultHttpxClient
 
 from agent_loop import BadInput, register
 from examples.calculator import calculator, load  # noqa: F401
+from examples.endpoint import EndpointLoop
 from examples.smolagents_model import PROMPTS, build_model  # noqa: F401
-from flatrl.endpoint import EndpointLoop
 
 try:
     from smolagents import EMPTY_PROMPT_TEMPLATES, CodeAgent, OpenAIModel, ToolCallingAgent, tool

@@ -18,7 +18,7 @@ import os
 
 from agent_loop import BadInput, register
 from examples.calculator import build_model  # noqa: F401
-from flatrl.endpoint import EndpointLoop
+from examples.endpoint import EndpointLoop
 
 try:
     from verifiers import OpenAIChatCompletionsClient, load_environment

@@ -1,5 +1,5 @@
 """What frameworks send over HTTP, and what they get: OpenAI's chat completions and
-Responses, both made by ChatClient.create. endpoint.py is the server.
+Responses, both made by ChatClient.create. examples/endpoint.py is the server.
 
 This is what a request may hold beside its messages, and what becomes of it:
 

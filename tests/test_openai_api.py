@@ -28,8 +28,8 @@ from test_chat import (  # noqa: F401
 from test_rollout import hf_model, wake
 
 import agent_loop
+from examples.endpoint import EndpointLoop
 from flatrl import openai_api
-from flatrl.endpoint import EndpointLoop
 from rollout import rollout
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}

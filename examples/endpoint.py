@@ -4,7 +4,7 @@ model is the policy.
 Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings
 that it gets to any framework:
 
-    from flatrl.endpoint import EndpointLoop
+    from examples.endpoint import EndpointLoop
 
     @register("my_agent")
     class MyAgent(EndpointLoop):
