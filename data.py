@@ -43,8 +43,9 @@ from agent_loop import (
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import check_types, need, refusing
+from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
-from flatrl.rows import check_row
+from flatrl.rows import check_row, tool_schemas
 from flatrl.tables import Rows, read_files
 from flatrl.terminal import Bar
 from flatrl.vision import same_images
@@ -152,7 +153,7 @@ def filter_overlong(
 
 
 def _prompt_length(row: dict, name: str, templates, task, args, processor) -> int:
-    """Returns the number of tokens of a row's rendered prompt, images included.
+    """Returns the number of tokens of a row's rendered prompt, images and hint included.
 
     Raises BadInput, which calls the row `name`, if its agent, a tool or its interaction is
     unknown, or if it has images that can't be read, are more than args.max_images or meet a
@@ -165,12 +166,8 @@ def _prompt_length(row: dict, name: str, templates, task, args, processor) -> in
         interaction = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
         need(row["prompt"] or interaction,
              f"{name}: its prompt is empty, and no Interaction speaks first")
-        ids = render(templates, row["prompt"], _tool_schemas(row, task))
+        ids = render(templates, told_prompt(row, args.hints), tool_schemas(row, task))
         return len(expand(ids, [open_image(image) for image in images], processor))
-
-
-def _tool_schemas(row: dict, task) -> list[dict]:
-    return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
 def _measure(length: Callable[[int], int], numbers: Sequence[int], n_processes: int):
@@ -192,7 +189,7 @@ def _check_tokenizer(tokenizer, templates, row: dict, task):
     Spaces and the form of accents may differ: some tokenizers normalise them."""
     if not row["prompt"]:
         return
-    schemas = _tool_schemas(row, task)
+    schemas = tool_schemas(row, task)
     text = render_text(templates, row["prompt"], schemas, add_generation_prompt=True)
     decoded = tokenizer.decode(render(templates, row["prompt"], schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
@@ -305,6 +302,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         prefix_ids         (B, L) input_ids whose placeholders (image_token_id) say which image
                            it is, see `same_images`; without an image_token_id no row with
                            images shares a prefix
+    and, if an output has extra["told_prompt_ids"] (--hints):
+        told               a batch of the same rows, in which these are the prompts
     Rewards may come later, and have functions of their own: `by_unit`, `token_rewards`."""
     def padded(rows, dtype=torch.long, padding=0):
         rows = [torch.tensor(row, dtype=dtype) for row in rows]
@@ -325,6 +324,9 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     images = [output.images for output in outputs]
     if any(images):
         batch |= same_images(batch["input_ids"], images, image_token_id)
+    told = told_outputs(outputs)
+    if told:
+        batch["told"] = collate(told, image_token_id)
     return batch
 
 
@@ -410,7 +412,9 @@ def select(batch: dict, rows: list[int]) -> dict:
     longest_response = max(batch["response_lengths"][rows].tolist(), default=0)
     selected = {}
     for name, column in batch.items():
-        if isinstance(column, list):
+        if isinstance(column, dict):
+            selected[name] = select(column, rows)
+        elif isinstance(column, list):
             selected[name] = [column[row] for row in rows]
         elif column.ndim == 1:
             selected[name] = column[rows]

@@ -51,6 +51,7 @@ from agent_loop import (
     in_time, numbers,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing
+from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
 from flatrl.terminal import Bar, shown
@@ -785,6 +786,8 @@ class Pool:
             check_images(output, run.processor)
             outputs[segment] = output = _copy(output)  # the loop may keep, and change, its own
             output.extra = {**output.extra, **marks, "segment": segment}
+            if args.hints:
+                tell(output, row, loop)
             if not output.text:
                 output.text = run.tokenizer.decode(
                     output.response_ids, skip_special_tokens=True)

@@ -52,13 +52,15 @@ from flatrl.files import absolute
 from flatrl.flags import (
     DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, flag, parse_flags,
 )
+from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
-    PROBE, add_adapters, choose_attention, prepare_layers, without_adapters,
+    PROBE, add_adapters, choose_attention, prepare_layers, same_weights, without_adapters,
 )
 from flatrl.log import Log, SilentLog, read_rollouts
 from flatrl.metrics import describe_eval
 from flatrl.models import (
-    checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids, task_model, whole,
+    check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
+    task_model, whole,
 )
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, gather_unless_stopped, never_fails, on_main,
@@ -73,7 +75,7 @@ PRESETS: dict[str, dict] = {
     "grpo": dict(adv_estimator="grpo", whiten_advantages=False, policy_loss="ppo",
                  clip_low=0.2, clip_high=0.2, loss_agg="token-mean", kl_coef=0.0,
                  kl_in="loss", kl_kind="k3", overlong_buffer=0.0, max_gen_batches=1,
-                 gamma=1.0, turn_discount=1.0, reward_coef=1.0),
+                 gamma=1.0, turn_discount=1.0, reward_coef=1.0, hints=False),
     "ppo": dict(adv_estimator="gae", whiten_advantages=True),
     "dapo": dict(clip_high=0.28, overlong_buffer=0.2, max_gen_batches=10),
     "drgrpo": dict(adv_estimator="drgrpo", loss_agg="seq-mean-token-sum-norm"),
@@ -92,6 +94,7 @@ PRESETS: dict[str, dict] = {
     "opd": dict(adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0, kl_coef=1.0,
                 kl_in="reward", kl_kind="k1"),
 }
+PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
 ADV_ESTIMATORS = (*losses.GROUP_ESTIMATORS, "remax", "reinforce_pp", "gae")
 CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
                      "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
@@ -119,7 +122,8 @@ class Args:
     val_files: list[str] | None = flag(None, "the same instead of load('val')")
     prompt_key: str = flag("prompt", "the rows' column with chats or texts to answer")
     replay: str | None = flag(
-        None, "output_dir of another run: train on its rollouts, no engine")
+        None, "output_dir of another run: train on its rollouts, no engine",
+        only="!hints")
     rollout_only: bool = flag(False, "write rollouts of the model as it is, and don't train",
                               only="!replay")
     output_dir: str | None = flag(None, "default: runs/<name of the task file>")
@@ -173,7 +177,8 @@ class Args:
     kl_coef: float = preset("weight of the KL to the reference; 0: none is loaded")
     ref_model: str | None = flag(
         None, "the reference, a teacher of the same tokenizer; default: "
-        "the starting model", only="kl_coef")
+        "the starting model", only="kl_coef !hints")
+    hints: bool = preset("the reference is the policy itself, told a row's `hint`", only="kl_coef")
     reward_coef: float = preset("weight of the task's reward, beside the KL in it",
                                 only="kl_in=reward")
     kl_in: str = preset("a term of the objective, or token by token of the reward",
@@ -411,7 +416,7 @@ def check_flags_together(args: Args):
          f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1")
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0, "--policy_loss "
          "sapo: its temperatures --clip_low and --clip_high must be greater than 0")
-    need(args.reward_coef > 0 or args.ref_model is not None,
+    need(args.reward_coef > 0 or args.hints or args.ref_model,
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
     need(args.critic_warmup < max(1, args.num_steps),
          "--critic_warmup leaves no step that trains the policy")
@@ -808,7 +813,7 @@ class Run:
     engine: Engine | None  # None with --replay
     policy: Learner
     critic: Learner | None
-    reference: nn.Module | None  # the starting model or --ref_model, frozen
+    reference: nn.Module | None  # see build_reference
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     # For a task's sampler, by prompt: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
@@ -884,15 +889,11 @@ def check_input(args: Args) -> tuple:
     args.task = task.__file__
     rows = {"train": data.load_rows(task, "train", args.train_files, args.prompt_key),
             "val": data.load_rows(task, "val", args.val_files, args.prompt_key)}
+    require_hints(args, rows["train"])
     claim_for_all_hosts(args)
     if not args.model:
         args.model = on_main(task_model, task, args)  # minutes, if it was not built before
     return accelerator, store, task, rows
-
-
-def teacher_args(args: Args) -> Args:
-    """Returns the flags by which the reference is loaded: --ref_model, or the first model."""
-    return replace(args, model=args.ref_model or args.model, lora_rank=0)
 
 
 def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -> tuple:
@@ -902,11 +903,7 @@ def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -
 
     Raises BadInput if the model, the teacher, the rows or the engine don't go together."""
     processor, tokenizer = load_tokenizer(args)
-    if args.ref_model:
-        _, tokenizer_of_teacher = load_tokenizer(teacher_args(args))
-        need(tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-             "ids mean other tokens")
+    check_teacher(args, tokenizer)
     rows = {split: data.filter_overlong(rows[split], tokenizer, task, args, processor)
             for split in rows}
     if getattr(task, "TOOLS", None):
@@ -943,7 +940,7 @@ def setup(args: Args) -> Run:
     if not args.replay:
         engine = Engine(args.model, args, accelerator.device, stop_token_ids(args, tokenizer),
                         vocab_size, vision and vision.image_token_id)
-    learner, critic, reference = build_networks(args, accelerator, policy, teacher_args(args))
+    learner, critic, reference = build_networks(args, accelerator, policy)
     run = Run(
         args=args, accelerator=accelerator, store=store, stop=stop, log=log, task=task,
         tokenizer=tokenizer, processor=processor, rows=rows, engine=engine, policy=learner,
@@ -970,10 +967,10 @@ def resume(run: Run, checkpoint: Path, state: dict, changed: dict):
     load_checkpoint(run, checkpoint, state["parts"])
 
 
-def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tuple:
+def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     """Returns the policy's Learner; the critic's, or None; the reference network, or None.
 
-    teacher: the flags by which the reference is loaded. Seeds the random generators anew."""
+    Seeds the random generators anew."""
     set_seed(args.seed)  # building an engine drew random numbers, and a task may draw some
     critic = None
     if args.adv_estimator == "gae" and not args.rollout_only:
@@ -981,16 +978,21 @@ def build_networks(args: Args, accelerator, policy: Policy, teacher: Args) -> tu
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator)
     reference = None
     if args.kl_coef and not args.rollout_only:
-        reference = build_reference(args, accelerator, policy, teacher)
+        reference = build_reference(args, accelerator, policy)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
-def build_reference(args: Args, accelerator, policy: Policy, teacher: Args) -> nn.Module:
-    """Returns the frozen network to which the KL is computed."""
+def build_reference(args: Args, accelerator, policy: Policy) -> nn.Module:
+    """Returns the frozen network to which the KL is computed: --ref_model, or the first model;
+    with --hints the policy itself."""
+    if args.hints:
+        return same_weights(policy)
     if args.lora_rank and not args.ref_model:
         return without_adapters(policy)
-    reference = Policy(teacher, policy.vocab_size, policy.vision).requires_grad_(False)
+    reference = Policy(
+        replace(args, model=args.ref_model or args.model, lora_rank=0), policy.vocab_size,
+        policy.vision).requires_grad_(False)
     if args.shard:  # else autocast casts, and wants float32
         for p in reference.parameters():  # not the buffers: RoPE's are float32
             p.data = p.to(getattr(torch, args.dtype))
@@ -1353,7 +1355,7 @@ def main(args: Args):
             rollout_ended = time.perf_counter()
             batch = data.collate(phase.trained, getattr(run.processor, "image_token_id", -1))
             for name, network in networks_to_score(run, step).items():
-                batch[name] = score_tokens(network, batch, args)  # (B, T)
+                batch[name] = score_tokens(network, seen_by(name, batch), args)
             grading_started = time.perf_counter()
             batch = grade_batch(run, phase, batch)
             grading_s = time.perf_counter() - grading_started

@@ -194,7 +194,9 @@ def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
     config = load_config(args.model)
     policy = Net(config, args)
     critics = [Net(config, args, critic=True)] if args.adv_estimator == "gae" else []
-    references = [Net(load_config(args.ref_model or args.model), args)] if args.kl_coef > 0 else []
+    references = []
+    if args.kl_coef > 0 and not args.hints:  # with these the policy is its own
+        references = [Net(load_config(args.ref_model or args.model), args)]
     learning = [] if args.rollout_only else [policy, *critics]
     ranks = gpus if args.shard else 1
 

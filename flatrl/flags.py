@@ -26,7 +26,8 @@ def flag(default, help: str, allowed=(), only: str = "", **more):
     """Returns the dataclass field of a flag.
 
     allowed: a Range, or a tuple of choices; () allows every value, and numbers from 0 on.
-    only: the setting of another flag without which this one has no effect (`check_only_rule`).
+    only: the setting of another flag without which this one has no effect, or several with
+    spaces between (`check_only_rule`).
     more: for argparse's add_argument."""
     if allowed and not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})"
@@ -77,11 +78,11 @@ def check_each_flag(args, defaults: dict):
         name = entry.name
         value = getattr(args, name)
         check_value(name, value, entry.metadata["allowed"])
-        only = entry.metadata["only"]
         # A flag that is set and has no effect is a mistake, which only results would show.
-        if only and value != defaults.get(name, entry.default):
-            holds, wording = check_only_rule(only, args)
-            need(holds, f"--{name} has an effect only {wording}")
+        if value != defaults.get(name, entry.default):
+            for rule in entry.metadata["only"].split():
+                holds, wording = check_only_rule(rule, args)
+                need(holds, f"--{name} has an effect only {wording}")
 
 
 def check_value(name: str, value, allowed):

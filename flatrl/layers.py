@@ -1,6 +1,7 @@
 """A transformers model's layers, made ready for training: no dropout, its attention, LoRA."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable
 
@@ -81,4 +82,12 @@ def without_adapters(policy) -> Callable:
 
     reference = rescale_adapter_scale(policy, 0)(policy)  # in each of its calls
     reference.pack = policy.pack  # attributes are those of what is wrapped, methods are not
+    return reference
+
+
+def same_weights(policy) -> Callable:
+    """Returns a train.Policy as its own reference: no network more, and no parameters."""
+    reference = functools.partial(policy)
+    reference.pack = policy.pack
+    reference.packed = policy.packed
     return reference

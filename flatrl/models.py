@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -123,6 +124,15 @@ def load_tokenizer(args) -> tuple:
     if processor:
         return processor, processor.tokenizer
     return None, from_pretrained(AutoTokenizer, args, "has no tokenizer that can be loaded")
+
+
+def check_teacher(args, tokenizer):
+    """Raises BadInput if --ref_model has another tokenizer than the policy."""
+    if args.ref_model:
+        _, tokenizer_of_teacher = load_tokenizer(replace(args, model=args.ref_model))
+        need(tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
+             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
+             "ids mean other tokens")
 
 
 def load_processor(args, config):

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from agent_loop import BadInput, load_image, row_kwargs
+from agent_loop import BadInput, load_image, row_kwargs, task_tools
 from flatrl.bad_input import check_types, need, refusing
 
 # Types of a row's (or its extra_info's) columns and of a message's entries; None is fine.
@@ -49,6 +49,11 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
         check_types(message, MESSAGE_TYPES, f"{name}, a message")
     _check_images(row, name)
     return row
+
+
+def tool_schemas(row: dict, task) -> list[dict]:
+    """Returns the schemas of the tools that the row has of the task's."""
+    return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
 def _is_message(message) -> bool:

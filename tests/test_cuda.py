@@ -117,7 +117,7 @@ def test_a_value_has_the_digits_of_float32(args, process_group):
 def test_the_reference_is_kept_in_the_dtype_of_products(tiny_model, process_group):
     args = Args(model=tiny_model, dtype="bfloat16", shard=True, kl_coef=0.1, lr=1e-3)
     data.register_packed_attention()
-    policy, _, reference = train.build_networks(args, accelerator_of(), train.Policy(args), args)
+    policy, _, reference = train.build_networks(args, accelerator_of(), train.Policy(args))
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
     assert {b.dtype for b in reference.buffers()} == {torch.float32} and list(reference.buffers())  # RoPE's
@@ -138,7 +138,7 @@ def test_offload(tiny_model, process_group, monkeypatch, what, shard):
     args = Args(model=tiny_model, dtype="float32", shard=shard, kl_coef=0.1, algo="ppo", offload=what, lr=1e-3,
                 critic_lr=1e-3)  # fmt: skip
     data.register_packed_attention()
-    policy, critic, reference = train.build_networks(args, Accelerator(cpu=True), train.Policy(args), args)
+    policy, critic, reference = train.build_networks(args, Accelerator(cpu=True), train.Policy(args))
     learners = {"policy": policy, "critic": critic}
     batch = batch_of(4)
     for name in ("advantages", "values", "returns", "logprobs_ref"):

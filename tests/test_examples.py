@@ -15,7 +15,7 @@ import flatrl.chat
 from rollout import Engine, rollout
 
 EXAMPLES = {
-    "calculator": None, "gsm8k": None, "gsm8k_user": None, "game": None, "retool": None, "search": None,
+    "calculator": None, "hints": None, "gsm8k": None, "gsm8k_user": None, "game": None, "retool": None, "search": None,
     "mcp_tools": None, "verl_port": None, "llm_judge": None, "reward_model": None, "langgraph_math": "langgraph",
     "program": "program", "gymnasium_text": None, "textarena_task": None, "sokoban": None,
 }  # fmt: skip

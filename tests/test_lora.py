@@ -62,7 +62,7 @@ def test_merged_weights_are_what_the_adapted_policy_computes(tied, lora_args, ti
     assert (found - start).abs().max() > 0.1
 
     # The reference is the same network: no second copy, and nothing is left switched off.
-    _, _, reference = train.build_networks(args_of(model, kl_coef=0.1), Accelerator(cpu=True), policy, args)
+    _, _, reference = train.build_networks(args_of(model, kl_coef=0.1), Accelerator(cpu=True), policy)
     assert torch.equal(train.score_tokens(reference, batch, args), start)
     assert torch.equal(train.score_tokens(policy, batch, args), found)
 

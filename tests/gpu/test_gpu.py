@@ -174,7 +174,7 @@ def test_offload_frees_the_gpu_into_pinned_memory(model_path, what, monkeypatch)
     import train
 
     learner, args, accelerator = learner_of(model_path, offload=what, kl_coef=0.1)
-    _, _, reference = train.build_networks(args, accelerator, train.Policy(args), args)
+    _, _, reference = train.build_networks(args, accelerator, train.Policy(args))
     engine = types.SimpleNamespace(state="asleep", sleep=lambda keep: None)
     run = types.SimpleNamespace(args=args, accelerator=accelerator, learners={"policy": learner}, policy=learner,
                                 critic=None, reference=reference, engine=engine, done=0)  # fmt: skip
