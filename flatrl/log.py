@@ -206,5 +206,6 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
                 raise ValueError("it lacks its reward or its number")
             if max(output.prompt_ids + output.response_ids) >= vocab_size:
                 raise ValueError("its tokens are another model's")
+            output.extra.pop("told_prompt_ids", None)  # another teacher is told nothing
             outputs.append(output)
     return outputs, errors

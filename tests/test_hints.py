@@ -17,6 +17,7 @@ from agent_loop import AgentLoopOutput, BadInput, render, templated
 from examples import calculator, hints
 from flatrl.hints import require_hints, seen_by, tell, told_outputs, told_prompt
 from flatrl.layers import same_weights
+from flatrl.log import read_rollouts
 from train import Args, check_args
 
 SYSTEM, USER = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}
@@ -167,6 +168,8 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
         told += "told_prompt_ids" in line["extra"]
         assert ("told_prompt_ids" in line["extra"]) == bool(advantage.abs().max() > 1e-4)
     assert 0 < told < len(lines)
+    replayed, _ = read_rollouts(tmp_path / "run/rollouts/step_000001.jsonl", 10**6)
+    assert len(replayed) == len(lines) and "told" not in data.collate(replayed)  # another teacher is told nothing
     first = metrics_of(tmp_path / "run")[1]
     assert abs(first["actor/kl"]) > 1e-3 and first["actor/grad_norm"] > 0
 
