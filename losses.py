@@ -22,17 +22,20 @@ Words used throughout:
 Everything keeps its input's dtype (float64 stays float64). A batch without any mask-1 token
 gives 0, not NaN. An unknown kind or mode raises ValueError."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 
 import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-GROUP_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo")  # compare a prompt's rollouts
 POLICY_LOSSES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
-ROLLOUT_CORRECTIONS = ("none", "tis", "icepop", "seq_tis", "seq_mask", "geo_tis", "geo_mask",
-                       "veto")
+# Kind -> usual bounds, low and high.
+ROLLOUT_CORRECTIONS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
+                       "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
+                       "geo_mask": (0.999, 1.002), "veto": (1e-4, 1e4)}
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
@@ -63,6 +66,61 @@ def _check_choice(name, value, choices):
     """Raises ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
+
+
+# ---- Estimators and objectives by name; a task file may add its own ------------------------
+
+ESTIMATORS = {}  # name -> function, by --adv_estimator
+OBJECTIVES = {}  # the same by --policy_loss, beside POLICY_LOSSES
+
+
+def estimator(name: str) -> Callable:
+    """Function decorator: `--adv_estimator name` then computes the advantages by this function.
+
+    Its parameters name what it gets of a whole batch of N units:
+        rewards        (N,) shaped; turn rewards and, by --kl_in reward, the KL are in it
+        groups         (N,) labels: units of one label are compared. --group_size is then > 1
+        lengths        (N,) mask-1 tokens of the unit, over all its outputs
+        baselines      (N,) reward of the group's greedy rollout, which is then sampled beside
+                       the others; NaN where it failed
+        mask           (N, S) of the unit's outputs, laid end to end; S >= 1 for every unit
+        token_rewards  (N, S) the rewards where they fall, the terminal one on the last mask-1
+                       token; 0 elsewhere
+        values         (N, S) of a critic, which is then trained
+        states         (turns,) as in `gigpo_advantages`
+        args           all flags
+    It returns advantages: (N,), for all tokens of a unit, or (N, S). With `values` it returns a
+    tuple of advantages and returns, both (N, S).
+
+    A parameter that has a default keeps it. Raises ValueError for any other parameter."""
+    return partial(_register, ESTIMATORS, "rewards groups lengths baselines mask token_rewards "
+                   "values states args", name)
+
+
+def objective(name: str) -> Callable:
+    """Function decorator: `--policy_loss name` then computes the loss by this function.
+
+    Its parameters name what it gets of b rows, (b, T) each and clean (see `mask` above):
+        logprobs, ratio, entropy      with gradient; ratio is exp(logprobs - logprobs_old)
+        logprobs_old, advantages      constants
+        mask                          bool
+        args                          all flags, among them clip_low, clip_high, clip_c
+    It returns the loss per token, (b, T), to be minimised, or a tuple of it and a dict of
+    stats, (b, T) each. --rollout_correction, --entropy_coef and --kl_coef go around it.
+
+    A parameter that has a default keeps it. Raises ValueError for any other parameter."""
+    return partial(_register, OBJECTIVES, "logprobs logprobs_old ratio entropy advantages mask "
+                   "args", name)
+
+
+def _register(registry, inputs, name, function):
+    """Puts a function into a registry; its `takes` are the names of the inputs that it takes."""
+    parameters = signature(function).parameters.values()
+    function.takes = [x.name for x in parameters if x.default is x.empty]
+    for each in function.takes:
+        _check_choice(f"input of {name!r},", each, inputs.split())
+    registry[name] = function
+    return function
 
 
 # ---- Advantages: constants of the update, so nothing here builds a graph -------------------
@@ -102,6 +160,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float,
     return advantages, advantages + values
 
 
+@estimator("gae")
+def _gae(token_rewards, values, mask, args):
+    return gae(token_rewards, values, mask, args.gamma, args.lam, args.turn_discount)
+
+
 @no_grad
 def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, gamma: float,
                             turn_discount: float = 1.0) -> Tensor:
@@ -115,6 +178,11 @@ def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, gamma: float,
     # With values of 0 and lam = 1, the advantage is the return.
     no_values = _floating(torch.zeros_like(rewards))
     return gae(rewards, no_values, mask, gamma, 1.0, turn_discount)[0]
+
+
+@estimator("reinforce_pp")
+def _reinforce_pp(token_rewards, mask, args):
+    return reinforce_pp_advantages(token_rewards, mask, args.gamma, args.turn_discount)
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -165,6 +233,7 @@ def _center(rewards, groups):
     return rewards - _group_sum(rewards, groups) / size, size
 
 
+@estimator("grpo")
 @no_grad
 def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
                     eps: float = 1e-6) -> Tensor:
@@ -180,6 +249,9 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
         # Where std is 0 we divide by 1, so that 0 stays 0 with eps = 0 as well.
         centered /= torch.where(std > 0, std + eps, 1)
     return centered.type_as(_floating(rewards))
+
+
+estimator("drgrpo")(partial(grpo_advantages, normalize_std=False))
 
 
 def turn_starts(mask: Tensor) -> Tensor:
@@ -213,6 +285,13 @@ def gigpo_advantages(rewards: Tensor, mask: Tensor, states: Tensor,
     return torch.where(mask.bool(), advantages[turn], 0)
 
 
+@estimator("gigpo")
+def _gigpo(rewards, groups, token_rewards, mask, states, args):
+    of_turns = gigpo_advantages(token_rewards, mask, states, args.turn_discount)
+    return of_turns + grpo_advantages(rewards, groups)[:, None]
+
+
+@estimator("rloo")
 @no_grad
 def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """Computes REINFORCE leave-one-out advantages, (N,) -> (N,) (arXiv 2402.14740).
@@ -224,6 +303,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     return (centered * size / (size - 1).clamp(min=1)).type_as(_floating(rewards))
 
 
+@estimator("opo")
 @no_grad
 def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """Computes OPO's advantages, (N,) -> (N,) (arXiv 2505.23585).
@@ -239,12 +319,15 @@ def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     return (centered - baseline).type_as(_floating(rewards))
 
 
+@estimator("remax")
 @no_grad
 def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
     """Computes ReMax's advantages, (N,) -> (N,) (arXiv 2310.10505).
 
-        A_i = r_i - b_i    b_i is the reward of a greedy rollout of the same prompt"""
-    return _floating(rewards) - baselines
+        A_i = r_i - b_i    b_i is the reward of a greedy rollout of the same prompt
+
+    Where there is none, and b_i is NaN, A_i is 0."""
+    return torch.where(baselines.isnan(), 0, _floating(rewards) - baselines)
 
 
 @no_grad
@@ -268,7 +351,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
 def policy_loss(
         kind: str, logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor,
         clip_low: float = 0.2, clip_high: float = 0.2,
-        clip_c: float | None = None) -> LossAndStats:
+        clip_c: float | None = None, **more) -> LossAndStats:
     """Computes the policy-gradient loss, to be minimised; all (B, T) -> loss (B, T), stats.
 
     With r = exp(logprobs - logprobs_old), A = advantages, sg = stop-gradient and |y| = the
@@ -291,28 +374,43 @@ def policy_loss(
     row of gmpo by their arithmetic mean. The ratios of gspo and gmpo are those of a row: where
     a unit has several outputs, each has its own.
 
+    Any other kind is the name of an `objective`; `more` are its further inputs: entropy, args.
+
     stats: ratio (r; for gspo and gmpo the row's), ppo_kl (-log r: k1 of KL(old, new)),
     clipfrac (1 where the bound is active: no gradient there, with cispo a reduced one),
-    clipfrac_lower (1 where the bound of clip_c is active).
+    clipfrac_lower (1 where the bound of clip_c is active), and those of an `objective`.
 
-    Raises ValueError for an unknown kind, and for clip_c <= 1."""
-    _check_choice("policy loss", kind, POLICY_LOSSES)
+    Raises ValueError for an unknown kind, for clip_c <= 1, and if an `objective` gives another
+    shape."""
+    _check_choice("policy loss", kind, [*POLICY_LOSSES, *OBJECTIVES])
     if clip_c is not None and clip_c <= 1:
         raise ValueError(
             f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     inputs = _masked(mask, logprobs, logprobs_old.detach(), advantages.detach())
-    return _policy_loss(kind, *inputs, clip_low, clip_high, clip_c)
+    return _policy_loss(kind, *inputs, clip_low, clip_high, clip_c, more)
 
 
-def _policy_loss(kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_high, clip_c):
+def _policy_loss(
+        kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_high, clip_c, more):
     """Computes `policy_loss` from checked inputs, which are 0 where the mask is 0."""
     difference = logprobs - logprobs_old
     log_ratio = difference.clamp(-20, 20)  # far beyond any clip; exp can't overflow
     ratio = log_ratio.exp()
     clipped = torch.zeros_like(mask)
     clipped_lower = clipped
+    own_stats = {}
 
-    if kind in ("ppo", "gspo"):
+    if kind in OBJECTIVES:
+        more |= dict(logprobs=logprobs, logprobs_old=logprobs_old, ratio=ratio,
+                     advantages=advantages, mask=mask)
+        loss = OBJECTIVES[kind](**{name: more[name] for name in OBJECTIVES[kind].takes})
+        if isinstance(loss, tuple):
+            loss, own_stats = loss
+        if loss.shape != mask.shape:
+            raise ValueError(f"the objective {kind!r} gives a loss of the shape "
+                             f"{tuple(loss.shape)}: must be one for each token, (B, T) = "
+                             f"{tuple(mask.shape)}")
+    elif kind in ("ppo", "gspo"):
         if kind == "gspo":
             # A token's ratio has its row's value, and a gradient through its own logprob.
             log_row = _row_mean(difference.detach(), mask)
@@ -340,8 +438,8 @@ def _policy_loss(kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_
         loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     else:
         loss = -advantages * logprobs
-    return _loss_and_stats(mask, loss, ratio=ratio, ppo_kl=-difference, clipfrac=clipped,
-                           clipfrac_lower=clipped_lower)
+    stats = dict(ratio=ratio, ppo_kl=-difference, clipfrac=clipped, clipfrac_lower=clipped_lower)
+    return _loss_and_stats(mask, loss, **stats | own_stats)
 
 
 @no_grad

@@ -46,6 +46,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 import data
+import losses
 from agent_loop import (
     RESPONSE_LISTS, AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite,
     in_time, numbers,
@@ -1026,7 +1027,7 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
     return Pool(run, "train", row_of, batch, args.group_size, args.sampling(), step,
                 end_step=args.num_steps, staleness=args.max_staleness,
                 replacements=(args.max_gen_batches - 1) * batch, first=first,
-                greedy=args.adv_estimator == "remax")
+                greedy="baselines" in losses.ESTIMATORS[args.adv_estimator].takes)
 
 
 @shown("waiting for rewards")

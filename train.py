@@ -50,7 +50,7 @@ from flatrl.checkpoints import (
 from flatrl.devices import device_defaults, move, shard, start_processes
 from flatrl.files import absolute
 from flatrl.flags import (
-    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, flag, parse_flags,
+    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags,
 )
 from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
@@ -95,10 +95,6 @@ PRESETS: dict[str, dict] = {
                 kl_in="reward", kl_kind="k1"),
 }
 PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
-ADV_ESTIMATORS = (*losses.GROUP_ESTIMATORS, "remax", "reinforce_pp", "gae")
-CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
-                     "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
-                     "geo_mask": (0.999, 1.002), "veto": (1e-4, 1e4)}
 
 # ---------------------------------------------------------------- flags, with their rules
 
@@ -143,14 +139,14 @@ class Args:
         "random; default: all prompts (on-policy)", POSITIVE)
     epochs: int = flag(1, "passes over each rollout", POSITIVE)
     # advantages
-    adv_estimator: str = preset("advantage estimator", ADV_ESTIMATORS)
+    adv_estimator: str = preset("advantage estimator", [*losses.ESTIMATORS])
     whiten_advantages: bool = preset("to mean 0 and variance 1 over the batch's tokens")
     gamma: float = preset("discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
     turn_discount: float = preset("discount per turn, beside gamma", DISCOUNT,
                                   "adv_estimator=gae|reinforce_pp|gigpo")
     lam: float = flag(1.0, "gae: its lambda", DISCOUNT, "adv_estimator=gae")
     # objective
-    policy_loss: str = preset("policy-gradient objective", losses.POLICY_LOSSES)
+    policy_loss: str = preset("policy-gradient objective", [*losses.POLICY_LOSSES])
     clip_low: float = preset(
         "lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm; sapo: "
         "temperature where A <= 0", only="policy_loss!=reinforce")
@@ -165,10 +161,10 @@ class Args:
         False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, "
-        f"with --max_staleness icepop from 0 (decoupled PPO) ({' | '.join(CORRECTION_BOUNDS)}"
+        f"with --max_staleness icepop from 0 (decoupled PPO) ({' | '.join(losses.ROLLOUT_CORRECTIONS)}"
         ", or several: tis,geo_mask)")
     correction_low: list[float] = flag(
-        None, f"least ratio kept; of several kinds, one each; low, high: {CORRECTION_BOUNDS}",
+        None, f"least ratio kept; of several kinds, one each; low, high: {losses.ROLLOUT_CORRECTIONS}",
         only="rollout_correction=icepop|seq_mask|geo_mask|veto")
     correction_high: list[float] = flag(
         None, "largest importance ratio: clamped (*tis) or dropped (the others)",
@@ -330,7 +326,7 @@ class Args:
         Each is a number, or a tuple of one for each kind of --rollout_correction. With
         --max_staleness the lower bound is 0: a small ratio is no reason to drop a token."""
         kinds = self.rollout_correction.split(",")
-        bounds = [CORRECTION_BOUNDS.get(kind, (0.0, 1.0)) for kind in kinds]
+        bounds = [losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0)) for kind in kinds]
         if len(bounds) == 1:
             low, high = bounds[0]
         else:
@@ -407,9 +403,6 @@ def check_flags_together(args: Args):
     mini_batch = args.prompts_per_mini_batch or prompts
     need(prompts % mini_batch == 0, f"--prompts_per_step {prompts} must be a multiple of "
          f"--prompts_per_mini_batch {mini_batch}")
-    need(args.group_size > 1 or args.adv_estimator not in losses.GROUP_ESTIMATORS,
-         f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
-         "--group_size must be at least 2")
     need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 "
          "replaces groups whose members score alike: --group_size must be at least 2")
     need(args.clip_c == 0 or args.clip_c > 1,
@@ -433,6 +426,16 @@ def check_flags_together(args: Args):
          f"trajectory: {args.window} tokens")
     need(len(args.think_tags.split()) == 2,
          f"--think_tags {args.think_tags} must be two tags with a space between")
+
+
+def check_registered(args: Args):
+    """Raises BadInput where a flag names no estimator or objective, which a task file may have
+    registered, or where its estimator has no units to compare."""
+    check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
+    check_value("policy_loss", args.policy_loss, losses.POLICY_LOSSES + tuple(losses.OBJECTIVES))
+    need(args.group_size > 1 or "groups" not in losses.ESTIMATORS[args.adv_estimator].takes,
+         f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
+         "--group_size must be at least 2")
 
 
 # ---------------------------------------------------------------- networks, sharded or whole
@@ -676,7 +679,7 @@ def policy_objective(scores: list[torch.Tensor], columns: dict, args: Args):
     old = columns.get("logprobs_old", logprobs.detach())
     loss, stats = losses.policy_loss(
         args.policy_loss, logprobs, old, columns["advantages"], mask, args.clip_low,
-        args.clip_high, args.clip_c or None)
+        args.clip_high, args.clip_c or None, entropy=entropy, args=args)
     weights, _ = losses.rollout_correction(
         args.rollout_correction, old, columns["logprobs_rollout"], mask, args.correction_low,
         args.correction_high)
@@ -886,6 +889,7 @@ def check_input(args: Args) -> tuple:
     if not args.model:
         functions.append("build_model")
     task = data.load_task(args.task, functions)
+    check_registered(args)
     args.task = task.__file__
     rows = {"train": data.load_rows(task, "train", args.train_files, args.prompt_key),
             "val": data.load_rows(task, "val", args.val_files, args.prompt_key)}
@@ -973,7 +977,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     Seeds the random generators anew."""
     set_seed(args.seed)  # building an engine drew random numbers, and a task may draw some
     critic = None
-    if args.adv_estimator == "gae" and not args.rollout_only:
+    if "values" in losses.ESTIMATORS[args.adv_estimator].takes and not args.rollout_only:
         net = Critic(args, policy.vision, policy.packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator)
     reference = None
@@ -1144,19 +1148,18 @@ def greedy_baselines(phase: Phase, units: data.Units, args: Args) -> torch.Tenso
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
-    """Returns the advantages by --adv_estimator, (B, T). THE place for one of your own.
+    """Returns the advantages by --adv_estimator, (B, T).
 
-    An estimator that compares units gives (N,), one number for all tokens of a unit. The
-    others see a unit as one sequence, its outputs laid end to end, and give a number for
-    each token, (N, S). gae also sets batch["returns"]. Raises ValueError for another shape."""
+    The estimator, of losses.py or the task file (see `losses.estimator`), gives one number for
+    all tokens of a unit, (N,), or one for each, (N, S): it sees a unit as one sequence, its
+    outputs laid end to end. With a critic, sets batch["returns"], too. Raises ValueError where
+    the estimator gives another shape, NaN or infinity."""
     units = batch["units"]
-    rewards = units.rewards  # (N,)
-    groups = units.groups  # (N,)
     sampled = batch["response_mask"].bool()  # (B, T)
     places = data.places_in_units(batch)
 
     def end_to_end(x):  # (B, T) -> (N, S)
-        return data.scatter(x[sampled], places, len(rewards))
+        return data.scatter(x[sampled], places, len(units.rewards))
 
     def back(x):  # (N, S) -> (B, T)
         zeros = torch.zeros_like(batch["response_mask"])
@@ -1164,36 +1167,24 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
 
     mask = end_to_end(batch["response_mask"])
     token_rewards = end_to_end(batch["token_rewards"])
-    by_turn = args.turn_discount
-    match args.adv_estimator:
-        case "gae":
-            values = end_to_end(batch["values"])
-            advantages, returns = losses.gae(
-                token_rewards, values, mask, args.gamma, args.lam, by_turn)
-            batch["returns"] = back(returns)
-        case "reinforce_pp":
-            advantages = losses.reinforce_pp_advantages(token_rewards, mask, args.gamma, by_turn)
-        case "gigpo":
-            states = data.turn_states(phase.trained, losses.turn_starts(mask).sum(1).tolist())
-            advantages = losses.gigpo_advantages(token_rewards, mask, states, by_turn)
-            advantages += losses.grpo_advantages(rewards, groups)[:, None]
-        case "grpo":
-            advantages = losses.grpo_advantages(rewards, groups)
-        case "drgrpo":
-            advantages = losses.grpo_advantages(rewards, groups, normalize_std=False)
-        case "rloo":
-            advantages = losses.rloo_advantages(rewards, groups)
-        case "opo":
-            advantages = losses.opo_advantages(rewards, groups, mask.sum(-1))
-        case "remax":
-            baselines = greedy_baselines(phase, units, args)
-            advantages = losses.remax_advantages(rewards, baselines).nan_to_num(0)
-    if advantages.shape == rewards.shape:
+    given = vars(units) | dict(lengths=mask.sum(-1), mask=mask, token_rewards=token_rewards,
+                               baselines=greedy_baselines(phase, units, args), args=args)
+    estimate = losses.ESTIMATORS[args.adv_estimator]
+    if "values" in estimate.takes:
+        given["values"] = end_to_end(batch["values"])
+    if "states" in estimate.takes:
+        turns = losses.turn_starts(mask).sum(1).tolist()
+        given["states"] = data.turn_states(phase.trained, turns)
+    advantages = estimate(**{name: given[name] for name in estimate.takes})
+    if "values" in given:
+        advantages, returns = advantages
+        batch["returns"] = back(returns)
+    if advantages.shape == units.rewards.shape:
         advantages = advantages[:, None].expand_as(mask)
-    if advantages.shape != mask.shape:
+    if advantages.shape != mask.shape or not advantages[mask.bool()].isfinite().all():
         raise ValueError(f"--adv_estimator {args.adv_estimator} gives advantages of the shape "
-                         f"{tuple(advantages.shape)}: must be one for each unit, (N,) = "
-                         f"{tuple(rewards.shape)}, or for each token, (N, S) = "
+                         f"{tuple(advantages.shape)}: must be finite, and one for each unit, (N,) = "
+                         f"{tuple(units.rewards.shape)}, or for each token, (N, S) = "
                          f"{tuple(mask.shape)}")
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
@@ -1290,7 +1281,7 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
         metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
-    if args.adv_estimator == "remax":
+    if "baselines" in losses.ESTIMATORS[args.adv_estimator].takes:
         baselines = {output.extra["prompt"] for output in phase.greedy}
         metrics["rollout/missing_baselines"] = len(set(units.prompts.tolist()) - baselines)
         if baselines:

@@ -25,7 +25,8 @@ UNSET_VALUES = ("0", "0.0", "none", "None", "False")
 def flag(default, help: str, allowed=(), only: str = "", **more):
     """Returns the dataclass field of a flag.
 
-    allowed: a Range, or a tuple of choices; () allows every value, and numbers from 0 on.
+    allowed: a Range, or a tuple of choices; () allows every value, and numbers from 0 on. A
+    list has choices to which a task file may add: it restricts nothing before that is loaded.
     only: the setting of another flag without which this one has no effect, or several with
     spaces between (`check_only_rule`).
     more: for argparse's add_argument."""
@@ -87,7 +88,7 @@ def check_each_flag(args, defaults: dict):
 
 def check_value(name: str, value, allowed):
     """Raises BadInput unless `allowed`, a Range or a tuple of choices, allows the value."""
-    if allowed and not isinstance(allowed, Range):
+    if allowed and not isinstance(allowed, (Range, list)):
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
     elif isinstance(value, (int, float)):
         words, holds = allowed or NOT_NEGATIVE
@@ -106,6 +107,9 @@ def check_only_rule(rule: str, args) -> tuple[bool, str]:
     if comparison == "=":
         # The value may be a list of several: --rollout_correction tis,geo_mask.
         holds = re.search(rf"\b({wanted})\b", value) is not None
+        choices = args.__dataclass_fields__[name].metadata["allowed"]
+        if isinstance(choices, list) and value not in choices:
+            holds = True  # nobody knows what a task's own choice takes into account
         return holds, f"with --{name} {wanted.replace('|', ' or ')}"
     if comparison == "!=":
         return value != wanted, f"with a --{name} other than {wanted}"

@@ -94,7 +94,7 @@ class Notices:
             self.log.warn_once(
                 "rollout/logp_diff_mean, between engine and trainer, has grown tenfold since "
                 f"this run's first step, from {self.first_difference:.1e}")
-        compares_groups = args.adv_estimator in losses.GROUP_ESTIMATORS
+        compares_groups = "groups" in losses.ESTIMATORS[args.adv_estimator].takes
         if compares_groups and metrics["rollout/singleton_groups"]:
             self.log.warn_once(
                 "a group is left with one trajectory to compare: "

@@ -34,6 +34,11 @@ REPLAY = ["--task", "tests/tiny_task.py", "--agent", "two_turns",
           "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
           "--eval_every", "3", "--save_every", "2"]  # fmt: skip
 TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
+# What our tests are parametrised over: not the registries, to which a fork may add.
+OUR_PRESETS = ("grpo", "ppo", "dapo", "drgrpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gspo",
+               "gmpo", "cispo", "sapo", "gigpo", "opd")  # fmt: skip
+OUR_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo", "remax", "reinforce_pp", "gae")
+OUR_OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
 
@@ -101,6 +106,15 @@ def engine(session_engine):
         session_engine.sleep()
     session_engine.state = "asleep"
     session_engine.args.deterministic = False
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    """What a test adds to the registries of estimators and objectives is gone after it."""
+    import losses
+
+    for name in ("ESTIMATORS", "OBJECTIVES"):
+        monkeypatch.setattr(losses, name, dict(getattr(losses, name)))
 
 
 @pytest.fixture(scope="session")

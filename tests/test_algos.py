@@ -8,6 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from conftest import OUR_ESTIMATORS, OUR_OBJECTIVES, OUR_PRESETS
 from gradient_worker import gradients
 
 import data
@@ -16,7 +17,7 @@ import train
 from agent_loop import AgentLoopOutput, BadInput
 from flatrl import notices
 from rollout import Phase
-from train import ADV_ESTIMATORS, PRESETS, Args, check_args, parse_args
+from train import PRESETS, Args, check_args, check_registered, parse_args
 
 close = torch.testing.assert_close
 
@@ -35,15 +36,17 @@ def output(prompt: int, sample: int, mask: str, reward, segment: int = 0, **more
 
 def test_presets_are_flags_and_pass_the_checks():
     names = {field.name for field in dataclasses.fields(Args)}
-    for algo, values in PRESETS.items():
+    for algo in OUR_PRESETS:
+        values = PRESETS[algo]
         assert set(values) <= set(PRESETS["grpo"]) <= names
         args = Args(algo=algo, ref_model="teacher" if algo == "opd" else None)
         check_args(args)
+        check_registered(args)
         for name, default in PRESETS["grpo"].items():
             assert getattr(args, name) == values.get(name, default), (algo, name)
-    assert {args for values in PRESETS.values() if (args := values.get("adv_estimator"))} == set(ADV_ESTIMATORS)
-    kinds = {values.get("policy_loss", "ppo") for values in PRESETS.values()}
-    assert kinds == set(losses.POLICY_LOSSES)
+    assert {PRESETS[algo].get("adv_estimator", "grpo") for algo in OUR_PRESETS} == set(OUR_ESTIMATORS)
+    assert {PRESETS[algo].get("policy_loss", "ppo") for algo in OUR_PRESETS} == set(OUR_OBJECTIVES)
+    assert set(OUR_ESTIMATORS) <= set(losses.ESTIMATORS) and set(OUR_OBJECTIVES) <= set(losses.POLICY_LOSSES)
 
 
 def test_a_flag_of_the_user_wins_over_the_preset_even_with_grpos_value():
@@ -67,7 +70,6 @@ def test_correction_bounds_follow_the_kind():
     decoupled = Args(rollout_correction="icepop", correction_low=0.0)
     assert (decoupled.correction_low, decoupled.correction_high) == (0.0, 5.0)
     assert Args(rollout_correction="tis").correction_high == 2.0
-    assert set(train.CORRECTION_BOUNDS) == set(losses.ROLLOUT_CORRECTIONS)
     for flags, low, high in (
         ([], (0.0, 0.999), (2.0, 1.002)),
         (["--correction_high", "3", "1.1"], (0.0, 0.999), [3.0, 1.1]),
@@ -118,7 +120,7 @@ def test_several_samples_are_evaluated_at_the_temperature_of_training():
         ({"algo": "sapo", "clip_low": 0.0}, "--policy_loss sapo: its temperatures"),
         ({"eval_samples": 2, "eval_temperature": 0.0}, "--eval_samples has an effect only with a --eval_temperature"),
         ({"policy_loss": "trpo"}, "--policy_loss trpo: choose from ppo"),
-        ({"adv_estimator": "td"}, "--adv_estimator td: choose from grpo"),
+        ({"adv_estimator": "td"}, "--adv_estimator td: choose from gae, reinforce_pp, grpo"),
         ({"kl_in": "prompt"}, "--kl_in prompt: choose from loss, reward"),
         ({"max_gen_batches": 0}, "--max_gen_batches 0 must be greater than 0"),
     ],
@@ -126,6 +128,7 @@ def test_several_samples_are_evaluated_at_the_temperature_of_training():
 def test_flags_without_effect_or_sense_are_refused(flags, message):
     with pytest.raises(BadInput) as error:
         check_args(Args(**flags))
+        check_registered(Args(**flags))
     assert message in str(error.value)
 
 
@@ -239,15 +242,25 @@ def test_group_estimators_give_a_rollout_one_advantage(estimator, expected):
 
 
 @pytest.mark.parametrize("shape", [(5,), (3,), (4, 10), (5, 1), ()])
-def test_advantages_of_another_shape_are_refused(shape, monkeypatch):
+def test_advantages_of_another_shape_are_refused(shape, registries):
     """4 units, of 5 outputs: a number for each of the latter would be read for other units.
 
     End to end, with an empty column before each turn, the longest unit has 7 places."""
-    monkeypatch.setattr(losses, "grpo_advantages", lambda *_: torch.zeros(shape))
+    losses.estimator("mine")(lambda: torch.zeros(shape))
     with pytest.raises(ValueError) as error:
-        estimated()
-    assert f"gives advantages of the shape {shape}: must be one for each unit, (N,) = (4,)" in str(error.value)
-    assert str(error.value).endswith("for each token, (N, S) = (4, 8)")
+        estimated(adv_estimator="mine")
+    said = str(error.value)
+    assert f"mine gives advantages of the shape {shape}: must be finite, and one for each unit, (N,) = (4,)" in said
+    assert said.endswith("for each token, (N, S) = (4, 8)")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_advantages_that_are_not_finite_are_refused_where_they_count(bad, registries):
+    losses.estimator("mine")(lambda rewards: rewards.where(rewards > 0, bad))
+    with pytest.raises(ValueError, match=r"mine gives advantages of the shape \(4, 8\): must be finite"):
+        estimated(adv_estimator="mine")
+    losses.estimator("mine")(lambda mask: mask.masked_fill(mask == 0, bad))  # at mask 0 nothing counts
+    close(estimated(adv_estimator="mine")[0], MASK)
 
 
 def test_remax_subtracts_the_greedy_reward_shaped_alike_and_a_missing_one_teaches_nothing():

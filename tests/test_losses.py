@@ -7,16 +7,13 @@ import statistics
 
 import pytest
 import torch
+from conftest import OUR_OBJECTIVES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import losses
 from losses import (
-    AGGREGATIONS,
-    KL_ESTIMATES,
-    POLICY_LOSSES,
-    ROLLOUT_CORRECTIONS,
     AdaptiveKL,
     aggregate,
     explained_variance,
@@ -36,6 +33,10 @@ from losses import (
     whiten,
 )
 
+# As in conftest.py, fixed: a fork may add to those of losses.py.
+ROLLOUT_CORRECTIONS = ("none", "tis", "icepop", "seq_tis", "seq_mask", "geo_tis", "geo_mask", "veto")
+KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
 few = settings(max_examples=40, deadline=None, derandomize=True)
 close = torch.testing.assert_close
@@ -296,7 +297,7 @@ def naive_policy_loss(kind, logprobs, frozen, old, advantages, mask, low, high, 
 
 
 @pytest.mark.parametrize("low,high,clip_c", [(0.2, 0.2, None), (0.1, 0.35, None), (0.1, 0.35, 1.3)])
-@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", OUR_OBJECTIVES)
 def test_policy_loss_values_and_gradients(kind, low, high, clip_c):
     for seed in range(3):
         x = make(seed)
@@ -343,7 +344,7 @@ def test_policy_loss_takes_old_and_advantages_as_constants():
 
 def test_policy_loss_survives_huge_ratios():
     big = t([[2000.0, -2000.0]])  # exp overflows float64 as well
-    for kind in POLICY_LOSSES:
+    for kind in OUR_OBJECTIVES:
         for sign in (1, -1):
             f = lambda lp: policy_loss(kind, lp, 0 * big, sign * torch.ones_like(big), torch.ones(1, 2))[0]  # noqa: B023
             assert f(big).isfinite().all() and grad_of(f, big).isfinite().all()
@@ -358,7 +359,7 @@ def test_on_policy_every_objective_has_reinforces_gradient():
     actions, mask = torch.randint(V, (B, T, 1)), torch.rand(B, T) < 0.7
     advantages = torch.randn(B, 1).expand(B, T)
     grads = {}
-    for kind in POLICY_LOSSES:
+    for kind in OUR_OBJECTIVES:
         logprobs = torch.log_softmax(logits, -1).gather(-1, actions).squeeze(-1)
         loss, stats = policy_loss(kind, logprobs, logprobs.detach(), advantages, mask, clip_c=3.0)
         assert (stats["ratio"][mask] == 1).all() and (stats["ppo_kl"] == 0).all()
@@ -618,7 +619,7 @@ def step(x, kind, mode, counts):
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", OUR_OBJECTIVES)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_splitting_permuting_and_padding_change_nothing(kind, mode, seed, data):
@@ -662,7 +663,7 @@ EVERY = {
     "explained_variance": (("values", "returns"), None, lambda m, v, r: (explained_variance(v, r, m),)),
     "value_loss": (("values", "values_old", "returns"), "values", lambda m, *a: value_loss(*a, m, 0.3)),
 }
-for _kind in POLICY_LOSSES:
+for _kind in OUR_OBJECTIVES:
     EVERY[f"policy_loss {_kind}"] = (
         ("logprobs", "logprobs_old", "advantages"),
         "logprobs",
@@ -734,7 +735,7 @@ def test_dtypes_are_kept_and_masks_of_any_type_mean_the_same(name):
 def test_unknown_names_raise_and_name_the_choices():
     x = torch.zeros(1, 1)
     for call, choices in [
-        (lambda: policy_loss("PPO", x, x, x, x), POLICY_LOSSES),
+        (lambda: policy_loss("PPO", x, x, x, x), OUR_OBJECTIVES),
         (lambda: rollout_correction("is", x, x, x, 0, 1), ROLLOUT_CORRECTIONS),
         (lambda: kl_estimate(x, x, "k4"), KL_ESTIMATES),
         (lambda: aggregate(x, x, "mean"), AGGREGATIONS),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import OUR_PRESETS
 from torch.testing import assert_close as close
 
 import data
@@ -15,7 +16,7 @@ import train
 from agent_loop import AgentLoopOutput
 from flatrl.metrics import MAX_LOGGED_UNITS, describe, describe_eval
 from rollout import Phase, score
-from train import PRESETS, Args
+from train import Args
 
 MASKS = ["1110011", "1111", "11010111011", "1", "0111", "110111100111", "1111111111", "101"]
 
@@ -76,7 +77,7 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict[str, list[float]], ar
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("algo", PRESETS)
+@pytest.mark.parametrize("algo", OUR_PRESETS)
 def test_a_rollout_cut_into_outputs_has_the_gradient_of_the_uncut_one(algo, seed):
     """gspo and gmpo: on policy. Beside it their ratio is that of an output, as their docstring says."""
     rng = random.Random(seed)
