@@ -155,7 +155,8 @@ def test_a_loss_of_another_shape_is_refused(shape):
 
 
 def test_the_example_of_the_docs():
-    (code,) = re.findall(r"```python\n(from losses import estimator.*?)```", (REPO / "docs/algorithms.md").read_text(), re.S)
+    page = (REPO / "docs/algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(from losses import estimator.*?)```", page, re.DOTALL)
     exec(code, {})
     advantages, _ = estimated(adv_estimator="median")
     assert advantages[[0, 1, 2, 3, 4], [0, 0, 0, 0, 1]].tolist() == [2.125, -2.125, -2.125, 1.0, -1.0]
