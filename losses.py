@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-POLICY_LOSSES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
 # Kind -> usual bounds, low and high.
 ROLLOUT_CORRECTIONS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "icepop": (0.5, 5.0),
                        "seq_tis": (0.0, 2.0), "seq_mask": (0.0, 3.0), "geo_tis": (0.0, 2.0),
@@ -71,30 +70,34 @@ def _check_choice(name, value, choices):
 # ---- Estimators and objectives by name; a task file may add its own ------------------------
 
 ESTIMATORS = {}  # name -> function, by --adv_estimator
-OBJECTIVES = {}  # the same by --policy_loss, beside POLICY_LOSSES
+# The same by --policy_loss; None: in `policy_loss` itself.
+OBJECTIVES = dict.fromkeys(("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce"))
 
 
 def estimator(name: str) -> Callable:
-    """Function decorator: `--adv_estimator name` then computes the advantages by this function.
+    """Function decorator: `--adv_estimator name` then computes advantages by this function.
 
     Its parameters name what it gets of a whole batch of N units:
         rewards        (N,) shaped; turn rewards and, by --kl_in reward, the KL are in it
+        outcomes       (N,) the terminal rewards as the task gave them
         groups         (N,) labels: units of one label are compared. --group_size is then > 1
+        prompts        (N,) the numbers of the prompts; names: N strings, as loops name units
         lengths        (N,) mask-1 tokens of the unit, over all its outputs
         baselines      (N,) reward of the group's greedy rollout, which is then sampled beside
                        the others; NaN where it failed
-        mask           (N, S) of the unit's outputs, laid end to end; S >= 1 for every unit
+        mask           (N, S) of the unit's outputs, laid end to end, with a column of mask 0
+                       before each turn
         token_rewards  (N, S) the rewards where they fall, the terminal one on the last mask-1
                        token; 0 elsewhere
         values         (N, S) of a critic, which is then trained
         states         (turns,) as in `gigpo_advantages`
         args           all flags
-    It returns advantages: (N,), for all tokens of a unit, or (N, S). With `values` it returns a
-    tuple of advantages and returns, both (N, S).
+    It returns advantages: (N,), for all tokens of a unit, or (N, S). With `values` it returns
+    a tuple of advantages and returns, both (N, S).
 
     A parameter that has a default keeps it. Raises ValueError for any other parameter."""
-    return partial(_register, ESTIMATORS, "rewards groups lengths baselines mask token_rewards "
-                   "values states args", name)
+    return partial(_register, ESTIMATORS, "rewards outcomes groups prompts names "
+                   "lengths baselines mask token_rewards values states args", name)
 
 
 def objective(name: str) -> Callable:
@@ -109,12 +112,12 @@ def objective(name: str) -> Callable:
     stats, (b, T) each. --rollout_correction, --entropy_coef and --kl_coef go around it.
 
     A parameter that has a default keeps it. Raises ValueError for any other parameter."""
-    return partial(_register, OBJECTIVES, "logprobs logprobs_old ratio entropy advantages mask "
-                   "args", name)
+    return partial(_register, OBJECTIVES, "logprobs logprobs_old ratio entropy advantages "
+                   "mask args", name)
 
 
 def _register(registry, inputs, name, function):
-    """Puts a function into a registry; its `takes` are the names of the inputs that it takes."""
+    """Puts a function into a registry; its `takes` are the names of the inputs it takes."""
     parameters = signature(function).parameters.values()
     function.takes = [x.name for x in parameters if x.default is x.empty]
     for each in function.takes:
@@ -382,7 +385,7 @@ def policy_loss(
 
     Raises ValueError for an unknown kind, for clip_c <= 1, and if an `objective` gives another
     shape."""
-    _check_choice("policy loss", kind, [*POLICY_LOSSES, *OBJECTIVES])
+    _check_choice("policy loss", kind, OBJECTIVES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(
             f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
@@ -400,7 +403,7 @@ def _policy_loss(
     clipped_lower = clipped
     own_stats = {}
 
-    if kind in OBJECTIVES:
+    if OBJECTIVES[kind]:
         more |= dict(logprobs=logprobs, logprobs_old=logprobs_old, ratio=ratio,
                      advantages=advantages, mask=mask)
         loss = OBJECTIVES[kind](**{name: more[name] for name in OBJECTIVES[kind].takes})
@@ -438,7 +441,8 @@ def _policy_loss(
         loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     else:
         loss = -advantages * logprobs
-    stats = dict(ratio=ratio, ppo_kl=-difference, clipfrac=clipped, clipfrac_lower=clipped_lower)
+    stats = dict(ratio=ratio, ppo_kl=-difference, clipfrac=clipped,
+                 clipfrac_lower=clipped_lower)
     return _loss_and_stats(mask, loss, **stats | own_stats)
 
 

@@ -146,7 +146,7 @@ class Args:
                                   "adv_estimator=gae|reinforce_pp|gigpo")
     lam: float = flag(1.0, "gae: its lambda", DISCOUNT, "adv_estimator=gae")
     # objective
-    policy_loss: str = preset("policy-gradient objective", [*losses.POLICY_LOSSES])
+    policy_loss: str = preset("policy-gradient objective", [*losses.OBJECTIVES])
     clip_low: float = preset(
         "lower clip of the ratio, 1 - clip_low; gmpo: of its logarithm; sapo: "
         "temperature where A <= 0", only="policy_loss!=reinforce")
@@ -161,10 +161,11 @@ class Args:
         False, "no loss on trajectories cut off by a length or turn limit")
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, "
-        f"with --max_staleness icepop from 0 (decoupled PPO) ({' | '.join(losses.ROLLOUT_CORRECTIONS)}"
-        ", or several: tis,geo_mask)")
+        "with --max_staleness icepop from 0 (decoupled PPO) "
+        f"({' | '.join(losses.ROLLOUT_CORRECTIONS)}, or several: tis,geo_mask)")
     correction_low: list[float] = flag(
-        None, f"least ratio kept; of several kinds, one each; low, high: {losses.ROLLOUT_CORRECTIONS}",
+        None, "least ratio kept; of several kinds, one each; low, high: "
+        f"{losses.ROLLOUT_CORRECTIONS}",
         only="rollout_correction=icepop|seq_mask|geo_mask|veto")
     correction_high: list[float] = flag(
         None, "largest importance ratio: clamped (*tis) or dropped (the others)",
@@ -432,7 +433,7 @@ def check_registered(args: Args):
     """Raises BadInput where a flag names no estimator or objective, which a task file may have
     registered, or where its estimator has no units to compare."""
     check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
-    check_value("policy_loss", args.policy_loss, losses.POLICY_LOSSES + tuple(losses.OBJECTIVES))
+    check_value("policy_loss", args.policy_loss, losses.OBJECTIVES)
     need(args.group_size > 1 or "groups" not in losses.ESTIMATORS[args.adv_estimator].takes,
          f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
          "--group_size must be at least 2")
@@ -1183,8 +1184,8 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
         advantages = advantages[:, None].expand_as(mask)
     if advantages.shape != mask.shape or not advantages[mask.bool()].isfinite().all():
         raise ValueError(f"--adv_estimator {args.adv_estimator} gives advantages of the shape "
-                         f"{tuple(advantages.shape)}: must be finite, and one for each unit, (N,) = "
-                         f"{tuple(units.rewards.shape)}, or for each token, (N, S) = "
+                         f"{tuple(advantages.shape)}: must be finite, and one for each unit, "
+                         f"(N,) = {tuple(units.rewards.shape)}, or for each token, (N, S) = "
                          f"{tuple(mask.shape)}")
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)

@@ -46,7 +46,7 @@ def test_presets_are_flags_and_pass_the_checks():
             assert getattr(args, name) == values.get(name, default), (algo, name)
     assert {PRESETS[algo].get("adv_estimator", "grpo") for algo in OUR_PRESETS} == set(OUR_ESTIMATORS)
     assert {PRESETS[algo].get("policy_loss", "ppo") for algo in OUR_PRESETS} == set(OUR_OBJECTIVES)
-    assert set(OUR_ESTIMATORS) <= set(losses.ESTIMATORS) and set(OUR_OBJECTIVES) <= set(losses.POLICY_LOSSES)
+    assert set(OUR_ESTIMATORS) <= set(losses.ESTIMATORS) and set(OUR_OBJECTIVES) <= set(losses.OBJECTIVES)
 
 
 def test_a_flag_of_the_user_wins_over_the_preset_even_with_grpos_value():
