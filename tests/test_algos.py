@@ -388,8 +388,8 @@ def test_on_policy_the_ratio_is_exactly_one_and_all_objectives_have_one_gradient
     ratios = []
     policy_loss = losses.policy_loss
 
-    def spy(kind, logprobs, old, advantages, mask, *clips):
-        loss, stats = policy_loss(kind, logprobs, old, advantages, mask, *clips)
+    def spy(kind, logprobs, old, advantages, mask, *clips, **more):
+        loss, stats = policy_loss(kind, logprobs, old, advantages, mask, *clips, **more)
         ratios.append(stats["ratio"][mask.bool()])
         return loss, stats
 
