@@ -80,7 +80,10 @@ def test_ours_say_what_they_take(name):
     assert ("values" in takes) is (name == "gae") and ("baselines" in takes) is (name == "remax")
 
 
-@pytest.mark.parametrize(("register", "first"), [(estimator, "rewards, outcomes, groups"), (objective, "logprobs, logprobs_old")])
+OURS = [(estimator, "rewards, outcomes, groups"), (objective, "logprobs, logprobs_old")]
+
+
+@pytest.mark.parametrize(("register", "first"), OURS)
 def test_a_parameter_that_nothing_fills_is_refused_where_it_is_defined(register, first):
     with pytest.raises(ValueError, match=f"unknown input of 'mine', 'reward': choose from {first}"):
 
