@@ -15,7 +15,7 @@ that it gets to any framework:
 
 Every rollout has its own base_url and its own key. What the agent asks there, by chat
 completions or Responses, is recorded as exact tokens (see flatrl.chat.ChatClient, which
-also works in process, without HTTP). The table in flatrl/openai_api.py says what a request
+also works in process, without HTTP). The table in examples/openai_api.py says what a request
 may hold. Whoever computes the reward may also post it:
 
     POST {base_url}/reward   {"reward": 1.0}       # before the agent returns
@@ -38,7 +38,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agent_loop import call, finite, in_thread
-from flatrl import openai_api
+from examples import openai_api
 from flatrl.chat import ChatAgentLoop, ChatClient, OutOfBudget
 
 MAX_BODY = 32 << 20  # bytes of a request; a longer one is refused before it is read to its end

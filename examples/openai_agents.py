@@ -6,7 +6,7 @@
 The agent is the SDK's own: Agent, Runner, function_tool, its default model. All that it knows of
 flatrl is a base_url and a key of the chat endpoint. What the model does wrong (a tool that isn't
 there, turns without end) raises an AgentsException: that ends the conversation, which is graded
-like any other. An `output_type` is a response_format: flatrl/openai_api.py says what is trained
+like any other. An `output_type` is a response_format: examples/openai_api.py says what is trained
 then."""
 
 from agent_loop import BadInput, register

@@ -6,7 +6,7 @@
 The agent is plain pydantic-ai. When the model does something wrong, it tries again, and gives up
 after some times: that ends the conversation, which is graded like any other. An `output_type` that
 is a class forces a tool call, which is taken as "auto"; as NativeOutput it is a response_format:
-flatrl/openai_api.py says what is trained then."""
+examples/openai_api.py says what is trained then."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
