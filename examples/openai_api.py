@@ -90,8 +90,8 @@ def arguments(loop, body: dict) -> dict:
             name: result[name] for name in names if result.get(name)})
         if constraint and loop.constrains:
             result["structured_outputs"] = constraint
-            warn_once("an agent asks for a response_format: its reply keeps to it, and is not "
-                      "trained")
+            warn_once(
+                "an agent asks for a response_format: its reply keeps to it, and is not trained")
         if forced:
             warn_once("an agent forces a tool call by tool_choice, which is taken as 'auto'")
             result["tool_choice"] = "auto"

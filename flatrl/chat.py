@@ -11,9 +11,7 @@ import time
 from contextlib import suppress
 
 from agent_loop import (
-    AgentLoopBase, AgentLoopOutput, Trajectory, function_call, make_calls, parse_tool_calls,
-    templated,
-)
+    AgentLoopBase, AgentLoopOutput, function_call, make_calls, parse_tool_calls, templated)
 
 
 class OutOfBudget(RuntimeError):
@@ -85,9 +83,8 @@ class ChatClient:
         turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
         text = await self._sample(trajectory, sampling)
-        is_full = self.loop.room(trajectory) < 1
         # What the agent raises next comes from it.
-        self.exhausted = "length" if is_full else None
+        self.exhausted = "length" if self.loop.room(trajectory) < 1 else None
         trajectory.count("turns")
         reply = trajectory.messages[-1]
         if text:
@@ -127,8 +124,8 @@ class ChatClient:
     def _calls(self, text, tools, only_one, reply, turn):
         """Parses a turn's tool calls, and puts them into its message; malformed ones stay
         text, as in vLLM's server."""
-        parser = self.loop.args.tool_parser
-        content, calls = parse_tool_calls(text, parser, self.loop.tokenizer, tools)
+        content, calls = parse_tool_calls(
+            text, self.loop.args.tool_parser, self.loop.tokenizer, tools)
         if any(call["error"] for call in calls):
             return []
         if only_one:
@@ -159,13 +156,13 @@ class ChatClient:
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new_messages, tools, stops, new_images)
         else:
-            row = {"prompt": messages, "images": images}
-            trajectory = loop.start(row, tools, self.trusted)
+            trajectory = loop.start({"prompt": messages, "images": images}, tools, self.trusted)
             trajectory.trusted = self.trusted
             fits = loop.room(trajectory) > 0
+        if earlier:
+            self.trajectories.remove(earlier)
         if fits or earlier:  # it is the last one asked
-            others = [other for other in self.trajectories if other is not trajectory]
-            self.trajectories = [*others, trajectory]
+            self.trajectories.append(trajectory)
         if not fits:
             self._give_up("length")
         # Nothing may go on from it until its turn is sampled, and never if that fails.
@@ -194,10 +191,8 @@ class ChatClient:
             content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        plain = {}
-        for key in ("role", "name", "tool_call_id", "reasoning_content"):
-            if message.get(key):
-                plain[key] = message[key]
+        keys = ("role", "name", "tool_call_id", "reasoning_content")
+        plain = {key: message[key] for key in keys if message.get(key)}
         if plain["role"] == "developer":  # OpenAI's new name for system, unknown to templates
             plain["role"] = "system"
         plain["content"] = content
@@ -205,8 +200,8 @@ class ChatClient:
             arguments = call["function"]["arguments"]
             with suppress(ValueError, TypeError):  # no JSON, or a dict already: it is kept
                 arguments = json.loads(arguments)
-            plain_call = function_call(call["id"], call["function"]["name"], arguments)
-            plain.setdefault("tool_calls", []).append(plain_call)
+            plain.setdefault("tool_calls", []).append(
+                function_call(call["id"], call["function"]["name"], arguments))
         return plain
 
     def _part(self, part, images):
@@ -268,14 +263,11 @@ class ChatClient:
         """Returns the outputs of all token sequences: first those whose last turn failed;
         at the end the one that was asked last."""
         outputs = []
-        for trajectory in sorted(self.trajectories, key=_last_turn_was_sampled):
+        # `tools` is None where the last turn was not sampled.
+        for trajectory in sorted(self.trajectories, key=lambda x: x.tools is not None):
             if trajectory.assistant_turns:
                 outputs += trajectory.outputs()
         return outputs
-
-
-def _last_turn_was_sampled(trajectory: Trajectory):
-    return trajectory.tools is not None
 
 
 class ChatAgentLoop(AgentLoopBase):

@@ -141,17 +141,16 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
     with refusing(f"--resume: {args.output_dir}/args.json is damaged"):
         before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
         own_model = own_model and Path(before["model"]).parent == Path(args.model).parent
-    free = set(FLAGS_FREE_TO_CHANGE_ON_RESUME)
+    free = {*FLAGS_FREE_TO_CHANGE_ON_RESUME}
     if args.lr_schedule == "constant":
         free.add("num_steps")
     if own_model:
         free.add("model")
     changed = {}
     for name, value in before.items():
-        if name in free or not hasattr(args, name):  # an older version's flag
-            continue
-        if value != getattr(args, name):
-            changed[name] = f"--{name} {value} -> {getattr(args, name)}"
+        now = getattr(args, name, value)  # it may be an older version's flag
+        if name not in free and now != value:
+            changed[name] = f"--{name} {value} -> {now}"
     need(not changed or args.resume_with_changes, f"--resume: the run had other flags: "
          f"{', '.join(changed.values())}; give --resume_with_changes to go on with these")
     return changed
@@ -167,8 +166,7 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
     unless its name is in `saved`, the names in a checkpoint that is about to be loaded."""
     state = {}
     for name, learner in run.learners.items():
-        parameters = learner.net.named_parameters()
-        state[name] = {path: p for path, p in parameters if p.requires_grad}
+        state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
             state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
                 learner.net, learner.optimizer)
@@ -223,14 +221,11 @@ def checkpoints(folder: Path) -> list[Path]:
 def best_checkpoint(folder: Path) -> Path | None:
     """Returns the checkpoint with the highest eval/reward, of equal ones the latest; None
     if the run has no checkpoint."""
-    rewards = {}
-    for row in read_json_lines(folder / "metrics.jsonl"):
-        if "eval/reward" in row:
-            rewards[row.get("step")] = row["eval/reward"]
+    rows = read_json_lines(folder / "metrics.jsonl")
+    rewards = {row.get("step"): row["eval/reward"] for row in rows if "eval/reward" in row}
 
     def reward_of(checkpoint):
-        step = int(checkpoint.name.removeprefix("step_"))
-        return rewards.get(step, -math.inf)
+        return rewards.get(int(checkpoint.name.removeprefix("step_")), -math.inf)
 
     return max(reversed(checkpoints(folder)), key=reward_of, default=None)
 
@@ -274,8 +269,7 @@ def save_policy(run, folder: Path):
     adapter = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            peft_name = f"base_model.model.{name.replace('.default', '')}"
-            adapter[peft_name] = whole(parameter.detach())
+            adapter[f"base_model.model.{name.replace('.default', '')}"] = whole(parameter.detach())
     temporary = folder.with_name(f".{folder.name}")
 
     def write():

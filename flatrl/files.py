@@ -10,9 +10,7 @@ from pathlib import Path
 def absolute(path: str) -> str:
     """Returns the real path of what exists, as a tool may change the directory; anything
     else may be a hub's name, and stays as it is."""
-    if os.path.exists(path):
-        return os.path.realpath(path)
-    return path
+    return os.path.realpath(path) if os.path.exists(path) else path
 
 
 def write_whole(file: Path, text: str):

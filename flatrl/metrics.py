@@ -63,13 +63,12 @@ def describe(outputs: Outputs, units) -> dict:
     for name, values in sorted(reward_parts.items()):
         result[f"reward_part/{name}"] = fmean(values)
     result = {name: float(value) for name, value in result.items()}
-    totals = [sum(of_output.values()) for of_output in seconds]
-    slowest = totals.index(max(totals))
-    output = outputs[slowest]
+    slowest, of_slowest = max(
+        zip(outputs, seconds), key=lambda pair: sum(pair[1].values()))
     result["timing/slowest"] = {
-        "prompt": output.extra["prompt"], "sample": output.extra["sample"],
-        "num_turns": output.num_turns, "response_length": len(output.response_ids),
-        **seconds[slowest]}
+        "prompt": slowest.extra["prompt"], "sample": slowest.extra["sample"],
+        "num_turns": slowest.num_turns, "response_length": len(slowest.response_ids),
+        **of_slowest}
     return result
 
 

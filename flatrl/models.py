@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedModel,
-    set_seed,
-)
+    set_seed)
 from transformers.core_model_loading import revert_weight_conversion
 
 from flatrl.bad_input import need, refusing
@@ -71,8 +70,7 @@ def load_config(args):
     config = from_pretrained(AutoConfig, args,
                              "is neither a model folder nor a model that can be loaded")
     need(not config.is_encoder_decoder,
-         f"--model {args.model} is an encoder-decoder model: choose one that is a decoder "
-         "alone")
+         f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone")
     need(not getattr(config, "quantization_config", None),
          f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
          "a version that has them")
@@ -86,9 +84,8 @@ def load_config(args):
          f"but the model's window is {window} tokens")
     heads = getattr(text, "num_attention_heads", args.tp)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    heads_are_divided = heads % args.tp == 0
     kv_heads_are_divided = kv_heads % args.tp == 0 or args.tp % kv_heads == 0  # or copied
-    need(heads_are_divided and kv_heads_are_divided,
+    need(heads % args.tp == 0 and kv_heads_are_divided,
          f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} "
          "key-value heads")
     return config
@@ -105,16 +102,11 @@ def stop_token_ids(args, tokenizer) -> list[int]:
             if Path(args.model, "generation_config.json").exists():
                 raise
             configured = None
-        ids = {tokenizer.eos_token_id}
-        if isinstance(configured, list):
-            ids.update(configured)
-        else:
-            ids.add(configured)
-        ids.discard(None)
+        others = configured if isinstance(configured, list) else [configured]
+        ids = {tokenizer.eos_token_id, *others} - {None}
     need(ids and ids <= {*range(len(tokenizer))},
-         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer "
-         "lacks: set eos_token in its tokenizer_config.json; generation_config.json has "
-         f"{configured}")
+         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
+         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}")
     return sorted(ids)
 
 
@@ -143,11 +135,9 @@ def load_processor(args, config):
     if getattr(config, "vision_config", None) is None:
         return None
     need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-         f"--model {args.model}: of models with vision only those like Qwen2.5-VL (M-RoPE) "
-         "are supported")
+         f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported")
     need(not args.replay,
-         "--replay: the files have no pixels, so what a model with vision rolled out can't "
-         "be replayed")
+         "--replay: the files have no pixels, so what a vision model rolled out can't be replayed")
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     processor = from_pretrained(
         AutoProcessor, args, "has vision, but its processor can't be loaded", **settings)
@@ -155,8 +145,7 @@ def load_processor(args, config):
     allowed = {*vars(processor.image_processor), "min_pixels", "max_pixels"}
     for name in settings:
         need(name in allowed,
-             f"--engine_args: mm_processor_kwargs has {name}, which is no setting of the "
-             "image processor")
+             f"--engine_args: mm_processor_kwargs has {name}, no setting of the image processor")
     tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return processor

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import losses
 from agent_loop import (
-    AgentLoopOutput, render_text, row_kwargs, task_tools, templated, total_reward,
-)
+    AgentLoopOutput, render_text, row_kwargs, task_tools, templated, total_reward)
 from flatrl.files import read_json_lines
 from flatrl.report import LiveReport
 from flatrl.trackers import Tracker
@@ -28,8 +27,7 @@ MAX_ROWS_ON_DISK = 1000  # each of them is read, and maybe filtered, as it is lo
 LIMITS = {
     "length": "hit the length limit (--max_response_tokens)",
     "max_turns": "hit a limit of turns (--max_assistant_turns)",
-    "timeout": "ran out of time",
-}
+    "timeout": "ran out of time"}
 
 
 class Notices:
@@ -129,9 +127,8 @@ def banner(args, rows: dict, rows_read: dict, network, steps_done: int) -> str:
             f"{args.eval_temperature:g}; writing {args.output_dir}")
         return "\n".join(lines)
 
-    n_prompts = args.prompts_per_step
-    n_trajectories = n_prompts * args.group_size
-    step = f"{n_prompts} prompts x {args.group_size} = {n_trajectories} trajectories a step, "
+    n = args.prompts_per_step
+    step = f"{n} prompts x {args.group_size} = {n * args.group_size} trajectories a step, "
     if args.rollout_only:
         step += "and no update"
     else:
@@ -165,8 +162,8 @@ def describe_algo(args) -> str:
 
 def ignores_tools(task, tokenizer, row: dict) -> bool:
     """Returns whether the chat template shows the model none of the tools that a row has."""
-    tools = task_tools(task, row_kwargs(row, "tools_kwargs")).values()
-    schemas = [tool.schema for tool in tools]
+    tools = task_tools(task, row_kwargs(row, "tools_kwargs"))
+    schemas = [tool.schema for tool in tools.values()]
     chat = row["prompt"] or [{"role": "user", "content": "hello"}]
     with_tools = render_text(tokenizer, chat, schemas, True)
     return bool(schemas) and with_tools == render_text(tokenizer, chat, None, True)
@@ -219,8 +216,8 @@ def whole_text(output: AgentLoopOutput, tokenizer) -> str:
         r"(<\|image_pad\|>)+",
         lambda match: f"[{len(match[0]) // len(match[1])} tokens of an image]", text)
     line = "-" * 40
-    end = f"reward {total_reward(output):g}, {output.stop_reason}"
-    return f"{line}{line}\n{text}\n{line} {end} {line}"
+    reward = total_reward(output)
+    return f"{line}{line}\n{text}\n{line} reward {reward:g}, {output.stop_reason} {line}"
 
 
 def why_nothing(outputs: list[AgentLoopOutput]) -> str:
@@ -251,16 +248,15 @@ def summary(args, steps_done: int) -> str:
     final = folder / "final"
     lines = []
     rows = list(read_json_lines(folder / "metrics.jsonl"))
-    for title, name in (("reward", "reward/mean"), ("eval reward", "eval/reward")):
+    for title, name in ("reward", "reward/mean"), ("eval reward", "eval/reward"):
         rewards = {row["step"]: row[name] for row in rows if name in row}
         if not rewards:
             continue
-        first = min(rewards)
-        last = max(rewards)
         best = max(rewards, key=rewards.get)
-        lines.append(f"{title} {rewards[first]:.3f}")
+        lines.append(f"{title} {rewards[min(rewards)]:.3f}")
         if len(rewards) > 1:
-            lines[-1] += f" -> {rewards[last]:.3f}, best {rewards[best]:.3f} at step {best}"
+            last = rewards[max(rewards)]
+            lines[-1] += f" -> {last:.3f}, best {rewards[best]:.3f} at step {best}"
     lines.append(f"report: {folder / 'report.html'}")
     if args.replay is None and final.is_dir():
         evaluation = command(num_steps=0, model=final, output_dir=f"{folder}-eval")

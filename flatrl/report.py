@@ -63,9 +63,8 @@ class Run:
     """A run's folder as the page shows it: `refresh` reads what is new, `json` is the data."""
 
     def __init__(
-        self, folder: Path, tokenizer=None, notes=(), trajectories=TRAJECTORIES, tokens=TOKENS
-    ):
-        self.folder = Path(folder)
+        self, folder: Path, tokenizer=None, notes=(), trajectories=TRAJECTORIES, tokens=TOKENS):
+        self.folder = folder
         self.notes = notes
         self.selection = Selection(self.folder, tokenizer, trajectories, tokens)
 
@@ -91,7 +90,6 @@ class Run:
             notes.append(
                 f"Curves show one in {every} of {len(self.rows):,} steps, and each evaluation."
             )
-        names = sorted(set().union(*rows))
 
         selection = self.selection
         prompts = {}  # the text of a prompt -> its number on the page
@@ -111,18 +109,13 @@ class Run:
                 f"{len(trajectories):,} of {total:,} trajectories are on this page: whole "
                 "groups, drawn at random from every step and evaluation. All are in rollouts/."
             )
-        special = [piece for (_, is_special), piece in selection.pieces.items() if is_special]
+        columns = {name: [row.get(name) for row in rows] for name in sorted(set().union(*rows))}
         return dump({
-            "name": self.folder.resolve().name,
-            "about": self.about,
-            "notes": notes,
-            "columns": {name: [row.get(name) for row in rows] for name in names},
-            "total": total,
+            "name": self.folder.resolve().name, "about": self.about, "notes": notes,
+            "columns": columns, "total": total,
             "pieces": [text for text, _ in selection.pieces],
-            "special": special,
-            "prompts": list(prompts),
-            "trajectories": trajectories,
-        })  # fmt: skip
+            "special": [i for i, (_, is_special) in enumerate(selection.pieces) if is_special],
+            "prompts": [*prompts], "trajectories": trajectories})
 
 
 def dump(value) -> str:

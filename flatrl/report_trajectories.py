@@ -57,8 +57,7 @@ class Texts:
         if not self.tokenizer:
             return f"⟨{ids[0]}⟩"
         decode = functools.partial(
-            self.tokenizer.decode, skip_special_tokens=False,
-            clean_up_tokenization_spaces=False)
+            self.tokenizer.decode, clean_up_tokenization_spaces=False)
         return decode([*self.first, *ids])[len(decode(self.first)) :]
 
     def of(self, ids: list[int]) -> list[str]:
@@ -227,8 +226,8 @@ class Selection:
         for lines in draw_groups(file):
             if rank >= share or n_tokens > self.max_tokens:
                 break
-            rows = map(json.loads, lines)
-            group = Group(name, rank, [self._trajectory(name, row, learned) for row in rows])
+            group = Group(name, rank, [
+                self._trajectory(name, json.loads(line), learned) for line in lines])
             self.groups.append(group)
             rank += len(lines)
             n_tokens += group.n_tokens
@@ -240,8 +239,8 @@ class Selection:
         learned = self.folder / "learned" / file.name
         if not learned.is_file() or learned.stat().st_mtime_ns < file.stat().st_mtime_ns:
             return {}
-        lines = read_json_lines(learned)
-        return {(line["prompt"], line["sample"], line["segment"]): line for line in lines}
+        return {(line["prompt"], line["sample"], line["segment"]): line
+                for line in read_json_lines(learned)}
 
     # ------------------------------------------------------------ trajectories
 
@@ -276,16 +275,15 @@ class Selection:
         """Cuts a response into the policy's turns and what stands between them.
 
         update: the trajectory's line of learned/*.jsonl, or {}."""
-        mask = line["response_mask"]
-        n_turns = sum(is_sampled for is_sampled, _ in itertools.groupby(mask))
-        turns = read_turns(line["messages"], n_turns)
+        runs = [(x, len([*run])) for x, run in itertools.groupby(line["response_mask"])]
+        turns = read_turns(line["messages"], sum(is_sampled for is_sampled, _ in runs))
         blocks = []
         turn = 0
         n_sampled = 0  # tokens so far
-        for is_sampled, group in itertools.groupby(range(len(mask)), mask.__getitem__):
-            positions = list(group)
-            start = positions[0]
-            end = start + len(positions)
+        end = 0
+        for is_sampled, n in runs:
+            start = end
+            end += n
             ids = line["response_ids"][start:end]
             if not is_sampled:
                 role = ", ".join(turns[turn][0])
@@ -295,19 +293,16 @@ class Selection:
             texts = zip(self.texts.of(ids), map(self.texts.special.__contains__, ids))
             logprobs = line["response_logprobs"][start:end]
             block = {
-                "at": start,
-                "role": "assistant",
+                "at": start, "role": "assistant", "calls": turns[turn][1],
                 "tokens": [self.pieces.setdefault(piece, len(self.pieces)) for piece in texts],
-                "calls": turns[turn][1],
                 "logprobs": [round(logprob, 3) or 0 for logprob in logprobs],
-                "versions": single(line["response_versions"][start:end]),
-            }
+                "versions": single(line["response_versions"][start:end])}
             if update.get("trained"):
-                sampled = slice(n_sampled, n_sampled + len(ids))
+                sampled = slice(n_sampled, n_sampled + n)
                 advantages = update["advantage"]
                 if isinstance(advantages, list):
                     advantages = advantages[sampled]
                 block |= {"difference": update["logp_diff"][sampled], "advantages": advantages}
-            n_sampled += len(ids)
+            n_sampled += n
             blocks.append(block)
         return blocks

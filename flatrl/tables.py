@@ -45,13 +45,11 @@ def read_files(files: list[str]) -> Sequence[dict]:
     for name in files:
         file = Path(name)
         need(file.exists() or ":" in name,
-             f"{name}: no such file (a data set of the hub is NAME:SPLIT or "
-             "NAME:CONFIG:SPLIT)")
+             f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)")
         with refusing(
                 f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
             if file.suffix == ".csv":
-                text = file.open(encoding="utf-8-sig", newline="")
-                rows += csv.DictReader(text, strict=True)
+                rows += csv.DictReader(file.open(encoding="utf-8-sig", newline=""), strict=True)
             elif file.suffix in (".jsonl", ".json"):
                 rows += _read_json(file)
             else:

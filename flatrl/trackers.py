@@ -19,8 +19,8 @@ class Tracker:
         try:
             self.package = importlib.import_module(package)
         except ImportError as error:
-            problem = f"--tracker {package} needs: pip install {package} ({error})"
-            raise BadInput(problem) from None
+            raise BadInput(
+                f"--tracker {package} needs: pip install {package} ({error})") from None
         self.is_wandb = package == "wandb"
         settings = {"dir": folder} if self.is_wandb else {}
         self.run = self.package.init(project=project, config=about, **settings)
@@ -32,17 +32,10 @@ class Tracker:
             del logged["step"]  # trackio keeps that name to itself
         if outputs:
             rows = [
-                [
-                    output.extra["prompt"],
-                    output.extra["sample"],
-                    str(output.extra.get("index")),
-                    total_reward(output),
-                    output.num_turns,
-                    output.stop_reason,
-                    tokenizer.decode(output.prompt_ids + output.response_ids),
-                ]
-                for output in outputs[:MAX_ROWS]
-            ]
+                [output.extra["prompt"], output.extra["sample"], str(output.extra.get("index")),
+                 total_reward(output), output.num_turns, output.stop_reason,
+                 tokenizer.decode(output.prompt_ids + output.response_ids)]
+                for output in outputs[:MAX_ROWS]]
             logged["rollouts"] = self.package.Table(columns=COLUMNS, data=rows)
         self.run.log(logged, step=metrics["step"])
 

@@ -96,9 +96,8 @@ class Vision:
             n_images_shared = image_starts(is_placeholder)[:n_shared].sum()
             images_to_encode += images[n_images_shared:]
         device = packed["targets"].device
-        encoded = self._encode(model, images_to_encode, device)
         return {"position_ids": torch.cat(positions, dim=2).to(device),
-                "mm_encoder_outputs": {"image": encoded}}
+                "mm_encoder_outputs": {"image": self._encode(model, images_to_encode, device)}}
 
     def zero(self, model, device) -> Tensor:
         """Returns 0 by way of the vision tower, for a forward pass without images.

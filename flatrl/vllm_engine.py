@@ -80,9 +80,9 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         check_ids(list(getattr(checked, name) or ()), vocab_size, name)
     need(abs(checked.seed or 0) < 2**63, f"seed {checked.seed} has more than 64 bits")
-    structured = {"structured_outputs": checked.structured_outputs}  # it may have been a dict
     return SamplingParams(
-        **parameters | structured,
+        # It may have been a dict.
+        **parameters | {"structured_outputs": checked.structured_outputs},
         logprobs=0, flat_logprobs=True,  # of the sampled token only
         detokenize=bool(checked.stop), output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -104,8 +104,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         logprobs_mode="processed_logprobs",
         runner="generate",
         generation_config="vllm",  # no sampling defaults from the model's folder
-        disable_log_stats=True, use_tqdm_on_load=False,
-    )
+        disable_log_stats=True, use_tqdm_on_load=False)
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
@@ -118,8 +117,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
             # A prompt is computed in one step: the longest must fit beside a full batch that
             # decodes.
             max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
-            enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
-        )
+            enable_chunked_prefill=False)  # with request seeds vLLM's CPU build crashes on it
     engine_args = json.loads(args.engine_args or "{}")
     # The trainer's logits are float32; a bfloat16 head would round the engine's.
     arguments["hf_overrides"] = {"head_dtype": "float32"} | engine_args.pop("hf_overrides", {})
@@ -143,10 +141,9 @@ def prepare_vllm(device, tp):
     """Sets the environment and makes the patches that vLLM needs before an engine is built."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
     # vLLM's external launcher wants ranks and an address also where there is one process.
-    settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS=1, RANK=0, LOCAL_RANK=0,
-                    WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
-    for name, value in settings.items():
-        os.environ.setdefault(name, str(value))
+    settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", RANK="0",
+                    LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.update(settings | os.environ)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     _separate_classes()
     if device.type != "cpu":
@@ -226,8 +223,8 @@ def _separate_classes():
         while postponed:
             call = postponed.pop()
             shared_class = call["cls"]
-            name = shared_class.__name__
-            engine_class = type(name, (shared_class,), {"__init__": lambda self: None})
+            engine_class = type(
+                shared_class.__name__, (shared_class,), {"__init__": lambda self: None})
             decorate(self, **call | {"cls": engine_class})
             for module in self.modules():
                 if type(module) is shared_class:
@@ -253,7 +250,7 @@ def load_into(model, named_tensors, config):
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    names = dict(model.named_parameters()).keys()
+    names = dict(model.named_parameters())
     # While it reloads, a tied head is a parameter of its own: it gets no tensor.
     layerwise.initialize_layerwise_reload(model)
     fused = {name: parts for name, parts in fused_parts(model).items() if name in names}
@@ -291,8 +288,8 @@ class _Arrivals:
         self.fused = fused
         self.current = "the first parameter"  # the name of the tensor that vLLM has now
         self.shapes = {}  # of the tensors that came, by name
-        self.loaded = set()  # names of those that a parameter's loader took
-        # The others, by name: vLLM copied them without a loader, and its reload has lost them.
+        # Those that no parameter's loader took, by name: vLLM copied them without a loader, and
+        # its reload has lost them.
         self.not_loaded = {}
         self.n_elements = Counter()  # that arrived, by parameter or part of a fused one
 
@@ -303,9 +300,8 @@ class _Arrivals:
             if name in self.shapes:
                 raise RuntimeError("it came twice")
             self.shapes[name] = tensor.shape
+            self.not_loaded[name] = tensor
             yield name, tensor
-            if name not in self.loaded:
-                self.not_loaded[name] = tensor
 
     def watched(self, parameter, loader):
         """Returns the parameter's loader, which now counts what it loads, and raises
@@ -326,7 +322,7 @@ class _Arrivals:
                 raise RuntimeError(
                     f"its shape is {tuple(shape)}, the engine's {tuple(room.shape)}")
             self.n_elements[part] += shape.numel()
-            self.loaded.add(self.current)
+            self.not_loaded.pop(self.current, None)
             return loader(*args, **kwargs)
 
         return load
