@@ -428,9 +428,9 @@ def check_images(output: AgentLoopOutput, processor):
     n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     n_expected = sum(_image_tokens(output.images, processor))
     if n_found != n_expected:
-        images = f"the {len(output.images)} images of AgentLoopOutput.images"
         raise ValueError(
-            f"the ids have {n_found} placeholders, but {images} take {n_expected} tokens: "
+            f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
+            f"AgentLoopOutput.images take {n_expected} tokens: "
             "return both as the trainer needs them")
 
 
@@ -486,8 +486,8 @@ class FunctionTool(Tool):
         try:
             self.schema = get_json_schema(function)
         except Exception as error:  # its type differs between versions of transformers
-            needs = "type hints and a Google-style docstring with an Args section"
-            raise BadInput(f"tool {self.name!r} needs {needs}: {error}") from error
+            raise BadInput(f"tool {self.name!r} needs type hints and a Google-style docstring "
+                           f"with an Args section: {error}") from error
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         try:
@@ -700,8 +700,8 @@ def agent_loop_class(row: dict, task, args) -> type:
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
     if name not in AGENT_LOOPS:
-        choice = f"choose from {sorted(AGENT_LOOPS)} or add @register({name!r}) to the task"
-        raise BadInput(f"no agent loop {name!r}: {choice}")
+        raise BadInput(f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
+                       f"@register({name!r}) to the task")
     return AGENT_LOOPS[name]
 
 
@@ -754,8 +754,8 @@ class Trajectory:
         ValueError unless each token has a logprob and a version."""
         n = len(out.token_ids)
         if not n == len(out.logprobs) == len(out.versions):
-            lengths = f"{len(out.logprobs)} logprobs and {len(out.versions)} versions"
-            raise ValueError(f"the engine returned {n} tokens, but {lengths}")
+            raise ValueError(f"the engine returned {n} tokens, but {len(out.logprobs)} logprobs "
+                             f"and {len(out.versions)} versions")
         if trained:
             self._add(out.token_ids, out.token_ids, [1] * n, out.logprobs, out.versions)
         else:
@@ -938,13 +938,12 @@ class AgentLoopBase:
             image_data=list(trajectory.images) or None)
         prompt_ids = trajectory.prompt_ids + trajectory.response_ids
         if trajectory.images and out.prompt_ids != prompt_ids:
-            problem = f"tokens of the images: {len(out.prompt_ids)} against {len(prompt_ids)}"
-            raise ValueError(f"the engine and the processor disagree about the {problem}")
+            raise ValueError("the engine and the processor disagree about the tokens of the "
+                             f"images: {len(out.prompt_ids)} against {len(prompt_ids)}")
         trajectory.add_sampled(out, trained="structured_outputs" not in sampling_params)
         trajectory.stop_reason = out.stop_reason
         content_ids = out.token_ids
-        stops = self.stop_token_ids(sampling_params)
-        trajectory.ended = not stops.isdisjoint(content_ids[-1:])
+        trajectory.ended = not self.stop_token_ids(sampling_params).isdisjoint(content_ids[-1:])
         if trajectory.ended:
             content_ids = content_ids[:-1]
         message, text = self._read_turn(prompt_ids, content_ids)
@@ -1026,8 +1025,8 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
 
     arguments is a dict. error is None, or says to the model why the call can't be executed."""
     parser = tool_parser(parser_name, tokenizer)
-    error = "the tool call is not valid JSON with name and arguments"
-    malformed = [{"name": "", "arguments": {}, "error": error}]
+    malformed = [{"name": "", "arguments": {},
+                  "error": "the tool call is not valid JSON with name and arguments"}]
     try:
         parsed = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
     except Exception:  # most parsers catch what a model can write, some don't
@@ -1192,8 +1191,8 @@ class ToolAgentLoop(AgentLoopBase):
                 n_images = len(trajectory.images + images)
                 n_new = len(response.images)
                 if n_new and n_images + n_new > self.args.max_images:
-                    there = f"{n_images} of {self.args.max_images} are there"
-                    raise ValueError(f"no room for {n_new} more images: {there}")
+                    raise ValueError(f"no room for {n_new} more images: {n_images} of "
+                                     f"{self.args.max_images} are there")
             except Exception as error:  # the model reads it, and the run goes on
                 response = self._error_response(trajectory, error)
             messages.append({
@@ -1286,11 +1285,10 @@ class ToolAgentLoop(AgentLoopBase):
         ids = _tokenise(self.tokenizer, message["content"])
         if len(ids) <= limit:
             return text
-        side = self.args.tool_response_truncate_side
-        n_head = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]
-        head = ids[:n_head]
-        tail = ids[len(ids) - limit + n_head :]
-        return f"{self.tokenizer.decode(head)}...{self.tokenizer.decode(tail)}"
+        n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
+        n_head = n_heads[self.args.tool_response_truncate_side]
+        decode = self.tokenizer.decode
+        return f"{decode(ids[:n_head])}...{decode(ids[len(ids) - limit + n_head :])}"
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer, and reward, the assistant's turn."""

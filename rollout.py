@@ -57,8 +57,7 @@ from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
 from flatrl.terminal import Bar, shown
 from flatrl.vllm_engine import (
-    load_into, never_sample, prepare_vllm, sampling_params, vllm_arguments,
-)
+    load_into, never_sample, prepare_vllm, sampling_params, vllm_arguments)
 
 KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
 GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
@@ -126,9 +125,7 @@ class Engine:
                 file.unlink(missing_ok=True)
         # Malformed tool calls are counted, not logged. An engine sets up logging anew.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        never = []
-        if vocab_size is not None:
-            never.append(slice(vocab_size, None))
+        never = [slice(self.vocab_size, None)]
         if image_token_id is not None:
             never.append(image_token_id)
         self.llm.apply_model(lambda model: never_sample(model, never))
@@ -225,8 +222,8 @@ class Engine:
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
-                n = len(self.requests)
-                raise RuntimeError(f"{n} requests are unfinished: end the rollout first")
+                raise RuntimeError(
+                    f"{len(self.requests)} requests are unfinished: end the rollout first")
             self.live = dict.fromkeys(self.live, 0)
         self.memory["before_sleep"] = memory()
         if keep:
@@ -276,8 +273,7 @@ class Engine:
         params = {
             "seed": seed_of(self.args.seed, request_id, turn),
             "stop_token_ids": self.stop_token_ids,
-            "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids))),
-        }
+            "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids)))}
         future = asyncio.get_running_loop().create_future()
         request = _Request(f"{request_id}#{turn}", request_id, turn, prompt_ids,
                            params | sampling_params, image_data, future)
@@ -347,10 +343,7 @@ class Engine:
                     arrived.sort(key=lambda request: (request.trajectory, request.turn))
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        if has_work:
-            self._advance(self._take_fitting(), step=True)
-        else:
-            self._advance()
+        self._advance(self._take_fitting() if has_work else (), step=has_work)
 
     def _wait_for_the_whole_wave(self):
         """Waits until no more requests come in. An idle engine gets many at once, and
@@ -481,8 +474,8 @@ class Engine:
         reason = completion.finish_reason
         if reason not in ("stop", "length"):
             reason = "abort"
-        logprobs = list(completion.logprobs.logprobs)
-        return TokenOutput(token_ids, logprobs, request.versions, reason, prompt_ids)
+        return TokenOutput(
+            token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids)
 
     def drain(self):
         """Gives up every request, at the end of a pool, when no other pool is at work."""
@@ -583,8 +576,8 @@ class Phase:
         """Raises RuntimeError with what was lost, and why, unless the condition holds."""
         if not condition:
             first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
-            reason = first.strip().splitlines()[-1]
-            raise RuntimeError(f"{problem}: {dict(self.counts)}; the first error: {reason}")
+            raise RuntimeError(f"{problem}: {dict(self.counts)}; the first error: "
+                               f"{first.strip().splitlines()[-1]}")
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of trajectories, failures and, without --replay, the engine."""
@@ -601,8 +594,7 @@ class Phase:
             "throughput/tokens_per_s": total["tokens"] / self.seconds,
             "throughput/idle_share": fmean(self.idle_s) / self.seconds,
             "throughput/prefix_cache_hit_rate":
-                total["cached_tokens"] / max(1, total["prompt_tokens"]),
-        }
+                total["cached_tokens"] / max(1, total["prompt_tokens"])}
         for state, figures in engine.memory.items():
             metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
         return metrics
@@ -793,8 +785,8 @@ class Pool:
                 output.text = run.tokenizer.decode(
                     output.response_ids, skip_special_tokens=True)
             if not output.messages:
-                answer = {"role": "assistant", "content": output.text}
-                output.messages = [*row["prompt"], answer]
+                output.messages = [
+                    *row["prompt"], {"role": "assistant", "content": output.text}]
         if outputs:
             outputs[-1].metrics["generate_s"] = session.generate_s
         return outputs
@@ -831,8 +823,8 @@ class Pool:
         error = traceback.format_exc()
         if kind not in self.printed:
             self.printed.add(kind)
-            where = f"step {self.step}, prompt {prompt}, sample {sample}"
-            print(f"\n{kind} in {where}:\n{error}", file=sys.stderr)
+            print(f"\n{kind} in step {self.step}, prompt {prompt}, sample {sample}:\n{error}",
+                  file=sys.stderr)
         return {"prompt": prompt, "sample": sample, "kind": kind, "error": error}
 
     # -- main thread
@@ -907,8 +899,8 @@ class Pool:
         for output in phase.outputs:
             if output.extra["prompt"] in skipped:
                 output.extra["filtered"] = True
-        sampled = any(1 in output.response_mask for output in phase.trained)
-        phase.require(sampled, f"{self.kind} {self.step} brought nothing to learn from")
+        phase.require(any(1 in output.response_mask for output in phase.trained),
+                      f"{self.kind} {self.step} brought nothing to learn from")
         return phase
 
     def first_prompt(self, steps_done: int) -> int:
@@ -1117,8 +1109,8 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
             reward = await call(task.reward, last, row)
         if metric not in ("outcome", "total"):
             if not isinstance(reward, dict) or metric not in reward:
-                problem = f"the reward is {reward!r}, not a dict with this key"
-                raise ValueError(f"--filter_metric {metric}: {problem}")
+                raise ValueError(f"--filter_metric {metric}: the reward is {reward!r}, "
+                                 "not a dict with this key")
             reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
         for output in outputs_of_unit:
             output.reward = _checked(reward)
@@ -1135,8 +1127,8 @@ def _checked(reward):
 
     Raises ValueError if it, or any number in the dict, is not finite."""
     if isinstance(reward, dict):
-        score = finite(reward.get("score"), 'the "score" of a reward dict')
-        return _loggable({**reward, "score": score})
+        return _loggable(
+            {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')})
     return finite(reward, "a reward")
 
 
