@@ -35,6 +35,7 @@ import inspect
 import io
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -182,7 +183,7 @@ def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
     if "</think>" in template and "reasoning_content" not in template:
         messages = [_inline_reasoning(message) for message in messages]
     return tokenizer.apply_chat_template(
-        messages, tools=escape_special_tokens(tokenizer, tools) or None, tokenize=False,
+        messages, tools=tools or None, tokenize=False,
         add_generation_prompt=add_generation_prompt)
 
 
@@ -195,17 +196,23 @@ def _inline_reasoning(message):
 
 
 def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
-           trusted: Sequence[dict] | None = None) -> list[int]:
-    """Returns the token ids of a chat up to where the assistant speaks next.
+           trusted: Sequence[dict] | None = None,
+           add_generation_prompt: bool = True) -> list[int]:
+    """Returns the token ids of a chat, by default up to where the assistant speaks next.
 
-    Messages equal to one in `trusted` may spell special tokens; what the others spell is
-    escaped (`escape_special_tokens`). Default: all are trusted, as in a row's prompt. No
-    messages have no tokens: then an Interaction speaks first."""
+    Messages equal to one in `trusted` may spell control tokens; the others can't, nor can
+    tools (`_without_forged`). Default: all are trusted, as in a row's prompt. No messages
+    have no tokens: then an Interaction speaks first."""
     if not messages:
         return []
-    if trusted is not None:
-        messages = escape_special_tokens(tokenizer, messages, trusted)
-    return list(_tokenise_prompt(tokenizer, render_text(tokenizer, messages, tools, True)))
+
+    def ids_of(messages, tools):
+        text = render_text(tokenizer, messages, tools, add_generation_prompt)
+        return list(_tokenise_prompt(tokenizer, text))
+
+    if trusted is None:
+        trusted = messages
+    return _without_forged(tokenizer, ids_of, messages, tools, trusted)
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,74 +228,90 @@ def templated(tokenizer, variables: str):
     return changed
 
 
-# This character is put into a text to break up a token. Unicode says that no text contains it.
+# This character stands before one that is tokenised alone. Unicode says that no text has it.
 TOKEN_BREAK = "\ufdd0"
+NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."  # which characters: regular expressions
 
 
-def escape_special_tokens(tokenizer, messages: Sequence[dict] | None,
-                          trusted: Sequence[dict] = ()) -> list[dict]:
-    """Returns messages (or tools) for a template, in which no text becomes an added token.
+def _without_forged(tokenizer, ids_of, messages, tools, trusted=()):
+    """Returns ids_of(messages, tools), the ids of a chat in which no text forges a token.
 
-    A TOKEN_BREAK is put into whatever the tokenizer would take for an added token: what
-    tools, users and the policy say controls nothing. Messages equal to one in `trusted` stay
-    as they are.
+    Its control tokens must be those of the same chat with neutral words: what tools, users
+    and the policy say controls nothing, however the template changes or joins it. Where they
+    differ, punctuation is tokenised character by character; if that does not help, all text
+    is. Messages equal to one in `trusted` stay as they are.
 
-    The policy may really have sampled an added token such as <think>, and its history must
+    The policy may really have sampled a control token such as <think>, and its history must
     keep it. It cannot have sampled a special token such as <|im_end|>: decoding drops those.
-    A special token in its text was therefore spelled out letter by letter, and is escaped.
-    The same holds for a system's messages."""
-    escaped = []
-    for message in messages or ():
-        text = json.dumps(message, ensure_ascii=False, default=str)
-        only_special = message.get("role") in ("assistant", "system")
-        escaped_text = _escape(tokenizer, text, only_special)
-        if escaped_text != text and message not in trusted:
-            message = json.loads(escaped_text)
-        escaped.append(message)
-    return escaped
+    A special token in its text was therefore spelled out letter by letter. The same holds
+    for a system's messages. Raises ValueError if single characters control something, too."""
+    controls = _controls(tokenizer)
+
+    def attempt(world, policy):
+        chat = []
+        for message in messages:
+            alone = policy if message["role"] in ("assistant", "system") else world
+            chat.append(message if message in trusted else _map_texts(message, alone))
+        ids = ids_of(chat, _map_texts(tools, world))
+        found = [token for token in ids if token in controls]
+        return ids, found, [token for token in found if controls[token].special]
+
+    _, neutral, neutral_special = attempt(None, None)
+    for world, policy in (NOTHING, NOTHING), (MARKS, NOTHING), (ALL, ALL):
+        ids, found, special = attempt(world, policy)
+        if found == neutral or special == neutral_special and found == attempt(None, policy)[1]:
+            return ids
+    raise ValueError("the chat template makes control tokens of what messages say")
 
 
-@functools.lru_cache(maxsize=1024)
-def _escape(tokenizer, text, only_special):
-    """Puts a TOKEN_BREAK into each added token that a message, dumped as JSON, spells.
+def _map_texts(value, alone):
+    """Puts a TOKEN_BREAK before the characters `alone` of a message or a schema.
 
-    only_special: leaves the others, such as <think>, as they are."""
-    for token, broken_token, is_special in _added_tokens(tokenizer):
-        if is_special or not only_special:
-            while token in text:  # again, where one overlaps the next
-                text = text.replace(token, broken_token)
-    return text
+    Roles, types and ids stay as they are. alone=None puts a neutral word in place of each
+    text, of nine letters, as Mistral's template wants ids."""
+    if isinstance(value, dict):
+        kept = ("role", "type", "id", "tool_call_id")
+        return {key if key.isidentifier() else _map_texts(key, alone):
+                inner if key in kept else _map_texts(inner, alone)
+                for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(inner, alone) for inner in value]
+    if not isinstance(value, str) or not value.strip():
+        return value
+    return re.sub(alone, TOKEN_BREAK + r"\g<0>", clean(value)) if alone else "xxxxxxxxx"
 
 
 @functools.cache
-def _added_tokens(tokenizer):
-    """Lists added tokens as (token, the same with a TOKEN_BREAK in it, whether it is special).
+def _controls(tokenizer):
+    """Returns the added tokens that control something, by their ids.
 
-    Both are written as in JSON. Tokens that control nothing, words and white space, are left
-    out."""
-    added_tokens = []
-    for token in tokenizer.added_tokens_decoder.values():
-        text = token.content
-        if len(text) > 1 and (token.special or not set("<[|").isdisjoint(text)):
-            broken = text[0] + TOKEN_BREAK + text[1:]
-            in_json = [json.dumps(form, ensure_ascii=False)[1:-1] for form in (text, broken)]
-            added_tokens.append((*in_json, token.special))
-    return added_tokens
+    Words, white space and single characters control nothing, unless they are special."""
+    return {number: token for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special or len(token.content) > 1 and re.search(MARKS, token.content)}
 
 
 def _tokenise(tokenizer, text):
     """Returns the ids of a rendered text; no token goes across a TOKEN_BREAK.
 
-    The template writes every special token itself (BOS too): adding them would double them."""
+    The template writes every special token itself (BOS too): adding them would double them.
+    A character behind a TOKEN_BREAK becomes no control token."""
     first, *pieces = text.split(TOKEN_BREAK)
-    ids = tokenizer(first, add_special_tokens=False)["input_ids"]
-    # A piece is tokenised behind a special token, which is left out again: alone it would
-    # count as the start of a text, before which some tokenizers put a space.
-    start = tokenizer.eos_token or ""
+    ids = list(tokenizer(first, add_special_tokens=False)["input_ids"])
     for piece in pieces:
-        piece_ids = _tokenise(tokenizer, start + piece)
-        ids += piece_ids[1:] if start else piece_ids
+        alone = _inner_ids(tokenizer, piece[:1])
+        ids += [token for token in alone if token not in _controls(tokenizer)]
+        ids += _inner_ids(tokenizer, piece[1:])
     return ids
+
+
+@functools.lru_cache(maxsize=1024)
+def _inner_ids(tokenizer, text):
+    """Returns the ids of a text that is not the start of one, before which some put a space.
+
+    It is tokenised behind a special token, which is left out again."""
+    start = tokenizer.eos_token or ""
+    ids = tokenizer(start + text, add_special_tokens=False)["input_ids"]
+    return ids[1:] if start else ids
 
 
 # The members of a group share the ids of their prompt.
@@ -310,25 +333,28 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
 
     ended: whether the policy sampled a stop token. If not (a stop string ended its turn), the
     end-of-turn token belongs to the suffix. No special token comes from what the messages
-    say: see `escape_special_tokens`.
+    say: see `_without_forged`.
 
     Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning)."""
-    chat = escape_special_tokens(tokenizer, messages + new)
-    before = render_text(tokenizer, chat[: len(messages)], tools)
-    after = render_text(tokenizer, chat, tools, True)
-    if not after.startswith(before):
-        raise RewritesHistory(
-            "the chat template is not append-only: new messages change earlier")
-    # Nothing merges across an end-of-turn token, and what follows it is not taken for the
-    # start of a text. So the text from there on has the same ids as it has within the whole.
-    starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
-    start = max(starts, default=-1)
-    if start < 0:  # a template that ends turns with no token at all
-        start = len(before)
-    ids = _tokenise(tokenizer, after[start:])
-    if ended and ids[0] in stop_token_ids:
-        ids = ids[1:]
-    return ids
+
+    def ids_of(chat, tools):
+        before = render_text(tokenizer, chat[: len(messages)], tools)
+        after = render_text(tokenizer, chat, tools, True)
+        if not after.startswith(before):
+            raise RewritesHistory(
+                "the chat template is not append-only: new messages change earlier")
+        # Nothing merges across an end-of-turn token, and what follows it is not taken for the
+        # start of a text. So the text from there on has the same ids as within the whole.
+        starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
+        start = max(starts, default=-1)
+        if start < 0:  # a template that ends turns with no token at all
+            start = len(before)
+        ids = _tokenise(tokenizer, after[start:])
+        if ended and ids[0] in stop_token_ids:
+            ids = ids[1:]
+        return ids
+
+    return _without_forged(tokenizer, ids_of, messages + new, tools)
 
 
 # ---------------------------------------------------------------- images
@@ -658,10 +684,10 @@ async def call(function: Callable, *args, **kwargs) -> Any:
 
 
 def clean(text: str) -> str:
-    """Replaces lone surrogates, which no tokenizer takes.
+    """Replaces lone surrogates, which no tokenizer takes, and drops every TOKEN_BREAK.
 
-    They come from garbage bytes, or from "\\ud83d" in JSON."""
-    return str(text).encode(errors="replace").decode()
+    Surrogates come from garbage bytes, or from "\\ud83d" in JSON."""
+    return str(text).encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
 def finite(value, name: str) -> float:
@@ -1281,8 +1307,7 @@ class ToolAgentLoop(AgentLoopBase):
         reach = 64 * limit
         if len(text) > 2 * reach:
             text = f"{text[:reach]}...{text[-reach:]}"
-        (message,) = escape_special_tokens(self.tokenizer, [{"content": text}])
-        ids = _tokenise(self.tokenizer, message["content"])
+        ids = _tokenise(self.tokenizer, text)
         if len(ids) <= limit:
             return text
         n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}

@@ -32,7 +32,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from agent_loop import TOKEN_BREAK, BadInput, escape_special_tokens, render_text
+from agent_loop import BadInput, render
 from examples.calculator import build_model  # noqa: F401  (train.py calls it when no --model is given)
 from examples.tiny_models import init_model
 
@@ -75,13 +75,8 @@ class Scorer:
         """Returns the token ids of a conversation.
 
         Of one that is longer than the model's window, it returns the end, which is to be scored."""
-        # Special tokens come from the template alone. What is to be scored can spell none: its
-        # text is broken in the middle of each.
-        escaped = escape_special_tokens(self.tokenizer, messages)
-        text = render_text(self.tokenizer, escaped, None).split(TOKEN_BREAK)
-        ids = []
-        for piece in text:
-            ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        # Special tokens come from the template alone: what is to be scored can spell none.
+        ids = render(self.tokenizer, messages, trusted=(), add_generation_prompt=False)
         window = getattr(self.model.config, "max_position_embeddings", None) or len(ids)
         return ids[-min(window, self.tokenizer.model_max_length) :]
 
