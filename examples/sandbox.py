@@ -18,8 +18,10 @@ leaves what it writes outside its folder. An ordinary user's trainer then at lea
 memory and environment, and a filter of system calls forbids to trace others.
 
 Memory: limited are each process's address space, and what all of them really use together,
-looked at ten times a second. Memory outside of processes (memfd, System V) is forbidden, that
-of the folder is bounded. For hostile code put a VM around the run: this kernel is shared.
+looked at ten times a second. Every socket counts there with its whole buffer, if the program
+has a network namespace of its own. Memory outside of processes (memfd, System V) is forbidden,
+that of the folder is bounded. Sockets are of the families unix, inet and inet6; others, as the
+one that speaks to the hypervisor, are refused. For hostile code put a VM around the run: this kernel is shared.
 Linux only."""
 
 import asyncio

@@ -80,6 +80,8 @@ FORBIDDEN = """
     request_key        249 218
     keyctl             250 219
 """
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10  # the only families of sockets; AF_VSOCK leads to the hypervisor
+SOL_SOCKET, SO_SNDBUF = 1, 7
 
 
 def check(result: int):
@@ -210,14 +212,14 @@ def drop_root(job: dict, own_files: bool) -> bool:
 
 
 def forbid_system_calls():
-    """Forbids the FORBIDDEN system calls, and clone into a user namespace, by a seccomp
-    filter.
+    """Forbids the FORBIDDEN system calls, clone into a user namespace, families of sockets
+    other than the three above, and larger buffers of sockets, by a seccomp filter.
 
     The filter is a program of instructions (operation, jump if true, jump if false, operand)."""
     if os.uname().machine not in ("x86_64", "aarch64"):
         return
     architecture = 0xC000003E if X86 else 0xC00000B7
-    clone = 56 if X86 else 220
+    clone, socket, socketpair, setsockopt = (56, 41, 53, 54) if X86 else (220, 198, 199, 208)
 
     load = 0x20
     equal = 0x15
@@ -234,6 +236,11 @@ def forbid_system_calls():
         number = x86_number if X86 else arm_number
         code += [(equal, 0, 1, int(number)), not_permitted]
     code += [(equal, 0, 1, 435), not_implemented]  # clone3: glibc takes clone then
+    for number in socket, socketpair:
+        code += [(equal, 0, 6, number), (load, 0, 0, 16), (equal, 3, 0, AF_UNIX)]
+        code += [(equal, 2, 0, AF_INET), (equal, 1, 0, AF_INET6), not_permitted, allow]
+    code += [(equal, 0, 6, setsockopt), (load, 0, 0, 24), (equal, 0, 3, SOL_SOCKET)]
+    code += [(load, 0, 0, 32), (equal, 0, 1, SO_SNDBUF), not_permitted, allow]
     code += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, CLONE_NEWUSER)]
     code += [not_permitted, allow]
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
@@ -368,6 +375,15 @@ def memory(pid: int) -> int:
     return total
 
 
+def socket_memory(buffer: int) -> int:
+    """Returns the bytes that the sockets of our network namespace can hold, `buffer` each.
+
+    The kernel keeps them until the other side reads, also of sockets that a process has
+    passed on or closed."""
+    with open("/proc/net/sockstat") as file:
+        return int(file.readline().split()[2]) * buffer  # "sockets: used 3"
+
+
 def kill_children():
     """Kills children until there are none left.
 
@@ -387,11 +403,12 @@ def kill_children():
         time.sleep(0.001)
 
 
-def watch(init: int, from_init: int, max_memory: int) -> tuple[bytes, bool]:
+def watch(init: int, from_init: int, max_memory: int, buffer: int) -> tuple[bytes, bool]:
     """Waits until the program ends, takes too much memory, or our stdin closes.
 
     Returns what init has written, and whether it was the memory. That is looked at ten times
-    a second, while nothing else happens."""
+    a second, while nothing else happens. buffer: bytes of a socket; 0 where the sockets of
+    our network namespace are not the program's alone."""
     written = b""
     while b"returncode" not in written:
         ready, _, _ = select.select([0, from_init], [], [], 0.1)
@@ -402,7 +419,7 @@ def watch(init: int, from_init: int, max_memory: int) -> tuple[bytes, bool]:
             written += new
         if 0 in ready:
             break
-        if not ready and memory(init) > max_memory:
+        if not ready and memory(init) + socket_memory(buffer) > max_memory:
             return written, True
     return written, False
 
@@ -413,6 +430,8 @@ def supervise():
     Raises ValueError if the run is cancelled before it begins: then there is no job."""
     job = json.loads(sys.stdin.buffer.readline())
     os.set_inheritable(job["report"], False)
+    with open("/proc/sys/net/core/wmem_default") as file:  # not there in a new namespace
+        buffer = int(file.read())
     in_namespaces = job["isolate"] and enter_namespaces()
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -422,7 +441,8 @@ def supervise():
         run_init(job, in_namespaces, to_supervisor)
     os.close(to_supervisor)
 
-    written, out_of_memory = watch(init, from_init, job["memory_mb"] << 20)
+    written, out_of_memory = watch(
+        init, from_init, job["memory_mb"] << 20, buffer if in_namespaces else 0)
     os.kill(init, signal.SIGKILL)
     kill_children()
     if out_of_memory:

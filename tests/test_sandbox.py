@@ -334,6 +334,65 @@ def test_memory_outside_of_processes_is_forbidden():
         assert result.stdout == "1\n-1 1\n-1 1\n"
 
 
+def test_the_memory_of_sockets_counts(host):
+    if not host.no_network:
+        pytest.skip("without a network namespace others' sockets would count too")
+    result = run("""
+        import os, socket, time
+        kept = []
+        for i in range(5):
+            if os.fork() == 0:
+                break
+        for i in range(120):
+            for end in socket.socketpair():
+                end.setblocking(False)
+                kept.append(end)
+                try:
+                    while True:
+                        end.send(bytes(20_000))
+                except BlockingIOError:
+                    pass
+        time.sleep(20)
+    """)
+    assert result.out_of_memory and not result.timed_out
+    assert result.stderr == "MemoryError: all its processes together took more than 256 MB\n"
+
+
+def test_a_few_sockets_fit_into_the_memory_and_their_buffers_do_not_grow():
+    for result in both("""
+        import asyncio, socket, time
+        async def main():
+            pairs = [socket.socketpair() for _ in range(60)]
+            await asyncio.sleep(0.5)
+            reader, writer = await asyncio.open_connection(sock=pairs[0][0])
+            pairs[0][1].send(b"said\\n")
+            print(await reader.readline())
+            pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        asyncio.run(main())
+    """):
+        assert result.stdout == "b'said\\n'\n" and not result.out_of_memory
+        assert result.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
+
+
+def test_families_of_sockets():
+    """AF_VSOCK, for one, is not held by a network namespace: it leads to the hypervisor."""
+    for result in both("""
+        import socket
+        for make in socket.socket, socket.socketpair:
+            got = set()
+            for family in range(64):
+                for kind in (1, 2, 3, 5, 1 | 1 << 11):
+                    try:
+                        make(family, kind)
+                        got.add(int(family))
+                    except OSError:
+                        pass
+            print(sorted(got))
+    """):
+        assert result.stdout == "[1, 2, 10]\n[1]\n"
+
+
 def test_threads_fit_into_the_memory():
     for result in both("""
         import threading
