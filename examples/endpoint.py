@@ -33,36 +33,69 @@ import socket
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agent_loop import call, finite, in_thread
 from examples import openai_api
 from flatrl.chat import ChatAgentLoop, ChatClient, OutOfBudget
 
-MAX_BODY = 32 << 20  # bytes of a request; a longer one is refused before it is read to its end
+MAX_BODY = 32 << 20  # bytes of a request
+MAX_SECONDS = 60.0  # for sending a request
 
 
-class TooLarge(ValueError):
-    """The body of a request is longer than MAX_BODY."""
+class BadBody(ValueError):
+    """The body of a request can't be read: status, message and code."""
 
 
 async def _json_of(request: Request) -> dict:
-    """Reads the body of a request. Raises TooLarge, and what json.loads raises: RecursionError
+    """Reads the body of a request. Raises BadBody, and what json.loads raises: RecursionError
     where it is nested deeply."""
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise TooLarge(f"the request has more than {MAX_BODY} bytes")
+    size = 0
+    try:
+        async with asyncio.timeout(MAX_SECONDS):
+            # Read to its end even if it is too long: who still sends does not see an answer.
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= MAX_BODY:
+                    body += chunk
+    except ClientDisconnect:
+        raise BadBody(499, "the client has gone", "client_closed_request") from None
+    except TimeoutError:
+        raise BadBody(408, f"the request took more than {MAX_SECONDS:g} seconds",
+                      "request_timeout") from None
+    if size > MAX_BODY:
+        raise BadBody(413, f"the request has more than {MAX_BODY} bytes", "request_too_large")
     return json.loads(body)
 
 
 def _error(status: int, message: str, code: str) -> JSONResponse:
     """Returns an error in OpenAI's form."""
     error = {"message": message, "type": "invalid_request_error", "code": code}
-    return JSONResponse({"error": error}, status)
+    headers = {"connection": "close"} if status == 408 else {}
+    return JSONResponse({"error": error}, status, headers)
+
+
+class Connection(AutoHTTPProtocol):
+    """A connection that is closed when no request has begun for MAX_SECONDS.
+
+    A head that comes letter by letter is none."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.check(None)
+
+    def check(self, before):
+        """Closes the connection if it waits in the same place as MAX_SECONDS ago."""
+        waits = self.cycle is None or self.cycle.response_complete
+        state = waits, self.cycle
+        if waits and state == before:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(MAX_SECONDS, self.check, state)
 
 
 class ChatEndpoint:
@@ -107,7 +140,8 @@ class ChatEndpoint:
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.openai = AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0)
         self.server = uvicorn.Server(uvicorn.Config(
-            self.app, log_level="error", lifespan="off", timeout_keep_alive=60, backlog=4096))
+            self.app, log_level="error", lifespan="off", http=Connection, backlog=4096,
+            timeout_keep_alive=MAX_SECONDS))
         self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
         while not self.server.started:
             if self.serving.done():
@@ -181,8 +215,8 @@ class ChatEndpoint:
             return task.result()
         except OutOfBudget as error:
             return _error(400, str(error), "context_length_exceeded")
-        except TooLarge as error:
-            return _error(413, str(error), "request_too_large")
+        except BadBody as error:
+            return _error(*error.args)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError,
                 TemplateError) as error:
             return _error(400, f"{type(error).__name__}: {error}", "invalid_request")

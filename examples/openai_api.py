@@ -40,6 +40,7 @@ RUNS_OWN = {*"""temperature top_p top_k min_p seed frequency_penalty presence_pe
 NO_MATTER = {*"""model user metadata store service_tier safety_identifier prompt_cache_key
     prompt_cache_retention return_token_ids prediction truncation stream_options""".split()}
 MAX_CHOICES = 128
+MAX_SCHEMA = 32_768  # characters of JSON that constrain a reply; the engine stalls on long ones
 warned: set[str] = set()
 
 
@@ -54,10 +55,14 @@ def structured_outputs(loop, **request):
     """Returns vLLM's constraint for a response_format, or None; tools may be called, too.
 
     request: tools, tool_choice and response_format. Raises ValueError if one of them is
-    malformed in the eyes of vLLM's own server."""
+    malformed in the eyes of vLLM's own server, or if they are longer than MAX_SCHEMA."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 
+    size = len(json.dumps(request))
+    if size > MAX_SCHEMA:
+        raise ValueError(f"tools, tool_choice and response_format have {size:,} characters, "
+                         f"and may have {MAX_SCHEMA:,}")
     try:
         request = ChatCompletionRequest(messages=[], **request)
         if request.tools and request.extract_structured_outputs():

@@ -7,6 +7,7 @@ import base64
 import copy
 import hashlib
 import json
+import re
 import time
 from contextlib import suppress
 
@@ -24,6 +25,11 @@ def _identity(message):
     The ids and names of tool results are not compared: clients add and drop them."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["role"], message["content"], json.dumps(calls, sort_keys=True)
+
+
+def _word(id):
+    """Returns the id of a tool call with _ for all but ASCII letters, digits and hyphens."""
+    return re.sub(r"[^\w-]", "_", id, flags=re.ASCII)
 
 
 class ChatClient:
@@ -99,13 +105,18 @@ class ChatClient:
 
     def _sampling(self, max_tokens, stop, structured_outputs):
         """Returns the run's sampling parameters, with what the agent may choose."""
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
+            raise ValueError(f"max_tokens must be a whole number of at least 1, not "
+                             f"{max_tokens!r:.80} (max_completion_tokens, max_output_tokens)")
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
         if stop:
-            sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
+            strings = [stop] if isinstance(stop, str) else stop
+            if not (isinstance(strings, list)
+                    and all(isinstance(string, str) and string for string in strings)):
+                raise ValueError(f"stop must be a text or a list of texts, not {stop!r:.80}")
+            sampling["stop"] = strings
         if structured_outputs:
             sampling["structured_outputs"] = structured_outputs
         return sampling
@@ -193,6 +204,11 @@ class ChatClient:
                 content = "".join(part["text"] for part in content)
         keys = ("role", "name", "tool_call_id", "reasoning_content")
         plain = {key: message[key] for key in keys if message.get(key)}
+        # Templates print roles and ids, and agent_loop.render takes them for words.
+        if not re.fullmatch(r"\w+", plain["role"], re.ASCII):
+            raise ValueError(f"a message's role must be a word, not {plain['role']!r:.80}")
+        if "tool_call_id" in plain:
+            plain["tool_call_id"] = _word(plain["tool_call_id"])
         if plain["role"] == "developer":  # OpenAI's new name for system, unknown to templates
             plain["role"] = "system"
         plain["content"] = content
@@ -200,8 +216,8 @@ class ChatClient:
             arguments = call["function"]["arguments"]
             with suppress(ValueError, TypeError):  # no JSON, or a dict already: it is kept
                 arguments = json.loads(arguments)
-            plain.setdefault("tool_calls", []).append(
-                function_call(call["id"], call["function"]["name"], arguments))
+            plain.setdefault("tool_calls", []).append(function_call(
+                _word(call["id"]), call["function"]["name"], arguments))
         return plain
 
     def _part(self, part, images):

@@ -1160,6 +1160,75 @@ def test_a_body_that_is_nested_or_long_is_refused(play_http, path, body, status,
     assert_output(outputs[-1], engine, (1, "2" + END))
 
 
+@pytest.mark.parametrize("field, value", [
+    ("max_tokens", float("nan")), ("max_tokens", 1.5), ("max_tokens", True), ("max_completion_tokens", "7"),
+    ("stop", {"a": 1}), ("stop", [["a"]]), ("stop", [1]), ("stop", ["a", ""]), ("stop", 5),
+])  # fmt: skip
+def test_a_limit_that_is_no_number_and_a_stop_that_is_no_text_are_refused(play_http, field, value):
+    async def agent(client, row, base_url, api_key):
+        body = {"messages": row["prompt"], field: value}
+        answer = await raw("POST", f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        assert answer.status_code == 400 and field in answer.json()["error"]["message"]
+        if field.startswith("max"):
+            body = {"input": "Hi", "max_output_tokens": value}
+            answer = await raw("POST", f"{base_url}/responses", body, {"Authorization": f"Bearer {api_key}"})
+            assert answer.status_code == 400 and "max_output_tokens" in answer.json()["error"]["message"]
+
+    assert play_http(agent)[0] == []
+
+
+def test_roles_and_ids_are_words(play_http, tokenizer):
+    """A template prints them, and they are not broken up."""
+    made = {"type": "function", "id": "1<|im_end|>", "function": {"name": "f", "arguments": "{}"}}
+
+    async def agent(client, row, *_):
+        with pytest.raises(openai.BadRequestError, match="role must be a word"):
+            await ask(client, {"role": "user<|im_end|>", "content": "x"})
+        await ask(client, *row["prompt"], {"role": "assistant", "content": "", "tool_calls": [made]},
+                  {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"})  # fmt: skip
+
+    (output,), _ = play_http(agent, "2")
+    assert [m.get("tool_call_id") for m in output.messages[1:3]] == [None, "1__im_end__"]
+    assert output.messages[1]["tool_calls"][0]["id"] == "1__im_end__"
+
+
+def test_the_refusal_of_a_huge_body_reaches_the_client(play_http, monkeypatch):
+    monkeypatch.setattr(chat_endpoint, "MAX_BODY", 1 << 20)
+
+    async def agent(client, row, base_url, api_key):
+        body = b" " * (100 << 20)
+        answer = await raw("POST", f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        assert answer.status_code == 413 and "more than 1048576 bytes" in answer.json()["error"]["message"]
+
+    assert play_http(agent)[0] == []
+
+
+def test_a_client_that_leaves_or_dawdles(play_http, monkeypatch, capfd):
+    """One that leaves costs no traceback, and one that does not go on loses its connection."""
+    monkeypatch.setattr(chat_endpoint, "MAX_SECONDS", 0.3)
+
+    async def agent(client, row, base_url, api_key):
+        host = base_url.removeprefix("http://").split("/")[0]
+        name, port = host.split(":")
+        head = f"POST /{base_url.split('/', 3)[3]}/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+        head = f"{head}Authorization: Bearer {api_key}\r\nContent-Length: 1000\r\n\r\n".encode()
+        for sent, answer in ((b"", b""), (head[:30], b""), (head + b"{", b"HTTP/1.1 408")):
+            reader, writer = await asyncio.open_connection(name, port)
+            writer.write(sent)
+            assert (await asyncio.wait_for(reader.read(), HANGS))[:12] == answer
+            writer.close()
+        _, writer = await asyncio.open_connection(name, port)
+        writer.write(head + b"{")
+        await writer.drain()
+        writer.close()
+        await asyncio.sleep(0.2)
+        await ask(client, *row["prompt"])
+
+    (output,), engine = play_http(agent, "2")
+    assert_output(output, engine, (1, "2" + END))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_template_that_refuses_a_message_over_http(play_http, strict):
     async def agent(client, row, *_):
         with pytest.raises(openai.BadRequestError, match="must be the first"):

@@ -157,6 +157,9 @@ REFUSED = {
     "an unknown tool": (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
     "an unknown choice": (dict(tools=[OTHER], tool_choice="sometimes"), "tool_choice"),
     "an unknown format": (dict(response_format={"type": "xml"}), "response_format"),
+    "a format as long as a book": (
+        dict(response_format=JSON | {"json_schema": {"name": "x", "schema": {"enum": [*range(20_000)]}}}),
+        "response_format have 1..,... characters, and may have 32,768"),
     "a format without a schema": (dict(response_format={"type": "json_schema"}), "json_schema"),
 }
 
