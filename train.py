@@ -19,7 +19,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import contextlib
 import json
 import math
-import sys
 import time
 import warnings
 from collections import Counter
@@ -63,7 +62,7 @@ from flatrl.models import (
     task_model, whole,
 )
 from flatrl.processes import (
-    Background, Stop, Stopped, all_sum, gather_unless_stopped, never_fails, on_main,
+    Background, Stop, Stopped, all_sum, gather_unless_stopped, on_main, run_as_script,
 )
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
@@ -1022,6 +1021,8 @@ def finish(run: Run, start: int):
     log.say(notices.summary(args, run.done))
     close(run)
     need(saved, "nothing of the last steps could be saved")
+    if run.stop.requested():  # saved is not done
+        raise Stopped
 
 
 def close(run: Run):
@@ -1391,12 +1392,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace", line_buffering=True)
-        stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
-    try:
-        main(parse_args())
-    except BadInput as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_as_script(main, parse_args)

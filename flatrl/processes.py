@@ -25,6 +25,7 @@ from flatrl.bad_input import need
 
 # A rank may wait so long for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
+LEFT_BEHIND_S = 30  # what user code has left may take so long to end when the run has ended
 
 # The second Ctrl-C ends a run also where a tool holds the interpreter and no Python gets to
 # run: C code writes the number of each signal that has a handler to this process's input.
@@ -41,7 +42,8 @@ stop_signal && { timeout 1 cat; stop_signal && kill -9 $PPID; }"""
 
 
 class Stopped(Exception):
-    """The run is to stop; raised on all ranks together, caught once in train.main."""
+    """The run is to stop; raised on all ranks together, caught once in train.main, and raised
+    again when all is saved."""
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -161,14 +163,60 @@ class Stop:
             self.finished.wait(1)
 
 
+def run_as_script(main: Callable, parse: Callable):
+    """Calls main(parse()) in this process, which returns 0 only if that came to its end.
+
+    It returns 2 for BadInput, 130 for Stopped, and 1 for anything else, also if user code calls
+    sys.exit(0) or os._exit(0) in it; C code that ends the process can't be kept from doing so.
+    Python waits at its end for threads and processes that user code left: here for
+    LEFT_BEHIND_S seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
+        stream.close = stream.flush  # a tool that closes it would silence the run
+    pid = os.getpid()
+    leave = os._exit
+    status = 0
+
+    def leave_early(code):
+        """Ends a process; not with 0 if it is this one, whose run has not come to its end."""
+        if os.getpid() == pid and code == 0:
+            traceback.print_stack()
+            print("os._exit(0) ends the run before its end: it returns 1", file=sys.stderr)
+            code = 1
+        leave(code)
+
+    try:
+        args = parse()  # --help ends here
+        status = 1
+        os._exit = leave_early
+        try:
+            main(args)
+        except SystemExit as error:
+            raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
+        status = 0
+        os._exit = leave
+    except Stopped:
+        status = 130
+    except BadInput as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"train.py: error: {error}", file=sys.stderr)
+        status = 2
+    finally:
+        timer = threading.Timer(LEFT_BEHIND_S, leave, [status])
+        timer.daemon = True
+        timer.start()
+    sys.exit(status)
+
+
 # ---------------------------------------------------------------- the background thread
 
 
 class Background:
     """One daemon thread running one event loop from the start of the run to its end.
 
-    The loop's time stands still a second after its last `tick`: while a tool blocks the
-    loop, or all of Python, nobody else's deadline passes."""
+    The loop's time stands still a quarter of a second after its last `tick`: while a tool
+    blocks the loop, or all of Python, nobody else's deadline passes."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -191,21 +239,28 @@ class Background:
 
     def loop_time(self):
         """Returns the loop's time, in seconds."""
-        return self.loop_time_then + min(1, time.monotonic() - self.ticked)
+        return self.loop_time_then + min(0.25, time.monotonic() - self.ticked)
 
     def tick(self):
-        """Lets the loop's time go on. The loop calls it every 0.4 s while nothing blocks."""
+        """Lets the loop's time go on. The loop calls it every 0.1 s while nothing blocks."""
         self.loop_time_then = self.loop_time()
         self.ticked = time.monotonic()
-        self.loop.call_later(0.4, self.tick)
+        self.loop.call_later(0.1, self.tick)
 
     def run(self):
-        """Runs the loop. A task in which user code raises SystemExit ends run_forever."""
+        """Runs the loop. A task in which user code raises SystemExit ends run_forever.
+
+        Without the loop the run would wait for ever: what ends it, ends the process."""
         self.thread = threading.get_ident()
         self.loop.call_soon(self.tick)
         while not self.closed:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            try:
                 self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                pass
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
 
     def watch(self):
         """Says what blocks the loop, once each time.
@@ -240,7 +295,7 @@ def memory() -> dict[str, float]:
 def never_fails(write: Callable) -> Callable:
     """Returns a `write` that a terminal that is gone, or a full disk, does not make raise."""
     def attempt(*text):
-        # RuntimeError: a signal came meanwhile.
-        with contextlib.suppress(OSError, RuntimeError):
+        # RuntimeError: a signal came meanwhile. ValueError: the stream is closed.
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             return write(*text)
     return attempt

@@ -788,7 +788,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         for process in ranks:
             process.send_signal(signal.SIGINT)  # while groups are under way: there always are
         output, _ = (process.communicate(timeout=HANGS)[0] for process in ranks)
-        assert [process.returncode for process in ranks] == [0, 0]
+        assert [process.returncode for process in ranks] == [130, 130]
     assert "resuming after step 6" in output, output
     assert "stopping" in output
     rows = metrics_of(out)
