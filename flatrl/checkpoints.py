@@ -117,6 +117,8 @@ def _read_step(checkpoint):
     """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut
     off."""
     state = dict(json.loads((checkpoint / "step.json").read_text()))
+    need(checkpoint.name == f"step_{state['step']:06d}" and {"history", "parts"} <= state.keys(),
+         "its step.json is not its own")
     for stored in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
         file = checkpoint / stored.relative_path
         need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")

@@ -87,7 +87,11 @@ def check_each_flag(args, defaults: dict):
 
 
 def check_value(name: str, value, allowed):
-    """Raises BadInput unless `allowed`, a Range or a tuple of choices, allows the value."""
+    """Raises BadInput unless `allowed`, a Range or a tuple of choices, allows the value, or
+    each of a list."""
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            check_value(name, entry, allowed)
     if allowed and not isinstance(allowed, (Range, list)):
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
     elif isinstance(value, (int, float)):

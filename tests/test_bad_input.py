@@ -44,6 +44,12 @@ def test_flags(name, value):
     refused(lambda: check_args(parse_args([f"--{name}", value])), said=f"--{name}")
 
 
+@pytest.mark.parametrize("bound", ["nan", "inf", "-1"])
+def test_each_of_a_list(bound):
+    flags = ["--rollout_correction", "tis,geo_mask", "--correction_high", "2", bound]
+    refused(lambda: check_args(parse_args(flags)), said=f"--correction_high {float(bound)} must")
+
+
 def message(**changes) -> list[dict]:
     return [{"prompt": [{"role": "user", "content": "hi"} | changes]}]
 

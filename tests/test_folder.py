@@ -178,6 +178,10 @@ def cut(file: Path) -> None:
     (lambda folder: (folder / "step.json").write_text(""), "JSONDecodeError"),
     (lambda folder: (folder / "step.json").write_text("null"), "TypeError"),
     (lambda folder: (folder / "step.json").unlink(), "FileNotFoundError"),
+    (lambda folder: (folder / "step.json").write_text("{}"), "KeyError"),
+    (lambda folder: (folder / "step.json").write_text("[]"), "KeyError"),
+    (lambda folder: (folder / "step.json").write_text('{"step": 4}'), "its step.json is not its own"),
+    (lambda folder: (folder / "step.json").write_text('{"step": 3, "history": [], "parts": []}'), "not its own"),
 ])  # fmt: skip
 def test_resume_goes_on_from_the_last_checkpoint_that_is_whole(spoil, why, tmp_path, process_group, capsys):
     run = make_run(tmp_path, resume=True)
