@@ -430,6 +430,31 @@ def test_no_reward_at_all_ends_the_run_with_the_reason(engine, background, token
         rollout(run, make_rows("x"), 0, 2, {"temperature": 1.0})
 
 
+@register("test_hands_on_its_engine")
+class HandsOnItsEngine(TwoTurns):
+    async def run(self, sampling_params, **row):
+        output = await super().run(sampling_params, **row)
+        SHARED[row["index"]] = self.engine
+        return output
+
+
+def test_a_reward_that_asks_the_engine_is_told_where_to_judge(engine, background, tokenizer, args, tiny_model):
+    async def reward(output, row):
+        if row["index"] == 0:
+            await SHARED.pop(0).generate(request_id="judge", prompt_ids=[5], sampling_params={})
+        return 1.0
+
+    wake(engine, hf_model(tiny_model), 0)
+    rows = [row | {"agent_name": "test_hands_on_its_engine"} for row in make_rows("x", "x")]
+    phase = rollout(run_with(engine, background, tokenizer, args, reward), rows, 0, 1, {"temperature": 1.0})
+    engine.sleep()
+    SHARED.clear()
+    assert +phase.counts == {"failed_reward": 1} and len(phase.outputs) == 1
+    last_line = phase.errors[0]["error"].splitlines()[-1]
+    assert last_line == ("RuntimeError: the rollout is over, and a reward has no engine: let the agent loop judge, "
+                         "while it is awake")  # fmt: skip
+
+
 def test_a_run_that_is_to_stop_does_not_wait_for_graders(engine, background, tokenizer, args, tiny_model, capfd):
     cancelled = []
 
