@@ -510,8 +510,8 @@ class Session:
         """Samples one turn, as Engine.generate does. Raises RuntimeError once the agent loop is
         over: a reward would wait for an engine that sleeps."""
         if self.engine is None:
-            raise RuntimeError("the rollout is over, and a reward has no engine: let the agent loop "
-                               "judge, while it is awake")
+            raise RuntimeError("the rollout is over, and a reward has no engine: let the agent "
+                               "loop judge, while it is awake")
         started = time.perf_counter()
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
