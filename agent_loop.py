@@ -1004,6 +1004,53 @@ class AgentLoopBase:
         return {*stops, self.tokenizer.eos_token_id} - {None}
 
 
+@dataclass
+class Demonstration:
+    """An engine that samples nothing: each call gets the next turn of a row's demonstration.
+
+    turns: messages of the assistant, those still to be said. loop: the agent loop that calls.
+    stops: the tokens that may end a turn. A turn's tokens have logprob 0.0 and version -1, as
+    no policy sampled them. If no turn is left, the result is empty, and its stop reason,
+    "abort", ends the trajectory."""
+
+    turns: list[dict]
+    loop: AgentLoopBase
+    stops: set[int]
+
+    async def generate(self, *, prompt_ids: list[int], sampling_params: dict,
+                       image_data: list | None = None, **call) -> TokenOutput:
+        """Returns the next turn. Raises ValueError if it is too long, or as `turn_ids` does."""
+        ids = self.turn_ids(self.turns.pop(0)) if self.turns else []
+        n = len(ids)
+        room = sampling_params.get("max_tokens", n)
+        if n > room:
+            raise ValueError(f"a turn of the demonstration has {n} tokens, with room for {room}")
+        prompt_ids = expand(prompt_ids, image_data or (), self.loop.processor)
+        return TokenOutput(ids, [0.0] * n, [-1] * n, "stop" if ids else "abort", prompt_ids)
+
+    def turn_ids(self, message: dict) -> list[int]:
+        """Returns a turn's tokens, up to and including the one that ends it in the template.
+
+        They are what the template writes behind its generation prompt; a text whose words the
+        template would change (some drop reasoning) stands as it is. Raises ValueError if
+        nothing is left, or if a token that ends a turn is within."""
+        tokenizer = self.loop.tokenizer
+        chat = [{"role": "user", "content": "?"}]
+        before = render_text(tokenizer, chat, None, True)
+        said = {"content": ""} | message
+        written = render_text(tokenizer, [*chat, said], None).partition(before)[2]
+        # What stands behind a TOKEN_BREAK is not taken for the start of a text.
+        ids = _tokenise(tokenizer, TOKEN_BREAK + written)
+        while ids and ids[-1] not in self.stops:  # such as a newline behind the turn's end
+            ids.pop()
+        end = ids.pop() if ids else tokenizer.eos_token_id
+        if "tool_calls" not in said and said["content"] not in written:
+            ids = _tokenise(tokenizer, TOKEN_BREAK + said["content"])
+        if not ids or not self.stops.isdisjoint(ids):
+            raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
+        return [*ids, end]
+
+
 @register("single_turn")
 class SingleTurnLoop(AgentLoopBase):
     """One prompt, one answer."""

@@ -113,6 +113,13 @@ def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
     return [checked(number) for number in range(len(rows))]
 
 
+def demonstrated(rows: Sequence[dict], alone: bool) -> Sequence[dict]:
+    """Returns the rows, or those alone that have a demonstration. Raises BadInput if none has."""
+    numbers = [number for number, row in enumerate(rows) if row.get("demonstration")]
+    need(numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'")
+    return Rows(rows.__getitem__, numbers) if alone else rows
+
+
 def filter_overlong(
         rows: Sequence[dict], tokenizer, task, args, processor=None) -> Sequence[dict]:
     """Returns the rows whose prompts have at most args.max_prompt_tokens tokens.
@@ -149,7 +156,7 @@ def filter_overlong(
     fitting = np.flatnonzero(~too_long)
     if isinstance(rows, list):
         return [rows[number] for number in fitting]
-    return Rows(rows.get, fitting)
+    return Rows(rows.__getitem__, fitting)
 
 
 def _prompt_length(row: dict, name: str, templates, task, args, processor) -> int:
@@ -293,6 +300,7 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         input_ids          (B, L) the sequences, padded with 0
         lengths            (B,) their tokens; prompt_lengths and response_lengths alike
         response_mask      (B, T) float, 1 where a token was sampled
+        imitation_mask     (B, T) float, 1 where it is a demonstration's; only if there are any
         logprobs_rollout   (B, T) float32, the engine's, 0 where nothing was sampled
         versions           (B, T) long, of the weights that sampled a token, else -1
         truncated          (B,) bool, cut off by a length or turn limit
@@ -309,6 +317,9 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         rows = [torch.tensor(row, dtype=dtype) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
+    mask = padded([output.response_mask for output in outputs], torch.float32)
+    versions = padded([output.response_versions for output in outputs], padding=-1)
+    imitation_mask = mask.masked_fill(versions >= 0, 0)
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
     response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
     logprobs = [output.response_logprobs for output in outputs]
@@ -317,10 +328,12 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
-        "response_mask": padded([output.response_mask for output in outputs], torch.float32),
+        "response_mask": mask - imitation_mask,
         "logprobs_rollout": padded(logprobs, torch.float32),
-        "versions": padded([output.response_versions for output in outputs], padding=-1),
+        "versions": versions,
         "truncated": torch.tensor([output.truncated for output in outputs])}
+    if imitation_mask.any():
+        batch["imitation_mask"] = imitation_mask
     images = [output.images for output in outputs]
     if any(images):
         batch |= same_images(batch["input_ids"], images, image_token_id)
@@ -394,7 +407,7 @@ def places_in_units(batch: dict) -> tuple[Tensor, Tensor]:
 
 def scatter(values: Tensor, places: tuple[Tensor, Tensor], n_units: int) -> Tensor:
     """Puts the n sampled tokens' values, (n,), into their places: (N, S), 0 elsewhere."""
-    width = places[1].max().item() + 1 if len(values) else 0
+    width = places[1].max().item() + 1 if len(values) else 1
     return values.new_zeros(n_units, width).index_put(places, values)
 
 
@@ -437,6 +450,8 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
         given[unit_of(output)] += output.metrics.get("states", [])
     labels = []
     for output, n_turns in zip(last_outputs(outputs), turns, strict=True):
+        if not n_turns:  # a demonstration
+            continue
         states = tree_map(_array_value, given[unit_of(output)] or list(range(n_turns)))
         if len(states) != n_turns:
             raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
@@ -711,6 +726,8 @@ def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> di
         inputs = {"input_ids": ids}
         places = torch.arange(ids.numel()).view(ids.shape)
     mask = batch["response_mask"][micro.rows]
+    if "imitation_mask" in batch:
+        mask = mask + batch["imitation_mask"][micro.rows]
     row, column = mask.nonzero(as_tuple=True)
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its row
     source, targets, pair = _unique_pairs(places[row, index - 1], ids[row, index])

@@ -36,6 +36,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -48,8 +49,8 @@ from torch.utils._pytree import tree_map
 import data
 import losses
 from agent_loop import (
-    RESPONSE_LISTS, AgentLoopOutput, TokenOutput, agent_loop_class, call, check_images, finite,
-    in_time, numbers,
+    RESPONSE_LISTS, AgentLoopOutput, BadInput, Demonstration, TokenOutput, agent_loop_class,
+    call, check_images, finite, in_time, numbers, total_reward,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing
 from flatrl.hints import tell
@@ -537,9 +538,9 @@ class Phase:
 
     outputs are in (prompt, sample, segment) order. Each output.extra has these three
     numbers and its row's "index"; "filtered" marks a group that dynamic sampling skipped,
-    "greedy" a baseline of ReMax. errors has a dict for each trajectory that failed, with
-    its traceback. statistics are sums over the engines: "tokens" sampled, "prompt_tokens"
-    of all calls, "cached_tokens" among those."""
+    "greedy" a baseline of ReMax, "demonstration" what a row had its loop say. errors has a
+    dict for each trajectory that failed, with its traceback. statistics are sums over the
+    engines: "tokens" sampled, "prompt_tokens" of all calls, "cached_tokens" among those."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -553,12 +554,20 @@ class Phase:
     @property
     def sampled(self) -> list[AgentLoopOutput]:
         """Returns the outputs sampled as the policy is trained: no greedy baselines."""
-        return [output for output in self.outputs if "greedy" not in output.extra]
+        return self._without("greedy", "demonstration")
 
     @property
     def trained(self) -> list[AgentLoopOutput]:
-        """Returns the outputs to learn from."""
-        return [output for output in self.sampled if "filtered" not in output.extra]
+        """Returns the outputs to learn from, demonstrations too."""
+        return self._without("greedy", "filtered")
+
+    @property
+    def compared(self) -> list[AgentLoopOutput]:
+        """Returns the outputs to learn from by their rewards."""
+        return self._without("greedy", "filtered", "demonstration")
+
+    def _without(self, *marks):
+        return [output for output in self.outputs if output.extra.keys().isdisjoint(marks)]
 
     @property
     def greedy(self) -> list[AgentLoopOutput]:
@@ -585,7 +594,13 @@ class Phase:
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of trajectories, failures and, without --replay, the engine."""
-        metrics = describe(self.sampled, data.by_unit(self.sampled))
+        metrics = {}
+        if self.sampled:
+            metrics = describe(self.sampled, data.by_unit(self.sampled))
+        demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
+        if demonstrations:
+            metrics["rollout/demonstrations"] = len(demonstrations)
+            metrics["reward/demonstrations"] = fmean(map(total_reward, demonstrations))
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
             metrics[f"rollout/{kind}"] = self.counts[kind]
         if engine is None:
@@ -680,6 +695,19 @@ class Pool:
         groups = math.ceil(self.batch * oversample / self.n_engines)
         return max(self.members, min(args.max_concurrent, groups * self.members))
 
+    def demonstration(self, prompt: int) -> Sequence[dict]:
+        """Returns the turns that a prompt's loop gets instead of sampled ones; () without any."""
+        n_steps = self.run.args.imitation_steps
+        if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch):
+            with suppress(BadInput):  # a bad row of a large table fails in its rollout
+                return self.row_of(prompt).get("demonstration") or ()
+        return ()
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether a prompt of the next batch is to be sampled."""
+        return not all(map(self.demonstration, range(self.first, self.first + self.batch)))
+
     # -- background thread
 
     def _numbers(self, first):
@@ -702,10 +730,11 @@ class Pool:
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
                         self.limit_changed.clear()
-                    group = Group(unfinished=self.members)
+                    members = 1 if self.demonstration(prompt) else self.members
+                    group = Group(unfinished=members)
                     self.groups[prompt] = group
                     group_name = f"{self.kind}-{self.step:08d}-{prompt:06d}"
-                    for sample in range(self.members):
+                    for sample in range(members):
                         if sample > 0:
                             await self.room.acquire()
                         name = f"{group_name}-{sample:04d}"
@@ -738,7 +767,8 @@ class Pool:
             self.room.release()
         group.unfinished -= 1
         if not group.unfinished:
-            state = ALIKE if await self._alike(group) else DONE
+            alike = not self.demonstration(prompt) and await self._alike(group)
+            state = ALIKE if alike else DONE
             # "ended" is counted last: a rank that sees it grow finds the rest in the store.
             if state == ALIKE:
                 self.store.add("alike", 1)
@@ -758,6 +788,10 @@ class Pool:
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []
         marks = {"index": row.get("index"), "prompt": prompt, "sample": sample}
+        turns = list(self.demonstration(prompt))
+        if turns:
+            session.engine = Demonstration(turns, loop, set(run.engine.stop_token_ids))
+            marks["demonstration"] = True
         if sample == self.group_size:
             sampling["temperature"] = 0.0
             marks["greedy"] = True
@@ -771,6 +805,8 @@ class Pool:
             outputs = await in_time(name, patience, loop.run(sampling, **row))
         finally:
             session.close()
+        if turns:
+            raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
         outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
         if len(set(map(id, outputs))) < len(outputs):
             raise ValueError(f"{loop_class.__name__}.run returned one output twice")
@@ -836,8 +872,9 @@ class Pool:
     def rollout(self, step: int) -> Phase:
         """Returns the whole groups of the next batch, and those skipped, alike on every rank.
 
-        The engine must be awake. Rewards may still be on their way: see `grade`. Raises
-        Stopped if the run is to stop, and RuntimeError if the batch has no sampled token."""
+        The engine must be awake if it `needs_engine`. Rewards may still be on their way: see
+        `grade`. Raises Stopped if the run is to stop, and RuntimeError if the batch has no
+        sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
@@ -935,7 +972,10 @@ class Pool:
                         break
                     if self.future.done():
                         self.future.result()
-                    engine.step(0.02)  # not longer: other ranks may end the rollout
+                    if engine.state == "awake":
+                        engine.step(0.02)  # not longer: other ranks may end the rollout
+                    else:
+                        time.sleep(0.01)
                     bar.n = n_ended - n_before
                     stopped = self.run.stop.requested()
             return stopped
@@ -1024,6 +1064,42 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
                 end_step=args.num_steps, staleness=args.max_staleness,
                 replacements=(args.max_gen_batches - 1) * batch, first=first,
                 greedy="baselines" in losses.ESTIMATORS[args.adv_estimator].takes)
+
+
+def replay_file(args, step: int) -> Path:
+    """Returns the file in which the run to replay wrote the rollouts of a step; that of
+    step 0 is step_000001.jsonl, because the log counts finished steps."""
+    return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
+
+
+def steps_to_replay(args) -> int:
+    """Returns how many steps --replay has files for, at most --num_steps. BadInput: none."""
+    n_steps = 0
+    while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
+        n_steps += 1
+    need(n_steps > 0, f"--replay: no {replay_file(args, 0)}")
+    return n_steps
+
+
+def tokens_to_compare(batch: dict, version: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns |trainer's - engine's logprob| and whether they should be equal, (B, T) each:
+    of the tokens that the weights of this version sampled. With others' tokens they differ
+    rightly."""
+    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
+    return difference, batch["response_mask"].bool() & (batch["versions"] == version)
+
+
+def worst_token(outputs: list[AgentLoopOutput], batch: dict, version: int, tokenizer) -> str:
+    """Describes the token about which engine and trainer differ most. outputs: the batch's."""
+    difference, is_comparable = tokens_to_compare(batch, version)
+    largest = difference.where(is_comparable, -1).argmax().item()
+    row, position = divmod(largest, difference.shape[1])
+    output = outputs[row]
+    where = ", ".join(f"{name} {output.extra[name]}" for name in ("prompt", "sample", "segment"))
+    text = tokenizer.decode(output.response_ids[position])
+    return (f"{where}, position {position} of the response, {text!r}: "
+            f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
+            f"{batch['logprobs_old'][row, position]:.3g} in the trainer")
 
 
 @shown("waiting for rewards")

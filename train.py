@@ -56,7 +56,7 @@ from flatrl.layers import (
     PROBE, add_adapters, choose_attention, prepare_layers, same_weights, without_adapters,
 )
 from flatrl.log import Log, SilentLog, read_rollouts
-from flatrl.metrics import describe_eval
+from flatrl.metrics import describe_eval, mean
 from flatrl.models import (
     check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
     task_model, whole,
@@ -67,7 +67,10 @@ from flatrl.processes import (
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_engine_args, check_model, check_sampling
-from rollout import Engine, Phase, Pool, grade, rollout, seed_of, training_pool
+from rollout import (
+    Engine, Phase, Pool, grade, replay_file, rollout, seed_of, steps_to_replay,
+    tokens_to_compare, training_pool, worst_token,
+)
 
 # The flags that --algo sets: the first row's, changed by its own row. The user's flags win.
 PRESETS: dict[str, dict] = {
@@ -92,6 +95,7 @@ PRESETS: dict[str, dict] = {
     "gigpo": dict(adv_estimator="gigpo", turn_discount=0.95),
     "opd": dict(adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0, kl_coef=1.0,
                 kl_in="reward", kl_kind="k1"),
+    "sft": dict(adv_estimator="reinforce_pp"),
 }
 PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
 
@@ -158,6 +162,10 @@ class Args:
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     mask_truncated: bool = flag(
         False, "no loss on trajectories cut off by a length or turn limit")
+    imitation_coef: float = flag(
+        1.0, "weight of -log pi of demonstrations, beside what is sampled", POSITIVE)
+    imitation_steps: int | None = flag(
+        None, "first steps, in which rows' demonstrations are played; default: all")
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's; default: none, "
         "with --max_staleness icepop from 0 (decoupled PPO) "
@@ -580,12 +588,22 @@ class Learner:
             group["lr"] = lr
         return lr
 
-    def step(self):
-        """Makes one step of the optimiser by the present gradients."""
+    def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
+        """Makes one step of the optimiser by the present gradients, clipped to max_norm, and
+        drops them. Returns their norm; raises RuntimeError if that is not finite.
+
+        Without any tokens the weights stay: momentum and weight decay would move them."""
+        norm = whole(accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)).item()
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm}: training stops here, before the "
+                               "weights are spoilt")
         if not self.optimizer.state:
             # Adam makes its states now: in blocks of cached activations they would stay.
             torch.cuda.empty_cache()
-        self.optimizer.step()
+        if has_tokens:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
 
 @torch.no_grad()
@@ -603,8 +621,8 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
 
 
 # Of the batch, what an objective gets.
-COLUMNS = """response_mask unit_tokens advantages logprobs_rollout logprobs_old logprobs_ref
-    values returns""".split()
+COLUMNS = """response_mask imitation_mask unit_tokens advantages logprobs_rollout logprobs_old
+    logprobs_ref values returns""".split()
 
 
 def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int], args: Args,
@@ -614,15 +632,17 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     objective(scores, columns, args) -> per-token loss (b, T), stats {name: (b, T)}; scores:
     the network's, of b rows; columns: the batch's COLUMNS of these rows. Losses are summed
     over micro-batches and ranks and divided by global counts: no way to cut the batch
-    changes the gradient. loss_agg: a mode of losses.aggregate.
+    changes the gradient. loss_agg: a mode of losses.aggregate. With an imitation_mask, the
+    loss has one more term: --imitation_coef times the mean of -score there.
 
     Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the
-    first scores of this rank's tokens, (B, T). RuntimeError: the gradient is not finite."""
+    first scores of this rank's tokens, (B, T)."""
     model = learner.wrapped
     batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # if no one said, a row is one
     mask = batch["response_mask"][rows]  # of the whole batch: these counts are global
     n_tokens = mask.sum().item()
     n_units = losses.count_sequences(mask, batch["unit_tokens"][rows]).item()
+    n_imitated = batch["imitation_mask"][rows].sum().item() if "imitation_mask" in batch else 0
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed)
     # Both stay on the device: to read a number there would wait for the whole pass.
@@ -633,7 +653,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
                    for name in COLUMNS if name in batch}
         mask = columns["response_mask"]  # (b, T)
         if micro.is_filler:
-            mask.zero_()
+            for column in columns.values():
+                column.zero_()
         packed = learner.net.pack(batch, micro)
         # Ranks average their gradients once, after the last micro-batch. FSDP does it every
         # time: gradients kept back would be whole everywhere.
@@ -645,22 +666,20 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
             losses_of_tokens, stats = objective(scores, columns, args)
             loss = losses.aggregate(losses_of_tokens, mask, loss_agg, n_tokens, n_units,
                                     args.max_response_tokens, columns["unit_tokens"])
+            if n_imitated:
+                nll = losses.aggregate(-scores[0], columns["imitation_mask"], n_tokens=n_imitated)
+                loss = loss + args.imitation_coef * nll
+                sums["imitation_loss"] += nll.detach()
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
         sums["loss"] += loss.detach()
         for name, values in stats.items():
-            sums[name] += torch.where(mask.bool(), values, 0).sum() / max(1, n_tokens)
+            if n_tokens:
+                sums[name] += torch.where(mask.bool(), values, 0).sum() / n_tokens
         if not micro.is_filler:
             sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
             computed.append((micro.rows, scores[0].detach()))
 
-    grad_norm = whole(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)).item()
-    if not math.isfinite(grad_norm):
-        raise RuntimeError(f"the gradient norm is {grad_norm}: training stops here, before "
-                           "the weights are spoilt")
-    if n_tokens:  # without any, momentum and weight decay would still move the weights
-        learner.step()
-    learner.optimizer.zero_grad(set_to_none=True)
-
+    grad_norm = learner.step(accelerator, args.max_grad_norm, n_tokens + n_imitated > 0)
     first_scores = torch.zeros_like(batch["response_mask"])
     for micro_rows, scores in computed:
         first_scores[micro_rows] = scores.cpu()
@@ -835,21 +854,6 @@ class Run:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
 
-def replay_file(args: Args, step: int) -> Path:
-    """Returns the file in which the run to replay wrote the rollouts of a step; that of
-    step 0 is step_000001.jsonl, because the log counts finished steps."""
-    return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
-
-
-def steps_to_replay(args: Args) -> int:
-    """Returns how many steps --replay has files for, at most --num_steps. BadInput: none."""
-    n_steps = 0
-    while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
-        n_steps += 1
-    need(n_steps > 0, f"--replay: no {replay_file(args, 0)}")
-    return n_steps
-
-
 def complete_flags(args: Args, cuda: bool):
     """Gives each flag that the user left open its value, which depends on the device, on
     files and on other flags; makes paths absolute. args.task and args.model are left to
@@ -894,6 +898,8 @@ def check_input(args: Args) -> tuple:
     rows = {"train": data.load_rows(task, "train", args.train_files, args.prompt_key),
             "val": data.load_rows(task, "val", args.val_files, args.prompt_key)}
     require_hints(args, rows["train"])
+    if args.algo == "sft" or args.imitation_steps:
+        rows["train"] = data.demonstrated(rows["train"], alone=args.algo == "sft")
     claim_for_all_hosts(args)
     if not args.model:
         args.model = on_main(task_model, task, args)  # minutes, if it was not built before
@@ -1041,13 +1047,18 @@ def close(run: Run):
 
 
 def generate(run: Run, step: int) -> Phase:
-    """Returns one step's rollout by the present weights, or what --replay has of it."""
+    """Returns one step's rollout by the present weights, or what --replay has of it.
+
+    The engine sleeps on if demonstrations are all there is to play."""
     args = run.args
     if args.replay:
         phase = Phase(*read_rollouts(replay_file(args, step), run.policy.net.vocab_size))
         need(args.adv_estimator != "remax" or phase.greedy or step > 0,
              f"--replay {args.replay}: there are no greedy baselines")
         return phase
+    if not run.pool.needs_engine:
+        put_to_sleep(run, keep=args.max_staleness > 0)
+        return run.pool.rollout(step)
     with awake(run) as sync_s:
         phase = run.pool.rollout(step)
     phase.sync_s = sync_s
@@ -1136,7 +1147,7 @@ def shape_rewards(batch: dict, outputs: data.Outputs, kl_coef: float,
         metrics["actor/kl_coef"] = kl_coef
     batch["token_rewards"] = token_rewards
     batch["units"] = replace(units, rewards=rewards)
-    metrics["reward/shaped_mean"] = rewards.mean().item()
+    metrics["reward/shaped_mean"] = mean(rewards[units.index[mask.any(-1)].unique()])
     return metrics
 
 
@@ -1200,11 +1211,6 @@ def mask_truncated(batch: dict):
     batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
 
 
-def mean(x: torch.Tensor) -> float:
-    """Returns the mean, computed in float64; 0 of nothing."""
-    return x.double().mean().item() if len(x) else 0.0
-
-
 def update(run: Run, batch: dict, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches, global counts.
 
@@ -1216,10 +1222,11 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         run.critic.set_lr(step)
     units = batch["units"]
     batch["unit_tokens"] = data.unit_tokens(batch["response_mask"], units.index)
-    learned_from = batch
+    learned_from = dict(batch)
+    batch.pop("imitation_mask", None)  # demonstrations teach the critic nothing
     if args.updates_per_rollout == 1:
         # The forward pass has the old logprobs to the last digit: the ratio is exactly 1.
-        learned_from = {name: column for name, column in batch.items() if name != "logprobs_old"}
+        learned_from.pop("logprobs_old", None)
     updates = []
     for rows in mini_batches(units.prompts[units.index], step, args):
         stats = {"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()}
@@ -1236,19 +1243,12 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
             stats["critic/vf_loss"] = critic.pop("loss")
             stats |= {f"critic/{name}": x for name, x in critic.items()}
         updates.append(stats)
-    metrics = {name: fmean(stats[name] for stats in updates) for name in updates[0]}
+    names = dict.fromkeys(name for stats in updates for name in stats)
+    metrics = {name: fmean(stats[name] for stats in updates if name in stats) for name in names}
     if run.critic:
         metrics["critic/explained_var"] = losses.explained_variance(
             batch["values"], batch["returns"], batch["response_mask"]).item()
     return metrics
-
-
-def tokens_to_compare(batch: dict, version: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns |trainer's - engine's logprob| and whether they should be equal, (B, T) each:
-    of the tokens that the weights of this version sampled. With others' tokens they differ
-    rightly."""
-    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
-    return difference, batch["response_mask"].bool() & (batch["versions"] == version)
 
 
 def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
@@ -1258,9 +1258,9 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     mask = batch["response_mask"].bool()
     difference, is_comparable = tokens_to_compare(batch, version)
     difference = difference[is_comparable]
-    units = batch["units"]
+    units = data.by_unit(phase.compared)
     group_sizes = units.groups.unique(return_counts=True)[1]
-    signal = data.groups_with_signal(phase.trained, "total")
+    signal = data.groups_with_signal(phase.compared, "total")
     n_sampled_groups = len({output.extra["prompt"] for output in phase.sampled})
     metrics = {
         "rollout/logp_diff_mean": mean(difference),
@@ -1270,9 +1270,10 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         "rollout/zero_std_groups": len(group_sizes) - len(signal),
     }
     if args.max_staleness:
-        versions = batch["versions"]
-        age = version - versions.masked_fill(versions < 0, version).amin(-1)  # (B,)
-        metrics |= {"rollout/staleness_mean": mean(age), "rollout/staleness_max": age.max().item()}
+        versions = batch["versions"][mask.any(-1)]
+        age = version - versions.masked_fill(versions < 0, version).amin(-1)  # of rows sampled
+        metrics["rollout/staleness_mean"] = mean(age)
+        metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
     if args.rollout_correction != "none":
         _, stats = losses.rollout_correction(
             args.rollout_correction, batch["logprobs_old"], batch["logprobs_rollout"], mask,
@@ -1291,19 +1292,6 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     return metrics
 
 
-def worst_token(run: Run, phase: Phase, batch: dict, version: int) -> str:
-    """Describes the token about which engine and trainer differ most."""
-    difference, is_comparable = tokens_to_compare(batch, version)
-    largest = difference.where(is_comparable, -1).argmax().item()
-    row, position = divmod(largest, difference.shape[1])
-    output = phase.trained[row]
-    where = ", ".join(f"{name} {output.extra[name]}" for name in ("prompt", "sample", "segment"))
-    text = run.tokenizer.decode(output.response_ids[position])
-    return (f"{where}, position {position} of the response, {text!r}: "
-            f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-            f"{batch['logprobs_old'][row, position]:.3g} in the trainer")
-
-
 def check_agreement(run: Run, phase: Phase, batch: dict, version: int, difference: float):
     """Ends the run, by BadInput on all ranks, if a rollout was not sampled from the trainer's
     policy: if their logprobs differ by more than 1e-3 in the mean (`difference`, that of
@@ -1318,9 +1306,9 @@ def check_agreement(run: Run, phase: Phase, batch: dict, version: int, differenc
     problem = (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
         f"{difference:.2g} in the mean, more than {bound:g} ({args.dtype}); most at "
-        f"{worst_token(run, phase, batch, version)}. Likely causes: a weight that went to "
-        "another place, a part of this model that vLLM and the trainer compute differently, "
-        "or settings of the engine that the trainer does not know (--engine_args, "
+        f"{worst_token(phase.trained, batch, version, run.tokenizer)}. Likely causes: a weight "
+        "that went to another place, a part of this model that vLLM and the trainer compute "
+        "differently, or settings of the engine that the trainer does not know (--engine_args, "
         "--sampling_args, an agent loop's own)")
     if args.allow_mismatch or args.sampling().keys() - NEUTRAL_SAMPLING:
         run.log.warn_once(problem)
@@ -1369,7 +1357,7 @@ def main(args: Args):
             # ---- 4. update: epochs x mini-batches x packed micro-batches; global counts
             metrics |= update(run, batch, step)
             if args.kl_target and step >= args.critic_warmup:
-                run.kl.update(metrics["actor/kl"], len(batch["units"].rewards))
+                run.kl.update(metrics["actor/kl"], len(data.last_outputs(phase.compared)))
             metrics |= step_metrics(phase, batch, step, args)
             check_agreement(run, phase, batch, step, metrics["rollout/logp_diff_mean"])
             run.done = step + 1

@@ -48,8 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", nargs="+", default=[algo for algo in PRESETS if algo != "opsd"],
-                        choices=list(PRESETS), help="these presets; default: all but opsd, which needs hints")
+    without_columns = [algo for algo in PRESETS if algo not in ("opsd", "sft")]
+    parser.add_argument("--only", nargs="+", default=without_columns, choices=list(PRESETS),
+                        help="these presets; default: all but opsd and sft, whose rows need hints, demonstrations")
     parser.add_argument("--seeds", type=int, help="for every preset")
     parser.add_argument("--teacher", type=Path, help="opd's: a model folder")
     parser.add_argument("--at", type=float, default=0.9, help="the reward whose first step is counted")

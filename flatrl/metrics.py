@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from statistics import fmean
 
 import numpy as np
+from torch import Tensor
 
 from agent_loop import AgentLoopOutput, numbers
 
@@ -111,3 +112,8 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
                    for passes in passes_of_group.values() if len(passes) >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
+
+
+def mean(x: Tensor) -> float:
+    """Returns the mean, computed in float64; 0 of nothing."""
+    return x.double().mean().item() if len(x) else 0.0

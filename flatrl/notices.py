@@ -72,6 +72,7 @@ class Notices:
         if not batch:
             return
         is_learning = bool(batch["advantages"][batch["response_mask"].bool()].any())
+        is_learning |= "actor/imitation_loss" in metrics
         if self.was_learning and not is_learning:
             reason = why_nothing(phase.sampled)
             self.log.say(f"warning: step {step} taught nothing: {reason}")
@@ -85,7 +86,7 @@ class Notices:
         """Warns, once each, of what comes between the policy and what it learns from."""
         args = self.log.args
         difference = metrics["rollout/logp_diff_mean"]
-        if self.first_difference is None:
+        if not self.first_difference:  # it is 0 where nothing was sampled
             self.first_difference = difference
         has_grown = difference > 10 * max(self.first_difference, 1e-6)
         if has_grown and args.replay is None:
@@ -129,6 +130,8 @@ def banner(args, rows: dict, rows_read: dict, network, steps_done: int) -> str:
 
     n = args.prompts_per_step
     step = f"{n} prompts x {args.group_size} = {n * args.group_size} trajectories a step, "
+    if args.algo == "sft":
+        step = f"{n} demonstrations a step, "
     if args.rollout_only:
         step += "and no update"
     else:

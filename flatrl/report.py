@@ -182,7 +182,7 @@ class LiveReport:
 
 
 def keep_learned(file: Path, outputs: list, batch: dict):
-    """Writes learned/step_*.jsonl: what an update knew of outputs.
+    """Writes learned/step_*.jsonl: what an update knew of outputs that were sampled.
 
     The batch has a row for each output that has a reward. A line of the file holds:
 
@@ -197,6 +197,8 @@ def keep_learned(file: Path, outputs: list, batch: dict):
     is_trained = batch["response_mask"].any(-1).tolist()  # (B,)
     columns = zip(graded, batch["advantages"], differences, is_trained, strict=True)
     for output, advantages, difference, trained in columns:
+        if "demonstration" in output.extra:
+            continue
         sampled = [i for i, is_sampled in enumerate(output.response_mask) if is_sampled]
         digits = [float(f"{number:.1e}") for number in difference[sampled].tolist()]
         names = {key: output.extra[key] for key in ("prompt", "sample", "segment")}

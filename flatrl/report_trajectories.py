@@ -266,7 +266,9 @@ class Selection:
             "images": line.get("images", 0),
             "prompt_length": len(line["prompt_ids"]),
             "length": len(line["response_ids"]),
-            "about": [key for key in ("greedy", "filtered") if value_of(line, key)],
+            "about": [
+                key for key in ("greedy", "filtered", "demonstration") if value_of(line, key)
+            ],
             "trained": update.get("trained"),
             "blocks": self._blocks(line, update),
         }

@@ -1,5 +1,6 @@
 """Checks of a row, with messages that say what to change, and the one form that it gets."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from flatrl.bad_input import check_types, need, refusing
 
 # Types of a row's (or its extra_info's) columns and of a message's entries; None is fine.
 ROW_TYPES = {"extra_info": dict, "tools_kwargs": dict, "interaction_kwargs": dict,
-             "agent_name": str, "index": int | str, "data_source": str}
+             "agent_name": str, "index": int | str, "data_source": str,
+             "demonstration": str | list | tuple}
 MESSAGE_TYPES = {"role": str, "content": str | list | tuple, "tool_calls": list | tuple,
                  "name": str, "tool_call_id": str}
 # AgentLoopBase.run(**row) has arguments of these names beside a row's columns.
@@ -42,11 +44,14 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    need(isinstance(prompt, (list, tuple)) and all(map(_is_message, prompt)),
-         f"{name}: {prompt_key!r} must be a text or a list of chat messages, got {prompt!r:.80}")
-    row["prompt"] = [_without_none(message) for message in prompt]
-    for message in row["prompt"]:
-        check_types(message, MESSAGE_TYPES, f"{name}, a message")
+    row["prompt"] = _chat(prompt, f"{name}: {prompt_key!r}")
+    turns = row.get("demonstration")
+    if turns not in (None, ""):
+        turns = [turns] if isinstance(turns, str) else turns
+        need(turns and all(turns), f"{name}: its 'demonstration', or a turn of it, is empty")
+        turns = [{"role": "assistant", "content": turn} if isinstance(turn, str) else turn
+                 for turn in turns]
+        row["demonstration"] = _chat(turns, f"{name}: 'demonstration'", "assistant")
     _check_images(row, name)
     return row
 
@@ -54,6 +59,23 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
 def tool_schemas(row: dict, task) -> list[dict]:
     """Returns the schemas of the tools that the row has of the task's."""
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
+
+
+def _chat(messages, name: str, role: str | None = None) -> list[dict]:
+    """Returns a copy of a chat's messages, with the arguments of tool calls as dicts: many data
+    sets have them as JSON. Raises BadInput if it is no chat, or not that of this role alone."""
+    need(isinstance(messages, (list, tuple)) and all(map(_is_message, messages)),
+         f"{name} must be a text or a list of chat messages, got {messages!r:.80}")
+    messages = [_without_none(message) for message in messages]
+    for message in messages:
+        check_types(message, MESSAGE_TYPES, f"{name}, a message")
+        need(role in (None, message["role"]), f"{name} has a message that is not the {role}'s")
+        with refusing(f"{name}, a tool call"):
+            for call in message.get("tool_calls", ()):
+                function = call.get("function", call)
+                if isinstance(function.get("arguments"), str):
+                    function["arguments"] = json.loads(function["arguments"])
+    return messages
 
 
 def _is_message(message) -> bool:
@@ -64,9 +86,11 @@ def _is_message(message) -> bool:
 
 
 def _without_none(value):
-    """Returns a copy of a dict, and of dicts in it, without entries that are None.
+    """Returns a copy of a dict, and of dicts and lists in it, without entries that are None.
 
     Parquet gives every row the keys of all rows, with None where a row had no such key."""
+    if isinstance(value, list):
+        return [_without_none(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     return {key: _without_none(entry) for key, entry in value.items() if entry is not None}

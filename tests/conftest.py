@@ -36,7 +36,7 @@ REPLAY = ["--task", "tests/tiny_task.py", "--agent", "two_turns",
 TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
 # What our tests are parametrised over: not the registries, to which a fork may add.
 OUR_PRESETS = ("grpo", "ppo", "dapo", "drgrpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gspo",
-               "gmpo", "cispo", "sapo", "gigpo", "opd", "opsd")  # fmt: skip
+               "gmpo", "cispo", "sapo", "gigpo", "opd", "opsd", "sft")  # fmt: skip
 OUR_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo", "remax", "reinforce_pp", "gae")
 OUR_OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,9 +19,11 @@ from agent_loop import AgentLoopOutput
 from flatrl import devices
 
 
-def batch_of(n: int) -> dict:
+def batch_of(n: int, demonstrated=()) -> dict:
     """Trajectories of very unequal lengths with tool tokens inside, one without any sampled token. Two in three share
-    a prefix: members of a group, forks, forks of forks, the same again, one the other's beginning."""
+    a prefix: members of a group, forks, forks of forks, the same again, one the other's beginning.
+
+    demonstrated: the numbers of those that were not sampled, but demonstrated."""
     rng = random.Random(0)
     outputs = []
     ids = lambda length: [rng.randrange(3, 250) for _ in range(length)]
@@ -43,7 +45,7 @@ def batch_of(n: int) -> dict:
         outputs.append(
             AgentLoopOutput(
                 prompt_ids=prompt, response_ids=response, response_mask=mask, response_logprobs=[0.0] * len(response),
-                response_versions=[0] * len(response), reward=rng.random(),
+                response_versions=[-1 if i in demonstrated else 0] * len(response), reward=rng.random(),
             )
         )  # fmt: skip
     return data.collate(outputs)
@@ -54,16 +56,18 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(
-    accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str, on_policy=False, **more
-) -> dict:
+    accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str, on_policy=False, demonstrated=(),
+    rows=range(19), **more,
+) -> dict:  # fmt: skip
     """One step from the model's weights; what the parameters' gradients were, and the metrics.
 
-    on_policy: the only update of its rollout, as train.main does it: without logprobs_old.
+    on_policy: the only update of its rollout, as train.main does it: without logprobs_old. rows: of the batch, those
+    in the step. demonstrated: see batch_of.
     """
     more = {"kl_coef": 0.1, "max_grad_norm": 1e9} | more
     args = train.Args(model=model_path, tokens_per_micro_batch=tokens_per_micro_batch, loss_agg=loss_agg, **more)
     data.register_packed_attention()
-    batch = batch_of(19)
+    batch = batch_of(19, demonstrated)
     shape = batch["response_mask"].shape
     generator = torch.Generator().manual_seed(0)
     batch["advantages"] = torch.randn(shape, generator=generator)
@@ -82,8 +86,7 @@ def gradients(
         zero_grad(**kwargs)
 
     optimizer.zero_grad = keep_gradients
-    rows = list(range(19))
-    metrics, _ = train.optimise(learner, train.policy_objective, batch, rows, args, accelerator, args.loss_agg)
+    metrics, _ = train.optimise(learner, train.policy_objective, batch, list(rows), args, accelerator, args.loss_agg)
     metrics.pop("unique_tokens")  # depends on the micro-batches: a prefix is shared within one
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
@@ -97,6 +100,11 @@ if __name__ == "__main__":
     accelerator, _ = devices.start_processes(train.Args())
     kinds = (("token-mean", "ppo"), ("seq-mean-token-mean", "gspo"), ("seq-mean-token-sum-norm", "gmpo"))
     cases = [(tokens, *kind) for tokens in (60, 130, 4096) for kind in kinds]
-    results = {case: gradients(accelerator, model, *case[:2], policy_loss=case[2]) for case in cases}
+    results = {}
+    for tokens, loss_agg, policy_loss in cases:
+        demonstrated = range(0, 19, 5) if policy_loss == "gmpo" else ()
+        results[tokens, loss_agg, policy_loss] = gradients(
+            accelerator, model, tokens, loss_agg, demonstrated=demonstrated, policy_loss=policy_loss
+        )
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -13,10 +13,10 @@ import json
 
 import pytest
 from conftest import HANGS, too_late
-from test_agent_loop import ANSWER, PROMPT, Quiz, Script, call, encode, quiz_row, quiz_task
+from test_agent_loop import ANSWER, PROMPT, Quiz, Script, call, called, encode, quiz_row, quiz_task
 from tokenizers import AddedToken
 
-from agent_loop import ToolAgentLoop, render, turn_suffix
+from agent_loop import Demonstration, ToolAgentLoop, render, turn_suffix
 from examples import smollm2
 from train import Args
 
@@ -264,3 +264,19 @@ def test_messages_of_a_call_are_json_that_any_client_reads(tokenizer):
     message = json.loads(json.dumps(outputs[0].messages))[1]
     assert message["tool_calls"][0]["id"] == "000001000"
     assert message["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "1+1"}}
+
+
+def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family):
+    """Qwen2.5 and 3, Llama 3.1, Mistral, gpt-oss ...: the loop's sequence is the template's rendering of the chat."""
+    other, call_end, answer_end, _ = family
+    stops = {other.convert_tokens_to_ids(token) for token in (call_end, answer_end)}
+    loop = ToolAgentLoop(None, other, None, None, Args())
+    player = Demonstration([], loop, stops)
+    calls = called(("calculator", {"expression": "1+1"}))
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    for message, end in ((said, call_end), ({"role": "assistant", "content": "It is 2."}, answer_end)):
+        text = other.apply_chat_template([*PROMPT, message], tokenize=False)
+        before = other.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
+        assert text.startswith(before)
+        assert other.decode(player.turn_ids(message)) == text.removeprefix(before).rstrip("\n")
+        assert player.turn_ids(message)[-1] == other.convert_tokens_to_ids(end)
