@@ -1039,13 +1039,12 @@ class Demonstration:
         before = render_text(tokenizer, chat, None, True)
         said = {"content": ""} | message
         written = render_text(tokenizer, [*chat, said], None).partition(before)[2]
-        # What stands behind a TOKEN_BREAK is not taken for the start of a text.
-        ids = _tokenise(tokenizer, TOKEN_BREAK + written)
+        ids = list(_inner_ids(tokenizer, written))
         while ids and ids[-1] not in self.stops:  # such as a newline behind the turn's end
             ids.pop()
         end = ids.pop() if ids else tokenizer.eos_token_id
         if "tool_calls" not in said and said["content"] not in written:
-            ids = _tokenise(tokenizer, TOKEN_BREAK + said["content"])
+            ids = list(_inner_ids(tokenizer, said["content"]))
         if not ids or not self.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
         return [*ids, end]
