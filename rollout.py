@@ -1066,42 +1066,6 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
                 greedy="baselines" in losses.ESTIMATORS[args.adv_estimator].takes)
 
 
-def replay_file(args, step: int) -> Path:
-    """Returns the file in which the run to replay wrote the rollouts of a step; that of
-    step 0 is step_000001.jsonl, because the log counts finished steps."""
-    return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
-
-
-def steps_to_replay(args) -> int:
-    """Returns how many steps --replay has files for, at most --num_steps. BadInput: none."""
-    n_steps = 0
-    while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
-        n_steps += 1
-    need(n_steps > 0, f"--replay: no {replay_file(args, 0)}")
-    return n_steps
-
-
-def tokens_to_compare(batch: dict, version: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns |trainer's - engine's logprob| and whether they should be equal, (B, T) each:
-    of the tokens that the weights of this version sampled. With others' tokens they differ
-    rightly."""
-    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
-    return difference, batch["response_mask"].bool() & (batch["versions"] == version)
-
-
-def worst_token(outputs: list[AgentLoopOutput], batch: dict, version: int, tokenizer) -> str:
-    """Describes the token about which engine and trainer differ most. outputs: the batch's."""
-    difference, is_comparable = tokens_to_compare(batch, version)
-    largest = difference.where(is_comparable, -1).argmax().item()
-    row, position = divmod(largest, difference.shape[1])
-    output = outputs[row]
-    where = ", ".join(f"{name} {output.extra[name]}" for name in ("prompt", "sample", "segment"))
-    text = tokenizer.decode(output.response_ids[position])
-    return (f"{where}, position {position} of the response, {text!r}: "
-            f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-            f"{batch['logprobs_old'][row, position]:.3g} in the trainer")
-
-
 @shown("waiting for rewards")
 def grade(run, phase: Phase):
     """Waits for the rewards of a phase, and writes them to its outputs.

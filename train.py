@@ -55,8 +55,8 @@ from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
     PROBE, add_adapters, choose_attention, prepare_layers, same_weights, without_adapters,
 )
-from flatrl.log import Log, SilentLog, read_rollouts
-from flatrl.metrics import describe_eval, mean
+from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
+from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
 from flatrl.models import (
     check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
     task_model, whole,
@@ -67,10 +67,7 @@ from flatrl.processes import (
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_engine_args, check_model, check_sampling
-from rollout import (
-    Engine, Phase, Pool, grade, replay_file, rollout, seed_of, steps_to_replay,
-    tokens_to_compare, training_pool, worst_token,
-)
+from rollout import Engine, Phase, Pool, grade, rollout, seed_of, training_pool
 
 # The flags that --algo sets: the first row's, changed by its own row. The user's flags win.
 PRESETS: dict[str, dict] = {
@@ -1306,7 +1303,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, version: int, differenc
     problem = (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
         f"{difference:.2g} in the mean, more than {bound:g} ({args.dtype}); most at "
-        f"{worst_token(phase.trained, batch, version, run.tokenizer)}. Likely causes: a weight "
+        f"{worst_token(run, phase, batch, version)}. Likely causes: a weight "
         "that went to another place, a part of this model that vLLM and the trainer compute "
         "differently, or settings of the engine that the trainer does not know (--engine_args, "
         "--sampling_args, an agent loop's own)")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from agent_loop import AgentLoopOutput, numbers, total_reward
 from flatrl import notices
-from flatrl.bad_input import refusing
+from flatrl.bad_input import need, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
 
 
@@ -182,6 +182,21 @@ def git_hash() -> str:
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
         ).stdout.strip()
     return ""
+
+
+def replay_file(args, step: int) -> Path:
+    """Returns the file in which the run to replay wrote the rollouts of a step; that of
+    step 0 is step_000001.jsonl, because the log counts finished steps."""
+    return Path(args.replay, "rollouts", f"step_{step + 1:06d}.jsonl")
+
+
+def steps_to_replay(args) -> int:
+    """Returns how many steps --replay has files for, at most --num_steps. BadInput: none."""
+    n_steps = 0
+    while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
+        n_steps += 1
+    need(n_steps > 0, f"--replay: no {replay_file(args, 0)}")
+    return n_steps
 
 
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:

@@ -117,3 +117,26 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
 def mean(x: Tensor) -> float:
     """Returns the mean, computed in float64; 0 of nothing."""
     return x.double().mean().item() if len(x) else 0.0
+
+
+def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
+    """Returns |trainer's - engine's logprob| and whether they should be equal, (B, T) each:
+    of the tokens that the weights of this version sampled. With others' tokens they differ
+    rightly."""
+    difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
+    return difference, batch["response_mask"].bool() & (batch["versions"] == version)
+
+
+def worst_token(run, phase, batch: dict, version: int) -> str:
+    """Describes the token of a run's batch about which engine and trainer differ most.
+
+    phase: the rollout that the batch was made of."""
+    difference, is_comparable = tokens_to_compare(batch, version)
+    largest = difference.where(is_comparable, -1).argmax().item()
+    row, position = divmod(largest, difference.shape[1])
+    output = phase.trained[row]
+    where = ", ".join(f"{name} {output.extra[name]}" for name in ("prompt", "sample", "segment"))
+    text = run.tokenizer.decode(output.response_ids[position])
+    return (f"{where}, position {position} of the response, {text!r}: "
+            f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
+            f"{batch['logprobs_old'][row, position]:.3g} in the trainer")
