@@ -212,7 +212,7 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
 
     if trusted is None:
         trusted = messages
-    return _without_forged(tokenizer, ids_of, messages, tools, trusted)
+    return _without_forged(tokenizer, ids_of, add_generation_prompt, messages, tools, trusted)
 
 
 @functools.lru_cache(maxsize=64)
@@ -233,8 +233,14 @@ TOKEN_BREAK = "\ufdd0"
 NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."  # which characters: regular expressions
 
 
-def _without_forged(tokenizer, ids_of, messages, tools, trusted=()):
+# Token ids that control something in chats of neutral words, which recur.
+_NEUTRAL_CONTROLS = {}
+
+
+def _without_forged(tokenizer, ids_of, key, messages, tools, trusted=()):
     """Returns ids_of(messages, tools), the ids of a chat in which no text forges a token.
+
+    key: what ids_of depends on beside its arguments; it can be written as JSON.
 
     Its control tokens must be those of the same chat with neutral words: what tools, users
     and the policy say controls nothing, however the template changes or joins it. Where they
@@ -247,16 +253,24 @@ def _without_forged(tokenizer, ids_of, messages, tools, trusted=()):
     for a system's messages. Raises ValueError if single characters control something, too."""
     controls = _controls(tokenizer)
 
-    def attempt(world, policy):
+    def mapped(world, policy):
         chat = []
         for message in messages:
             alone = policy if message["role"] in ("assistant", "system") else world
             chat.append(message if message in trusted else _map_texts(message, alone))
-        ids = ids_of(chat, _map_texts(tools, world))
+        return chat, _map_texts(tools, world)
+
+    def attempt(world, policy):
+        ids = ids_of(*mapped(world, policy))
         found = [token for token in ids if token in controls]
         return ids, found, [token for token in found if controls[token].special]
 
-    _, neutral, neutral_special = attempt(None, None)
+    place = tokenizer, json.dumps([key, mapped(None, None)], default=str)
+    if place not in _NEUTRAL_CONTROLS:
+        if len(_NEUTRAL_CONTROLS) > 1024:
+            _NEUTRAL_CONTROLS.clear()
+        _NEUTRAL_CONTROLS[place] = attempt(None, None)[1:]
+    neutral, neutral_special = _NEUTRAL_CONTROLS[place]
     for world, policy in (NOTHING, NOTHING), (MARKS, NOTHING), (ALL, ALL):
         ids, found, special = attempt(world, policy)
         if found == neutral or special == neutral_special and found == attempt(None, policy)[1]:
@@ -354,7 +368,8 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
             ids = ids[1:]
         return ids
 
-    return _without_forged(tokenizer, ids_of, messages + new, tools)
+    key = [len(messages), sorted(stop_token_ids), ended]
+    return _without_forged(tokenizer, ids_of, key, messages + new, tools)
 
 
 # ---------------------------------------------------------------- images
