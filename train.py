@@ -578,6 +578,12 @@ class Learner:
             args.lr_schedule.replace("constant", "constant_with_warmup"), self.optimizer,
             args.warmup_steps, num_steps).lr_lambdas
 
+    @property
+    def adam_steps(self) -> float:
+        """The steps that Adam's states have seen."""
+        states = self.optimizer.state.values()
+        return max((float(state["step"]) for state in states), default=0.0)
+
     def set_lr(self, step: int) -> float:
         """Sets and returns the learning rate of a step, counted from 0."""
         lr = self.lr * self.lr_factor(step)
@@ -1242,6 +1248,7 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         updates.append(stats)
     names = dict.fromkeys(name for stats in updates for name in stats)
     metrics = {name: fmean(stats[name] for stats in updates if name in stats) for name in names}
+    metrics[\"actor/adam_steps\"] = run.policy.adam_steps
     if run.critic:
         metrics["critic/explained_var"] = losses.explained_variance(
             batch["values"], batch["returns"], batch["response_mask"]).item()

@@ -73,9 +73,10 @@ class Log:
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        if file.is_file():
-            write_whole(file, to_json_lines(metrics_until(file, steps_done)))
-        self.notices = notices.Notices(self, about)
+        rows = metrics_until(file, steps_done)
+        if rows:
+            write_whole(file, to_json_lines(rows))
+        self.notices = notices.Notices(self, about, rows)
 
     @or_warn(Exception)
     def metrics(self, metrics: dict, *learned):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import losses
 from agent_loop import (
     AgentLoopOutput, render_text, row_kwargs, task_tools, templated, total_reward)
 from flatrl.files import read_json_lines
 from flatrl.report import LiveReport
 from flatrl.trackers import Tracker
+from flatrl.watch import Watch
 
 MAX_ROWS = 10_000  # rows of a split that are looked at for warnings, if they are in memory
 MAX_ROWS_ON_DISK = 1000  # each of them is read, and maybe filtered, as it is looked at
@@ -31,17 +31,18 @@ LIMITS = {
 
 
 class Notices:
-    """The notices of one run. log: the run's flatrl.log.Log; about: what args.json holds."""
+    """The notices of one run. log: the run's flatrl.log.Log; about: what args.json holds; rows:
+    the metrics of the steps before, if the run is resumed."""
 
-    def __init__(self, log, about: dict):
+    def __init__(self, log, about: dict, rows: list[dict]):
         args = log.args
+        self.watch = Watch(args, rows)
         self.log = log
         self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
         self.tracker = None
         if args.wandb_project:
             self.tracker = Tracker(args.tracker, args.wandb_project, args.output_dir, about)
-        self.was_learning = True  # the last step taught something
-        self.first_difference = None  # between engine and trainer, in this run's first step
+        self.steps_alike = 0  # steps in a row that taught nothing
 
     def start(self, task, rows: dict, rows_read: dict, network, steps_done: int):
         """Says what is about to be trained, and warns of what makes that pointless.
@@ -63,7 +64,7 @@ class Notices:
     def step(self, metrics: dict, phase=None, batch: dict | None = None):
         """Reports a step. phase: what was sampled, or None; batch: that of the step's update.
 
-        After a step that taught nothing, it says so again only after a step that did."""
+        Of steps in a row that taught nothing, it speaks of the first and the fifth."""
         step = metrics["step"]
         self.report.step(step, phase.trained if batch else [], batch)
         if self.tracker:
@@ -71,33 +72,19 @@ class Notices:
             self.tracker.step(metrics, outputs, self.log.tokenizer)
         if not batch:
             return
-        is_learning = bool(batch["advantages"][batch["response_mask"].bool()].any())
-        is_learning |= "actor/imitation_loss" in metrics
-        if self.was_learning and not is_learning:
+        self.steps_alike += 1
+        is_learning = batch["advantages"][batch["response_mask"].bool()].any()
+        if is_learning or "actor/imitation_loss" in metrics:
+            self.steps_alike = 0
+        if self.steps_alike in (1, 5):
+            since = " as the four before it" if self.steps_alike == 5 else ""
             reason = why_nothing(phase.sampled)
-            self.log.say(f"warning: step {step} taught nothing: {reason}")
-        self.was_learning = is_learning
-        self.warn(metrics)
+            self.log.say(f"warning: step {step} taught nothing{since}: {reason}")
+        for warning in self.watch.step(metrics, phase.trained, batch):
+            self.log.warn_once(warning)
         every = self.log.args.show_every
         if every and step % every == 1 % every:
             self.log.say(whole_text(phase.outputs[0], self.log.tokenizer))
-
-    def warn(self, metrics: dict):
-        """Warns, once each, of what comes between the policy and what it learns from."""
-        args = self.log.args
-        difference = metrics["rollout/logp_diff_mean"]
-        if not self.first_difference:  # it is 0 where nothing was sampled
-            self.first_difference = difference
-        has_grown = difference > 10 * max(self.first_difference, 1e-6)
-        if has_grown and args.replay is None:
-            self.log.warn_once(
-                "rollout/logp_diff_mean, between engine and trainer, has grown tenfold since "
-                f"this run's first step, from {self.first_difference:.1e}")
-        compares_groups = "groups" in losses.ESTIMATORS[args.adv_estimator].takes
-        if compares_groups and metrics["rollout/singleton_groups"]:
-            self.log.warn_once(
-                "a group is left with one trajectory to compare: "
-                "rollout/singleton_groups counts them")
 
     def close(self):
         self.report.close()

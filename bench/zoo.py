@@ -1,0 +1,257 @@
+"""Plants faults that have spoilt somebody's training in small real runs, and says which line of
+the output names them.
+
+    python bench/zoo.py [--only "reward NaN" "mask shifted"]
+    python bench/zoo.py --list
+
+A fault is at most three lines of Python that change flatrl from outside, or flags, or a bad
+part of a task; docs/zoo.md has the table. Each run has three steps (one with a resume has four).
+The line has to come within three steps after the fault began. This file is the task of the runs
+too: the calculator's, with agent loops and rewards that the environment variable ZOO_TASK picks.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import common  # noqa: F401
+from common import REPO
+
+from agent_loop import AgentLoopBase, SingleTurnLoop, register
+from examples import calculator
+from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model  # noqa: F401
+
+# ---------------------------------------------------------------- the task, and its bad parts
+
+ZOO_TASK = os.environ.get("ZOO_TASK", "")
+
+
+def load(split: str) -> list[dict]:
+    """Returns the calculator's questions; with ZOO_TASK=leak those of training in both splits."""
+    return calculator.load("train" if ZOO_TASK == "leak" else split)[:64]
+
+
+def reward(output, row: dict) -> float:
+    """Returns the calculator's reward, or what ZOO_TASK spoils it to."""
+    if ZOO_TASK == "constant":
+        return 0.5
+    if ZOO_TASK == "nan":
+        return float("nan")
+    if ZOO_TASK == "length":
+        return float(output.truncated)
+    return calculator.reward(output, row)
+
+
+@register("two_outputs")
+class TwoOutputs(AgentLoopBase):
+    """Two answers as the outputs of one rollout. The first one's own reward is 1, the second's
+    -1, as in a game whose sides were not named as units."""
+
+    async def run(self, sampling_params, **row):
+        first = await SingleTurnLoop.run(self, sampling_params, **row)
+        second = await SingleTurnLoop.run(self, sampling_params, **row)
+        if ZOO_TASK == "sides":
+            first.reward = 1.0
+            second.reward = -1.0
+        return [first, second]
+
+
+# ---------------------------------------------------------------- the faults
+
+DISAGREE = "engine and trainer disagree"
+# What several of the faults below begin with.
+SENT = "sent = train.named_weights"
+ONCE = f"{SENT}; first = []"
+
+
+@dataclass
+class Fault:
+    """A fault: what is planted, and the text that names it in the output.
+
+    code: lines that run before train.main, with the modules of flatrl at hand; flags: of
+    train.py; task: the value of ZOO_TASK; resumed: a run without the fault comes first, and the
+    fault is in the one that goes on from its checkpoint."""
+
+    named: str
+    code: str = ""
+    flags: str = ""
+    task: str = ""
+    resumed: bool = False
+
+
+FAULTS = {
+    # -- the weights of the engine
+    "weights never sent again": Fault(DISAGREE, f"""{ONCE}
+train.named_weights = lambda policy: first or first.extend((n, t.clone()) for n, t in sent(policy)) or first"""),
+    "keys of old weights in the cache": Fault(
+        DISAGREE, "rollout.Engine.forget_prompts = lambda engine: True",
+        "--engine_args {\"block_size\":16}"),
+    "a LoRA sync that samples the base": Fault(DISAGREE, f"""{ONCE}
+train.named_weights = lambda policy: first or first.extend((n, t.clone()) for n, t in sent(policy)) or first""",
+        "--lora_rank 4 --lr 0.1"),
+    "a layer not sent": Fault("layers.1", f"""{SENT}
+train.named_weights = lambda policy: ((n, t) for n, t in sent(policy) if ".layers.1." not in n)"""),
+    "a layer sent with its old weights": Fault(DISAGREE, f"""{SENT}; first = {{}}
+train.named_weights = lambda policy: (
+    (n, first.setdefault(n, t.clone()) if ".layers.1." in n else t) for n, t in sent(policy))"""),
+    "a tied head not sent again": Fault(DISAGREE, f"""{SENT}; first = {{}}
+train.named_weights = lambda policy: (
+    (n, first.setdefault(n, t.clone()) if "embed" in n else t) for n, t in sent(policy))"""),
+    "an engine that drifts from step 3 on": Fault(
+        f"{DISAGREE}: their logprobs of step 3", f"""{SENT}; n = []
+train.named_weights = lambda policy: n.append(1) or (
+    (name, t * (1 + 0.1 * (len(n) > 2))) for name, t in sent(policy))"""),
+    # -- what is scored
+    "temperature in the engine alone": Fault(DISAGREE, """token_logprobs = losses.token_logprobs
+losses.token_logprobs = lambda h, w, t, temperature, **more: token_logprobs(h, w, t, **more)""",
+        "--temperature 0.5"),
+    "top-p samples scored as full ones": Fault(DISAGREE, flags="--sampling_args {\"top_p\":0.7}"),
+    "a mask shifted by one": Fault(DISAGREE, """collate = data.collate
+data.collate = lambda *a: (b := collate(*a)) | {"response_mask": b["response_mask"].roll(1, 1)}"""),
+    "turns tokenised again": Fault(DISAGREE, """add = agent_loop.Trajectory.add_sampled
+agent_loop.Trajectory.add_sampled = lambda self, out, **more: add(self, dataclasses.replace(
+    out, token_ids=out.token_ids[:1] + [out.token_ids[0]] + out.token_ids[2:]), **more)"""),
+    "a stop token that is not trained": Fault("have mask 0", """add = agent_loop.Trajectory.add_sampled
+agent_loop.Trajectory.add_sampled = lambda self, out, **more: (
+    add(self, out, **more), self.response_mask.__setitem__(-1, 0))"""),
+    "two BOS tokens": Fault("does not give a prompt back", """tokenise = agent_loop._tokenise_prompt
+agent_loop._tokenise_prompt = lambda tokenizer, text: [1] + tokenise(tokenizer, text)"""),
+    # -- credit
+    "advantages of another row": Fault("do not follow the rewards", """estimate = train.estimate_advantages
+train.estimate_advantages = lambda *a: estimate(*a).roll(1, 0)"""),
+    "advantages of the wrong sign": Fault("do not follow the rewards", """estimate = train.estimate_advantages
+train.estimate_advantages = lambda *a: -estimate(*a)"""),
+    "both sides of a game as one unit": Fault(
+        "name a `unit` for each", flags="--agent two_outputs", task="sides"),
+    "a rollout weighed by its outputs": Fault(
+        "weighs more than one of a single output", "data.unit_tokens = lambda mask, index: mask.sum(-1)",
+        "--agent two_outputs --algo gspo"),
+    "dynamic sampling on a shaped reward": Fault(
+        "--filter_metric total", flags="--algo dapo --filter_metric total"),
+    # -- rewards
+    "a reward that is constant": Fault("taught nothing", task="constant"),
+    "a reward that is NaN": Fault("must be a finite number", task="nan"),
+    "the reward of the last rollout for all": Fault("taught nothing", """by_unit = data.by_unit
+data.by_unit = lambda o: dataclasses.replace(u := by_unit(o), rewards=u.rewards * 0 + u.rewards[-1])"""),
+    "truncated answers rewarded": Fault(
+        "best-paid answers were cut off", flags="--max_response_tokens 12", task="length"),
+    "aborted answers trained": Fault("the engine aborted answers", """add = agent_loop.Trajectory.add_sampled
+agent_loop.Trajectory.add_sampled = lambda self, out, **more: (
+    setattr(out, "stop_reason", "abort"), add(self, out, **more))"""),
+    # -- tools
+    "tool calls that are never parsed": Fault("look like tool calls", flags="--tool_parser llama3_json"),
+    "tool calls that die out": Fault("rollout/tool_calls has fallen", """parse, n = agent_loop.ToolAgentLoop.parse, []
+agent_loop.ToolAgentLoop.parse = lambda self, *a: n.append(1) or parse(self, *a) if len(n) < 60 else []"""),
+    # -- rows
+    "an evaluation on training rows": Fault("have the prompt of a training row", task="leak"),
+    "prompts lost at a resume": Fault("are trained twice, or lost", """pool = train.training_pool
+train.training_pool = lambda run, step, first: pool(run, step, first + 8)""", resumed=True),
+    "prompts trained twice at a resume": Fault("are trained twice, or lost", """pool = train.training_pool
+train.training_pool = lambda run, step, first: pool(run, step, first - 8)""", resumed=True),
+    # -- the optimiser
+    "an optimiser whose states are lost at a resume": Fault(
+        "Adam's states are lost", "checkpoints.dcp_state.set_optimizer_state_dict = lambda *a: None",
+        resumed=True),
+    "a learning rate of 0 after a resume": Fault(
+        "the learning rate is 0", "train.Learner.set_lr = lambda learner, step: 0.0", resumed=True),
+    "bfloat16 weights that swallow updates": Fault("bfloat16", """init = train.Policy.__init__
+train.Policy.__init__ = lambda self, *a: (init(self, *a), self.to(torch.bfloat16), None)[-1]"""),
+    "an update that blows up": Fault("the gradient norm is", """objective = train.policy_objective
+train.policy_objective = lambda *a: [(x := objective(*a))[0] * float("inf"), x[1]]"""),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- planting
+
+
+def plant(name: str, flags: list[str]) -> None:
+    """Plants a fault in this process, and runs train.py's main."""
+    import dataclasses
+
+    import torch
+
+    import agent_loop
+    import data
+    import losses
+    import rollout
+    import train
+    from flatrl import checkpoints
+
+    modules = dict(agent_loop=agent_loop, data=data, losses=losses, rollout=rollout, train=train,
+                   checkpoints=checkpoints, dataclasses=dataclasses, torch=torch)  # fmt: skip
+    exec(FAULTS[name].code if name else "", modules)
+    try:
+        train.main(train.parse_args(flags))
+    except agent_loop.BadInput as error:
+        sys.exit(f"train.py: error: {error}")
+
+
+def run(name: str, steps: int, folder: Path, task: str = "", flags: tuple = ()) -> str:
+    """Returns what a run with a planted fault ("": none) prints."""
+    command = [sys.executable, __file__, "--plant", name, "--", "--task", __file__, "--num_steps", str(steps),
+               "--output_dir", str(folder), "--lr", "0.003", "--prompts_per_step", "8", "--group_size", "4",
+               "--eval_every", "0", "--show_every", "0", "--save_every", "2", *flags]  # fmt: skip
+    done = subprocess.run(command, cwd=REPO, env={**os.environ, "ZOO_TASK": task}, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    return done.stdout
+
+
+def named(fault: Fault, output: str) -> str | None:
+    """Returns the line of the output that names the fault; None if there is none."""
+    lines = [line.strip() for line in output.splitlines() if fault.named in line]
+    return lines[0] if lines else None
+
+
+def step_of(line: str, output: str) -> str:
+    """Returns the step at which a line was printed: by its own words, or by the table above it."""
+    own = re.search(r"\bstep (\d+)", line)
+    if own:
+        return own[1]
+    finished = re.findall(r"^ +(\d+)/\d+ ", output[: output.index(line)], re.MULTILINE)
+    return str(int(finished[-1]) + 1) if finished else "start"
+
+
+def main() -> None:
+    own, flags = common.split_flags(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(FAULTS), help="names of faults")
+    parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
+    parser.add_argument("--plant", help="a fault to plant in this process, a run of train.py; flags after --")
+    options = parser.parse_args(own)
+    if options.plant is not None:
+        plant(options.plant, flags)
+        return
+    if options.list:
+        print("\n".join(FAULTS))
+        return
+    unnamed = []
+    print("| fault | named at step | by the line |\n| --- | --- | --- |")
+    for name in options.only:
+        fault = FAULTS[name]
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent, "run")
+            more = (*fault.flags.split(), *flags)
+            steps = 3
+            if fault.resumed:
+                run("", 2, folder, flags=tuple(flags))
+                more = (*more, "--resume")
+                steps = 4
+            output = run(name, steps, folder, fault.task, more)
+        line = named(fault, output)
+        if line is None:
+            unnamed.append(name)
+            print(f"| {name} | NOT NAMED | |\n{output[-3000:]}", flush=True)
+        else:
+            text = line.replace(parent, "").removeprefix("warning: ")
+            print(f"| {name} | {step_of(line, output)} | {text[:160]} |", flush=True)
+    print(f"{len(options.only) - len(unnamed)} of {len(options.only)} named")
+    sys.exit(bool(unnamed))
+
+
+if __name__ == "__main__":
+    main()
