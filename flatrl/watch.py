@@ -32,8 +32,9 @@ class Watch:
         trained and their batch."""
         found = dict([*self.in_numbers(metrics), *self.in_batch(outputs, batch)])
         self.rows.append(metrics)
-        for name in found.keys() - self.named:
-            yield f"step {metrics['step']}: {found[name]} (docs/zoo.md, {name})"
+        for name, problem in found.items():
+            if name not in self.named:
+                yield f"step {metrics['step']}: {problem} (docs/zoo.md, {name})"
         self.named |= found.keys()
 
     def in_numbers(self, metrics: dict) -> Iterator[tuple[str, str]]:

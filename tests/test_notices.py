@@ -60,7 +60,7 @@ def no_banner(monkeypatch):
 
 def warnings_of(log, run) -> list[str]:
     log.tokenizer = run.tokenizer
-    notices.Notices(log, {}).start(run.task, run.rows, run.rows, None, 0)
+    notices.Notices(log, {}, []).start(run.task, run.rows, run.rows, None, 0)
     banner, *warnings = log.said
     assert banner == "the banner"
     log.said.clear()
@@ -128,32 +128,22 @@ def test_why_a_step_taught_nothing():
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
     monkeypatch.setattr(notices, "LiveReport", NoReport)
     monkeypatch.setattr(notices, "whole_text", lambda output, tokenizer: f"trajectory of {output}")
-    run_notices = notices.Notices(log, {})
+    run_notices = notices.Notices(log, {}, [])
+    run_notices.watch = SimpleNamespace(step=lambda *_: ["something else"])
     phase = SimpleNamespace(sampled=sampled(2, reward=0.0), outputs=["the first"], trained=[])
-    log.args.show_every = 3
-    for step, advantage in enumerate((0, 0, 1, 0), 1):
+    log.args.show_every = 6
+    for step, advantage in enumerate((0, 0, 1, 0, 0, 0, 0, 0), 1):
         mask = torch.tensor([[1.0, 0.0]])  # what stands behind the mask teaches nothing
         batch = {"advantages": torch.tensor([[advantage, 5.0]]), "response_mask": mask}
-        metrics = {"step": step, "rollout/singleton_groups": 0, "rollout/logp_diff_mean": 0.0}
-        run_notices.step(metrics, phase, batch)
-    run_notices.step({"step": 5})  # an evaluation alone
-    assert [text.split(" taught")[0] for text in log.said] == [
-        "warning: step 1", "trajectory of the first", "warning: step 4", "trajectory of the first"]  # fmt: skip
-
-
-def test_what_comes_between_the_policy_and_its_rewards_is_warned_of(log):
-    run_notices = notices.Notices(log, {})
-    fine = {"rollout/logp_diff_mean": 9e-6, "rollout/singleton_groups": 0}
-    run_notices.warn(fine | {"rollout/logp_diff_mean": 1e-7})  # the first step of this run
-    run_notices.warn(fine)
-    assert log.said == []
-    run_notices.warn(fine | {"rollout/logp_diff_mean": 2e-5})
-    run_notices.warn(fine | {"rollout/singleton_groups": 1})
-    log.args.adv_estimator = "gae"  # compares no group
-    run_notices.warn(fine | {"rollout/singleton_groups": 1})
-    grown, alone = log.said
-    assert grown.endswith("has grown tenfold since this run's first step, from 1.0e-07")
-    assert alone.startswith("a group is left with one trajectory to compare")
+        run_notices.step({"step": step}, phase, batch)
+    run_notices.step({"step": 9})  # an evaluation alone
+    said = [text.split(":")[0] for text in log.said if text != "something else"]
+    assert said == [
+        "warning", "trajectory of the first", "warning", "trajectory of the first", "warning"]  # fmt: skip
+    warnings = [text.split(":")[1] for text in log.said if text.startswith("warning")]
+    assert warnings == [
+        " step 1 taught nothing", " step 4 taught nothing", " step 8 taught nothing as the four before it"]  # fmt: skip
+    assert log.said.count("something else") == 8
 
 
 @pytest.mark.parametrize(
@@ -266,7 +256,7 @@ def test_trackers_get_numbers_and_a_table_of_trajectories(name, log, monkeypatch
     monkeypatch.setattr(notices, "LiveReport", NoReport)
     log.args.wandb_project, log.args.tracker = "p", name
     log.tokenizer = SimpleNamespace(decode=str)
-    run_notices = notices.Notices(log, {"args": 1})
+    run_notices = notices.Notices(log, {"args": 1}, [])
     phase = SimpleNamespace(outputs=sampled(70, reward={"score": 0.5}, turn_rewards=[(0, 0.25)], num_turns=2))
     run_notices.step({"step": 0, "eval/reward": 0.5})
     run_notices.step({"step": 1, "reward/mean": 0.5, "timing/slowest": {}}, phase)
@@ -286,4 +276,4 @@ def test_a_tracker_that_is_not_installed(log, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     log.args.wandb_project, log.args.tracker = "p", "trackio"
     with pytest.raises(BadInput, match="--tracker trackio needs: pip install trackio"):
-        notices.Notices(log, {})
+        notices.Notices(log, {}, [])
