@@ -569,6 +569,8 @@ class Learner:
     save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
+        for name, p in net.named_parameters():
+            need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
@@ -577,12 +579,6 @@ class Learner:
         (self.lr_factor,) = get_scheduler(
             args.lr_schedule.replace("constant", "constant_with_warmup"), self.optimizer,
             args.warmup_steps, num_steps).lr_lambdas
-
-    @property
-    def adam_steps(self) -> float:
-        """The steps that Adam's states have seen."""
-        states = self.optimizer.state.values()
-        return max((float(state["step"]) for state in states), default=0.0)
 
     def set_lr(self, step: int) -> float:
         """Sets and returns the learning rate of a step, counted from 0."""
@@ -1248,7 +1244,8 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         updates.append(stats)
     names = dict.fromkeys(name for stats in updates for name in stats)
     metrics = {name: fmean(stats[name] for stats in updates if name in stats) for name in names}
-    metrics[\"actor/adam_steps\"] = run.policy.adam_steps
+    state = next(iter(run.policy.optimizer.state.values()), {"step": 0})
+    metrics["actor/adam_steps"] = float(state["step"])
     if run.critic:
         metrics["critic/explained_var"] = losses.explained_variance(
             batch["values"], batch["returns"], batch["response_mask"]).item()
