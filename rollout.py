@@ -603,7 +603,7 @@ class Phase:
             metrics["reward/demonstrations"] = fmean(map(total_reward, demonstrations))
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
             metrics[f"rollout/{kind}"] = self.counts[kind]
-        prompts = [output.extra["prompt"] for output in self.sampled]
+        prompts = [output.extra["prompt"] for output in self.outputs]
         prompts += [error["prompt"] for error in self.errors]
         metrics |= {"rollout/first_prompt": min(prompts), "rollout/last_prompt": max(prompts)}
         if engine is None:

@@ -24,8 +24,12 @@ class Watch:
     def __init__(self, args, rows: list[dict]):
         self.args = args
         self.rows = [row for row in rows if "rollout/last_prompt" in row]
-        self.compares = "groups" in losses.ESTIMATORS[args.adv_estimator].takes
         self.named = set()  # the problems that were named
+
+    @property
+    def compares(self) -> bool:
+        """Whether the estimator compares the units of a group."""
+        return "groups" in losses.ESTIMATORS[self.args.adv_estimator].takes
 
     def step(self, metrics: dict, outputs: list, batch: dict) -> Iterator[str]:
         """Yields a line for each new problem of a step: of its metrics, or of the outputs that it
@@ -58,12 +62,13 @@ class Watch:
         expected = last["rollout/last_prompt"] + 1
         may_skip = self.args.max_gen_batches > 1 or metrics["rollout/skipped"]
         if first_prompt < expected or first_prompt > expected and not may_skip:
-            yield "prompts", (f"the rollouts begin at prompt {first_prompt}, not {expected}: prompts "
-                              "are trained twice, or lost")
-        difference = self.rows[0]["rollout/logp_diff_mean"]
-        if metrics["rollout/logp_diff_mean"] > 10 * max(difference, 1e-6) and not self.args.replay:
-            yield "drift", ("rollout/logp_diff_mean, between engine and trainer, has grown tenfold "
-                            f"since the first step, from {difference:.1e}")
+            yield "prompts", (f"the rollouts begin at prompt {first_prompt}, not {expected}: "
+                              "prompts are trained twice, or lost")
+        name = "rollout/logp_diff_mean"
+        first = [row[name] for row in self.rows if row[name]][:1]  # it is 0 if nothing is sampled
+        if first and metrics[name] > 10 * max(first[0], 1e-6) and not self.args.replay:
+            yield "drift", (f"{name}, between engine and trainer, has grown tenfold since the "
+                            f"first step, from {first[0]:.1e}")
         if metrics["actor/entropy"] < 3e-4:
             yield "entropy", ("the entropy is nearly 0: every rollout of a prompt will be the "
                               "same; look at --lr, --clip_high and --entropy_coef")
@@ -87,8 +92,8 @@ class Watch:
         unparsed = [output for output in outputs if output.metrics.get("tool_calls") == 0
                     and any(mark in output.text for mark in CALL_MARKS)]
         if len(unparsed) > len(outputs) / 2:
-            yield "parser", (f"{len(unparsed)} answers look like tool calls, and none was parsed in "
-                             f"them: is --tool_parser {self.args.tool_parser} the model's?")
+            yield "parser", (f"{len(unparsed)} answers look like tool calls, and none was parsed "
+                             f"in them: is --tool_parser {self.args.tool_parser} the model's?")
         mask = batch["response_mask"]
         n_untrained = (batch["versions"][mask == 0] >= 0).sum().item()
         if n_untrained and not self.args.mask_truncated:

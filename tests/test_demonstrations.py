@@ -195,6 +195,7 @@ def test_metrics_of_rollouts_do_not_see_demonstrations():
     sampled = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0)]
     expected = Phase(sampled).metrics(None)
     metrics = demonstrated_phase(*sampled).metrics(None)
+    assert metrics.pop("rollout/last_prompt") > expected.pop("rollout/last_prompt") == 0
     assert metrics == expected | {"rollout/demonstrations": 2, "reward/demonstrations": 0.625}
     alone = demonstrated_phase().metrics(None)
     assert "reward/mean" not in alone and alone["reward/demonstrations"] == 0.625
