@@ -12,6 +12,7 @@ too: the calculator's, with agent loops and rewards that the environment variabl
 
 import argparse
 import os
+import random
 import re
 import subprocess
 import sys
@@ -29,11 +30,18 @@ from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model  # noqa: F401
 # ---------------------------------------------------------------- the task, and its bad parts
 
 ZOO_TASK = os.environ.get("ZOO_TASK", "")
+KEPT = {}  # with ZOO_TASK=last, the reward that everybody gets
 
 
 def load(split: str) -> list[dict]:
-    """Returns the calculator's questions; with ZOO_TASK=leak those of training in both splits."""
-    return calculator.load("train" if ZOO_TASK == "leak" else split)[:64]
+    """Returns the calculator's questions; with ZOO_TASK=leak those of training in both splits, with
+    few eight long ones, which come again in every step."""
+    rows = calculator.load("train" if ZOO_TASK == "leak" else split)[:64]
+    if ZOO_TASK == "few":
+        rows = rows[:8]
+        for row in rows:
+            row["prompt"][0]["content"] *= 8
+    return rows
 
 
 def reward(output, row: dict) -> float:
@@ -42,9 +50,14 @@ def reward(output, row: dict) -> float:
         return 0.5
     if ZOO_TASK == "nan":
         return float("nan")
+    if ZOO_TASK == "last":
+        return KEPT.setdefault("reward", calculator.reward(output, row))
     if ZOO_TASK == "length":
         return float(output.truncated)
-    return calculator.reward(output, row)
+    right = calculator.reward(output, row)
+    if ZOO_TASK == "shaped":
+        return right - 0.001 * random.random()
+    return right
 
 
 @register("two_outputs")
@@ -88,9 +101,9 @@ FAULTS = {
     # -- the weights of the engine
     "weights never sent again": Fault(DISAGREE, f"""{ONCE}
 train.named_weights = lambda policy: first or first.extend((n, t.clone()) for n, t in sent(policy)) or first"""),
-    "keys of old weights in the cache": Fault(
-        DISAGREE, "rollout.Engine.forget_prompts = lambda engine: True",
-        "--engine_args {\"block_size\":16}"),
+    "keys of old weights in the cache": Fault(DISAGREE, """import vllm.v1.core.block_pool as pool
+pool.BlockPool.reset_prefix_cache = lambda blocks: True""",
+        "--engine_args {\"block_size\":32} --entropy_coef 0.1", "few"),
     "a LoRA sync that samples the base": Fault(DISAGREE, f"""{ONCE}
 train.named_weights = lambda policy: first or first.extend((n, t.clone()) for n, t in sent(policy)) or first""",
         "--lora_rank 4 --lr 0.1"),
@@ -107,16 +120,17 @@ train.named_weights = lambda policy: (
 train.named_weights = lambda policy: n.append(1) or (
     (name, t * (1 + 0.1 * (len(n) > 2))) for name, t in sent(policy))"""),
     # -- what is scored
-    "temperature in the engine alone": Fault(DISAGREE, """token_logprobs = losses.token_logprobs
-losses.token_logprobs = lambda h, w, t, temperature, **more: token_logprobs(h, w, t, **more)""",
+    "temperature in the engine alone": Fault(DISAGREE, """init = train.Policy.__init__
+train.Policy.__init__ = lambda self, args, *more: init(
+    self, dataclasses.replace(args, temperature=1.0), *more)""",
         "--temperature 0.5"),
     "top-p samples scored as full ones": Fault(DISAGREE, flags="--sampling_args {\"top_p\":0.7}"),
-    "a mask shifted by one": Fault(DISAGREE, """collate = data.collate
+    "a mask shifted by one": Fault("response_mask is wrong", """collate = data.collate
 data.collate = lambda *a: (b := collate(*a)) | {"response_mask": b["response_mask"].roll(1, 1)}"""),
     "turns tokenised again": Fault(DISAGREE, """add = agent_loop.Trajectory.add_sampled
 agent_loop.Trajectory.add_sampled = lambda self, out, **more: add(self, dataclasses.replace(
     out, token_ids=out.token_ids[:1] + [out.token_ids[0]] + out.token_ids[2:]), **more)"""),
-    "a stop token that is not trained": Fault("have mask 0", """add = agent_loop.Trajectory.add_sampled
+    "a stop token that is not trained": Fault("response_mask is wrong", """add = agent_loop.Trajectory.add_sampled
 agent_loop.Trajectory.add_sampled = lambda self, out, **more: (
     add(self, out, **more), self.response_mask.__setitem__(-1, 0))"""),
     "two BOS tokens": Fault("does not give a prompt back", """tokenise = agent_loop._tokenise_prompt
@@ -132,21 +146,21 @@ train.estimate_advantages = lambda *a: -estimate(*a)"""),
         "weighs more than one of a single output", "data.unit_tokens = lambda mask, index: mask.sum(-1)",
         "--agent two_outputs --algo gspo"),
     "dynamic sampling on a shaped reward": Fault(
-        "--filter_metric total", flags="--algo dapo --filter_metric total"),
+        "turn rewards nearly always differ", flags="--algo dapo --filter_metric total",
+        task="shaped"),
     # -- rewards
     "a reward that is constant": Fault("taught nothing", task="constant"),
     "a reward that is NaN": Fault("must be a finite number", task="nan"),
-    "the reward of the last rollout for all": Fault("taught nothing", """by_unit = data.by_unit
-data.by_unit = lambda o: dataclasses.replace(u := by_unit(o), rewards=u.rewards * 0 + u.rewards[-1])"""),
+    "the reward of one rollout for all": Fault("taught nothing", task="last"),
     "truncated answers rewarded": Fault(
         "best-paid answers were cut off", flags="--max_response_tokens 12", task="length"),
     "aborted answers trained": Fault("the engine aborted answers", """add = agent_loop.Trajectory.add_sampled
 agent_loop.Trajectory.add_sampled = lambda self, out, **more: (
     setattr(out, "stop_reason", "abort"), add(self, out, **more))"""),
     # -- tools
-    "tool calls that are never parsed": Fault("look like tool calls", flags="--tool_parser llama3_json"),
-    "tool calls that die out": Fault("rollout/tool_calls has fallen", """parse, n = agent_loop.ToolAgentLoop.parse, []
-agent_loop.ToolAgentLoop.parse = lambda self, *a: n.append(1) or parse(self, *a) if len(n) < 60 else []"""),
+    "tool calls that are never parsed": Fault("look like tool calls", flags="--tool_parser pythonic"),
+    "tool calls that die out": Fault("rollout/tool_calls has fallen", """parse = agent_loop.ToolAgentLoop.parse
+agent_loop.ToolAgentLoop.parse = lambda self, *a: parse(self, *a) if self.engine.engine.version < 1 else []"""),
     # -- rows
     "an evaluation on training rows": Fault("have the prompt of a training row", task="leak"),
     "prompts lost at a resume": Fault("are trained twice, or lost", """pool = train.training_pool
@@ -154,9 +168,8 @@ train.training_pool = lambda run, step, first: pool(run, step, first + 8)""", re
     "prompts trained twice at a resume": Fault("are trained twice, or lost", """pool = train.training_pool
 train.training_pool = lambda run, step, first: pool(run, step, first - 8)""", resumed=True),
     # -- the optimiser
-    "an optimiser whose states are lost at a resume": Fault(
-        "Adam's states are lost", "checkpoints.dcp_state.set_optimizer_state_dict = lambda *a: None",
-        resumed=True),
+    "an optimiser whose states are lost at a resume": Fault("Adam's states are lost", """load = train.load_checkpoint
+train.load_checkpoint = lambda run, *a: (load(run, *a), run.policy.optimizer.state.clear())""", resumed=True),
     "a learning rate of 0 after a resume": Fault(
         "the learning rate is 0", "train.Learner.set_lr = lambda learner, step: 0.0", resumed=True),
     "bfloat16 weights that swallow updates": Fault("bfloat16", """init = train.Policy.__init__

@@ -48,10 +48,14 @@ class Watch:
             best = max([row.get(name, least) for row in self.rows], default=least)
             now = metrics.get(name, least)
             if best - least > max(0.1, 10 * (now - least)):
-                yield "fall", (f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward "
+                yield name, (f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward "
                                "pay for answers without tools and turns?")
         if metrics.get("stop_reason/abort"):
             yield "abort", "the engine aborted answers, and they are trained"
+        replaces = self.args.max_gen_batches > 1 and not metrics["rollout/filtered_groups"]
+        if replaces and self.args.filter_metric == "total":
+            yield "filter", ("--filter_metric total: turn rewards nearly always differ, so dynamic "
+                             "sampling replaces no group")
         if self.compares and metrics["rollout/singleton_groups"]:
             yield "singleton", ("a group is left with one trajectory to compare: "
                                 "rollout/singleton_groups counts them")
@@ -95,9 +99,11 @@ class Watch:
             yield "parser", (f"{len(unparsed)} answers look like tool calls, and none was parsed "
                              f"in them: is --tool_parser {self.args.tool_parser} the model's?")
         mask = batch["response_mask"]
-        n_untrained = (batch["versions"][mask == 0] >= 0).sum().item()
-        if n_untrained and not self.args.mask_truncated:
-            yield "mask", f"{n_untrained} sampled tokens have mask 0: they are not trained"
+        is_sampled = batch["versions"] >= 0  # (B, T)
+        n_wrong = (is_sampled != mask.bool()).sum().item()
+        if n_wrong and not self.args.mask_truncated:
+            yield "mask", (f"response_mask is wrong at {n_wrong} tokens: sampled ones are not "
+                           "trained, or others are")
         units = batch["units"]
         tokens = torch.zeros(len(units.rewards)).index_add(0, units.index, mask.sum(-1))  # (N,)
         if (tokens > 0).sum() != losses.count_sequences(mask, batch["unit_tokens"]).round():

@@ -76,6 +76,10 @@ RUNS = {
         ["6 trajectories in, 6 out, {} failed", "# s; the deadlines allow # s", "tool calls #, errors #, timeouts #",
          r"create 6, release 6 \(of which failed #\)"],
     ),
+    "zoo": (
+        ["--only", "a reward that is constant", "--", *FEW_ROWS],
+        [r"\| a reward that is constant \| 1 \| step 1 taught nothing: ", "1 of 1 named"],
+    ),
     "tools": (
         ["--model", "MODEL", "--trajectories", "4", "--group_size", "2", "--slots", "2", "--tokens", "2",
          "--rounds", "1", "--slowest", "0.1", *ENGINE, *([] if TRL else ["--no_trl"])],

@@ -14,8 +14,8 @@ from train import Args
 
 FINE = {
     "reward/mean": 0.5, "rollout/tool_calls": 1.5, "num_turns/mean": 4.0, "rollout/singleton_groups": 0,
-    "rollout/skipped": 0, "rollout/logp_diff_mean": 1e-7, "actor/entropy": 0.5, "actor/grad_norm": 0.4,
-    "actor/lr": 1e-3,
+    "rollout/skipped": 0, "rollout/filtered_groups": 0, "rollout/logp_diff_mean": 1e-7, "actor/entropy": 0.5,
+    "actor/grad_norm": 0.4, "actor/lr": 1e-3,
 }  # fmt: skip
 OUTPUTS = [output(0, 0, "1101", 1.0), output(0, 1, "11", 0.0), output(0, 1, "1", 0.0, segment=1),
            output(1, 0, "1", 0.0), output(1, 1, "111", 1.0), output(1, 2, "1", 1.0)]  # fmt: skip
@@ -53,7 +53,7 @@ def test_a_run_that_is_well_is_not_warned_of():
 
 @pytest.mark.parametrize(("changed", "named"), [
     ({"tool_calls": 0.1}, "rollout/tool_calls has fallen to 0.1, from 1.5: does the reward pay for answers without "
-     "tools and turns? (docs/zoo.md, fall)"),
+     "tools and turns? (docs/zoo.md, rollout/tool_calls)"),
     ({"num_turns/mean": 2.1}, "num_turns/mean has fallen to 2.1, from 4"),
     ({"num_turns/mean": 2.3}, None),
     ({"entropy": 2e-4}, "the entropy is nearly 0"),
@@ -85,6 +85,10 @@ def test_what_other_flags_expect():
     assert warnings_of(gap[0], gap[1] | {"rollout/skipped": 3}) == []
     assert warnings_of(step_of(1, singleton_groups=2), adv_estimator="gae") == []
     assert warnings_of(step_of(1), step_of(2, logp_diff_mean=1.0), replay="x") == []
+    (line,) = warnings_of(step_of(1), max_gen_batches=2, filter_metric="total")
+    assert "--filter_metric total: turn rewards nearly always differ" in line
+    works = step_of(1) | {"rollout/filtered_groups": 1}
+    assert warnings_of(works, max_gen_batches=2, filter_metric="total") == []
     aborted = warnings_of(step_of(1) | {"stop_reason/abort": 0.1})
     assert aborted == ["step 1: the engine aborted answers, and they are trained (docs/zoo.md, abort)"]
 
@@ -108,7 +112,11 @@ def test_the_weight_of_a_unit():
     masked["unit_tokens"] = data.unit_tokens(masked["response_mask"], batch["units"].index)
     assert warnings_of(step_of(1), batch=masked, mask_truncated=True) == []
     (line,) = warnings_of(step_of(1), batch=masked)
-    assert "3 sampled tokens have mask 0: they are not trained" in line
+    assert "response_mask is wrong at 3 tokens: sampled ones are not trained, or others are" in line
+    shifted = batch | {"response_mask": batch["response_mask"].roll(1, 1)}
+    shifted["unit_tokens"] = data.unit_tokens(shifted["response_mask"], batch["units"].index)
+    (line,) = [line for line in warnings_of(step_of(1), batch=shifted) if "response_mask" in line]
+    assert "wrong at 12 tokens" in line
 
 
 def test_what_is_paid_for():
