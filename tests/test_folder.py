@@ -244,7 +244,8 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
     run.done, run.engine, run.log.close = run.args.num_steps, None, lambda: None
     run.background = types.SimpleNamespace(close=lambda: None)
     finished = threading.Event()
-    run.stop = types.SimpleNamespace(finished=finished, thread=threading.Thread(target=finished.wait))
+    thread = threading.Thread(target=finished.wait)
+    run.stop = types.SimpleNamespace(finished=finished, thread=thread, requested=lambda: False)
     run.stop.thread.start()
     monkeypatch.setattr(train, "save_checkpoint", lambda run: checkpoint)
     monkeypatch.setattr(train, "save_policy", lambda run, folder: final)
