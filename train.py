@@ -408,6 +408,10 @@ def check_flags_together(args: Args):
     mini_batch = args.prompts_per_mini_batch or prompts
     need(prompts % mini_batch == 0, f"--prompts_per_step {prompts} must be a multiple of "
          f"--prompts_per_mini_batch {mini_batch}")
+    estimate = losses.ESTIMATORS.get(args.adv_estimator)  # None: a task file registers it
+    need(args.group_size > 1 or not estimate or "groups" not in estimate.takes,
+         f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
+         "--group_size must be at least 2")
     need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 "
          "replaces groups whose members score alike: --group_size must be at least 2")
     need(args.clip_c == 0 or args.clip_c > 1,
@@ -438,9 +442,7 @@ def check_registered(args: Args):
     registered, or where its estimator has no units to compare."""
     check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
     check_value("policy_loss", args.policy_loss, losses.OBJECTIVES)
-    need(args.group_size > 1 or "groups" not in losses.ESTIMATORS[args.adv_estimator].takes,
-         f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
-         "--group_size must be at least 2")
+    check_flags_together(args)
 
 
 # ---------------------------------------------------------------- networks, sharded or whole

@@ -44,14 +44,14 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    row["prompt"] = _chat(prompt, f"{name}: {prompt_key!r}")
+    row["prompt"] = _chat(prompt, name, prompt_key)
     turns = row.get("demonstration")
     if turns not in (None, ""):
         turns = [turns] if isinstance(turns, str) else turns
         need(turns and all(turns), f"{name}: its 'demonstration', or a turn of it, is empty")
         turns = [{"role": "assistant", "content": turn} if isinstance(turn, str) else turn
                  for turn in turns]
-        row["demonstration"] = _chat(turns, f"{name}: 'demonstration'", "assistant")
+        row["demonstration"] = _chat(turns, name, "demonstration", "assistant")
     _check_images(row, name)
     return row
 
@@ -61,16 +61,17 @@ def tool_schemas(row: dict, task) -> list[dict]:
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
-def _chat(messages, name: str, role: str | None = None) -> list[dict]:
+def _chat(messages, name: str, column: str, role: str | None = None) -> list[dict]:
     """Returns a copy of a chat's messages, with the arguments of tool calls as dicts: many data
     sets have them as JSON. Raises BadInput if it is no chat, or not that of this role alone."""
     need(isinstance(messages, (list, tuple)) and all(map(_is_message, messages)),
-         f"{name} must be a text or a list of chat messages, got {messages!r:.80}")
+         f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}")
     messages = [_without_none(message) for message in messages]
     for message in messages:
         check_types(message, MESSAGE_TYPES, f"{name}, a message")
-        need(role in (None, message["role"]), f"{name} has a message that is not the {role}'s")
-        with refusing(f"{name}, a tool call"):
+        need(role in (None, message["role"]),
+             f"{name}: {column!r} has a message that is not the {role}'s")
+        with refusing(f"{name}: {column!r}, a tool call"):
             for call in message.get("tool_calls", ()):
                 function = call.get("function", call)
                 if isinstance(function.get("arguments"), str):

@@ -251,7 +251,7 @@ def build_model(path):
         assert rows[-1][f"eval/{name}/reward"] >= max(first[f"eval/{name}/reward"], 0.75), name
     assert rows[-1]["eval/reward"] > first["eval/reward"] + 0.15, [row["reward/mean"] for row in rows]
     for row in rows:
-        assert row["rollout/trajectories"] >= 2 * 8 * len(names) and row["rollout/logp_diff_max"] < 1e-3
-        assert row["rollout/segments"] == pytest.approx(row["rollout/trajectories"] / (2 * 8 * len(names)))
+        assert row["rollout/trajectories"] == 2 * 8 * len(names) and row["rollout/logp_diff_max"] < 1e-3
+        assert row["rollout/segments"] >= 1
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000003.jsonl").read_text().splitlines()]
     assert any(r["messages"][-2]["role"] == "tool" and r["reward"] == 1.0 for r in rollouts)
