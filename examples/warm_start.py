@@ -1,6 +1,6 @@
 r"""A warm start: demonstrations first, then reinforcement learning, in one command.
 
-    accelerate launch train.py --task examples/warm_start.py --imitation_steps 30
+    accelerate launch train.py --task examples/warm_start.py --imitation_steps 200 --num_steps 240 --lr 1e-3
 
 The questions, the tool and the reward are those of examples/calculator.py, but this model has
 never seen a tool call. It is a parrot: it repeats what it was told last. Every reward is 0, and
