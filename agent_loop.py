@@ -212,6 +212,8 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
 
     if trusted is None:
         trusted = messages
+        if not tools:  # nothing is left that could forge
+            return ids_of(messages, tools)
     return _without_forged(tokenizer, ids_of, add_generation_prompt, messages, tools, trusted)
 
 
@@ -355,8 +357,7 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
         before = render_text(tokenizer, chat[: len(messages)], tools)
         after = render_text(tokenizer, chat, tools, True)
         if not after.startswith(before):
-            raise RewritesHistory(
-                "the chat template is not append-only: new messages change earlier")
+            raise RewritesHistory("the chat template is not append-only: it changed a message")
         # Nothing merges across an end-of-turn token, and what follows it is not taken for the
         # start of a text. So the text from there on has the same ids as within the whole.
         starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]

@@ -415,8 +415,7 @@ def unit_tokens(mask: Tensor, index: Tensor) -> Tensor:
     """Returns how many mask-1 tokens the unit of each row has, (B,).
 
     mask (B, T); index (B,): the unit of each row."""
-    tokens = mask.sum(-1)
-    return torch.zeros_like(tokens).index_add(0, index, tokens)[index] if len(index) else tokens
+    return losses.group_sum(mask.sum(-1), index)
 
 
 def select(batch: dict, rows: list[int]) -> dict:

@@ -218,7 +218,7 @@ def _floating(values):
     return values.to(torch.result_type(values, 1.0))
 
 
-def _group_sum(values, groups):
+def group_sum(values: Tensor, groups: Tensor) -> Tensor:
     """Returns for each value the sum over its group, (N,) -> (N,).
 
     groups: labels, any integers in any order."""
@@ -232,8 +232,8 @@ def _center(rewards, groups):
     Both are float64. The float32 mean of eight times 0.1 is not quite 0.1, and that error,
     divided by a std of 0 + eps, would look like a signal."""
     rewards = rewards.double()
-    size = _group_sum(torch.ones_like(rewards), groups)
-    return rewards - _group_sum(rewards, groups) / size, size
+    size = group_sum(torch.ones_like(rewards), groups)
+    return rewards - group_sum(rewards, groups) / size, size
 
 
 @estimator("grpo")
@@ -248,7 +248,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     divided: Dr. GRPO (arXiv 2503.20783)."""
     centered, size = _center(rewards, groups)
     if normalize_std:
-        std = (_group_sum(centered.square(), groups) / (size - 1).clamp(min=1)).sqrt()
+        std = (group_sum(centered.square(), groups) / (size - 1).clamp(min=1)).sqrt()
         # Where std is 0 we divide by 1, so that 0 stays 0 with eps = 0 as well.
         centered /= torch.where(std > 0, std + eps, 1)
     return centered.type_as(_floating(rewards))
@@ -318,7 +318,7 @@ def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     # Centered first, so that equal rewards give 0 and not a rounding error.
     centered, _ = _center(rewards, groups)
     lengths = lengths.double()
-    baseline = _group_sum(lengths * centered, groups) / _group_sum(lengths, groups).clamp(min=1)
+    baseline = group_sum(lengths * centered, groups) / group_sum(lengths, groups).clamp(min=1)
     return (centered - baseline).type_as(_floating(rewards))
 
 

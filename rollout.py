@@ -708,7 +708,7 @@ class Pool:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether a prompt of the next batch is to be sampled."""
+        """True if a prompt of the next batch is to be sampled."""
         return not all(map(self.demonstration, range(self.first, self.first + self.batch)))
 
     # -- background thread
@@ -733,7 +733,8 @@ class Pool:
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
                         self.limit_changed.clear()
-                    members = 1 if self.demonstration(prompt) else self.members
+                    turns = self.demonstration(prompt)
+                    members = 1 if turns else self.members
                     group = Group(unfinished=members)
                     self.groups[prompt] = group
                     group_name = f"{self.kind}-{self.step:08d}-{prompt:06d}"
@@ -742,17 +743,19 @@ class Pool:
                             await self.room.acquire()
                         name = f"{group_name}-{sample:04d}"
                         self.run.engine.enter(name)
-                        self.tasks.create_task(self._trajectory(group, name, prompt, sample))
+                        self.tasks.create_task(
+                            self._trajectory(group, turns, name, prompt, sample))
         finally:
             self.ended.set()
 
-    async def _trajectory(self, group, name, prompt, sample):
+    async def _trajectory(self, group, turns, name, prompt, sample):
         """Runs one trajectory to its end, and ends its group if it is the last of it.
 
-        name: that of the trajectory, unique in the run. Its outputs, or its error, are then in
-        the group, and its grader is started. Raises only if the pool is ended meanwhile."""
+        turns: see `demonstration`. name: that of the trajectory, unique in the run. Its
+        outputs, or its error, are then in the group, and its grader is started. Raises only
+        if the pool is ended meanwhile."""
         try:
-            outputs = await self._outputs(name, prompt, sample)
+            outputs = await self._outputs(list(turns), name, prompt, sample)
             if outputs:
                 grader = self._grade(prompt, sample, [_copy(output) for output in outputs])
                 group.graders[prompt, sample] = self.tasks.create_task(grader)
@@ -770,7 +773,7 @@ class Pool:
             self.room.release()
         group.unfinished -= 1
         if not group.unfinished:
-            alike = not self.demonstration(prompt) and await self._alike(group)
+            alike = not turns and await self._alike(group)
             state = ALIKE if alike else DONE
             # "ended" is counted last: a rank that sees it grow finds the rest in the store.
             if state == ALIKE:
@@ -779,7 +782,7 @@ class Pool:
             self.store.add("ended", 1)
             self.run.engine.poke()
 
-    async def _outputs(self, name, prompt, sample):
+    async def _outputs(self, turns, name, prompt, sample):
         """Runs the agent loop of one trajectory, and completes its outputs."""
         run = self.run
         args = run.args
@@ -791,7 +794,6 @@ class Pool:
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []
         marks = {"index": row.get("index"), "prompt": prompt, "sample": sample}
-        turns = list(self.demonstration(prompt))
         if turns:
             session.engine = Demonstration(turns, loop, set(run.engine.stop_token_ids))
             marks["demonstration"] = True
@@ -820,7 +822,8 @@ class Pool:
             check_output(output, run.engine.vocab_size, run.engine.version,
                          args.max_model_len or math.inf)
             check_images(output, run.processor)
-            outputs[segment] = output = _copy(output)  # the loop may keep, and change, its own
+            output = _copy(output)  # the loop may keep, and change, its own
+            outputs[segment] = output
             output.extra = {**output.extra, **marks, "segment": segment}
             if args.hints:
                 tell(output, row, loop)
@@ -842,7 +845,8 @@ class Pool:
         try:
             scoring = score(self.run.task, outputs, row, args.filter_metric)
             await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)
-            if args.adv_estimator == "gigpo":  # raises where states and turns differ in number
+            # It raises where states and turns differ in number.
+            if "states" in losses.ESTIMATORS[args.adv_estimator].takes:
                 data.turn_states(outputs, data.turns_of_units(data.collate(outputs), outputs))
             graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
             pickle.dumps(graded)  # as for other ranks
@@ -1051,15 +1055,18 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
     args = run.args
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)
+    lock = threading.Lock()  # both threads ask for rows: see `Pool.needs_engine`
 
     def row_of(prompt):
+        """Returns the row of a prompt, which the sampler chooses if there is one."""
         if sampler is None:
             return rows[data.prompt_order(len(rows), prompt, 1, args.seed)[0]]
-        while len(run.history) <= prompt:
-            with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
-                row = sampler([[*entry] for entry in run.history])
-                check_numbers([row], {int}, 0, len(rows) - 1, "what it returned")
-            run.history.append([row, run.done])
+        with lock:
+            while len(run.history) <= prompt:
+                with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
+                    row = sampler([[*entry] for entry in run.history])
+                    check_numbers([row], {int}, 0, len(rows) - 1, "what it returned")
+                run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
     batch = args.prompts_per_step

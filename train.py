@@ -442,7 +442,7 @@ def check_registered(args: Args):
     registered, or where its estimator has no units to compare."""
     check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
     check_value("policy_loss", args.policy_loss, losses.OBJECTIVES)
-    check_flags_together(args)
+    check_flags_together(args)  # again: only now is the task's own estimator known
 
 
 # ---------------------------------------------------------------- networks, sharded or whole
@@ -1054,7 +1054,8 @@ def generate(run: Run, step: int) -> Phase:
     args = run.args
     if args.replay:
         phase = Phase(*read_rollouts(replay_file(args, step), run.policy.net.vocab_size))
-        need(args.adv_estimator != "remax" or phase.greedy or step > 0,
+        takes = losses.ESTIMATORS[args.adv_estimator].takes
+        need("baselines" not in takes or phase.greedy or step > 0,
              f"--replay {args.replay}: there are no greedy baselines")
         return phase
     if not run.pool.needs_engine:
@@ -1181,9 +1182,11 @@ def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
 
     mask = end_to_end(batch["response_mask"])
     token_rewards = end_to_end(batch["token_rewards"])
-    given = vars(units) | dict(lengths=mask.sum(-1), mask=mask, token_rewards=token_rewards,
-                               baselines=greedy_baselines(phase, units, args), args=args)
+    given = vars(units) | dict(
+        lengths=mask.sum(-1), mask=mask, token_rewards=token_rewards, args=args)
     estimate = losses.ESTIMATORS[args.adv_estimator]
+    if "baselines" in estimate.takes:
+        given["baselines"] = greedy_baselines(phase, units, args)
     if "values" in estimate.takes:
         given["values"] = end_to_end(batch["values"])
     if "states" in estimate.takes:
@@ -1244,7 +1247,9 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
             stats["critic/vf_loss"] = critic.pop("loss")
             stats |= {f"critic/{name}": x for name, x in critic.items()}
         updates.append(stats)
-    names = dict.fromkeys(name for stats in updates for name in stats)
+    names = {}
+    for stats in updates:
+        names |= stats
     metrics = {name: fmean(stats[name] for stats in updates if name in stats) for name in names}
     state = next(iter(run.policy.optimizer.state.values()), {"step": 0})
     metrics["actor/adam_steps"] = float(state["step"])

@@ -155,11 +155,16 @@ def reward(output, row: dict) -> float:
 # which train.py has seeded.
 
 
+def expression_of(row: dict) -> str:
+    """Returns what a row asks for, such as 37*48."""
+    return re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
+
+
 def demonstration(row: dict) -> list[dict]:
     """Returns a conversation of an imperfect teacher, who guesses on about half of the questions.
 
     On the others the teacher calls the tool."""
-    expression = re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
+    expression = expression_of(row)
     answer = row["reward_model"]["ground_truth"]
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, *row["prompt"]]
     # The teacher is overconfident: when the first number is below 50 it mostly guesses, else

@@ -13,11 +13,10 @@ has read hints as well: in every second conversation of its warm-up the question
 teacher then always calls the calculator."""
 
 import random
-import re
 from pathlib import Path
 
 from examples import calculator
-from examples.calculator import SYSTEM_PROMPT, TOOLS, reward
+from examples.calculator import SYSTEM_PROMPT, TOOLS, expression_of, reward
 from examples.tiny_models import build_warm_model
 from flatrl.hints import told_prompt
 
@@ -28,7 +27,7 @@ def load(split: str) -> list[dict]:
     """Returns the calculator's rows, each with a hint: the call of the worked solution."""
     rows = calculator.load(split)
     for row in rows:
-        expression = re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
+        expression = expression_of(row)
         row["hint"] = f"Call {expression}."
     return rows
 

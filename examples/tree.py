@@ -20,12 +20,11 @@ be learned. An evaluation has no branches. docs/units.md has the comparison."""
 import asyncio
 import copy
 import random
-import re
 from pathlib import Path
 from statistics import fmean
 
 from agent_loop import ToolAgentLoop, function_call, register
-from examples.calculator import SYSTEM_PROMPT, TOOLS, calculator, load, reward
+from examples.calculator import SYSTEM_PROMPT, TOOLS, calculator, expression_of, load, reward
 from examples.tiny_models import build_warm_model
 
 BRANCHES = 4  # leaves of a tree
@@ -82,7 +81,7 @@ def demonstration(row: dict) -> list[dict]:
     """Returns a conversation of a poor teacher, who answers with the question's first number.
 
     He calls the tool in a third of the conversations, and heeds it in half of these."""
-    expression = re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
+    expression = expression_of(row)
     chat = [{"role": "system", "content": SYSTEM_PROMPT}, *row["prompt"]]
     answer = expression[:2]
     if random.random() < 0.35:

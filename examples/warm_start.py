@@ -14,12 +14,11 @@ the first steps the agent loop gets these turns in place of sampled ones, runs t
 and the policy learns to say them. From then on it samples, and learns from the reward."""
 
 import random
-import re
 from pathlib import Path
 
 from agent_loop import function_call
 from examples import calculator
-from examples.calculator import SYSTEM_PROMPT, TOOLS, reward  # noqa: F401
+from examples.calculator import SYSTEM_PROMPT, TOOLS, expression_of, reward  # noqa: F401
 from examples.tiny_models import build_warm_model
 
 
@@ -30,11 +29,6 @@ def load(split: str) -> list[dict]:
         for row in rows:
             row["demonstration"] = demonstration(row)
     return rows
-
-
-def expression_of(row: dict) -> str:
-    """Returns what a row asks for, such as 37*48."""
-    return re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
 
 
 def demonstration(row: dict) -> list:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from agent_loop import (
-    AgentLoopOutput, render_text, row_kwargs, task_tools, templated, total_reward)
+    AgentLoopOutput, render_text, row_kwargs, templated, total_reward)
 from flatrl.files import read_json_lines
 from flatrl.report import LiveReport
+from flatrl.rows import tool_schemas
 from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
@@ -152,8 +153,7 @@ def describe_algo(args) -> str:
 
 def ignores_tools(task, tokenizer, row: dict) -> bool:
     """Returns whether the chat template shows the model none of the tools that a row has."""
-    tools = task_tools(task, row_kwargs(row, "tools_kwargs"))
-    schemas = [tool.schema for tool in tools.values()]
+    schemas = tool_schemas(row, task)
     chat = row["prompt"] or [{"role": "user", "content": "hello"}]
     with_tools = render_text(tokenizer, chat, schemas, True)
     return bool(schemas) and with_tools == render_text(tokenizer, chat, None, True)

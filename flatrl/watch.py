@@ -28,7 +28,7 @@ class Watch:
 
     @property
     def compares(self) -> bool:
-        """Whether the estimator compares the units of a group."""
+        """True if the estimator compares the units of a group."""
         return "groups" in losses.ESTIMATORS[self.args.adv_estimator].takes
 
     def step(self, metrics: dict, outputs: list, batch: dict) -> Iterator[str]:

@@ -184,6 +184,9 @@ def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(engine, background, tiny_
     expected = [hf_logprobs(policy.model, prompt, out.token_ids) for prompt, out in zip(PROMPTS, outputs, strict=True)]
     difference = (torch.tensor([x for out in outputs for x in out.logprobs]) - torch.cat(expected)).abs()
     assert not difference.mean() <= FAR  # also if it is NaN
+    if how == "nan":  # vLLM multiplies a block's free places by 0: a NaN left there would spoil later tests
+        for layer in engine.core.vllm_config.compilation_config.static_forward_context.values():
+            layer.kv_cache.zero_()
 
 
 def test_what_is_wrong_with_a_tensor_is_said_with_its_name(engine, tiny_model):
