@@ -35,6 +35,7 @@ import inspect
 import io
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -233,7 +234,6 @@ def templated(tokenizer, variables: str):
 # This character stands before one that is tokenised alone. Unicode says that no text has it.
 TOKEN_BREAK = "\ufdd0"
 NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."  # which characters: regular expressions
-
 
 # Token ids that control something in chats of neutral words, which recur.
 _NEUTRAL_CONTROLS = {}
@@ -676,17 +676,19 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
 async def in_thread(function: Callable, *args, **kwargs) -> Any:
     """Runs a plain function without blocking the event loop, on a daemon thread of its own.
 
-    Python waits for the threads of asyncio.to_thread when it exits: for ever, if a tool never
-    returns."""
+    At its exit Python waits for those of asyncio.to_thread: for ever, if a tool hangs."""
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a deadline ends the waiting, not the work
     context = contextvars.copy_context()
+    process = os.getpid()
 
     def work():
         try:
             future.set_result(context.run(function, *args, **kwargs))
         except BaseException as error:
             future.set_exception(_failure(error))
+        if os.getpid() != process:  # the function has forked: its copy ends here
+            os._exit(1)
 
     threading.Thread(target=work, daemon=True, name=repr(function)).start()
     return await asyncio.wrap_future(future)
@@ -1121,9 +1123,7 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
         return text, malformed
     if not parsed.tools_called:
         start = getattr(parser, "tool_call_start_token", None)
-        if start and start in text:
-            return text, malformed
-        return text, []
+        return text, malformed if start and start in text else []
     calls = []
     for call in parsed.tool_calls:
         arguments = {}
@@ -1278,7 +1278,7 @@ class ToolAgentLoop(AgentLoopBase):
                 trajectory.record("tool", call["name"], response.reward, response.metrics)
                 n_images = len(trajectory.images + images)
                 n_new = len(response.images)
-                if n_new and n_images + n_new > self.args.max_images:
+                if n_images + n_new > self.args.max_images:
                     raise ValueError(f"no room for {n_new} more images: {n_images} of "
                                      f"{self.args.max_images} are there")
             except Exception as error:  # the model reads it, and the run goes on

@@ -25,7 +25,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
-from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -37,15 +36,15 @@ from torch.utils.data import DataLoader
 
 import losses
 from agent_loop import (
-    AgentLoopOutput, agent_loop_class, expand, open_image, outcome, render,
-    render_text, row_kwargs, task_interaction, task_tools, templated,
+    AgentLoopOutput, agent_loop_class, expand, open_image, outcome, render, row_kwargs,
+    task_interaction, task_tools, templated,
 )
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import check_types, need, refusing
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
-from flatrl.rows import check_row, tool_schemas
+from flatrl.rows import check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, read_files
 from flatrl.terminal import Bar
 from flatrl.vision import same_images
@@ -142,7 +141,7 @@ def filter_overlong(
     if n_rows > tables.MAX_ROWS_IN_MEMORY:
         n_processes = len(os.sched_getaffinity(0))
     lengths = on_main(_measure, length, numbers, n_processes)  # (rows looked at,)
-    on_main(_check_tokenizer, tokenizer, templates, rows[numbers[0]], task)
+    on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task)
     too_long = lengths > limit
     need(not too_long.all(), f"no prompt left: all {len(lengths)} are longer than "
          f"--max_prompt_tokens {limit}; raise it (the longest has {max(lengths)} tokens)")
@@ -188,20 +187,6 @@ def _measure(length: Callable[[int], int], numbers: Sequence[int], n_processes: 
     # The loader's handler of this signal would wake `Stop` at each child's end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return result
-
-
-def _check_tokenizer(tokenizer, templates, row: dict, task):
-    """Raises BadInput if a prompt's tokens, decoded, are another text than was tokenised.
-
-    Spaces and the form of accents may differ: some tokenizers normalise them."""
-    if not row["prompt"]:
-        return
-    schemas = tool_schemas(row, task)
-    text = render_text(templates, row["prompt"], schemas, add_generation_prompt=True)
-    decoded = tokenizer.decode(render(templates, row["prompt"], schemas))
-    text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
-    need(text == decoded, f"the tokenizer does not give a prompt back: {text!r:.80} is "
-         f"{decoded!r:.80} when decoded")
 
 
 def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Checks of what the user gives, and the one line that says what to change."""
 
 import contextlib
+import os
 import pickle
 import traceback
 
@@ -24,6 +25,7 @@ def refusing(problem: str, file: str = ""):
 
     These are the problem, the line of the file where it happened, if it is one of this file,
     and the error (a ValueError, which is about the input, without its class)."""
+    process = os.getpid()
     try:
         yield
     except (BadInput, KeyboardInterrupt):  # a task's own BadInput says what it needs
@@ -36,6 +38,9 @@ def refusing(problem: str, file: str = ""):
         if frames:
             problem += f", line {frames[-1].lineno}"
         raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error
+    finally:
+        if os.getpid() != process:  # user code has forked: its copy is no second run
+            os._exit(1)
 
 
 def check_types(values: dict, types: dict, name: str):

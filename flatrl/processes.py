@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -170,10 +171,12 @@ def run_as_script(main: Callable, parse: Callable):
     sys.exit(0) or os._exit(0) in it; C code that ends the process can't be kept from doing so.
     Python waits at its end for threads and processes that user code left: here for
     LEFT_BEHIND_S seconds."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+    for name in ("stdout", "stderr"):
+        # A tool may close the stream, or its file's number, which another file then gets.
+        stream = open(os.dup(getattr(sys, name).fileno()), "w", 1, errors="backslashreplace")
         stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
-        stream.close = stream.flush  # a tool that closes it would silence the run
+        stream.close = stream.flush
+        setattr(sys, name, stream)
     pid = os.getpid()
     leave = os._exit
     status = 0
@@ -224,8 +227,12 @@ class Background:
         self.ticked = time.monotonic()  # at the last tick, and the loop's time then
         self.loop_time_then = self.ticked
         self.loop.time = self.loop_time
-        for work in (self.run, self.watch):
-            threading.Thread(target=work, daemon=True).start()
+        self.memory_limit = resource.getrlimit(resource.RLIMIT_AS)
+        self.thread, watcher = (threading.Thread(target=work, daemon=True)
+                                for work in (self.run, self.watch))
+        self.thread.start()
+        watcher.start()
+        os.register_at_fork(after_in_child=self.forked)
         atexit.register(self.close)  # a run that failed says nothing more
 
     def submit(self, coroutine: Coroutine) -> Future:
@@ -251,7 +258,6 @@ class Background:
         """Runs the loop. A task in which user code raises SystemExit ends run_forever.
 
         Without the loop the run would wait for ever: what ends it, ends the process."""
-        self.thread = threading.get_ident()
         self.loop.call_soon(self.tick)
         while not self.closed:
             try:
@@ -261,6 +267,29 @@ class Background:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
+
+    def forked(self):
+        """Lets a copy of this process, which user code has forked, end where it would go on as
+        a second trainer: where the copy of the loop's thread comes back from that code."""
+        if threading.current_thread() is self.thread:
+            task = asyncio.current_task(self.loop)
+            self.loop._ready.clear()  # what others are about to do is the first process's
+            self.loop.call_soon(self.leave, f"{task and task.get_name()} has forked this process: "
+                                "its copy ends here")
+
+    def leave(self, why: str):
+        """Ends this process, with 1, and says why."""
+        print(f"\n{why}", file=sys.stderr)
+        os._exit(1)
+
+    def restore_memory(self):
+        """Takes back the limit that a tool has set to the memory of the whole run."""
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, self.memory_limit)
+            print("\na tool has limited this process's memory (RLIMIT_AS), which is that of the "
+                  "whole run: taken back. Limit a process of its own", file=sys.stderr)
+        except (ValueError, MemoryError):
+            self.leave("a tool has limited this process's memory (RLIMIT_AS) for good")
 
     def watch(self):
         """Says what blocks the loop, once each time.
@@ -276,7 +305,9 @@ class Background:
                 reported_tick = self.ticked
                 print(f"\n{task} blocks all others: it must await, or be a plain function. "
                       "It is here:", file=sys.stderr)
-                traceback.print_stack(sys._current_frames()[self.thread])
+                traceback.print_stack(sys._current_frames()[self.thread.ident])
+            if resource.getrlimit(resource.RLIMIT_AS) != self.memory_limit:
+                self.restore_memory()
         faulthandler.cancel_dump_traceback_later()
 
 

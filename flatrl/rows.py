@@ -3,8 +3,9 @@
 import json
 import re
 from pathlib import Path
+from unicodedata import normalize
 
-from agent_loop import BadInput, load_image, row_kwargs, task_tools
+from agent_loop import BadInput, load_image, render, render_text, row_kwargs, task_tools
 from flatrl.bad_input import check_types, need, refusing
 
 # Types of a row's (or its extra_info's) columns and of a message's entries; None is fine.
@@ -59,6 +60,26 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
 def tool_schemas(row: dict, task) -> list[dict]:
     """Returns the schemas of the tools that the row has of the task's."""
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
+
+
+def check_tokenizer(tokenizer, templates, row: dict, task):
+    """Raises BadInput if a row's prompt does not reach the model as it is.
+
+    Its tokens, decoded, must be the text that was tokenised, but for spaces and the form of
+    accents: some tokenizers normalise them. The template must show what the last message says.
+    templates: the tokenizer with the variables of --chat_template_args."""
+    prompt = row["prompt"]
+    if not prompt:
+        return
+    schemas = tool_schemas(row, task)
+    text = render_text(templates, prompt, schemas, add_generation_prompt=True)
+    decoded = tokenizer.decode(render(templates, prompt, schemas))
+    other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
+    need(text != render_text(templates, other, schemas, add_generation_prompt=True),
+         f"the chat template does not show the model what a message says: {text!r:.80}")
+    text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
+    need(text == decoded, f"the tokenizer does not give a prompt back: {text!r:.80} is "
+         f"{decoded!r:.80} when decoded")
 
 
 def _chat(messages, name: str, column: str, role: str | None = None) -> list[dict]:

@@ -138,7 +138,7 @@ PARTS += [("generation_config.json", x) for x in (
     "", "{", "null", "[]", "5", '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": -1}',
     '{"eos_token_id": 99999999}', '{"eos_token_id": {}}')]
 PARTS += [("chat_template.jinja", x) for x in (
-    "{{ 1/0 }}", "{% if %}", "{{ raise_exception('no') }}", "{{ messages[5].content }}", "{{ a.b.c }}", "")]
+    "hello", "{{ 1/0 }}", "{% if %}", "{{ raise_exception('no') }}", "{{ messages[5].content }}", "{{ a.b.c }}", "")]
 
 
 @pytest.mark.parametrize("name, content", PARTS)

@@ -15,8 +15,9 @@ from flatrl.processes import Background
 # Each case in a process of its own, forked from one that has imported everything.
 CASES = """
 import concurrent.futures, ctypes, json, os, sys, threading, time
-from agent_loop import BadInput
-from flatrl import processes
+import asyncio, resource
+from agent_loop import BadInput, call, in_time
+from flatrl import bad_input, processes
 
 processes.LEFT_BEHIND_S = 1
 
@@ -39,10 +40,48 @@ def pool():
 def closed():
     sys.stdout.close()
     sys.stderr.close()
+    os.close(1)
+    os.close(2)
     print("still here")
+
+def in_a_tool(tool):
+    pid = os.getpid()
+    background = processes.Background()
+    assert background.submit(in_time("tool", 30, call(tool))).result(timeout=30) == pid == os.getpid()
+    return background
+
+def forks():
+    os.fork()
+    return os.getpid()
+
+async def async_forks():
+    os.fork()
+    await asyncio.sleep(0.01)
+    return os.getpid()
+
+def sampler_forks():
+    with bad_input.refusing("the sampler failed"):
+        os.fork()
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+
+def limits():
+    def tool():
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        return os.getpid()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    background = in_a_tool(tool)
+    while resource.getrlimit(resource.RLIMIT_AS) != before:
+        time.sleep(0.01)
+    background.close()
+
+def forks_in_a_tool(tool):
+    in_a_tool(tool)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
 
 cases = {
     "end": lambda: 5, "child": forked_child, "pool": pool, "closed": closed,
+    "forks": lambda: forks_in_a_tool(forks), "async forks": lambda: forks_in_a_tool(async_forks),
+    "sampler forks": sampler_forks, "limits": limits,
     "thread": lambda: threading.Thread(target=time.sleep, args=[1000]).start(),
     "_exit(0)": lambda: os._exit(0), "_exit(7)": lambda: os._exit(7), "exit()": sys.exit,
     "exit(0)": lambda: sys.exit(0),
@@ -67,13 +106,16 @@ def test_exit_codes():
     done = subprocess.run([sys.executable, "-c", CASES], cwd=REPO, env=clean_env(), capture_output=True, text=True,
                           timeout=HANGS)  # fmt: skip
     assert json.loads(done.stdout.replace("still here", "").strip()) == {
-        "end": 0, "child": 0, "pool": 0, "closed": 0, "thread": 0, "--help": 0, "_exit(0)": 1, "_exit(7)": 7,
+        "end": 0, "child": 0, "pool": 0, "closed": 0, "forks": 0, "async forks": 0, "sampler forks": 0, "limits": 0,
+        "thread": 0, "--help": 0, "_exit(0)": 1, "_exit(7)": 7,
         "exit()": 1, "exit(0)": 1, "exit(3)": 1, "in a thread": 1, "stopped": 130, "input": 2, "error": 1,
     }, done.stderr  # fmt: skip
     assert done.stdout.startswith("still here")
     assert done.stderr.count("os._exit(0) ends the run before its end: it returns 1") == 2
     assert "RuntimeError: sys.exit(0) in the middle of the run" in done.stderr
     assert "train.py: error: no" in done.stderr
+    assert done.stderr.count("tool has forked this process: its copy ends here") == 1
+    assert done.stderr.count("RLIMIT_AS") == 1
 
 
 TASK = f"""
