@@ -36,6 +36,7 @@ import io
 import json
 import math
 import os
+import queue
 import re
 import threading
 import time
@@ -394,8 +395,7 @@ def open_image(source):
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
         if image.width * image.height > MAX_PIXELS:
-            raise ValueError(
-                f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
+            raise ValueError(f"{image.width} x {image.height} pixels: more than {MAX_PIXELS:,}")
         return image
     except Exception as error:  # PIL, the file system and a wrong type each have their own
         raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
@@ -433,7 +433,7 @@ def _row_image(source):
     return _load_file(_file_of(source))
 
 
-def _image_tokens(images, processor):
+def image_tokens(images, processor):
     """Returns how many tokens each image takes. Raises ValueError for an impossible shape."""
     sizes = [(image.height, image.width) for image in images]
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
@@ -451,29 +451,12 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     placeholder = processor.image_token_id
     n_found = ids.count(placeholder)
     if n_found != len(images):
-        raise ValueError(
-            f"there are {len(images)} images, but {n_found} placeholders in the text")
-    counts = iter(_image_tokens(images, processor))
+        raise ValueError(f"there are {len(images)} images, but {n_found} placeholders")
+    counts = iter(image_tokens(images, processor))
     expanded = []
     for token in ids:
         expanded += [token] * (next(counts) if token == placeholder else 1)
     return expanded
-
-
-def check_images(output: AgentLoopOutput, processor):
-    """Checks that the ids have a placeholder for each token of the output's images.
-
-    Raises ValueError if there are more or less, or if a text model has images."""
-    if processor is None:  # a text model
-        expand([], output.images, None)
-        return
-    n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
-    n_expected = sum(_image_tokens(output.images, processor))
-    if n_found != n_expected:
-        raise ValueError(
-            f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {n_expected} tokens: "
-            "return both as the trainer needs them")
 
 
 # ---------------------------------------------------------------- tools and interactions
@@ -673,25 +656,42 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
     return await _contained(task)
 
 
-async def in_thread(function: Callable, *args, **kwargs) -> Any:
-    """Runs a plain function without blocking the event loop, on a daemon thread of its own.
+MAX_IDLE_THREADS = 256
+_IDLE_THREADS = []  # the queues from which threads without work take it
+os.register_at_fork(after_in_child=_IDLE_THREADS.clear)  # the child has no such threads
 
-    At its exit Python waits for those of asyncio.to_thread: for ever, if a tool hangs."""
+
+async def in_thread(function: Callable, *args, **kwargs) -> Any:
+    """Runs a plain function on a daemon thread, which serves again when it has returned.
+
+    Python would wait for the threads of asyncio.to_thread when it exits: for ever, if a tool
+    never returns."""
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a deadline ends the waiting, not the work
     context = contextvars.copy_context()
-    process = os.getpid()
-
-    def work():
-        try:
-            future.set_result(context.run(function, *args, **kwargs))
-        except BaseException as error:
-            future.set_exception(_failure(error))
-        if os.getpid() != process:  # the function has forked: its copy ends here
-            os._exit(1)
-
-    threading.Thread(target=work, daemon=True, name=repr(function)).start()
+    try:
+        work = _IDLE_THREADS.pop()
+    except IndexError:
+        work = queue.SimpleQueue()
+        threading.Thread(target=_work_on, args=[work], daemon=True).start()
+    work.put((future, functools.partial(context.run, function, *args, **kwargs)))
     return await asyncio.wrap_future(future)
+
+
+def _work_on(work):
+    """Calls the functions that a queue brings, and ends if too many threads have no work."""
+    is_kept = True
+    while is_kept:
+        future, function = work.get()
+        try:
+            settle = functools.partial(future.set_result, function())
+        except BaseException as error:
+            settle = functools.partial(future.set_exception, _failure(error))
+        is_kept = len(_IDLE_THREADS) < MAX_IDLE_THREADS
+        if is_kept:
+            _IDLE_THREADS.append(work)
+        settle()
+        del future, function, settle  # their memory is free while the thread waits
 
 
 async def call(function: Callable, *args, **kwargs) -> Any:
@@ -1346,7 +1346,7 @@ class ToolAgentLoop(AgentLoopBase):
         images = [load_image(image) for image in response.images]
         if images:
             # Raises for a shape that the model does not take.
-            _image_tokens(images, self.processor)
+            image_tokens(images, self.processor)
         if reward is None:
             reward = response.reward
         metrics = {**response.metrics, **(metrics or {})}

@@ -50,13 +50,14 @@ import data
 import losses
 from agent_loop import (
     RESPONSE_LISTS, AgentLoopOutput, BadInput, Demonstration, TokenOutput, agent_loop_class,
-    call, check_images, finite, in_time, numbers, total_reward,
+    call, finite, in_time, numbers, total_reward,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing
 from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
 from flatrl.terminal import Bar, shown
+from flatrl.vision import check_images
 from flatrl.vllm_engine import (
     load_into, never_sample, prepare_vllm, sampling_params, vllm_arguments)
 

@@ -111,8 +111,10 @@ def start_processes(args):
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
     need(ranks_of_host() % args.tp == 0,
          f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if dist.get_world_size() == 1:
+        return accelerator, dist.HashStore()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     port = all_gather(store.port)[0]
     if dist.get_rank() > 0:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port)
     return accelerator, store

@@ -8,7 +8,25 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from agent_loop import AgentLoopOutput, expand, image_tokens
+
 SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
+
+
+def check_images(output: AgentLoopOutput, processor):
+    """Checks that the ids have a placeholder for each token of the output's images.
+
+    Raises ValueError if there are more or less, or if a text model has images."""
+    if processor is None:  # a text model
+        expand([], output.images, None)
+        return
+    n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
+    n_expected = sum(image_tokens(output.images, processor))
+    if n_found != n_expected:
+        raise ValueError(
+            f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
+            f"AgentLoopOutput.images take {n_expected} tokens: "
+            "return both as the trainer needs them")
 
 
 def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> dict:

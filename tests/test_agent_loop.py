@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from conftest import HANGS, clean_env, for_ever, time_passes, too_late
+from conftest import HANGS, REPO, clean_env, for_ever, time_passes, too_late
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -1471,14 +1471,52 @@ def test_in_thread_can_be_cancelled_and_its_late_result_harms_nobody(monkeypatch
             await asyncio.wait_for(in_thread(work, asyncio.get_running_loop()), HANGS)
         if not loop_is_gone:
             release.set()
-            await in_thread(threads[0].join, HANGS)
-            await asyncio.sleep(0)
+            await until_idle()
+            assert await in_thread(threading.current_thread) is threads[0]  # it serves the next call
 
-    asyncio.run(scenario())
+    async def until_idle():
+        while not agent_loop._IDLE_THREADS:
+            await asyncio.sleep(0.001)
+
+    agent_loop._IDLE_THREADS.clear()
+    asyncio.run(asyncio.wait_for(scenario(), 2 * HANGS))
     release.set()
-    threads[0].join(HANGS)
-    assert not threads[0].is_alive()
+    asyncio.run(asyncio.wait_for(until_idle(), HANGS))
     assert complaints == []
+
+
+def test_a_thread_serves_again_when_its_function_has_returned_and_few_stay(monkeypatch):
+    monkeypatch.setattr(agent_loop, "MAX_IDLE_THREADS", 2)
+    agent_loop._IDLE_THREADS.clear()
+    released, barrier = threading.Event(), threading.Barrier(4)
+
+    def meet():
+        barrier.wait(HANGS)
+        return threading.get_ident()
+
+    async def scenario():
+        hung = asyncio.ensure_future(in_thread(released.wait))  # has a thread of its own, and nobody waits for it
+        one = [await in_thread(threading.get_ident) for _ in range(5)]
+        four = await asyncio.gather(*(in_thread(meet) for _ in range(4)))
+        assert not hung.done()
+        released.set()
+        return one, four, await hung
+
+    one, four, _ = asyncio.run(scenario())
+    assert len(set(one)) == 1 and len(set(four)) == 4 and one[0] in four
+    assert len(agent_loop._IDLE_THREADS) == 2
+
+
+def test_a_forked_child_starts_threads_of_its_own():
+    program = """if True:
+        import asyncio, os
+        from agent_loop import in_thread
+        asyncio.run(in_thread(int))
+        if os.fork() == 0:
+            os._exit(asyncio.run(asyncio.wait_for(in_thread(lambda: 7), 20)))
+        print(os.waitstatus_to_exitcode(os.wait()[1]))"""
+    printed = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
+    assert printed.stdout == "7\n", printed.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from agent_loop import (
 from examples.vision import TEMPLATE
 from flatrl import models
 from flatrl.chat import ChatAgentLoop
-from flatrl.vision import Vision
+from flatrl.vision import Vision, check_images
 
 PLACE, START, STOP = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 SEEN = START + PLACE + STOP
@@ -747,7 +747,7 @@ def test_files_that_are_too_large_or_run_a_program_are_refused(monkeypatch):
     picture(1, 30, 20).save(file, "PNG")
     assert load_image(file.getvalue()).size == (30, 20)
     monkeypatch.setattr(agent_loop, "MAX_PIXELS", 599)
-    with pytest.raises(ValueError, match="30 x 20 pixels are more than 599"):
+    with pytest.raises(ValueError, match="30 x 20 pixels: more than 599"):
         load_image(file.getvalue())
 
 
@@ -755,12 +755,12 @@ def test_an_output_without_its_images_is_a_failure(processor):
     image = picture(1, 56, 56)
     placeholders = [processor.image_token_id] * 4
     fields = dict(response_ids=[5], response_mask=[1], response_logprobs=[0.0], response_versions=[0])
-    agent_loop.check_images(
+    check_images(
         agent_loop.AgentLoopOutput(prompt_ids=[3, *placeholders], images=[image], **fields), processor
     )
     for ids, images in (([3, *placeholders], []), ([3, placeholders[0]], [image]), ([3], [image])):
         with pytest.raises(ValueError, match=f"the ids have {len(ids) - 1} placeholders, but the {len(images)} images"):
-            agent_loop.check_images(agent_loop.AgentLoopOutput(prompt_ids=ids, images=images, **fields), processor)
+            check_images(agent_loop.AgentLoopOutput(prompt_ids=ids, images=images, **fields), processor)
 
 
 def test_unknown_processor_settings_are_refused(args):
