@@ -137,11 +137,9 @@ class AgentLoopOutput:
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in RESPONSE_LISTS}
         if len(set(lengths.values())) != 1:
-            raise ValueError(
-                f"the response lists of an output must have one length, got {lengths}")
+            raise ValueError(f"the response lists of an output must have one length, got {lengths}")
         if not {0, 1}.issuperset(self.response_mask):
-            raise ValueError(
-                "response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
+            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
         if not self.prompt_ids:
             raise ValueError("prompt_ids is empty: what is the first token predicted from?")
         if self.stop_reason not in STOP_REASONS:
@@ -558,8 +556,7 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
         return tools
     unknown = sorted(set(tools_kwargs) - set(tools))
     if unknown:
-        raise BadInput(
-            f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
+        raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
     return {name: tool for name, tool in tools.items() if name in tools_kwargs}
 
 
@@ -592,8 +589,7 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     if not isinstance(interactions, dict):
         interactions = {interaction.name: interaction for interaction in interactions}
     if not all(isinstance(interaction, Interaction) for interaction in interactions.values()):
-        raise BadInput(
-            f"INTERACTIONS holds what is no instance of Interaction: {interactions}")
+        raise BadInput(f"INTERACTIONS holds what is no instance of Interaction: {interactions}")
     name = (kwargs or {}).get("name")
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)
@@ -680,6 +676,7 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
 
 def _work_on(work):
     """Calls the functions that a queue brings, and ends if too many threads have no work."""
+    process = os.getpid()
     is_kept = True
     while is_kept:
         future, function = work.get()
@@ -687,6 +684,8 @@ def _work_on(work):
             settle = functools.partial(future.set_result, function())
         except BaseException as error:
             settle = functools.partial(future.set_exception, _failure(error))
+        if os.getpid() != process:  # the function has forked: its copy ends here
+            os._exit(1)
         is_kept = len(_IDLE_THREADS) < MAX_IDLE_THREADS
         if is_kept:
             _IDLE_THREADS.append(work)
