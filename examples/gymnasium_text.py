@@ -1,5 +1,7 @@
 """Any gymnasium environment with a few actions, as a game of several turns in text.
 
+This is an adapter: it shows how an environment is connected. It was not shown to learn.
+
     pip install gymnasium
     accelerate launch train.py --task examples/gymnasium_text.py --max_assistant_turns 12
     GYM_ENV=Taxi-v4 GYM_ARGS={} accelerate launch train.py --task examples/gymnasium_text.py \\

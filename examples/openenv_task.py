@@ -1,5 +1,7 @@
 """Any environment behind an OpenEnv server as the user; every trajectory has its own session.
 
+This is an adapter: it shows how such a server is connected. It was not shown to learn.
+
     pip install openenv-core
     export OPENENV=http://localhost:8000 OPENENV_ACTION='{"message": "TEXT"}' OPENENV_SEEN=messages
     accelerate launch train.py --task examples/openenv_task.py --max_response_tokens 2048 \\

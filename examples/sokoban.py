@@ -1,5 +1,7 @@
 """Sokoban in one answer, by the rules of the public Sokoban speedrun, which is for 8 GPUs.
 
+This is an adapter to that benchmark. It was not shown to learn, here or there.
+
     accelerate launch train.py --task examples/sokoban.py          # tiny boards, the built-in model
 
 The speedrun (github.com/JeanKaddour/sokoban_speedrun, its LLM track) trains

@@ -1,5 +1,7 @@
 """Any textarena game for one player by its name: the game's own words, rules and score.
 
+This is an adapter: it shows how such a game is connected. It was not shown to learn.
+
     pip install textarena
     accelerate launch train.py --task examples/textarena_task.py --max_response_tokens 256
     TEXTARENA=FrozenLake-v0 accelerate launch train.py --task examples/textarena_task.py \\

@@ -19,7 +19,7 @@ import train
 sys.path.append(str(REPO / "bench"))
 import plan
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "examples" / "README.md"]
 COMMAND = re.compile(r"^\s*((?:[A-Z_]+=\S+ )*(?:python|accelerate|torchrun|source|bash) .*)$")
 LAUNCHERS = {"--help"}  # flags of accelerate, torchrun and argparse
 LAUNCHERS |= {"--config_file", "--multi_gpu", "--num_machines", "--num_processes", "--machine_rank"}
@@ -161,6 +161,15 @@ def test_recipes_are_as_planned():
         made = plan.make_plan(args, gpus, memory)
         totals = [sum(made.phases[phase].values()) / 2**30 for phase in ("awake", "sync", "update", "step")]
         assert not made.lacks and row == (*(f"{n:.0f}" for n in totals), f"{made.kv_tokens / 1000:,.0f}")
+
+
+def test_every_example_is_listed_once_by_what_one_wants_to_do():
+    page = (REPO / "examples/README.md").read_text()
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("|")]
+    listed = re.findall(r"`(\w+\.py)`", str(rows))
+    files = {file.name for file in (REPO / "examples").glob("*.py")} - {"__init__.py", "chat.py", "smollm2.py"}
+    assert sorted(listed) == sorted(files), set(listed) ^ files
+    assert len(page.splitlines()) <= 60
 
 
 def test_every_metric_is_documented():

@@ -225,9 +225,10 @@ def test_agents_of_all_frameworks_are_trained(cache, tmp_path):
     The model is warmed up on two questions: it knows by heart how to guess and how to call the tool."""
     names = [name for name, package in PACKAGES.items() if name != "verifiers" and importlib.util.find_spec(package)]
     assert "langgraph" in names
+    smol_chats = ", *smolagents_math.demonstrations(row)" if "smol_tools" in names else ""
     task = tmp_path / "few.py"
     task.write_text(f"""
-from examples import calculator, smolagents_model, {", ".join({TASKS[name] for name in names})}
+from examples import calculator, {", ".join({TASKS[name] for name in names})}
 from examples.calculator import reward
 from examples.tiny_models import build_warm_model
 ROWS = calculator.load("train")[:2]
@@ -240,7 +241,7 @@ def build_model(path):
     for row in ROWS * 160:
         own = calculator.demonstration(row)
         own[0]["content"] += "\\nTools: calculator"
-        chats += [own, *smolagents_model.demonstrations(row)]
+        chats += [own{smol_chats}]
     build_warm_model(path, chats)
 """)
     run("--task", task, "--num_steps", "3", "--prompts_per_step", str(2 * len(names)), "--eval_every", "0",
