@@ -8,13 +8,10 @@
 One process per GPU holds a vLLM engine and the policy, and switches between rollout and
 update. This file has the flags, the networks, one optimiser step and evaluation."""
 
-import os
+from flatrl.start import begin
 
-# Before torch: ranks that share cores with busy-waiting threads crawl. On a GPU vLLM sets it.
-if __name__ == "__main__" and not os.path.exists("/dev/nvidiactl"):
-    _cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+if __name__ == "__main__":
+    begin()  # before torch
 
 import contextlib
 import json
@@ -868,7 +865,7 @@ def complete_flags(args: Args, cuda: bool):
         folder += "-eval"
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder,
                "max_model_len": args.window})
-    args.output_dir = os.path.realpath(args.output_dir)
+    args.output_dir = str(Path(args.output_dir).resolve())
     for name in ("model", "ref_model", "replay"):
         path = getattr(args, name)
         if path:

@@ -1,15 +1,20 @@
-"""Tiny models for examples and tests: made in seconds, and warmed up on demonstrations of a
-task.
+"""Tiny models for examples, tests and new tasks: made in seconds, and taught by demonstrations.
 
-    build_warm_model(path, chats)       what a task's build_model calls; or, in two steps:
-    init_model(path), warm_up(...)
+    build_from_demonstrations(path, task, rows)     what a task's build_model calls: rows as
+                                                    --algo sft takes them (docs/tiny_models.md)
+    build_warm_model(path, chats)                   the same from whole chats
+    init_model(path)                                a random model
 
 All random numbers are of the global generators, which train.py has seeded. The text of this
 file is part of the name under which train.py caches built models: an edit here builds them
 anew."""
 
-from collections.abc import Sequence
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +22,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
+
+from agent_loop import AgentLoopOutput, BadInput, Demonstration, LoopArgs, agent_loop_class, task_tools
+from data import load_rows
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60.
@@ -83,8 +91,8 @@ CHAT_TEMPLATE = """
 """
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for every byte and one for each of PIECES.
+def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with a token for every byte, and one for each of PIECES and `pieces`.
 
     Any text round trips."""
     tokens = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -97,19 +105,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     # Pieces are not special, so that decoding keeps them: the tool parser and the reward read
     # them in the text.
     backend.add_tokens([AddedToken(piece, special=False, normalized=False)
-                        for piece in PIECES])
+                        for piece in dict.fromkeys([*PIECES, *pieces])])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE.strip(), clean_up_tokenization_spaces=False,
         model_max_length=1024)
 
 
-def init_model(path: str | Path, tie_word_embeddings: bool = True,
+def init_model(path: str | Path, tie_word_embeddings: bool = True, pieces: Sequence[str] = (),
                **config_overrides) -> tuple:
     """Writes a random Qwen2 (0.48M parameters) and its tokenizer to the folder `path`.
 
-    Returns (model, tokenizer). config_overrides are fields of Qwen2Config."""
-    tokenizer = make_tokenizer()
+    Returns (model, tokenizer). pieces: texts that are to be one token each, beside PIECES.
+    config_overrides are fields of Qwen2Config."""
+    tokenizer = make_tokenizer(pieces)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = {
         "vocab_size": len(tokenizer),
@@ -140,16 +149,23 @@ def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (),
     order.
 
     tools: the functions that an agent loop will show to the model in its prompts."""
-    n_batches = len(chats) // batch_size
     batch = tokenizer.apply_chat_template(
         chats, tools=[get_json_schema(tool) for tool in tools] or None,
         return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt",
         # Padding is behind the end, where causal attention needs no mask.
         padding=True, padding_side="right")
-    input_ids = batch["input_ids"]  # (N, T)
-    lengths = batch["attention_mask"].sum(1)  # (N,)
-    is_prompt = torch.as_tensor(batch["assistant_masks"]) == 0
-    labels = input_ids.masked_fill(is_prompt, -100)
+    lengths = batch["attention_mask"].sum(1)
+    imitate(model, batch["input_ids"], lengths, torch.as_tensor(batch["assistant_masks"]),
+            batch_size, lr)
+
+
+def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor,
+            batch_size: int, lr: float):
+    """Trains the model to say the tokens of input_ids (N, T) whose mask (N, T) is 1.
+
+    A row's tokens behind its length (N,) are padding. Each row is seen once, in order."""
+    n_batches = len(input_ids) // batch_size
+    labels = input_ids.masked_fill(mask == 0, -100)
 
     def learning_rate(step: int) -> float:
         """Returns the factor of lr: it rises for 20 batches; its second half falls to 0."""
@@ -159,8 +175,8 @@ def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (),
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     model.train()
-    starts = range(0, len(chats), batch_size)
-    for start in tqdm(starts, "building the model", leave=False, disable=None):
+    starts = range(0, len(input_ids), batch_size)
+    for start in told(starts, "building the model"):
         rows = slice(start, start + batch_size)
         longest = int(lengths[rows].max())
         inputs = input_ids[rows, :longest]
@@ -176,9 +192,88 @@ def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (),
         optimizer.zero_grad()
 
 
+def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
+    """Yields the items under a progress bar. Where the output is no terminal, it prints every
+    few seconds instead how many are done, and how long the others will take."""
+    start = last = time.monotonic()
+    for n, item in enumerate(tqdm(items, title, leave=False, disable=None), 1):
+        yield item
+        now = time.monotonic()
+        if now - last >= seconds and not sys.stderr.isatty():
+            left = (now - start) * (len(items) / n - 1)
+            print(f"{title}: {n} of {len(items)}, about {left:.0f} s left", flush=True)
+            last = now
+
+
 def build_warm_model(path: str | Path, chats: list[list[dict]], tools: Sequence = (),
                      batch_size: int = 16):
     """Writes a model that has learned from the chats, see `warm_up`, to the folder `path`."""
     model, tokenizer = init_model(path)
     warm_up(model, tokenizer, chats, tools, batch_size)
     model.eval().save_pretrained(path)
+
+
+def build_from_demonstrations(path: str | Path, task, rows: list[dict],
+                              pieces: Sequence[str] = (), agent: str | None = None,
+                              batch_size: int = 32, lr: float = 3e-3):
+    """Writes a model that has learned to say the rows' demonstrations to the folder `path`.
+
+    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes
+    them, with a column `demonstration`. Each is played once, in order, by its own agent loop,
+    with the task's tools and simulated users, so that the model sees the very tokens of a
+    run. pieces: texts that are to be one token each; the task's system prompt and the
+    beginnings of its tools' calls are so in any case. agent: as --agent.
+
+    Raises BadInput for a row that can't be played, and for one without a demonstration."""
+    source = SimpleNamespace(load=lambda split: rows,
+                             SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None))
+    rows = load_rows(source, "train")
+    model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
+    sequences = asyncio.run(play_all(rows, task, tokenizer, agent))
+    lengths = torch.tensor([len(ids) for ids, _ in sequences])
+    ids, mask = (torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(sequence[i]) for sequence in sequences], batch_first=True) for i in (0, 1))
+    imitate(model, ids, lengths, mask, batch_size, lr)
+    model.eval().save_pretrained(path)
+
+
+def common_pieces(task) -> list[str]:
+    """Returns texts that a task's trajectories repeat: its system prompt, and the beginning of
+    each tool's call."""
+    pieces = [task.SYSTEM_PROMPT] if getattr(task, "SYSTEM_PROMPT", None) else []
+    for name, tool in task_tools(task).items():
+        pieces.append(name)
+        for argument in tool.schema["function"]["parameters"]["properties"]:
+            pieces.append(f'<tool_call>\n{{"name": "{name}", "arguments": {{"{argument}": "')
+            break
+    return pieces
+
+
+async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list[tuple]:
+    """Returns what `play` makes of each row, in order."""
+    sequences = []
+    for row in told(rows, "playing the demonstrations"):
+        sequences += await play(row, task, tokenizer, agent)
+    return sequences
+
+
+async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tuple]:
+    """Returns (token ids, mask) of each output that the row's loop makes of its demonstration.
+
+    Raises BadInput if it makes none, or is not the whole demonstration."""
+    window = tokenizer.model_max_length
+    args = LoopArgs(agent=agent, max_response_tokens=window, max_model_len=window,
+                    max_assistant_turns=0)
+    turns = list(row.get("demonstration") or ())
+    loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
+    loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
+    try:
+        outputs = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
+    except Exception as error:
+        raise BadInput(f"the demonstration of row {row['index']} can't be played: {error}") from error
+    outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+    if turns or not any(1 in output.response_mask for output in outputs):
+        raise BadInput(f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
+                       "demonstration left, or it has none")
+    return [(output.prompt_ids + output.response_ids,
+             [0] * len(output.prompt_ids) + output.response_mask) for output in outputs]

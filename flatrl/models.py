@@ -1,10 +1,13 @@
 """A model's files: its configuration, tokenizer, processor, and its weights by name."""
 
+import ast
+import dis
 import hashlib
 import inspect
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +33,7 @@ def task_model(task: ModuleType, args) -> str:
     # Tasks that import the function share its model.
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # it may import this
-    key = [source.read_text(), [file.read_text() for file in shared], args.seed,
+    key = [model_source(source.read_text()), [file.read_text() for file in shared], args.seed,
            torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
@@ -38,6 +41,7 @@ def task_model(task: ModuleType, args) -> str:
     if folder.is_dir():
         return str(folder)
     print(f"building the task's model, once: {folder}", flush=True)
+    started = time.monotonic()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
@@ -50,7 +54,42 @@ def task_model(task: ModuleType, args) -> str:
         except OSError:
             if not folder.is_dir():  # no other job was first: it is a real failure
                 raise
+    print(f"built in {time.monotonic() - started:.0f} s", flush=True)
     return str(folder)
+
+
+def model_source(text: str) -> str:
+    """Returns the statements of a task file on which its model can depend, without comments.
+
+    These are build_model, load, TOOLS, INTERACTIONS, SYSTEM_PROMPT, agent loops, statements
+    that bind no name, and all that these need. A reward or an estimator can be edited, and
+    the model stays."""
+    wanted = {"build_model", "load", "TOOLS", "INTERACTIONS", "SYSTEM_PROMPT"}
+    statements = []
+    for statement in ast.parse(text).body:
+        bound, used = _global_names(statement)
+        if used and not bound or "register" in used:
+            bound.add("build_model")
+        statements.append((statement, bound, used))
+    for _ in statements:  # a chain of needs is at most that long
+        wanted = wanted.union(*(used for _, bound, used in statements if bound & wanted))
+    return "\n".join(ast.unparse(each) for each, bound, _ in statements if bound & wanted)
+
+
+def _global_names(statement) -> tuple[set[str], set[str]]:
+    """Returns the global names that a statement binds, and those that it uses."""
+    bound = set()
+    used = set()
+    codes = [compile(ast.Module([statement], []), "", "exec")]
+    for code in codes:
+        for step in dis.get_instructions(code):
+            if inspect.iscode(step.argval):  # of a function or class within
+                codes.append(step.argval)
+            elif step.opname == "STORE_NAME" and code is codes[0]:
+                bound.add(step.argval)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                used.add(step.argval)
+    return bound, used
 
 
 def from_pretrained(auto_class, args, problem: str, **settings):

@@ -2,7 +2,6 @@
 tests/gpu."""
 
 import argparse
-import ast
 import dataclasses
 import sys
 import types
@@ -17,7 +16,7 @@ import data
 import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices
+from flatrl import devices, start
 from train import Args
 
 sys.path.append(str(REPO / "bench"))
@@ -53,12 +52,11 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_threads_are_left_alone_beside_a_gpu(gpu):
-    (first,) = (node for node in ast.parse((REPO / "train.py").read_text()).body if isinstance(node, ast.If)
-                and "OMP_NUM_THREADS" in ast.unparse(node))  # fmt: skip
+def test_threads_are_left_alone_beside_a_gpu(gpu, monkeypatch):
     path = types.SimpleNamespace(exists=lambda path: gpu and path == "/dev/nvidiactl")
     fake = types.SimpleNamespace(environ={"LOCAL_WORLD_SIZE": "2"}, path=path, sched_getaffinity=lambda _: range(16))
-    exec(compile(ast.Module([first], []), "train.py", "exec"), {"os": fake, "__name__": "__main__"})
+    monkeypatch.setattr(start, "os", fake)
+    start.begin()
     assert fake.environ.get("OMP_NUM_THREADS") == (None if gpu else "8")
 
 

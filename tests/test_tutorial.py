@@ -1,0 +1,58 @@
+"""docs/tutorial.md: its task file and its commands as they stand there, with fewer rows and steps."""
+
+import json
+import re
+import shlex
+
+from conftest import HANGS, REPO, SMALL_CACHE, metrics_of, run, started
+
+from examples import calculator
+from flatrl import report
+
+PAGE = (REPO / "docs/tutorial.md").read_text()
+TEXT = re.sub(r" *\\\n\s*", " ", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
+COMMANDS = re.findall(r"^    (.*)$", TEXT, re.MULTILINE)
+TASK, ESTIMATOR = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FEWER = ["--num_steps", "1", "--prompts_per_step", "2", "--group_size", "2", "--save_every", "0",
+         "--engine_args", SMALL_CACHE]  # fmt: skip
+
+
+def test_every_command_of_the_tutorial_runs(tmp_path, cache, tiny_model, monkeypatch):
+    """The packages are there, and the default task's model is the suite's: both have tests of their own."""
+    few = TASK.replace("3200", "64").replace('episodes("lift", split)', 'episodes("lift", split)[:4]')
+    assert few.count("64") == 1 and few.count("[:4]") == 1
+    task = tmp_path / "lift.py"
+    task.write_text(few)
+    for folder in ("bench", "examples"):
+        (tmp_path / folder).symlink_to(REPO / folder)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, calculator.load("val")[:2])))
+    default = ["--model", tiny_model, "--val_files", str(rows), "--max_response_tokens", "8"]
+    monkeypatch.chdir(tmp_path)
+    printed = []
+    for command in COMMANDS:
+        words = shlex.split(command)
+        if words[0] in ("source", "pip"):
+            assert command in ("source install.sh", "pip install matplotlib")
+        elif words[:3] == ["accelerate", "launch", "train.py"]:
+            if "above_median" in words:
+                task.write_text(few + ESTIMATOR)
+            more = FEWER if "lift.py" in words else FEWER + default
+            printed.append(run(*words[3:], *more, cache=cache, TESTS_START_IN=tmp_path))
+        elif words[:2] == ["python", "bench/curve.py"]:
+            curve = {"script": "tests/bench_script.py", "cache": cache, "TESTS_START_IN": tmp_path}
+            with started(*words[1:], **curve) as process:
+                assert process.wait(HANGS) == 0, process.printed()
+        else:
+            assert words[:3] == ["python", "-m", "flatrl.report"], command
+            report.main(words[3:])
+    default_run, lift, above_median = printed
+    assert "\nbuilt in " in lift and "built in " not in above_median  # a new estimator, the old model
+    args = json.loads((tmp_path / "runs/above_median/args.json").read_text())["args"]
+    assert args["adv_estimator"] == "above_median"
+    for name in ("calculator", "lift", "above_median"):
+        first, last = metrics_of(tmp_path / "runs" / name)
+        assert (first["step"], last["step"]) == (0, 1) and last["rollout/trajectories"] == 4
+    assert last["rollout/interaction/right"] >= 0 and last["rollout/num_turns"] > 2
+    assert len(json.loads((tmp_path / "runs/lift_curve.png").read_text())) == 4  # two of each run
+    assert (tmp_path / "report.html").stat().st_size > 50_000
