@@ -8,10 +8,16 @@
 One process per GPU holds a vLLM engine and the policy, and switches between rollout and
 update. This file has the flags, the networks, one optimiser step and evaluation."""
 
-from flatrl.start import begin
+import os
 
-if __name__ == "__main__":
-    begin()  # before torch
+if __name__ == "__main__":  # before torch, which takes seconds
+    if os.environ.get("RANK", "0") == "0":
+        print("flatrl: loading torch, transformers and vLLM", flush=True)
+    # Ranks that share cores with busy-waiting threads crawl. On a GPU vLLM sets it.
+    if not os.path.exists("/dev/nvidiactl"):
+        _cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores)))
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import contextlib
 import json
@@ -865,7 +871,7 @@ def complete_flags(args: Args, cuda: bool):
         folder += "-eval"
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder,
                "max_model_len": args.window})
-    args.output_dir = str(Path(args.output_dir).resolve())
+    args.output_dir = os.path.realpath(args.output_dir)
     for name in ("model", "ref_model", "replay"):
         path = getattr(args, name)
         if path:

@@ -193,8 +193,8 @@ def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.T
 
 
 def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
-    """Yields the items under a progress bar. Where the output is no terminal, it prints every
-    few seconds instead how many are done, and how long the others will take."""
+    """Yields the items under a progress bar, and says in the end how long they took. Where the
+    output is no terminal, it prints every few seconds how long the others will take."""
     start = last = time.monotonic()
     for n, item in enumerate(tqdm(items, title, leave=False, disable=None), 1):
         yield item
@@ -203,6 +203,7 @@ def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
             left = (now - start) * (len(items) / n - 1)
             print(f"{title}: {n} of {len(items)}, about {left:.0f} s left", flush=True)
             last = now
+    print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def build_warm_model(path: str | Path, chats: list[list[dict]], tools: Sequence = (),

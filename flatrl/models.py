@@ -1,13 +1,12 @@
 """A model's files: its configuration, tokenizer, processor, and its weights by name."""
 
 import ast
-import dis
 import hashlib
 import inspect
 import json
 import os
+import re
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,6 @@ def task_model(task: ModuleType, args) -> str:
     if folder.is_dir():
         return str(folder)
     print(f"building the task's model, once: {folder}", flush=True)
-    started = time.monotonic()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
@@ -54,42 +52,16 @@ def task_model(task: ModuleType, args) -> str:
         except OSError:
             if not folder.is_dir():  # no other job was first: it is a real failure
                 raise
-    print(f"built in {time.monotonic() - started:.0f} s", flush=True)
     return str(folder)
 
 
 def model_source(text: str) -> str:
-    """Returns the statements of a task file on which its model can depend, without comments.
-
-    These are build_model, load, TOOLS, INTERACTIONS, SYSTEM_PROMPT, agent loops, statements
-    that bind no name, and all that these need. A reward or an estimator can be edited, and
-    the model stays."""
-    wanted = {"build_model", "load", "TOOLS", "INTERACTIONS", "SYSTEM_PROMPT"}
-    statements = []
-    for statement in ast.parse(text).body:
-        bound, used = _global_names(statement)
-        if used and not bound or "register" in used:
-            bound.add("build_model")
-        statements.append((statement, bound, used))
-    for _ in statements:  # a chain of needs is at most that long
-        wanted = wanted.union(*(used for _, bound, used in statements if bound & wanted))
-    return "\n".join(ast.unparse(each) for each, bound, _ in statements if bound & wanted)
-
-
-def _global_names(statement) -> tuple[set[str], set[str]]:
-    """Returns the global names that a statement binds, and those that it uses."""
-    bound = set()
-    used = set()
-    codes = [compile(ast.Module([statement], []), "", "exec")]
-    for code in codes:
-        for step in dis.get_instructions(code):
-            if inspect.iscode(step.argval):  # of a function or class within
-                codes.append(step.argval)
-            elif step.opname == "STORE_NAME" and code is codes[0]:
-                bound.add(step.argval)
-            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
-                used.add(step.argval)
-    return bound, used
+    """Returns a task file without what its model does not depend on: comments, the reward, the
+    sampler, estimators and objectives. If one of the former two is called, it is kept."""
+    apart = r"@(losses\.)?(estimator|objective)\(|(async )?def (reward|sampler)\("
+    parts = map(ast.unparse, ast.parse(text).body)
+    others = "\n".join(part for part in parts if not re.match(apart, part))
+    return text if re.search(r"\b(reward|sampler)\(", others) else others
 
 
 def from_pretrained(auto_class, args, problem: str, **settings):

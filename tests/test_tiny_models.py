@@ -37,6 +37,9 @@ def find(text):
 def reward(output, row):
     return float(bool(find(output.text)))
 
+def sampler(history):
+    return row
+
 class Env:
     def step(self, text):
         reward = len(text)  # a local name
@@ -57,9 +60,9 @@ def build_model(path):
 
 
 @pytest.mark.parametrize("old, new, same", [
-    ("float(bool", "2 * float(bool", True), ("####", "###", True), ("re.search", "re.match", True),
-    ("rewards * 2", "rewards * 3", True), ('"""A task."""', "# no docstring", True),
-    ("# a local name", "# another comment", True),
+    ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("def reward", "async def reward", True),
+    ("return row", "return 0", True), ("# a local name", "# another comment", True),
+    ("re.search", "re.match", False), ("####", "###", False),
     ('"yes", "no"', '"yes"', False), ("len(text)", "len(text) + 1", False), ("Say yes.", "Say no.", False),
     ('{"prompt": split}', '{"prompt": "x"}', False), ("random.choice(WORDS)", "WORDS[0]", False),
 ])  # fmt: skip
@@ -68,10 +71,10 @@ def test_a_model_depends_on_what_build_model_needs(old, new, same):
     assert edited != TASK and (model_source(edited) == model_source(TASK)) is same
 
 
-def test_registered_loops_and_statements_without_a_name_count():
-    more = TASK + "@register('loop')\nclass Loop:\n    turns = 1\nprint(1)\n"
-    for old, new in (("turns = 1", "turns = 2"), ("print(1)", "print(2)")):
-        assert model_source(more) != model_source(more.replace(old, new))
+def test_a_reward_that_is_called_counts():
+    """As where the teacher's wrong answers are left out."""
+    calling = TASK.replace("return teacher()", "return reward(teacher(), {})")
+    assert model_source(calling) != model_source(calling.replace("float(bool", "2 * float(bool"))
 
 
 class Count:
@@ -153,14 +156,16 @@ def test_progress_is_said_where_there_is_no_terminal(capsys, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(tiny_models, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert list(told(range(4), "counting", seconds=2)) == [0, 1, 2, 3]
-    assert capsys.readouterr().out == "counting: 2 of 4, about 2 s left\ncounting: 4 of 4, about 0 s left\n"
+    assert capsys.readouterr().out == "counting: 2 of 4, about 2 s left\ncounting: 4 of 4, about 0 s left\n" \
+        "counting: done in 5 s\n"
 
 
 def test_the_first_line_comes_before_what_takes_long():
-    """train.py imports nothing before flatrl.start has said a line; and that imports nothing of others."""
-    first, second, *_ = [node for node in ast.parse((REPO / "train.py").read_text()).body[1:]]
-    assert ast.unparse(first) == "from flatrl.start import begin"
-    assert isinstance(second, ast.If) and ast.unparse(second.body) == "begin()"
-    code = "import sys; from flatrl.start import begin; begin(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert done.stdout == "flatrl: loading torch, transformers and vLLM\nFalse\n"
+    """train.py imports nothing before it but os; and only the main rank says it."""
+    docstring, first, second, *_ = ast.parse((REPO / "train.py").read_text()).body
+    assert ast.unparse(first) == "import os"
+    code = ast.unparse([first, second]) + "\nimport sys\nprint('torch' in sys.modules)"
+    for rank, said in (("0", "flatrl: loading torch, transformers and vLLM\nFalse\n"), ("1", "False\n")):
+        env = {"RANK": rank, "PATH": ""}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout == said

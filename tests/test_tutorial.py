@@ -47,7 +47,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path, cache, tiny_model, monkeyp
             assert words[:3] == ["python", "-m", "flatrl.report"], command
             report.main(words[3:])
     default_run, lift, above_median = printed
-    assert "\nbuilt in " in lift and "built in " not in above_median  # a new estimator, the old model
+    assert "\nbuilding the model: done in " in lift and "building the model" not in above_median  # a new estimator, the old model
     args = json.loads((tmp_path / "runs/above_median/args.json").read_text())["args"]
     assert args["adv_estimator"] == "above_median"
     for name in ("calculator", "lift", "above_median"):
