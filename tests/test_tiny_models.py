@@ -60,7 +60,7 @@ def build_model(path):
 
 
 @pytest.mark.parametrize("old, new, same", [
-    ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("def reward", "async def reward", True),
+    ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("def rew", "async def rew", True),
     ("return row", "return 0", True), ("# a local name", "# another comment", True),
     ("re.search", "re.match", False), ("####", "###", False),
     ('"yes", "no"', '"yes"', False), ("len(text)", "len(text) + 1", False), ("Say yes.", "Say no.", False),

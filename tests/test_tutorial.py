@@ -47,7 +47,8 @@ def test_every_command_of_the_tutorial_runs(tmp_path, cache, tiny_model, monkeyp
             assert words[:3] == ["python", "-m", "flatrl.report"], command
             report.main(words[3:])
     default_run, lift, above_median = printed
-    assert "\nbuilding the model: done in " in lift and "building the model" not in above_median  # a new estimator, the old model
+    # A new estimator takes the same model.
+    assert "\nbuilding the model: done in " in lift and "building the model" not in above_median
     args = json.loads((tmp_path / "runs/above_median/args.json").read_text())["args"]
     assert args["adv_estimator"] == "above_median"
     for name in ("calculator", "lift", "above_median"):
