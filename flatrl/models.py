@@ -58,7 +58,8 @@ def task_model(task: ModuleType, args) -> str:
 def model_source(text: str) -> str:
     """Returns a task file without what its model does not depend on: comments, the reward, the
     sampler, estimators and objectives. If one of the former two is called, it is kept."""
-    apart = r"@(losses\.)?(estimator|objective)\(|(async )?def (reward|sampler)\("
+    apart = (r"@(losses\.)?(estimator|objective)\(|(from|import) losses|"
+             r"(async )?def (reward|sampler)\(")
     parts = map(ast.unparse, ast.parse(text).body)
     others = "\n".join(part for part in parts if not re.match(apart, part))
     return text if re.search(r"\b(reward|sampler)\(", others) else others

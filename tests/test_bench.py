@@ -27,6 +27,10 @@ KILLED = ["--num_steps", "1", "--model", "MODEL", "--prompts_per_step", "1", "--
 
 # Script, flags, and what it prints: regular expressions in which # stands for a finite number.
 RUNS = {
+    "check": (["FOLDER/tiny.json"], [
+        r"^  holds  reward/mean@1 +#, on the page 0.5, holds from 0 to 1$", r"^  holds  seconds +#, on the page 1 s",
+        r"^  holds  writing .* 0, on the page 1, holds from 0 to 0$",
+    ]),
     "algos": (
         ["--only", "opd", "--seeds", "1", "--steps", "1", "--teacher", "MODEL", "--out", "FOLDER/algos",
          "--", *FEW_ROWS],
@@ -118,6 +122,13 @@ def folder(tmp_path_factory, tiny_model) -> Path:
     rows = [{"prompt": [{"role": "user", "content": f"What is {i}+1?"}], "reward_model": {"ground_truth": str(i + 1)}}
             for i in (10, 20)]  # fmt: skip
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = " ".join(FEW_ROWS).replace(SMALL_CACHE, f"'{SMALL_CACHE}'")
+    flags = flags.replace("MODEL", tiny_model).replace("FOLDER", str(path))
+    numbers = [{"shown": "0.5", "from": "reward/mean@1", "least": 0, "most": 1},
+               {"shown": "1", "from": r"writing \S+\n.*\n +(0)/1 ", "least": 0, "most": 0},
+               {"shown": "1 s", "from": "seconds", "least": 0, "most": HANGS}]  # fmt: skip
+    result = {"page": "README.md", "command": f"accelerate launch train.py --num_steps 1 {flags}", "numbers": numbers}
+    (path / "tiny.json").write_text(json.dumps(result))
     return path
 
 

@@ -19,7 +19,8 @@ import train
 sys.path.append(str(REPO / "bench"))
 import plan
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "examples" / "README.md"]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "examples" / "README.md",
+         REPO / "results" / "README.md"]  # fmt: skip
 COMMAND = re.compile(r"^\s*((?:[A-Z_]+=\S+ )*(?:python|accelerate|torchrun|source|bash) .*)$")
 LAUNCHERS = {"--help"}  # flags of accelerate, torchrun and argparse
 LAUNCHERS |= {"--config_file", "--multi_gpu", "--num_machines", "--num_processes", "--machine_rank"}
