@@ -61,7 +61,8 @@ def build_model(path):
 
 @pytest.mark.parametrize("old, new, same", [
     ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("def rew", "async def rew", True),
-    ("return row", "return 0", True), ("from losses import estimator\n", "", True), ("# a local name", "# another comment", True),
+    ("return row", "return 0", True), ("from losses import estimator\n", "", True),
+    ("# a local name", "# another comment", True),
     ("re.search", "re.match", False), ("####", "###", False),
     ('"yes", "no"', '"yes"', False), ("len(text)", "len(text) + 1", False), ("Say yes.", "Say no.", False),
     ('{"prompt": split}', '{"prompt": "x"}', False), ("random.choice(WORDS)", "WORDS[0]", False),
