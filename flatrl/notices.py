@@ -79,8 +79,8 @@ class Notices:
             self.steps_alike = 0
         if self.steps_alike in (1, 5):
             since = " as the four before it" if self.steps_alike == 5 else ""
-            reason = why_nothing(phase.sampled)
-            self.log.say(f"warning: step {step} taught nothing{since}: {reason}")
+            self.log.say(
+                f"warning: step {step} taught nothing{since}: {why_nothing(phase.sampled)}")
         for warning in self.watch.step(metrics, phase.trained, batch):
             self.log.warn_once(warning)
         every = self.log.args.show_every

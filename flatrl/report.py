@@ -148,12 +148,12 @@ def write(runs: list[Run], file: Path):
 class LiveReport:
     """The report of a run that trains.
 
-    No method raises: a report that fails is one warning, never the end of a run."""
+    No method raises: a report that fails is a warning, never the end of a run. warn is to say
+    each text once."""
 
     def __init__(self, folder: Path, tokenizer, warn: Callable[[str], None]):
         self.run = Run(folder, tokenizer)
         self.warn = warn
-        self.has_failed = False
         self.next_write = 0.0  # on time.monotonic's clock
 
     def step(self, step: int = 0, outputs: list = (), batch: dict | None = None):
@@ -171,9 +171,7 @@ class LiveReport:
                 ended = time.monotonic()
                 self.next_write = ended + (ended - started) / SHARE
         except Exception as error:
-            if not self.has_failed:
-                self.warn(f"report.html can't be written: {type(error).__name__}: {error}")
-            self.has_failed = True
+            self.warn(f"report.html can't be written: {type(error).__name__}: {error}")
 
     def close(self):
         """Writes the page as the run ends."""
@@ -230,8 +228,8 @@ def main(arguments: list[str] | None = None):
                 f"{folder} has no metrics.jsonl and no rollouts/: is it a run's --output_dir?"
             )
         tokenizer, notes = load_tokenizer(folder)
-        n_trajectories = max(1, args.trajectories // n_runs)
-        runs.append(Run(folder, tokenizer, notes, n_trajectories, TOKENS // n_runs))
+        runs.append(Run(
+            folder, tokenizer, notes, max(1, args.trajectories // n_runs), TOKENS // n_runs))
         runs[-1].refresh()
         for note in notes:
             print(f"{folder}: {note}", file=sys.stderr)

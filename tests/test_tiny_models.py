@@ -34,7 +34,9 @@ def load(split):
 def find(text):
     return re.search(MARK, text)
 
-def reward(output, row):
+async def reward(
+    output, row
+) -> float:
     return float(bool(find(output.text)))
 
 def sampler(history):
@@ -60,9 +62,9 @@ def build_model(path):
 
 
 @pytest.mark.parametrize("old, new, same", [
-    ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("def rew", "async def rew", True),
+    ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("async def", "def", True),
     ("return row", "return 0", True), ("from losses import estimator\n", "", True),
-    ("# a local name", "# another comment", True),
+    ("-> float:", "->float:", True),
     ("re.search", "re.match", False), ("####", "###", False),
     ('"yes", "no"', '"yes"', False), ("len(text)", "len(text) + 1", False), ("Say yes.", "Say no.", False),
     ('{"prompt": split}', '{"prompt": "x"}', False), ("random.choice(WORDS)", "WORDS[0]", False),
