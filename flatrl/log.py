@@ -173,10 +173,10 @@ def git_hash() -> str:
     """Returns the commit of this checkout, with "-dirty" behind it if files were changed.
 
     Outside a checkout, or without git, it is empty."""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+            "git describe --always --dirty --abbrev=40 --exclude=*".split(),
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
         ).stdout.strip()
     return ""
 

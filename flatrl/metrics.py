@@ -105,8 +105,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
             result[f"eval/{source}/reward"] = fmean(rewards)
     n_rows = len(rewards_of_row)
     row_means = [fmean(rewards) for rewards in rewards_of_row.values()]
-    deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
-    result["eval/reward_stderr"] = deviation / n_rows**0.5
+    result["eval/reward_stderr"] = float(np.std(row_means, ddof=min(1, n_rows - 1))) / n_rows**0.5
     for j in range(1, max(map(len, passes_of_group.values())) + 1):
         chances = [1 - math.comb(passes.count(False), j) / math.comb(len(passes), j)
                    for passes in passes_of_group.values() if len(passes) >= j]

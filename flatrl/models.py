@@ -61,13 +61,13 @@ def task_model(task: ModuleType, args) -> str:
     return str(folder)
 
 
-def model_source(text: str) -> str:
-    """Returns a file without what a model does not depend on: see NOT_THE_MODELS.
+def model_source(text: str) -> list[str]:
+    """Returns the lines of a file without what a model does not depend on: NOT_THE_MODELS.
 
-    If a reward or sampler is called, as where a teacher's wrong answers are left out, the
-    whole file is returned."""
+    If a reward or sampler is called, as where a teacher's wrong answers are left out, none is
+    left out."""
     others = re.sub(NOT_THE_MODELS, "", text)
-    return text if re.search(r"\b(reward|sampler)\(", others) else others
+    return re.split("\n+", text if re.search(r"\b(reward|sampler)\(", others) else others)
 
 
 def from_pretrained(auto_class, args, problem: str, **settings):

@@ -74,6 +74,12 @@ def test_a_model_depends_on_what_build_model_needs(old, new, same):
     assert edited != TASK and (model_source(edited) == model_source(TASK)) is same
 
 
+def test_an_estimator_that_is_added_changes_nothing():
+    more = "from losses import estimator\n\n\n@estimator('x')\ndef x(\n    rewards,\n):\n    return rewards\n"
+    assert model_source(TASK + more) == model_source(TASK + "\n\n" + more) == model_source(TASK)
+    assert model_source(more + TASK) == model_source("\n\n" + TASK) and model_source(more + "a = 1") == ["", "a = 1"]
+
+
 def test_a_reward_that_is_called_counts():
     """As where the teacher's wrong answers are left out."""
     calling = TASK.replace("return teacher()", "return reward(teacher(), {})")
