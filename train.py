@@ -56,7 +56,8 @@ from flatrl.flags import (
 )
 from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
-    PROBE, add_adapters, choose_attention, prepare_layers, same_weights, without_adapters,
+    PROBE, add_adapters, choose_attention, prepare_layers, same_weights, try_attention,
+    without_adapters,
 )
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
 from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
@@ -476,7 +477,8 @@ class Net(nn.Module):
         missing = sorted(info["missing_keys"])  # transformers draws them at random
         need(not missing, f"--model {args.model} lacks parameters: {', '.join(missing[:3])}")
         for name, p in self.model.named_parameters():
-            need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
+            need(p.dtype == torch.float32 and p.isfinite().all(),
+                 f"--model {args.model}: {name} has NaN or infinite elements, or no float32")
         prepare_layers(self.model, args.gradient_checkpointing)
 
     def pack(self, batch: dict, micro: data.MicroBatch) -> dict:
@@ -574,8 +576,6 @@ class Learner:
     save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
-        for name, p in net.named_parameters():
-            need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
@@ -942,6 +942,7 @@ def setup(args: Args) -> Run:
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded
     vision = Vision(processor) if processor else None
     policy = Policy(args, vocab_size, vision)
+    try_attention(policy, args, accelerator.device)
     changed = on_main(check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(prepare_folder, args)  # without --resume (None, {})
     need("unfinished" not in state, f"--resume: {checkpoint} is of an older version, which "

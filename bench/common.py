@@ -32,6 +32,13 @@ LARGER = {"hidden_size": 256, "intermediate_size": 576, "num_hidden_layers": 4, 
 # ---------------------------------------------------------------- whole runs of train.py
 
 
+def environment_of_no_rank() -> dict[str, str]:
+    """Returns this process's environment without what makes it a rank of a launcher: an engine
+    that was built here has set these, and a process that is started would take the same port."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in ranks}
+
+
 def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line at `--` into the bench's own words and the flags that it passes on
     to train.py."""

@@ -28,13 +28,14 @@ with its reason and the others go on. The exit code is 1 if one failed.
 """
 
 import argparse
+import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -394,7 +395,10 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
         planned = sum(n_bytes for thing, n_bytes in phases["update"].items() if thing != "context (assumed)")
         measured = torch.cuda.max_memory_allocated()
         yield "peak memory", f"{measured / GIB:.1f} GiB, planned {planned / GIB:.1f}: {measured / planned:.2f}"
+    net = weakref.ref(learner.net)
     learner = None  # its memory is for the bare loop
+    gc.collect()  # hooks and their module hold each other
+    assert net() is None, "the bare loop would run beside the first network's memory"
     torch.cuda.empty_cache()
     bare = Bare(wanted, args, accelerator)
     bare.update(batch)
@@ -467,7 +471,7 @@ def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
                "--device", options.device, "--cycles", str(options.cycles)]  # fmt: skip
     if options.tiny:
         command.append("--tiny")
-    env = dict(os.environ)
+    env = common.environment_of_no_rank()
     if options.device == "cpu":
         env["ACCELERATE_USE_CPU"] = "true"
     rows_file = options.folder / "rows.jsonl"

@@ -2,6 +2,7 @@
 joined, by torch's varlen_attn on CUDA, and by a loop over the sequences otherwise."""
 
 import functools
+import inspect
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,6 @@ def packed_attention(
                          "what data.pack returns")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("packed attention is causal; this layer is not")
-    sinks = getattr(module, "sinks", None) if s_aux is None else s_aux
     # Under autocast RoPE leaves query and key in float32, which flash attention doesn't know.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
@@ -37,21 +37,24 @@ def packed_attention(
         value = value.index_select(2, key_index)
     window = min(sliding_window or max_seqlen, max_seqlen)
     is_half = value.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and is_half and softcap is None and sinks is None:
+    if query.is_cuda and is_half and softcap is None and s_aux is None:
         from torch.nn.attention.varlen import varlen_attn
 
+        # Keys have fewer heads: torch 2.11 takes them so, later versions want to be told.
+        names = inspect.signature(varlen_attn).parameters
+        told = {"enable_gqa": True} if "enable_gqa" in names else {}
         # (S, H, D), (K, H_kv, D), (K, H_kv, D)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        attended = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen, scale=scaling,
-            window_size=(window - 1, 0),  # causal, aligned to the keys' end
-            enable_gqa=query.shape[1] != key.shape[1])
+        # Causal, aligned to the keys' end; exactly -1 chooses the kernel that is faster.
+        left = -1 if window == max_seqlen else window - 1
+        attended = varlen_attn(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen,
+                               scale=scaling, window_size=(left, 0), **told)
         return attended[None], None
     # split, not slices: the backward of a slice fills a tensor of the whole length every time.
     queries = query.split(cu_seqlens.diff().tolist(), dim=2)
     n_keys = cu_seqlens_k.diff().tolist()
     sequences = zip(queries, key.split(n_keys, dim=2), value.split(n_keys, dim=2))
-    attended = [_attend(*sequence, scaling, window, softcap, sinks) for sequence in sequences]
+    attended = [_attend(*sequence, scaling, window, softcap, s_aux) for sequence in sequences]
     return torch.cat(attended, dim=2).transpose(1, 2), None
 
 

@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel, set_seed
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface, PreTrainedModel, set_seed
 
+from flatrl.attention import packed_attention, register_packed_attention
 from flatrl.bad_input import need, refusing
 
 # A batch of three sequences, two with a common prefix, to try a network on; all but the first
@@ -31,6 +33,8 @@ def prepare_layers(model: PreTrainedModel, gradient_checkpointing: bool):
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
     if gradient_checkpointing:
+        need(model.supports_gradient_checkpointing,
+             f"--gradient_checkpointing: {type(model).__name__} can't do it, give false")
         model.gradient_checkpointing_enable()
         model.train()  # only then does transformers; without dropout nothing else changes
 
@@ -56,6 +60,35 @@ def choose_attention(policy, temperature: float) -> bool:
             if torch.allclose(logprobs, expected, rtol=0, atol=1e-3 / temperature):
                 return True
     return False
+
+
+def try_attention(policy, args, device: torch.device):
+    """Computes the attention of a train.Policy's layers for a few tokens as training will do
+    it: on the device, in --dtype, forward and backward.
+
+    Raises BadInput if that fails: a head size that the kernel doesn't know, a kernel that is
+    missing. The policy itself may be on the host."""
+    calls = []
+
+    def note(*tensors, **settings):
+        calls.append((tensors, settings))
+        return packed_attention(*tensors, **settings)
+
+    def on_device(tensor):
+        if not tensor.is_floating_point():
+            return tensor.to(device)
+        return tensor.detach().to(device, getattr(torch, args.dtype)).requires_grad_()
+
+    AttentionInterface.register("packed", note)
+    with torch.no_grad():
+        policy(policy.pack_probe())
+    register_packed_attention()
+    with refusing(f"--model {args.model}: its attention can't be trained in {args.dtype} on "
+                  f"{device.type}; try --dtype float32"):
+        for call in calls:
+            tensors, settings = tree_map_only(Tensor, on_device, call)
+            attended, _ = packed_attention(*tensors, **settings)
+            attended.sum().backward()
 
 
 def add_adapters(model: PreTrainedModel, args):

@@ -3,7 +3,9 @@ tests/gpu."""
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import importlib.util
 import sys
 import types
 
@@ -11,13 +13,15 @@ import pytest
 import torch
 from conftest import REPO
 from gradient_worker import batch_of, gradients
+from test_attention import saved
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import varlen
 
 import data
 import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices
+from flatrl import devices, layers
 from train import Args
 
 sys.path.append(str(REPO / "bench"))
@@ -60,6 +64,97 @@ def test_threads_are_left_alone_beside_a_gpu(gpu):
     fake = types.SimpleNamespace(environ={"LOCAL_WORLD_SIZE": "2"}, path=path, sched_getaffinity=lambda _: range(16))
     exec(compile(ast.Module([first], []), "train.py", "exec"), {"os": fake, "__name__": "__main__"})
     assert fake.environ.get("OMP_NUM_THREADS") == (None if gpu else "8")
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attend(q, k, v, cu_q, cu_k, scale, window: tuple[int, int]) -> torch.Tensor:
+    """What varlen_attn computes, by its definition: (S, H, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    parts = []
+    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+        age = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
+        hidden = (age < -window[1]) | (age > (window[0] if window[0] >= 0 else age.max()))
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v[c:d]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
+@pytest.mark.parametrize("window", [None, 4, 100])
+def test_attention_on_cuda_by_the_signature_that_torch_has(monkeypatch, version, window):
+    """torch 2.11 knows no enable_gqa, and takes fewer heads of keys without it; 2.13 refuses them without it."""
+    called = {}
+
+    def kernel(q, k, v, cu_q, cu_k, scale, window_size, enable_gqa=True):
+        assert enable_gqa and type(window_size) is tuple  # else torch does not see (-1, 0), the causal kernel
+        called.update(window_size=window_size)
+        return attend(q.double(), k.double(), v.double(), cu_q, cu_k, scale, window_size).to(q.dtype)
+
+    def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+                    window_size=(-1, -1)):  # fmt: skip
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
+
+    def varlen_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+                    window_size=(-1, -1), enable_gqa=False, seqused_k=None):  # fmt: skip
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, scale, window_size, enable_gqa)
+
+    batch = batch_of(9)
+    inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")["inputs"]
+    n, generator = inputs.pop("input_ids").shape[1], torch.Generator().manual_seed(0)
+    shapes = [(1, 4, n, 8), (1, 2, n, 8), (1, 2, n, 8)]
+    qkv = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    module = types.SimpleNamespace(is_causal=True)
+    rest = dict(attention_mask=None, scaling=0.3, sliding_window=window) | inputs
+    expected, _ = data.packed_attention(module, *(x.float() for x in qkv), **rest)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_2_11 if version == "2.11" else varlen_2_13)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found, _ = data.packed_attention(module, *qkv, **rest)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+    assert called["window_size"] == ((3, 0) if window == 4 else (-1, 0))
+
+
+@pytest.mark.parametrize("head_dim", [8, 12, 264])
+def test_attention_that_the_device_lacks_is_refused_before_the_engine_starts(
+    tmp_path, process_group, monkeypatch, head_dim
+):
+    """As by flash attention: head sizes up to 256, multiples of 8; else one line. Nothing stays of the trial."""
+    data.register_packed_attention()
+    saved(tmp_path, "qwen2", head_dim=head_dim)
+    args = Args(model=str(tmp_path), dtype="bfloat16")
+    policy, gradients = train.Policy(args), []
+
+    def flash(query, key, value, cu_seq_q, cu_seq_k, *_, scale, window_size, enable_gqa=False):
+        assert {x.dtype for x in (query, key, value)} == {torch.bfloat16}
+        if query.shape[-1] % 8 or query.shape[-1] > 256:
+            raise RuntimeError("FlashAttention only supports head dimensions up to 256, multiples of 8")
+        result = attend(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
+        result.register_hook(gradients.append)
+        return result
+
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    refused = contextlib.nullcontext()
+    if head_dim != 8:
+        refused = pytest.raises(BadInput, match="attention can't be trained in bfloat16 on cpu; try --dtype float32: "
+                                                "RuntimeError: FlashAttention only supports")  # fmt: skip
+    with refused:
+        layers.try_attention(policy, args, torch.device("cpu"))
+    assert len(gradients) == (policy.model.config.num_hidden_layers if head_dim == 8 else 0)
+    layers.try_attention(policy, Args(model=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    assert all(p.grad is None for p in policy.parameters())
+
+
+def test_checkpointing_that_a_model_cannot_do_is_refused(args, process_group, monkeypatch):
+    from transformers import Qwen2ForCausalLM
+
+    data.register_packed_attention()
+    monkeypatch.setattr(Qwen2ForCausalLM, "supports_gradient_checkpointing", False)
+    assert train.Policy(args).packed
+    with pytest.raises(BadInput, match="^--gradient_checkpointing: Qwen2ForCausalLM can't do it, give false"):
+        train.Policy(dataclasses.replace(args, gradient_checkpointing=True))
 
 
 # ---------------------------------------------------------------- the optimiser, critic and reference
@@ -212,7 +307,28 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monke
                                  "--gpu_memory_utilization, or give --offload all")  # fmt: skip
 
 
-# ---------------------------------------------------------------- bench/gpu.py
+# ---------------------------------------------------------------- bench/gpu.py, tests/gpu
+
+
+def test_what_they_start_is_no_rank_of_theirs(monkeypatch):
+    from common import environment_of_no_rank
+
+    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what flatrl.vllm_engine sets
+    for name in (*names, "ELSE"):
+        monkeypatch.setenv(name, "7")
+    given = environment_of_no_rank()
+    assert not names & given.keys() and given["ELSE"] == "7"
+
+
+def test_the_learner_of_tests_gpu_makes_a_step(tiny_model, process_group):
+    spec = importlib.util.spec_from_file_location("tests_gpu", REPO / "tests/gpu/test_gpu.py")
+    tests_gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tests_gpu)
+    learner, args, _ = tests_gpu.learner_of(tiny_model, offload="optimizer", kl_coef=0.1)
+    assert (args.dtype, args.shard) == ("bfloat16", True)
+    before = [x.clone() for x in tests_gpu.states_of(learner)]
+    learner.update()
+    assert before and not any(torch.equal(x, y) for x, y in zip(before, tests_gpu.states_of(learner), strict=True))
 
 
 def test_kernels_against_float64():

@@ -25,7 +25,8 @@ from flatrl import devices
 
 sys.path.append(str(REPO / "bench"))
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+              pytest.mark.timeout(1200)]  # fmt: skip
 
 GIB = 1 << 30
 
@@ -92,7 +93,8 @@ def learner_of(path: str, **flags):
     data.register_packed_attention()
     learner = train.Learner(train.Policy(args), 1e-6, 1, args, accelerator)
     batch = batch_of(8)
-    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    for name in ("advantages", "logprobs_ref"):
+        batch[name] = torch.ones_like(batch["response_mask"])
     learner.update = lambda: train.optimise(learner, train.policy_objective, batch, range(8), args, accelerator)
     learner.update()
     return learner, args, accelerator
@@ -242,13 +244,21 @@ def test_sharded_policy_syncs_with_one_parameter_whole(cuda_engine, model_path):
     assert torch.cuda.memory_allocated() - before < largest
 
 
+def launched(*command: str) -> str:
+    """What a Python process that ends by itself writes to its stderr. It is no rank, as this one has become."""
+    from common import environment_of_no_rank
+
+    done = subprocess.run([sys.executable, *command], cwd=REPO, capture_output=True, text=True, timeout=900,
+                          env=environment_of_no_rank())  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
+
+
 def trained(folder: Path, *flags: str, task: str = "examples/calculator.py") -> list[dict]:
     """The metrics of a run of train.py that ends by itself, without a word from CUDA."""
-    command = [sys.executable, "train.py", "--task", task, "--output_dir", str(folder), *flags]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed = launched("train.py", "--task", task, "--output_dir", str(folder), *flags)
     for word in ("CUDA error", "Traceback", "terminate called"):
-        assert word not in done.stderr, done.stderr[-4000:]
+        assert word not in printed, printed[-4000:]
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -297,14 +307,11 @@ def test_section_of_the_bench(section, tmp_path):
 
 
 def test_training_by_accelerates_fsdp2_config(tmp_path):
-    repo = Path(__file__).parent.parent.parent
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/eight_gpus_fsdp2.yaml",
+    launched(
+        "-m", "accelerate.commands.launch", "--config_file", "configs/eight_gpus_fsdp2.yaml",
         "--num_processes", str(torch.cuda.device_count()), "train.py", "--algo", "ppo", "--kl_coef", "0.01",
         "--num_steps", "2", "--gpu_memory_utilization", "0.2", "--output_dir", str(tmp_path / "run"),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["actor/grad_norm"] > 0 and row["rollout/logp_diff_mean"] < 0.05 for row in rows[1:])
