@@ -397,6 +397,7 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
         yield "peak memory", f"{measured / GIB:.1f} GiB, planned {planned / GIB:.1f}: {measured / planned:.2f}"
     net = weakref.ref(learner.net)
     learner = None  # its memory is for the bare loop
+    accelerator.free_memory()
     gc.collect()  # hooks and their module hold each other
     assert net() is None, "the bare loop would run beside the first network's memory"
     torch.cuda.empty_cache()
