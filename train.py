@@ -870,7 +870,7 @@ def complete_flags(args: Args, cuda: bool):
     if args.num_steps == 0:
         folder += "-eval"
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder,
-               "max_model_len": args.window})
+               "max_model_len": args.window, "gradient_checkpointing": cuda})
     args.output_dir = os.path.realpath(args.output_dir)
     for name in ("model", "ref_model", "replay"):
         path = getattr(args, name)

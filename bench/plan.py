@@ -352,6 +352,7 @@ def read_arguments(argv: list[str]) -> tuple[train.Args, int, float]:
     need(options.gpus > 0 and options.gpu_memory > 0, "--gpus and --gpu_memory must be greater than 0")
     need(options.gpus % args.tp == 0, f"--tp {args.tp} must divide --gpus {options.gpus}")
     vars(args).update(devices.device_defaults(args, cuda=True))
+    args.fill({"gradient_checkpointing": True})
     if json.loads(args.engine_args):
         print("--engine_args is not followed: what it changes in the engine is not in the plan", file=sys.stderr)
     return args, options.gpus, options.gpu_memory * GIB

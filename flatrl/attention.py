@@ -36,19 +36,20 @@ def packed_attention(
         key = key.index_select(2, key_index)  # (1, H_kv, K, D)
         value = value.index_select(2, key_index)
     window = min(sliding_window or max_seqlen, max_seqlen)
-    is_half = value.dtype in (torch.bfloat16, torch.float16)
+    is_half = value.dtype == torch.bfloat16
     if query.is_cuda and is_half and softcap is None and s_aux is None:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Keys have fewer heads: torch 2.11 takes them so, later versions want to be told.
-        names = inspect.signature(varlen_attn).parameters
-        told = {"enable_gqa": True} if "enable_gqa" in names else {}
+        # Keys may have fewer heads: torch 2.11 takes them so, later versions want to be told.
+        more = {"enable_gqa": True}
+        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+            more = {}
         # (S, H, D), (K, H_kv, D), (K, H_kv, D)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         # Causal, aligned to the keys' end; exactly -1 chooses the kernel that is faster.
         left = -1 if window == max_seqlen else window - 1
         attended = varlen_attn(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen,
-                               scale=scaling, window_size=(left, 0), **told)
+                               scale=scaling, window_size=(left, 0), **more)
         return attended[None], None
     # split, not slices: the backward of a slice fills a tensor of the whole length every time.
     queries = query.split(cu_seqlens.diff().tolist(), dim=2)
@@ -78,8 +79,6 @@ def _attend(query, key, value, scaling, window, softcap, sinks) -> Tensor:
         return sdpa(query, key, value, mask)
     key = key.repeat_interleave(group_size, dim=1)
     value = value.repeat_interleave(group_size, dim=1)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
     scores = (query @ key.transpose(2, 3)).float() * scaling  # (1, H, n, m)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -51,11 +51,7 @@ def device_defaults(args, cuda: bool) -> dict:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
-    checkpointing = args.gradient_checkpointing
-    if checkpointing is None:
-        checkpointing = cuda
-    return {"dtype": dtype, "gradient_checkpointing": checkpointing,
-            "shard": sharding(args) or (cuda and dtype == "bfloat16")}
+    return {"dtype": dtype, "shard": sharding(args) or (cuda and dtype == "bfloat16")}
 
 
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:

@@ -33,9 +33,8 @@ def prepare_layers(model: PreTrainedModel, gradient_checkpointing: bool):
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
     if gradient_checkpointing:
-        need(model.supports_gradient_checkpointing,
-             f"--gradient_checkpointing: {type(model).__name__} can't do it, give false")
-        model.gradient_checkpointing_enable()
+        with refusing("--gradient_checkpointing"):  # not every model can
+            model.gradient_checkpointing_enable()
         model.train()  # only then does transformers; without dropout nothing else changes
 
 
@@ -64,31 +63,27 @@ def choose_attention(policy, temperature: float) -> bool:
 
 def try_attention(policy, args, device: torch.device):
     """Computes the attention of a train.Policy's layers for a few tokens as training will do
-    it: on the device, in --dtype, forward and backward.
+    it: on the device, in --dtype, forward and backward. The policy itself is on the host.
 
     Raises BadInput if that fails: a head size that the kernel doesn't know, a kernel that is
-    missing. The policy itself may be on the host."""
-    calls = []
-
-    def note(*tensors, **settings):
-        calls.append((tensors, settings))
-        return packed_attention(*tensors, **settings)
-
+    missing."""
     def on_device(tensor):
         if not tensor.is_floating_point():
             return tensor.to(device)
         return tensor.detach().to(device, getattr(torch, args.dtype)).requires_grad_()
 
-    AttentionInterface.register("packed", note)
-    with torch.no_grad():
-        policy(policy.pack_probe())
-    register_packed_attention()
+    def attend(*tensors, **settings):
+        """Computes one layer's attention there, and returns it to the host."""
+        copies, options = tree_map_only(Tensor, on_device, (tensors, settings))
+        attended, _ = packed_attention(*copies, **options)
+        attended.sum().backward()
+        return attended.detach().to(tensors[1]), None
+
+    AttentionInterface.register("packed", attend)
     with refusing(f"--model {args.model}: its attention can't be trained in {args.dtype} on "
                   f"{device.type}; try --dtype float32"):
-        for call in calls:
-            tensors, settings = tree_map_only(Tensor, on_device, call)
-            attended, _ = packed_attention(*tensors, **settings)
-            attended.sum().backward()
+        policy(policy.pack_probe())
+    register_packed_attention()
 
 
 def add_adapters(model: PreTrainedModel, args):

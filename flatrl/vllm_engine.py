@@ -145,7 +145,11 @@ def prepare_vllm(device, tp):
                     LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     os.environ.update(settings | os.environ)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    _separate_classes()
+    from vllm.model_executor.models.transformers.base import Base
+
+    # Of models that it has no code for, vLLM would decorate the class, to compile them: it is
+    # the class of the trainer's model, too. They run as they are.
+    Base._decorate_cls_for_torch_compile = lambda self, **settings: None
     if device.type != "cpu":
         return
     _patch_cpu_build()
@@ -204,39 +208,6 @@ def _patch_cpu_build():
     # takes 4 seconds in every process.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
-
-
-@functools.cache
-def _separate_classes():
-    """Gives the engine's model its own class, where vLLM's Transformers backend decorates it.
-
-    The class that vLLM would decorate is the class of the trainer's model, too."""
-    from vllm.model_executor.models.transformers.base import Base
-
-    build = Base.__init__
-    decorate = Base._decorate_cls_for_torch_compile
-    postponed = []  # the arguments of calls of `decorate`, until the model is built
-
-    def init(self, **kwargs):
-        """Builds the model, then decorates its own class as vLLM asked for."""
-        build(self, **kwargs)
-        while postponed:
-            call = postponed.pop()
-            shared_class = call["cls"]
-            engine_class = type(
-                shared_class.__name__, (shared_class,), {"__init__": lambda self: None})
-            decorate(self, **call | {"cls": engine_class})
-            for module in self.modules():
-                if type(module) is shared_class:
-                    module.__class__ = engine_class
-                    # The decorated __init__ sets the attributes that the decoration needs.
-                    module.__init__(vllm_config=self.vllm_config)
-
-    def postpone(self, **call):
-        postponed.append(call)
-
-    Base.__init__ = init
-    Base._decorate_cls_for_torch_compile = postpone
 
 
 # ---------------------------------------------------------------- weights into the engine

@@ -38,9 +38,10 @@ import gpu
 def test_what_the_device_decides(flags, cuda, expected):
     args = Args(**flags)
     before = dataclasses.asdict(args)
-    found = devices.device_defaults(args, cuda)
-    assert (found["dtype"], found["gradient_checkpointing"], found["shard"]) == expected
+    devices.device_defaults(args, cuda)
     assert dataclasses.asdict(args) == before
+    train.complete_flags(args, cuda)
+    assert (args.dtype, args.gradient_checkpointing, args.shard) == expected
 
 
 def test_what_a_host_cannot_do_is_refused(monkeypatch):
@@ -153,7 +154,7 @@ def test_checkpointing_that_a_model_cannot_do_is_refused(args, process_group, mo
     data.register_packed_attention()
     monkeypatch.setattr(Qwen2ForCausalLM, "supports_gradient_checkpointing", False)
     assert train.Policy(args).packed
-    with pytest.raises(BadInput, match="^--gradient_checkpointing: Qwen2ForCausalLM can't do it, give false"):
+    with pytest.raises(BadInput, match="^--gradient_checkpointing: Qwen2ForCausalLM does not support gradient"):
         train.Policy(dataclasses.replace(args, gradient_checkpointing=True))
 
 
