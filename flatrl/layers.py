@@ -81,7 +81,7 @@ def try_attention(policy, args, device: torch.device):
 
     AttentionInterface.register("packed", attend)
     with refusing(f"--model {args.model}: its attention can't be trained in {args.dtype} on "
-                  f"{device.type}; try --dtype float32"):
+                  f"{device}; try --dtype float32"):
         policy(policy.pack_probe())
     register_packed_attention()
 
