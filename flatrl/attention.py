@@ -89,6 +89,6 @@ def _attend(query, key, value, scaling, window, softcap, sinks) -> Tensor:
     return scores.softmax(-1)[..., :m].to(value.dtype) @ value
 
 
-def register_packed_attention():
+def register_packed_attention(function=packed_attention):
     """Makes attn_implementation="packed" known to transformers."""
-    AttentionInterface.register("packed", packed_attention)
+    AttentionInterface.register("packed", function)

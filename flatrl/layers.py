@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers import AttentionInterface, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from flatrl.attention import packed_attention, register_packed_attention
 from flatrl.bad_input import need, refusing
@@ -79,7 +79,7 @@ def try_attention(policy, args, device: torch.device):
         attended.sum().backward()
         return attended.detach().to(tensors[1]), None
 
-    AttentionInterface.register("packed", attend)
+    register_packed_attention(attend)
     with refusing(f"--model {args.model}: its attention can't be trained in {args.dtype} on "
                   f"{device}; try --dtype float32"):
         policy(policy.pack_probe())
