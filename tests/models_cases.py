@@ -142,8 +142,7 @@ def test_transformers_own_class_is_untouched_by_the_engine_whatever_is_built_fir
         assert difference(engine, background, policy, step) < 1e-5
         engine.sleep()
     (theirs,) = engine.llm.apply_model(lambda net: net.model)
-    assert isinstance(theirs, Olmo2Model) and type(theirs) is not Olmo2Model
-    assert theirs.do_not_compile and theirs.vllm_config.model_config.enforce_eager  # vLLM's decoration is there
+    assert type(theirs) is Olmo2Model and not hasattr(theirs, "do_not_compile")  # vLLM's decoration is not there
 
 
 def test_quantization_is_taken_with_advice():

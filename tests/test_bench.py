@@ -80,6 +80,7 @@ RUNS = {
         ["6 trajectories in, 6 out, {} failed", "# s; the deadlines allow # s", "tool calls #, errors #, timeouts #",
          r"create 6, release 6 \(of which failed #\)"],
     ),
+    "symbols": ([], ["^site-packages: 0 missing$"]),
     "zoo": (
         ["--only", "a reward that is constant", "--", *FEW_ROWS],
         [r"\| a reward that is constant \| 1 \| step 1 taught nothing: ", "1 of 1 named"],

@@ -321,6 +321,36 @@ def test_what_they_start_is_no_rank_of_theirs(monkeypatch):
     assert not names & given.keys() and given["ELSE"] == "7"
 
 
+def test_what_a_vllm_lacks_is_named():
+    """Of the installed one's sources: a method renamed, an argument, a field, a module, a name that is imported."""
+    import symbols
+
+    version = symbols.Version(symbols.installed())
+    read, lost = version.read, "vllm/device_allocator/cumem.py"
+    changes = {
+        "vllm/v1/engine/llm_engine.py": [("def reset_encoder_cache", "def forget"), ("def wake_up(self, tags", "def wake_up(self, t")],
+        "vllm/engine/arg_utils.py": [("enable_sleep_mode:", "enable_nap:")],
+        "vllm/model_executor/model_loader/reload/layerwise.py": [("def finalize_layerwise_reload", "def finish")],
+    }  # fmt: skip
+
+    def changed(path):
+        text = None if path == lost else read(path)
+        for before, after in changes.get(path, ()):
+            assert before in text
+            text = text.replace(before, after)
+        return text
+
+    assert symbols.missing(version) == []
+    version = symbols.Version(symbols.installed())
+    version.read = changed
+    found = "\n".join(symbols.missing(version))
+    for line in ("LLMEngine.reset_encoder_cache", "LLMEngine.wake_up: no argument tags",
+                 "EngineArgs: no field enable_sleep_mode", "module vllm.device_allocator.cumem (rollout.py)",
+                 "layerwise.finalize_layerwise_reload (flatrl/vllm_engine.py)"):  # fmt: skip
+        assert line in found, found
+    assert found.count("\n") == 4
+
+
 def test_the_learner_of_tests_gpu_makes_a_step(tiny_model, process_group):
     spec = importlib.util.spec_from_file_location("tests_gpu", REPO / "tests/gpu/test_gpu.py")
     tests_gpu = importlib.util.module_from_spec(spec)
