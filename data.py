@@ -721,4 +721,17 @@ def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> di
     if any(images):
         sequences = [row_ids[:length] for row_ids, length in zip(ids, micro.lengths)]
         result["images"] = list(zip(sequences, images, micro.shared))
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), result)
+    return to_device(result, device)
+
+
+def to_device(tensors, device):
+    """Returns a dict whose tensors are on the device.
+
+    To a GPU they go through pinned memory: nobody waits for the copy, and the next micro-batch
+    is packed while the GPU computes."""
+    def copied(tensor):
+        if torch.device(device).type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, copied, tensors)

@@ -617,10 +617,11 @@ def score_tokens(net: Net, batch: dict, args: Args) -> torch.Tensor:
     result = torch.zeros_like(batch["response_mask"])
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(result)), args.tokens_per_micro_batch, net.packed)
-    for micro in Bar(micro_batches, "scoring"):
-        scores = net(net.pack(batch, micro))[0].cpu()
+    # Scores stay on the device until all are computed: to read them would wait for it.
+    scores = [net(net.pack(batch, micro))[0] for micro in Bar(micro_batches, "scoring")]
+    for micro, computed in zip(micro_batches, scores):
         if not micro.is_filler:
-            result[micro.rows] = scores
+            result[micro.rows] = computed.cpu()
     return all_sum(result)
 
 
@@ -653,8 +654,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     sums = Counter(loss=0, unique_tokens=0)
     computed = []  # (rows, scores)
     for i, micro in enumerate(Bar(micro_batches, "update")):
-        columns = {name: batch[name][micro.rows].to(accelerator.device, non_blocking=True)
-                   for name in COLUMNS if name in batch}
+        columns = {name: batch[name][micro.rows] for name in COLUMNS if name in batch}
+        columns = data.to_device(columns, accelerator.device)
         mask = columns["response_mask"]  # (b, T)
         if micro.is_filler:
             for column in columns.values():

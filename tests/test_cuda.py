@@ -16,6 +16,7 @@ from gradient_worker import batch_of, gradients
 from test_attention import saved
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import varlen
+from torch.utils._pytree import tree_leaves
 
 import data
 import rollout
@@ -199,6 +200,34 @@ def test_numbers_are_read_once_a_step_and_not_of_every_micro_batch(tiny_model, p
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
 
 
+def test_a_micro_batch_goes_to_the_gpu_through_pinned_memory_and_nobody_waits(monkeypatch):
+    batch = batch_of(9)
+    there = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")
+    pinned, sent = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(id(x)) or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: sent.append((id(x), device, non_blocking)))
+    data.to_device(there, "cuda:1")
+    tensors = [x for x in tree_leaves(there) if isinstance(x, torch.Tensor)]
+    assert len(tensors) >= 9 and pinned == list(map(id, tensors))
+    assert sent == [(id(x), "cuda:1", True) for x in tensors]
+    data.to_device(there, "cpu")
+    assert len(pinned) == len(tensors)
+
+
+def test_scores_are_read_when_all_are_computed(args, process_group, monkeypatch):
+    data.register_packed_attention()
+    policy, batch, events, cpu = train.Policy(args), batch_of(19), [], torch.Tensor.cpu
+    policy.register_forward_hook(lambda *_: events.append("computed"))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: events.append("read") or cpu(x))
+    whole = train.score_tokens(policy, batch, args)
+    assert events == ["computed", "read"]
+    events.clear()
+    parts = train.score_tokens(policy, batch, dataclasses.replace(args, tokens_per_micro_batch=130))
+    n = len(events) // 2
+    assert n > 2 and events == ["computed"] * n + ["read"] * n
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+
+
 def test_a_value_has_the_digits_of_float32(args, process_group):
     critic = train.Critic(args)
     hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -328,10 +357,10 @@ def test_what_a_vllm_lacks_is_named():
     version = symbols.Version(symbols.installed())
     read, lost = version.read, "vllm/device_allocator/cumem.py"
     changes = {
-        "vllm/v1/engine/llm_engine.py": [("def reset_encoder_cache", "def forget"), ("def wake_up(self, tags", "def wake_up(self, t")],
+        "vllm/v1/engine/llm_engine.py": [("def reset_encoder_cache", "def forget"), ("up(self, tags", "up(self, t")],
         "vllm/engine/arg_utils.py": [("enable_sleep_mode:", "enable_nap:")],
         "vllm/model_executor/model_loader/reload/layerwise.py": [("def finalize_layerwise_reload", "def finish")],
-    }  # fmt: skip
+    }
 
     def changed(path):
         text = None if path == lost else read(path)
