@@ -17,8 +17,12 @@ most that a GPU holds in it:
               --adv_estimator gae of the critic, too, one after the other
     step      the optimiser's: activations are gone, and AdamW, fused, takes nothing more
 
-Behind it stand the host's memory, the KV cache in tokens, and whether it fits; if not, which
-flags would make it fit.
+Behind it stand the host's memory, the KV cache in tokens, the fastest flags that fit, and
+whether it fits; if not, which flags would make it fit. With --flags only the fastest flags are
+printed, for a command line (exit code 1 if nothing fits); --gpu_memory is then that of the GPU
+that is there:
+
+    python train.py --model FOLDER $(python bench/plan.py --flags --model FOLDER)
 
 Flags at their defaults are what they are on CUDA: gradient checkpointing, and bfloat16 by
 FSDP2 on any number of GPUs. Micro-batches are full: groups of prompts at --max_prompt_tokens
@@ -35,11 +39,13 @@ built like Qwen2, Qwen3, Llama or Mistral.
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import common  # noqa: F401
+import torch
 from transformers import AutoConfig
 
 import train
@@ -302,13 +308,49 @@ def cure(args: train.Args, gpus: int, memory: float) -> tuple[dict, bool]:
     return changes, True
 
 
+# The fastest first: recomputing costs a third of an update, a smaller micro-batch next to nothing down to 8,192 tokens
+# (docs/speed.md), and below that the prompts of groups that no longer fit into one.
+PASSES = [(False, 16384), (False, 8192), (True, 16384), (True, 8192), (True, 4096), (True, 2048)]
+MOST_SEQUENCES = 1024  # vLLM's own --max_num_seqs on GPUs of 70 GiB and more
+
+
+def fastest(args: train.Args, gpus: int, memory: float, given: set[str]) -> dict | None:
+    """Returns the values of --gradient_checkpointing, --tokens_per_micro_batch and
+    --max_num_seqs with which a run is fastest and fits; None if nothing fits.
+
+    given: names of flags that the user has set, which stay."""
+
+    def fits(changes: dict) -> bool:
+        return not make_plan(dataclasses.replace(args, **changes), gpus, memory).lacks
+
+    def rest(changes: dict) -> dict:
+        return {name: value for name, value in changes.items() if name not in given}
+
+    passes = [rest({"gradient_checkpointing": recomputes, "tokens_per_micro_batch": tokens})
+              for recomputes, tokens in PASSES if tokens >= args.window]  # fmt: skip
+    chosen = next(filter(fits, passes), None)
+    if chosen is None:
+        return None
+    engines = gpus // args.tp
+    trajectories = math.ceil(args.prompts_per_step * args.group_size * args.oversample / engines)
+    more = rest({"max_num_seqs": min(MOST_SEQUENCES, args.max_concurrent * args.tp, trajectories)})
+    if more.get("max_num_seqs", 0) > args.max_num_seqs and fits(chosen | more):
+        chosen |= more
+    return chosen
+
+
+def as_flags(changes: dict) -> str:
+    """Returns flags as a command line has them."""
+    return " ".join(f"--{name} {str(value).lower()}" for name, value in changes.items())
+
+
 def table_row(name: str, cells) -> str:
     return f"{name:26}" + "".join(f"{cell:>8}" for cell in cells)
 
 
-def say(args: train.Args, gpus: int, memory: float) -> str:
+def say(args: train.Args, gpus: int, memory: float, given: set[str] = frozenset()) -> str:
     """Returns the plan of a run as text: the table, the host's memory, the KV cache, and
-    whether it fits."""
+    whether it fits. given: as of `fastest`."""
     plan = make_plan(args, gpus, memory)
     policy = Net(load_config(args.model), args)
     lines = [f"{args.model}: {policy.parameters / 1e9:.2f} B parameters, {args.dtype}, {gpus} GPUs of {memory / GIB:g} "
@@ -330,6 +372,7 @@ def say(args: train.Args, gpus: int, memory: float) -> str:
         lines.append(f"an engine's KV cache: {kv_tokens:,.0f} tokens, {kv_tokens / of_trajectory:,.0f} trajectories of "
                      f"{longest:,} tokens whose groups share their prompts")  # fmt: skip
     if not plan.lacks:
+        lines.append(f"the fastest flags that fit: {as_flags(fastest(args, gpus, memory, given) or {})}")
         return "\n".join([*lines, "it fits"])
     lines.append("does not fit: " + ", ".join(f"{name} lacks {n / GIB:.1f}" for name, n in plan.lacks.items()))
     changes, fits = cure(args, gpus, memory)
@@ -343,23 +386,40 @@ def read_arguments(argv: list[str]) -> tuple[train.Args, int, float]:
     Raises BadInput."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False, add_help=not argv)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--gpu_memory", type=float, default=80, help="GiB")
+    parser.add_argument("--gpu_memory", type=float, help="GiB; default: those of the GPU that is there, or 80")
+    parser.add_argument("--flags", action="store_true")
     options, train_flags = parser.parse_known_args(argv)
     args = train.parse_args(train_flags)
     train.check_args(args)
     need(args.model, "give --model: a folder, or one of the built-in shapes")
     need(not args.lora_rank, "--lora_rank is not planned, only full fine-tuning is")
-    need(options.gpus > 0 and options.gpu_memory > 0, "--gpus and --gpu_memory must be greater than 0")
+    memory = options.gpu_memory
+    if memory is None:
+        memory = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 80
+    need(options.gpus > 0 and memory > 0, "--gpus and --gpu_memory must be greater than 0")
     need(options.gpus % args.tp == 0, f"--tp {args.tp} must divide --gpus {options.gpus}")
     vars(args).update(devices.device_defaults(args, cuda=True))
     args.fill({"gradient_checkpointing": True})
     if json.loads(args.engine_args):
         print("--engine_args is not followed: what it changes in the engine is not in the plan", file=sys.stderr)
-    return args, options.gpus, options.gpu_memory * GIB
+    return args, options.gpus, memory * GIB
+
+
+def main(argv: list[str]) -> int:
+    """Prints the plan, or with --flags only the fastest flags; returns the exit code."""
+    plan = read_arguments(argv)
+    given = {word[2:].split("=")[0] for word in argv if word.startswith("--")}
+    if "--flags" not in argv:
+        print(say(*plan, given))
+        return 0
+    found = fastest(*plan, given)
+    need(found is not None, "nothing fits: see the plan without --flags")
+    print(as_flags(found))
+    return 0
 
 
 if __name__ == "__main__":
     try:
-        print(say(*read_arguments(sys.argv[1:])))
+        sys.exit(main(sys.argv[1:]))
     except BadInput as error:
         sys.exit(f"bench/plan.py: error: {error}")

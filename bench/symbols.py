@@ -1,8 +1,8 @@
 """Says what flatrl uses of vLLM that a version of vLLM does not have, without installing it.
 
-    python bench/symbols.py                                     # the vLLM that is installed
-    pip download --no-deps vllm==0.25.1 && python bench/symbols.py vllm-0.25.1-*.whl
-    python bench/symbols.py FOLDER                              # a folder that has vllm/
+    python bench/symbols.py                       # the vLLM that is installed
+    python bench/symbols.py vllm-0.25.1-*.whl     # from pip download --no-deps vllm==0.25.1
+    python bench/symbols.py FOLDER                # a folder that has vllm/
 
 Only Python sources are read, nothing of vLLM is imported. Checked are
 
@@ -261,7 +261,7 @@ def missing(version: Version) -> list[str]:
     for variable in sorted(set(re.findall(r"\bVLLM_[A-Z_0-9]+\b", ours)) - {"VLLM_DIST_IDENT"}):
         if variable not in variables:
             lines.append(f"environment variable {variable}")
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def installed() -> str:

@@ -178,6 +178,33 @@ def test_flags_of_train_count():
     assert stays("--replay somewhere")[0].phases.keys() == {"asleep", "awake", "score", "update", "step"}
 
 
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("--model 0.5B", "--gradient_checkpointing false --tokens_per_micro_batch 16384"),
+    ("--model 0.5B --prompts_per_step 100",
+     "--gradient_checkpointing false --tokens_per_micro_batch 16384 --max_num_seqs 800"),
+    ("--model 0.5B --prompts_per_step 1000 --gpus 8",
+     "--gradient_checkpointing false --tokens_per_micro_batch 16384 --max_num_seqs 1000"),
+    ("--model 0.5B --prompts_per_step 1000 --max_num_seqs 64",
+     "--gradient_checkpointing false --tokens_per_micro_batch 16384"),
+    ("--model 7B --gpus 8", "--gradient_checkpointing false --tokens_per_micro_batch 8192"),
+    ("--model 14B --gpus 8", "--gradient_checkpointing true --tokens_per_micro_batch 16384"),
+    ("--model 7B --gpus 8 --gpu_memory 140", "--gradient_checkpointing false --tokens_per_micro_batch 16384"),
+    ("--model 0.5B --gradient_checkpointing --tokens_per_micro_batch 4096", ""),
+    ("--model 7B --gpu_memory 80", None),
+])  # fmt: skip
+def test_the_fastest_flags_that_fit(flags, expected, capsys):
+    """Parameters, gradients and Adam's states of 7B are more than one card has: nothing makes it fit."""
+    if expected is None:
+        with pytest.raises(train.BadInput, match="nothing fits"):
+            plan.main(["--flags", *flags.split()])
+        return
+    assert plan.main(["--flags", *flags.split()]) == 0
+    assert capsys.readouterr().out.strip() == expected
+    more = dict(zip(expected.split()[::2], expected.split()[1::2]))
+    made = plan.make_plan(*plan.read_arguments([*flags.split(), *(word for pair in more.items() for word in pair)]))
+    assert not made.lacks
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     ("--gpus 8", "give --model"), ("--model no/folder", "a folder with"), ("--model 7B --gpus 3 --tp 2", "must divide"),
     ("--model 7B --shrad", "did you mean --shard"), ("--model 7B --tokens_per_micro_batch 100", "longest"),
