@@ -730,7 +730,7 @@ def to_device(tensors, device):
     To a GPU they go through pinned memory: nobody waits for the copy, and the next micro-batch
     is packed while the GPU computes."""
     def copied(tensor):
-        if torch.device(device).type == "cuda":
+        if "cuda" in str(device):
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 

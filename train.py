@@ -654,8 +654,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     sums = Counter(loss=0, unique_tokens=0)
     computed = []  # (rows, scores)
     for i, micro in enumerate(Bar(micro_batches, "update")):
-        columns = {name: batch[name][micro.rows] for name in COLUMNS if name in batch}
-        columns = data.to_device(columns, accelerator.device)
+        columns = data.to_device({name: batch[name][micro.rows] for name in COLUMNS
+                                  if name in batch}, accelerator.device)
         mask = columns["response_mask"]  # (b, T)
         if micro.is_filler:
             for column in columns.values():
