@@ -17,7 +17,7 @@ import math
 import os
 import signal
 import sys
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -579,19 +579,6 @@ def _fill_micro_batches(
     return micros
 
 
-def _smallest(low: int, high: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns the smallest number in low .. high that is enough; high is, and is not tried.
-
-    Bisects, as numbers above one that is enough are enough as well."""
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def micro_batches_of_this_rank(batch: dict, rows: Sequence[int], max_tokens: int,
                                packed: bool = True) -> list[MicroBatch]:
     """Cuts rows of the global batch into micro-batches, and returns those of this rank.
@@ -611,8 +598,8 @@ def micro_batches_of_this_rank(batch: dict, rows: Sequence[int], max_tokens: int
     # Every rank computes as many as max_tokens makes necessary. The smallest budget that makes
     # no more necessary fills them about equally.
     at_most = math.ceil(len(fill(max_tokens)) / n_ranks) * n_ranks
-    budget = _smallest(
-        max(whole.lengths), max_tokens, lambda budget: len(fill(budget)) <= at_most)
+    budget = bisect_left(range(max_tokens), True, max(whole.lengths),
+                         key=lambda budget: len(fill(budget)) <= at_most)
     micros = fill(budget)
     dealt = balance([tokens for tokens, _ in micros], n_ranks)
     mine = [whole.select(micros[k][1]) for k in dealt[dist.get_rank()]]
