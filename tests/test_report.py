@@ -431,3 +431,40 @@ def test_the_writer_needs_nothing_but_python(folder):
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPO)
     assert result.returncode == 0 and "the transformers package is not installed here" in result.stderr
     assert embedded(folder / "report.html")["runs"][0]["total"] == 1
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_seeds_become_a_mean_and_a_band(tmp_path):
+    """Of three runs two differ in the seed alone, and in the folder of the model that it made."""
+    runs = []
+    settings = (("a", 0, 1.0, (0.0, 0.25)), ("b", 1, 1.0, (0.5, 0.75)), ("c", 0, 2.0, (0.125, 0.5)))
+    for name, seed, lr, rewards in settings:
+        (tmp_path / name).mkdir()
+        flags = {"seed": seed, "lr": lr, "output_dir": name, "model": f"/cache/task-{seed:016x}"}
+        (tmp_path / name / "args.json").write_text(json.dumps({"args": flags}))
+        rows = [{"step": i, "reward/mean": x, "rollout/trajectories": 8} for i, x in enumerate(rewards, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(report.Run(tmp_path / name))
+    page_of(*runs, file=tmp_path / "report.html")
+
+    def reward(address: str) -> tuple:
+        """The labels, the mean lines' heights and the bands of the chart of rewards."""
+        command = ["node", REPO / "tests" / "dom.js", tmp_path / "report.html", f"#tab=curves&{address}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        card = result.stdout.split('data-metric="reward/mean"')[1].split('class="card"')[0]
+        (labels,) = re.findall(r'role="img" aria-label="([^"]*)"', card)
+        points = [re.findall(r"([\d.]+),([\d.]+)", shape) for shape in re.findall(r'<poly\w+ points="([^"]*)"', card)]
+        marks = re.findall(r'text-anchor="middle">([^<]*)<', card)
+        return labels, points, marks
+
+    labels, points, marks = reward("")
+    assert labels == "a, b, c" and len(points) == 3 and marks == ["1", "2"]
+    of_a, of_b, of_c = ([float(y) for _, y in line] for line in points)
+    labels, (band, mean, alone), _ = reward("seeds=mean")
+    assert labels == "a, 2 seeds, c"
+    assert [float(y) for _, y in alone] == pytest.approx(of_c, abs=0.11)
+    assert [float(y) for _, y in mean] == pytest.approx([(x + y) / 2 for x, y in zip(of_a, of_b)], abs=0.11)
+    assert [float(y) for _, y in band] == pytest.approx([*of_b, *of_a[::-1]], abs=0.11)
+    assert reward("x=trajectories")[2] == ["10", "15"]  # from 8 to 16
+    assert len(reward("x=seconds&scale=log")[1]) == 3
