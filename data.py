@@ -299,7 +299,7 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         told               a batch of the same rows, in which these are the prompts
     Rewards may come later, and have functions of their own: `by_unit`, `token_rewards`."""
     def padded(rows, dtype=torch.long, padding=0):
-        rows = [torch.tensor(row, dtype=dtype) for row in rows]
+        rows = [torch.as_tensor(np.array(row), dtype=dtype) for row in rows]  # fast for lists
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
     mask = padded([output.response_mask for output in outputs], torch.float32)

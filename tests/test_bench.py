@@ -49,6 +49,11 @@ RUNS = {
         [r"\| suspended \| tiny \| level 1: .* \| mean #, max # over # tokens \|", r"\| update \| .* \| # tokens/s",
          r"a bare loop.* \| # s a step, ours #: #x \|", r"ends with code 0 \| # s the second step, of it sync # \|"],
     ),
+    "host": (
+        ["--trajectories", "16", "--tokens", "64"],
+        ["write +# s", "pack +# s", "all +# s; rollouts file # MB",
+         "7B +on 8 GPUs: update +# s, the host's share of it #%"],
+    ),
     "kills": (["--kills", "1", *KILLED], ["1 of 1 killed; different: nothing"]),
     "logprobs": (
         ["--T", "8", "--V", "512", "--H", "16", "--repeats", "2"],
