@@ -479,9 +479,13 @@ def rollout_correction(
     dropped = clipped
     weights = torch.ones_like(difference)
     kinds = kind.split(",")
-    bounds = (bound if isinstance(bound, Sequence) else [bound] * len(kinds)
-              for bound in (low, high))
-    for kind, low, high in zip(kinds, *bounds, strict=True):
+    if kinds != ["none"] and len(set(kinds) - {"none"}) < len(kinds):
+        raise ValueError(f"{kind}: several kinds must differ, and none of them be 'none'")
+    bounds = [bound if isinstance(bound, Sequence) else [bound] * len(kinds)
+              for bound in (low, high)]
+    if {*map(len, bounds)} != {len(kinds)}:
+        raise ValueError(f"{kind}: its bounds must be one for each kind, got {bounds}")
+    for kind, low, high in zip(kinds, *bounds):
         _check_choice("rollout correction", kind, ROLLOUT_CORRECTIONS)
         if low > high:
             raise ValueError(f"the lower bound {low} of {kind} exceeds the upper one, {high}")

@@ -63,7 +63,7 @@ from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_repl
 from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
 from flatrl.models import (
     check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
-    task_model, whole,
+    task_model, vocab_size, whole,
 )
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, gather_unless_stopped, on_main, run_as_script,
@@ -158,7 +158,8 @@ class Args:
         "upper clip of the ratio, 1 + clip_high; gmpo: of its logarithm; "
         "sapo: temperature where A > 0", only="policy_loss!=reinforce")
     clip_c: float = flag(0.0, "dual clip, the largest ratio where A < 0 (3 is usual); 0: off",
-                         only="policy_loss=ppo|gspo")
+                         Range("be 0, or exceed 1", lambda x: x == 0 or x > 1),
+                         "policy_loss=ppo|gspo")
     loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     mask_truncated: bool = flag(
@@ -192,7 +193,7 @@ class Args:
                           "kl_coef")
     kl_target: float = flag(
         0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off",
-        only="kl_in=reward")
+        only="kl_in=reward kl_coef")
     kl_horizon: int = flag(
         10_000, "trajectories over which kl_coef adapts", POSITIVE, "kl_target")
     reward_clip: float = flag(
@@ -396,10 +397,9 @@ def check_args(args: Args):
         with refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        # Both checks import vLLM, which takes seconds.
-        if parameters and name == "engine_args":
+        if name == "engine_args":
             check_engine_args(name, parameters, vars(args))
-        if parameters and name.endswith("sampling_args"):
+        if parameters and name.endswith("sampling_args"):  # this imports vLLM: seconds
             check_sampling(name, parameters)
     if args.quantized and args.rollout_correction == "none":
         warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
@@ -418,19 +418,15 @@ def check_flags_together(args: Args):
          "--group_size must be at least 2")
     need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 "
          "replaces groups whose members score alike: --group_size must be at least 2")
-    need(args.clip_c == 0 or args.clip_c > 1,
-         f"--clip_c {args.clip_c} bounds a ratio from above: it must exceed 1")
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0, "--policy_loss "
          "sapo: its temperatures --clip_low and --clip_high must be greater than 0")
     need(args.reward_coef > 0 or args.hints or args.ref_model,
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
     need(args.critic_warmup < max(1, args.num_steps),
          "--critic_warmup leaves no step that trains the policy")
-    if args.kl_target:
-        need(args.kl_coef > 0, "--kl_target has an effect only with a --kl_coef")
-        need(args.kl_horizon >= prompts * args.group_size,
-             f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a "
-             f"step's {prompts * args.group_size}")
+    n_rollouts = prompts * args.group_size
+    need(not args.kl_target or args.kl_horizon >= n_rollouts, f"--kl_horizon {args.kl_horizon} "
+         f"counts trajectories: it must be at least a step's {n_rollouts}")
     need(args.window > args.max_prompt_tokens, f"--max_model_len {args.max_model_len} "
          "leaves no room for a response to --max_prompt_tokens")
     # Forks and chat agents may fill the window.
@@ -473,9 +469,11 @@ class Net(nn.Module):
             attention = "packed"
         self.model, info = from_pretrained(
             auto_class, args, "can't be loaded for training", dtype=torch.float32,
-            attn_implementation=attention, output_loading_info=True)
-        missing = sorted(info["missing_keys"])  # transformers draws them at random
-        need(not missing, f"--model {args.model} lacks parameters: {', '.join(missing[:3])}")
+            attn_implementation=attention, output_loading_info=True,
+            ignore_mismatched_sizes=True)
+        for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
+            need(not info[key], f"--model {args.model} is not what its config.json says: "
+                 f"{key.replace('_', ' ')} {sorted(info[key])[:3]}")
         for name, p in self.model.named_parameters():
             need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
         prepare_layers(self.model, args.gradient_checkpointing)
@@ -923,7 +921,7 @@ def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # raises for an unknown --tool_parser
     if not args.replay:
-        check_model(args, device)
+        check_model(args, device, vocab_size(tokenizer))
     return tokenizer, processor, rows
 
 
@@ -939,9 +937,9 @@ def setup(args: Args) -> Run:
 
     # Before the engine starts, what can't be trained and what can't be resumed is refused.
     data.register_packed_attention()
-    vocab_size = max(tokenizer.get_vocab().values()) + 1  # the model's may be padded
+    n_tokens = vocab_size(tokenizer)
     vision = Vision(processor) if processor else None
-    policy = Policy(args, vocab_size, vision)
+    policy = Policy(args, n_tokens, vision)
     try_attention(policy, args, accelerator.device)
     changed = on_main(check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(prepare_folder, args)  # without --resume (None, {})
@@ -949,12 +947,13 @@ def setup(args: Args) -> Run:
          "drew prompts in another order: start without --resume")
 
     stop = Stop()
-    log_class = Log if accelerator.is_main_process else SilentLog
-    log = log_class(args, tokenizer, state.get("step", 0))
+    log = SilentLog()
+    if accelerator.is_main_process:
+        log = Log(args, tokenizer, state.get("step", 0))
     engine = None
     if not args.replay:
         engine = Engine(args.model, args, accelerator.device, stop_token_ids(args, tokenizer),
-                        vocab_size, vision and vision.image_token_id)
+                        n_tokens, vision and vision.image_token_id)
     learner, critic, reference = build_networks(args, accelerator, policy)
     run = Run(
         args=args, accelerator=accelerator, store=store, stop=stop, log=log, task=task,

@@ -130,9 +130,9 @@ def main(argv: list[str]) -> None:
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, accelerator.device.type == "cuda")
     processor, tokenizer = models.load_tokenizer(args)
-    check_model(args, accelerator.device)
+    vocab_size = models.vocab_size(tokenizer)
+    check_model(args, accelerator.device, vocab_size)
     vision = Vision(processor) if processor else None
-    vocab_size = max(tokenizer.get_vocab().values()) + 1
     data.register_packed_attention()
     policy = train.Policy(args, vocab_size, vision)
     stops = models.stop_token_ids(args, tokenizer)

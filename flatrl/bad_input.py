@@ -31,7 +31,7 @@ def refusing(problem: str, file: str = ""):
     except (BadInput, KeyboardInterrupt):  # a task's own BadInput says what it needs
         raise
     except BaseException as error:
-        reason = traceback.format_exception_only(error)[-1].splitlines()[0]
+        reason = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
         # A SyntaxError has a file and a line itself, where nothing was run.
         frames = [*traceback.extract_tb(error.__traceback__), error]
         frames = [frame for frame in frames if file and getattr(frame, "filename", 0) == file]

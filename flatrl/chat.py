@@ -112,11 +112,7 @@ class ChatClient:
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
         if stop:
-            strings = [stop] if isinstance(stop, str) else stop
-            if not (isinstance(strings, list)
-                    and all(isinstance(string, str) and string for string in strings)):
-                raise ValueError(f"stop must be a text or a list of texts, not {stop!r:.80}")
-            sampling["stop"] = strings
+            sampling["stop"] = [stop] if isinstance(stop, str) else stop  # the engine checks it
         if structured_outputs:
             sampling["structured_outputs"] = structured_outputs
         return sampling
@@ -153,13 +149,14 @@ class ChatClient:
         if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         identities = [_identity(message) for message in messages]
-        earlier = None
-        for candidate in self.trajectories:
-            n = len(candidate.messages)
-            if (candidate.tools == (tools, template) and n < len(messages)
-                    and list(map(_identity, candidate.messages)) == identities[:n]
-                    and (earlier is None or n > len(earlier.messages))):
-                earlier = candidate
+
+        def goes_on(trajectory):
+            n = len(trajectory.messages)
+            return (trajectory.tools == (tools, template) and n < len(messages)
+                    and list(map(_identity, trajectory.messages)) == identities[:n])
+
+        earlier = max(filter(goes_on, self.trajectories), default=None,
+                      key=lambda trajectory: len(trajectory.messages))
         if earlier:
             trajectory = earlier
             new_messages = messages[len(trajectory.messages) :]

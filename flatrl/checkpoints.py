@@ -6,12 +6,14 @@ torch.distributed.checkpoint, so --resume works on any number of ranks, with or 
 generator's and no schedule's state is saved."""
 
 import fcntl
+import io
 import itertools
 import json
 import math
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -114,14 +116,17 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 
 
 def _read_step(checkpoint):
-    """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut
-    off."""
+    """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut off, or
+    has a byte that was changed."""
     state = dict(json.loads((checkpoint / "step.json").read_text()))
     need(checkpoint.name == f"step_{state['step']:06d}" and {"history", "parts"} <= state.keys(),
          "its step.json is not its own")
     for stored in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
-        file = checkpoint / stored.relative_path
-        need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
+        with (checkpoint / stored.relative_path).open("rb") as stream:
+            stream.seek(stored.offset)
+            archive = io.BytesIO(stream.read(stored.length))  # it has checksums
+        need(zipfile.is_zipfile(archive) and not zipfile.ZipFile(archive).testzip(),
+             f"{stored.relative_path} is cut off, or was changed")
     return state
 
 

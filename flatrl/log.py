@@ -145,15 +145,8 @@ class SilentLog:
 
     notices = None
 
-    def ignore(self, *args):
-        pass
-
-    __init__ = ignore
-    metrics = ignore
-    rollouts = ignore
-    say = ignore
-    warn_once = ignore
-    close = ignore
+    def __getattr__(self, name):
+        return lambda *args: None
 
 
 def metrics_until(file: Path, step: int) -> list[dict]:

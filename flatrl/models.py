@@ -99,6 +99,10 @@ def load_config(args):
     need(not window or args.window <= window,
          f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.window}, "
          f"but the model's window is {window} tokens")
+    for name, value in json.loads(args.engine_args).get("hf_overrides", {}).items():
+        need(getattr(config, name, value) == value,
+             f"--engine_args: hf_overrides has {name} {value}, but the trainer's model has "
+             f"{getattr(config, name, None)}: change it in the model's config.json")
     heads = getattr(text, "num_attention_heads", args.tp)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     kv_heads_are_divided = kv_heads % args.tp == 0 or args.tp % kv_heads == 0  # or copied
@@ -127,12 +131,21 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     return sorted(ids)
 
 
+def vocab_size(tokenizer) -> int:
+    """Returns the number of ids that mean a token; the model's vocabulary may be padded."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def load_tokenizer(args) -> tuple:
     """Checks args.model; returns its processor (None for a text model) and its tokenizer."""
-    processor = load_processor(args, load_config(args))
-    if processor:
-        return processor, processor.tokenizer
-    return None, from_pretrained(AutoTokenizer, args, "has no tokenizer that can be loaded")
+    config = load_config(args)
+    processor = load_processor(args, config)
+    tokenizer = processor and processor.tokenizer or from_pretrained(
+        AutoTokenizer, args, "has no tokenizer that can be loaded")
+    need(vocab_size(tokenizer) <= config.get_text_config().vocab_size,
+         f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
+         "vocab_size: it is another model's, or was added to")
+    return processor, tokenizer
 
 
 def check_teacher(args, tokenizer):

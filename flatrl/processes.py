@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import faulthandler
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -227,12 +226,8 @@ class Background:
         self.ticked = time.monotonic()  # at the last tick, and the loop's time then
         self.loop_time_then = self.ticked
         self.loop.time = self.loop_time
-        self.memory_limit = resource.getrlimit(resource.RLIMIT_AS)
-        self.thread, watcher = (threading.Thread(target=work, daemon=True)
-                                for work in (self.run, self.watch))
-        self.thread.start()
-        watcher.start()
-        os.register_at_fork(after_in_child=self.forked)
+        for work in (self.run, self.watch):
+            threading.Thread(target=work, daemon=True).start()
         atexit.register(self.close)  # a run that failed says nothing more
 
     def submit(self, coroutine: Coroutine) -> Future:
@@ -258,6 +253,8 @@ class Background:
         """Runs the loop. A task in which user code raises SystemExit ends run_forever.
 
         Without the loop the run would wait for ever: what ends it, ends the process."""
+        self.thread = threading.get_ident()
+        os.register_at_fork(after_in_child=self.forked)
         self.loop.call_soon(self.tick)
         while not self.closed:
             try:
@@ -265,13 +262,12 @@ class Background:
             except (SystemExit, KeyboardInterrupt):
                 pass
             except BaseException:
-                traceback.print_exc()
-                os._exit(1)
+                self.leave(traceback.format_exc())
 
     def forked(self):
         """Lets a copy of this process, which user code has forked, end where it would go on as
         a second trainer: where the copy of the loop's thread comes back from that code."""
-        if threading.current_thread() is self.thread:
+        if threading.get_ident() == self.thread:
             task = asyncio.current_task(self.loop)
             self.loop._ready.clear()  # what others are about to do is the first process's
             self.loop.call_soon(self.leave, f"{task and task.get_name()} has forked this process: "
@@ -281,15 +277,6 @@ class Background:
         """Ends this process, with 1, and says why."""
         print(f"\n{why}", file=sys.stderr)
         os._exit(1)
-
-    def restore_memory(self):
-        """Takes back the limit that a tool has set to the memory of the whole run."""
-        try:
-            resource.setrlimit(resource.RLIMIT_AS, self.memory_limit)
-            print("\na tool has limited this process's memory (RLIMIT_AS), which is that of the "
-                  "whole run: taken back. Limit a process of its own", file=sys.stderr)
-        except (ValueError, MemoryError):
-            self.leave("a tool has limited this process's memory (RLIMIT_AS) for good")
 
     def watch(self):
         """Says what blocks the loop, once each time.
@@ -305,9 +292,7 @@ class Background:
                 reported_tick = self.ticked
                 print(f"\n{task} blocks all others: it must await, or be a plain function. "
                       "It is here:", file=sys.stderr)
-                traceback.print_stack(sys._current_frames()[self.thread.ident])
-            if resource.getrlimit(resource.RLIMIT_AS) != self.memory_limit:
-                self.restore_memory()
+                traceback.print_stack(sys._current_frames()[self.thread])
         faulthandler.cancel_dump_traceback_later()
 
 

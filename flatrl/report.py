@@ -47,16 +47,13 @@ def load_tokenizer(folder: Path) -> tuple:
 
     Without one it returns None, and a note that says why. It reads only files of this machine,
     and never runs a model's own code: a report may be made of a stranger's folder."""
-    reason = "neither final/ nor the model of args.json has a tokenizer here"
-    try:
-        from transformers import AutoTokenizer
+    for source in (folder / "final", read_about(folder).get("args", {}).get("model")):
+        with contextlib.suppress(Exception):  # each kind of damage has its own
+            from transformers import AutoTokenizer
 
-        for source in (folder / "final", read_about(folder).get("args", {}).get("model")):
-            with contextlib.suppress(Exception):  # each kind of damage has its own
-                return AutoTokenizer.from_pretrained(source, local_files_only=True), []
-    except ImportError:
-        reason = "the transformers package is not installed here"
-    return None, [f"Tokens are shown as numbers: {reason}."]
+            return AutoTokenizer.from_pretrained(source, local_files_only=True), []
+    return None, ["Tokens are shown as numbers: neither final/ nor the model of args.json has a "
+                  "tokenizer here, or the transformers package is not installed."]
 
 
 class Run:

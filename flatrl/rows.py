@@ -72,10 +72,10 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
     if not prompt:
         return
     schemas = tool_schemas(row, task)
-    text = render_text(templates, prompt, schemas, add_generation_prompt=True)
     decoded = tokenizer.decode(render(templates, prompt, schemas))
     other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
-    need(text != render_text(templates, other, schemas, add_generation_prompt=True),
+    text, of_other = (render_text(templates, chat, schemas, True) for chat in (prompt, other))
+    need(text != of_other,
          f"the chat template does not show the model what a message says: {text!r:.80}")
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(text == decoded, f"the tokenizer does not give a prompt back: {text!r:.80} is "

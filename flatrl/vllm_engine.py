@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from agent_loop import BadInput
-from flatrl.bad_input import check_ids, need, refusing
+from flatrl.bad_input import check_ids, check_types, need, refusing
 
 # Arguments of vllm.LLM that colocation depends on, that go round the vocabulary's limit, or
 # that are lost at sleep level 2 (draft models, thinking budgets).
@@ -34,16 +34,14 @@ NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
 def check_engine_args(name: str, arguments: dict, our_flags: Sequence[str]):
     """Checks the JSON object of --engine_args; name: that flag's name.
 
-    Raises BadInput on an argument that vLLM does not know, that is a flag here, or that is
-    one of FIXED_ENGINE_ARGS."""
-    from vllm import EngineArgs
-
+    Raises BadInput on an argument that is a flag here, or that is one of FIXED_ENGINE_ARGS; for
+    others see `check_model`."""
     other_names = {"tokenizer": "model", "tensor_parallel_size": "tp"}
     for key in arguments:
         flag = other_names.get(key, key)
         need(flag not in our_flags, f"--{name}: {key} is --{flag}")
         need(key not in FIXED_ENGINE_ARGS, f"--{name}: {key} is not the user's to choose here")
-        need(key in EngineArgs.__dataclass_fields__, f"--{name}: vLLM has no argument {key}")
+    check_types(arguments, {"hf_overrides": dict}, f"--{name}")
 
 
 def check_sampling(name: str, parameters: dict):
@@ -52,8 +50,8 @@ def check_sampling(name: str, parameters: dict):
     Raises BadInput on a parameter that vLLM does not know, or that can't be set here. Warns
     of one that changes the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
-    fixed = ", ".join(sorted(FIXED_SAMPLING & parameters.keys()))
-    need(not fixed, f"--{name}: {fixed} can't be set here; temperature and seed are flags")
+    for key in parameters.keys() & {"temperature", "seed", "structured_outputs"}:
+        raise BadInput(f"--{name}: {key} can't be set here: it is a flag, or an agent loop's")
     with refusing(f"--{name}"):
         sampling_params(parameters)
     others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
@@ -74,6 +72,7 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default are 16
     checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
     fixed = sorted(FIXED_SAMPLING & parameters.keys() - {"temperature", "seed"})
     need(not fixed, f"{', '.join(fixed)} can't be set here")
@@ -124,17 +123,20 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     return arguments | engine_args
 
 
-def check_model(args, device: torch.device):
-    """Raises BadInput if vLLM can't generate text with args.model. Loads no weights."""
+def check_model(args, device: torch.device, vocab_size: int):
+    """Raises BadInput if vLLM can't generate text with args.model, --engine_args and the
+    sampling parameters. Loads no weights."""
     prepare_vllm(device, args.tp)
     from vllm import EngineArgs
 
-    try:
-        EngineArgs(**vllm_arguments(args.model, args, device)).create_model_config()
-    except Exception as error:  # vLLM's own have no common base
-        reason = str(error).split("Value error, ")[-1].split(". ")[0]  # a long list follows
-        raise BadInput(f"--model {args.model}: vLLM can't generate text with it: {reason}; "
-                       "choose a model that vLLM serves") from None
+    arguments = vllm_arguments(args.model, args, device)
+    arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
+    with refusing(f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
+                  "text with them"):
+        EngineArgs(**arguments).create_engine_config()
+    for validate, kind in enumerate(("", "eval_")):
+        with refusing(f"--{kind}sampling_args"):
+            sampling_params(args.sampling(validate), vocab_size)
 
 
 def prepare_vllm(device, tp):

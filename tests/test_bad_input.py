@@ -32,11 +32,13 @@ FLAGS = [(name, value) for name in kinds("float") for value in ("inf", "nan", "-
 FLAGS += [(name, value) for name in kinds("int") for value in ("-1", "1.5", "nan", "99999999999999999999")]
 FLAGS += [(name, "maybe") for name in kinds("bool")]
 FLAGS += [(name, "") for name in ("task", "model", "replay", "output_dir", "agent", "tool_parser", "wandb_project")]
-FLAGS += [("temperature", "1e-9"), ("engine_args", "null"), ("engine_args", "[" * 5000), ("engine_args", '{"a": 1}')]
+FLAGS += [("temperature", "1e-9"), ("engine_args", "null"), ("engine_args", "[" * 5000), ("engine_args", '{"tp": 1}')]
 FLAGS += [("sampling_args", json.dumps(x)) for x in (
     {"stop": 5}, {"stop": {"a": 1}}, {"stop": [""]}, {"stop": [5]}, {"top_p": 5}, {"top_p": float("nan")},
     {"max_tokens": 0}, {"max_tokens": 1.5}, {"max_tokens": "5"}, {"max_tokens": float("inf")}, {"top_k": 1e30},
-    {"stop_token_ids": "x"}, {"stop_token_ids": [1.5]}, {"temperature": 1}, 5, "x")]  # fmt: skip
+    {"stop_token_ids": "x"}, {"stop_token_ids": [1.5]}, {"temperature": 1}, 5, "x",
+    {"structured_outputs": {"choice": ["a"]}})]  # fmt: skip
+FLAGS += [("rollout_correction", x) for x in ("tis,tis", "none,tis", "tis,none", "x")]
 
 
 @pytest.mark.parametrize("name, value", FLAGS, ids=[f"{name}={value[:20]}" for name, value in FLAGS])

@@ -1162,17 +1162,15 @@ def test_a_body_that_is_nested_or_long_is_refused(play_http, path, body, status,
 
 @pytest.mark.parametrize("field, value", [
     ("max_tokens", float("nan")), ("max_tokens", 1.5), ("max_tokens", True), ("max_completion_tokens", "7"),
-    ("stop", {"a": 1}), ("stop", [["a"]]), ("stop", [1]), ("stop", ["a", ""]), ("stop", 5),
 ])  # fmt: skip
-def test_a_limit_that_is_no_number_and_a_stop_that_is_no_text_are_refused(play_http, field, value):
+def test_a_limit_that_is_no_number_is_refused(play_http, field, value):
     async def agent(client, row, base_url, api_key):
         body = {"messages": row["prompt"], field: value}
         answer = await raw("POST", f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
         assert answer.status_code == 400 and field in answer.json()["error"]["message"]
-        if field.startswith("max"):
-            body = {"input": "Hi", "max_output_tokens": value}
-            answer = await raw("POST", f"{base_url}/responses", body, {"Authorization": f"Bearer {api_key}"})
-            assert answer.status_code == 400 and "max_output_tokens" in answer.json()["error"]["message"]
+        body = {"input": "Hi", "max_output_tokens": value}
+        answer = await raw("POST", f"{base_url}/responses", body, {"Authorization": f"Bearer {api_key}"})
+        assert answer.status_code == 400 and "max_output_tokens" in answer.json()["error"]["message"]
 
     assert play_http(agent)[0] == []
 

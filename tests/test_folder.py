@@ -170,8 +170,17 @@ def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
+def flip(folder: Path) -> None:
+    """Changes one bit of a weight."""
+    file = folder / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(make_run(folder).learners["policy"].net.weight.detach().numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize("spoil, why", [
     (lambda folder: cut(folder / "__0_0.distcp"), "__0_0.distcp is cut off"),
+    (flip, "__0_0.distcp is cut off, or was changed"),
     (lambda folder: (folder / "__0_0.distcp").unlink(), "FileNotFoundError"),
     (lambda folder: cut(folder / ".metadata"), "Error"),
     (lambda folder: (folder / ".metadata").unlink(), "FileNotFoundError"),
@@ -323,8 +332,19 @@ def lose_the_digits(folder: Path) -> None:
     file.write_text(json.dumps(about))
 
 
+def change_a_size(folder: Path, name: str, add: int) -> None:
+    file = folder / "config.json"
+    about = json.loads(file.read_text())
+    about[name] += add
+    file.write_text(json.dumps(about))
+
+
 @pytest.mark.parametrize("spoil, message", [
-    (lose_a_tensor, "lacks parameters: model.layers.0.mlp.up_proj.weight"),
+    (lambda folder: change_a_size(folder, "intermediate_size", 64),
+     "is not what its config.json says: mismatched keys "),
+    (lambda folder: change_a_size(folder, "vocab_size", -1),
+     "its tokenizer has more tokens than its config.json has in vocab_size"),
+    (lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
     (spoil_a_tensor, "model.layers.0.mlp.up_proj.weight has NaN or infinite elements"),
     (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
     (lose_the_digits, "the tokenizer does not give a prompt back"),
