@@ -479,7 +479,7 @@ def rollout_correction(
     dropped = clipped
     weights = torch.ones_like(difference)
     kinds = kind.split(",")
-    if kinds != ["none"] and len(set(kinds) - {"none"}) < len(kinds):
+    if len(kinds) > max(1, len(set(kinds) - {"none"})):
         raise ValueError(f"{kind}: several kinds must differ, and none of them be 'none'")
     bounds = [bound if isinstance(bound, Sequence) else [bound] * len(kinds)
               for bound in (low, high)]

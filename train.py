@@ -398,8 +398,8 @@ def check_args(args: Args):
             parameters = json.loads(getattr(args, name))
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
         if name == "engine_args":
-            check_engine_args(name, parameters, vars(args))
-        if parameters and name.endswith("sampling_args"):  # this imports vLLM: seconds
+            check_engine_args(parameters, vars(args))
+        if "sampling" in name and parameters:  # this imports vLLM: seconds
             check_sampling(name, parameters)
     if args.quantized and args.rollout_correction == "none":
         warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
@@ -424,9 +424,9 @@ def check_flags_together(args: Args):
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
     need(args.critic_warmup < max(1, args.num_steps),
          "--critic_warmup leaves no step that trains the policy")
-    n_rollouts = prompts * args.group_size
-    need(not args.kl_target or args.kl_horizon >= n_rollouts, f"--kl_horizon {args.kl_horizon} "
-         f"counts trajectories: it must be at least a step's {n_rollouts}")
+    need(not args.kl_target or args.kl_horizon >= prompts * args.group_size,
+         f"--kl_horizon {args.kl_horizon} counts trajectories: it must be at least a step's "
+         f"{prompts * args.group_size}")
     need(args.window > args.max_prompt_tokens, f"--max_model_len {args.max_model_len} "
          "leaves no room for a response to --max_prompt_tokens")
     # Forks and chat agents may fill the window.

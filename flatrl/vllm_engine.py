@@ -21,9 +21,9 @@ FIXED_ENGINE_ARGS = set("""distributed_executor_backend logprobs_mode enable_sle
     pipeline_parallel_size data_parallel_size limit_mm_per_prompt enable_batch_sharded_sampling
     speculative_config spec_method spec_model spec_tokens reasoning_config
     reasoning_parser""".split())
-# Sampling parameters that are flags, or that the engine sets itself.
-FIXED_SAMPLING = set("""temperature n seed logprobs prompt_logprobs flat_logprobs detokenize
-    output_kind""".split())
+# Sampling parameters that the engine sets itself.
+FIXED_SAMPLING = set(
+    "n logprobs prompt_logprobs flat_logprobs detokenize output_kind".split())
 # Sampling parameters that leave the distribution of a token as it is.
 NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
     include_stop_str_in_output""".split())
@@ -31,17 +31,17 @@ NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
 # ---------------------------------------------------------------- what the user may set
 
 
-def check_engine_args(name: str, arguments: dict, our_flags: Sequence[str]):
-    """Checks the JSON object of --engine_args; name: that flag's name.
+def check_engine_args(arguments: dict, our_flags: Sequence[str]):
+    """Checks the JSON object of --engine_args.
 
     Raises BadInput on an argument that is a flag here, or that is one of FIXED_ENGINE_ARGS; for
     others see `check_model`."""
     other_names = {"tokenizer": "model", "tensor_parallel_size": "tp"}
     for key in arguments:
         flag = other_names.get(key, key)
-        need(flag not in our_flags, f"--{name}: {key} is --{flag}")
-        need(key not in FIXED_ENGINE_ARGS, f"--{name}: {key} is not the user's to choose here")
-    check_types(arguments, {"hf_overrides": dict}, f"--{name}")
+        need(flag not in our_flags, f"--engine_args: {key} is --{flag}")
+        need(key not in FIXED_ENGINE_ARGS, f"--engine_args: {key} is not the user's to choose here")
+    check_types(arguments, {"hf_overrides": dict}, "--engine_args")
 
 
 def check_sampling(name: str, parameters: dict):
@@ -74,8 +74,9 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
 
     parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default are 16
     checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
-    fixed = sorted(FIXED_SAMPLING & parameters.keys() - {"temperature", "seed"})
-    need(not fixed, f"{', '.join(fixed)} can't be set here")
+    fixed = FIXED_SAMPLING & parameters.keys()
+    if fixed:
+        raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         check_ids(list(getattr(checked, name) or ()), vocab_size, name)
     need(abs(checked.seed or 0) < 2**63, f"seed {checked.seed} has more than 64 bits")

@@ -442,7 +442,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("flag, value, message", [
     ("sampling_args", '{"temperature": 0.5}', "temperature can't be set here"),
-    ("sampling_args", '{"n": 2, "seed": 1}', "n, seed can't be set here"),
+    ("sampling_args", '{"n": 2, "logprobs": 1}', "logprobs, n can't be set here"),
     ("sampling_args", '{"top_kk": 2}', "top_kk"),
     ("eval_sampling_args", '{"top_p": 7}', "top_p"),
     ("eval_sampling_args", "[1]", "--eval_sampling_args must be a JSON object"),
