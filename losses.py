@@ -479,12 +479,11 @@ def rollout_correction(
     dropped = clipped
     weights = torch.ones_like(difference)
     kinds = kind.split(",")
-    if len(kinds) > max(1, len(set(kinds) - {"none"})):
-        raise ValueError(f"{kind}: several kinds must differ, and none of them be 'none'")
     bounds = [bound if isinstance(bound, Sequence) else [bound] * len(kinds)
               for bound in (low, high)]
-    if {*map(len, bounds)} != {len(kinds)}:
-        raise ValueError(f"{kind}: its bounds must be one for each kind, got {bounds}")
+    if len(kinds) > max(1, len(set(kinds) - {"none"})) or {*map(len, bounds)} != {len(kinds)}:
+        raise ValueError(f"{kind}: several kinds must differ, none of them be 'none', and each "
+                         f"has one bound in {bounds}")
     for kind, low, high in zip(kinds, *bounds):
         _check_choice("rollout correction", kind, ROLLOUT_CORRECTIONS)
         if low > high:

@@ -103,7 +103,7 @@ def test_several_samples_are_evaluated_at_the_temperature_of_training():
         ({"algo": "rloo", "clip_high": 0.5}, "--clip_high has an effect only with a --policy_loss other than"),
         ({"critic_warmup": 3}, "--critic_warmup has an effect only with --adv_estimator gae"),
         ({"algo": "cispo", "clip_c": 3.0}, "--clip_c has an effect only with --policy_loss ppo or gspo"),
-        ({"clip_c": 0.5}, "--clip_c 0.5 bounds a ratio from above"),
+        ({"clip_c": 0.5}, "--clip_c 0.5 must be 0, or exceed 1"),
         ({"kl_coef": 0.1, "kl_target": 0.1}, "--kl_target has an effect only with --kl_in reward"),
         ({"filter_metric": "acc"}, "--filter_metric has an effect only with a --max_gen_batches other than 1"),
         ({"overlong_buffer": 32.0}, "--overlong_buffer 32.0 must be in [0, 1]"),
