@@ -479,8 +479,7 @@ def rollout_correction(
     dropped = clipped
     weights = torch.ones_like(difference)
     kinds = kind.split(",")
-    bounds = [bound if isinstance(bound, Sequence) else [bound] * len(kinds)
-              for bound in (low, high)]
+    bounds = [b if isinstance(b, Sequence) else [b] * len(kinds) for b in (low, high)]
     if len(kinds) > max(1, len(set(kinds) - {"none"})) or {*map(len, bounds)} != {len(kinds)}:
         raise ValueError(f"{kind}: several kinds must differ, none of them be 'none', and each "
                          f"has one bound in {bounds}")

@@ -400,7 +400,6 @@ def test_remax_replays_with_its_baselines_or_not_at_all(cache, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ({"engine_args": '{"foo": 1}'}, "vLLM has no argument foo"),
     ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size is --tp"),
     ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode is not the user's to choose"),
     ({"engine_args": '{"enable_batch_sharded_sampling": true}'}, "enable_batch_sharded_sampling is not the user's"),
