@@ -56,7 +56,7 @@ from flatrl.flags import (
 )
 from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
-    PROBE, add_adapters, choose_attention, prepare_layers, same_weights, try_attention,
+    PROBE, add_adapters, choose_attention, prepare_layers, same_weights, try_device,
     without_adapters,
 )
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
@@ -940,7 +940,7 @@ def setup(args: Args) -> Run:
     n_tokens = vocab_size(tokenizer)
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_tokens, vision)
-    try_attention(policy, args, accelerator.device)
+    try_device(policy, args, accelerator.device)
     changed = on_main(check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(prepare_folder, args)  # without --resume (None, {})
     need("unfinished" not in state, f"--resume: {checkpoint} is of an older version, which "

@@ -2,7 +2,6 @@
 joined, by torch's varlen_attn on CUDA, and by a loop over the sequences otherwise."""
 
 import functools
-import inspect
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ def packed_attention(
 
         # Keys may have fewer heads: torch 2.11 takes them so, later versions want to be told.
         more = {"enable_gqa": True}
-        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        if "enable_gqa" not in varlen_attn.__kwdefaults__:
             more = {}
         # (S, H, D), (K, H_kv, D), (K, H_kv, D)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, set_seed
 
@@ -61,12 +61,19 @@ def choose_attention(policy, temperature: float) -> bool:
     return False
 
 
-def try_attention(policy, args, device: torch.device):
-    """Computes the attention of a train.Policy's layers for a few tokens as training will do
-    it: on the device, in --dtype, forward and backward. The policy itself is on the host.
+def try_device(policy, args, device: torch.device):
+    """Tries whether the device can train a train.Policy, which is on the host.
 
-    Raises BadInput if that fails: a head size that the kernel doesn't know, a kernel that is
-    missing."""
+    Raises BadInput if parameters, gradients and Adam's states are more than a GPU has, or if
+    the attention of the layers fails there for a few tokens, in --dtype, forward and backward:
+    a head size that the kernel doesn't know, a kernel that is missing."""
+    if device.type == "cuda":
+        n_ranks = distributed.get_world_size() if args.shard else 1
+        needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
+        _, total = torch.cuda.mem_get_info()
+        need(needed < total, f"--model {args.model}: parameters, gradients and Adam's states take "
+             f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank")
+
     def on_device(tensor):
         if not tensor.is_floating_point():
             return tensor.to(device)

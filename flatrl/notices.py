@@ -103,10 +103,9 @@ def banner(args, rows: dict, rows_read: dict, network, steps_done: int) -> str:
         f"{args.task}: "
         f"{len(train)} training rows ({dropped(train, len(rows_read['train']))}), "
         f"{len(val)} validation rows ({dropped(val, len(rows_read['val']))})"]
-    parameters = list(network.parameters())
-    millions = sum(parameter.numel() for parameter in parameters) / 1e6
+    millions = network.model.num_parameters() / 1e6
     model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, "
-    model += f"{dist.get_world_size()} x {parameters[0].device.type}"
+    model += f"{dist.get_world_size()} x {network.model.device.type}"
     if not network.packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
     lines.append(model)

@@ -144,9 +144,9 @@ def prepare_vllm(device, tp):
     """Sets the environment and makes the patches that vLLM needs before an engine is built."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
     # vLLM's external launcher wants ranks and an address also where there is one process.
-    settings = dict(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", RANK="0",
-                    LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    os.environ.update(settings | os.environ)
+    for setting in """VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 RANK=0 LOCAL_RANK=0
+            WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500""".split():
+        os.environ.setdefault(*setting.split("="))
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     from vllm.model_executor.models.transformers.base import Base
 
@@ -174,17 +174,16 @@ def prepare_vllm(device, tp):
 @functools.cache  # once a process: a second patch would wrap the first
 def _patch_cpu_build():
     """Patches what vLLM's CPU build does in another way than colocation needs."""
-    import vllm.model_executor.layers.activation as activation
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
-    import vllm.model_executor.layers.utils as layers
     import vllm.model_executor.models.config as models
     import vllm.v1.sample.sampler as sampler
+    from vllm.model_executor.layers import activation, utils
 
     # At load the CPU build repacks linear layers and empties `weight`: no sync reaches them.
     def use_plain_linear(layer, remove_weight):
         layer.cpu_linear = torch.nn.functional.linear
 
-    layers.dispatch_cpu_unquantized_gemm = use_plain_linear
+    utils.dispatch_cpu_unquantized_gemm = use_plain_linear
 
     # With a prefix cache, hybrid models would need chunked prefill, which is off.
     verify = models.MambaModelConfig.verify_and_update_config

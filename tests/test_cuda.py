@@ -143,10 +143,33 @@ def test_attention_that_the_device_lacks_is_refused_before_the_engine_starts(
         refused = pytest.raises(BadInput, match="attention can't be trained in bfloat16 on cpu; try --dtype float32: "
                                                 "RuntimeError: FlashAttention only supports")  # fmt: skip
     with refused:
-        layers.try_attention(policy, args, torch.device("cpu"))
+        layers.try_device(policy, args, torch.device("cpu"))
     assert len(gradients) == (policy.model.config.num_hidden_layers if head_dim == 8 else 0)
-    layers.try_attention(policy, Args(model=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    layers.try_device(policy, Args(model=str(tmp_path), dtype="float32"), torch.device("cpu"))
     assert all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize(("ranks", "shard", "lora", "fits"), [
+    (1, True, 0, False), (2, True, 0, True), (2, False, 0, False), (1, True, 4, True)
+])  # fmt: skip
+def test_what_training_takes_is_compared_with_the_gpu_before_the_engine_starts(
+    tiny_model, process_group, monkeypatch, ranks, shard, lora, fits
+):
+    """16 bytes a parameter: a GPU with less is refused, unless ranks share them or few are trained."""
+    if lora:
+        pytest.importorskip("peft")
+    data.register_packed_attention()
+    args = Args(model=tiny_model, dtype="float32", shard=shard, lora_rank=lora)
+    policy = train.Policy(args)
+    n = sum(p.numel() for p in train.Policy(dataclasses.replace(args, lora_rank=0)).parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 * n - 1))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_: x)  # there is no such device here
+    refused = contextlib.nullcontext()
+    if not fits:
+        refused = pytest.raises(BadInput, match=f"Adam's states take {16 * n / 1e9:.1f} GB of a GPU's .*: give more")
+    with refused:
+        layers.try_device(policy, args, torch.device("cuda"))
 
 
 def test_checkpointing_that_a_model_cannot_do_is_refused(args, process_group, monkeypatch):
