@@ -164,7 +164,7 @@ def test_what_training_takes_is_compared_with_the_gpu_before_the_engine_starts(
     n = sum(p.numel() for p in train.Policy(dataclasses.replace(args, lora_rank=0)).parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 * n - 1))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_: x)  # there is no such device here
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x)  # there may be no GPU here
     refused = contextlib.nullcontext()
     if not fits:
         refused = pytest.raises(BadInput, match=f"Adam's states take {16 * n / 1e9:.1f} GB of a GPU's .*: give more")
