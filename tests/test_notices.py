@@ -159,8 +159,8 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
 )  # fmt: skip
 def test_the_first_lines_say_what_is_about_to_happen(flags, told, process_group):
     args = Args(model="m", task="t.py", output_dir="there", lr=0.5, dtype="float32", **flags)
-    net = torch.nn.Linear(99, 100)
-    net.packed = True
+    model = SimpleNamespace(num_parameters=lambda: 9900, device=torch.device("cpu"))
+    net = SimpleNamespace(model=model, packed=True)
     rows = {"train": [1, 2], "val": [1]}
     first, second, *rest = BANNER(args, rows, {"train": [1, 2, 3], "val": [1]}, net, 0).splitlines()
     assert first == "t.py: 2 training rows (1 overlong ones dropped), 1 validation rows (0 overlong ones dropped)"
