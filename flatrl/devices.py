@@ -43,8 +43,7 @@ def device_defaults(args, cuda: bool) -> dict:
          "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
          "580 or later (nvidia-smi), or without a GPU source install.sh")
     header = Path(sysconfig.get_path("include"), "Python.h")
-    has_compiler = any(map(shutil.which, ("gcc", "clang")))  # one that Triton looks for
-    need(not cuda or header.is_file() and has_compiler,
+    need(not cuda or header.is_file() and any(map(shutil.which, ("gcc", "clang"))),
          f"vLLM's kernels need a C compiler and {header}: install gcc and Python's headers")
     need(not cuda or not args.deterministic,
          "--deterministic: on CUDA attention's gradients vary")
