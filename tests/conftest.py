@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: runs with several
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import resource
 import select
@@ -163,12 +164,11 @@ def clean_env() -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1"}
 
 
-def torchrun(ranks: int) -> list[str]:
-    """Arguments for python, on a port that is free."""
+def free_port() -> int:
+    """A port on which nobody listens."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    return ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(port)]
+        return s.getsockname()[1]
 
 
 class Forked:
@@ -242,15 +242,25 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"peak memory {peak:.1f} GB here, {child:.1f} GB in the largest child")
 
 
+def file_of(module: str) -> str:
+    return importlib.util.find_spec(module).origin
+
+
 @contextlib.contextmanager
 def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py", **env: str):
-    """A training process in a session of its own; whatever is left of it is killed at the end."""
+    """A training process in a session of its own; whatever is left of it is killed at the end.
+
+    by: "fork" forks it from tests/zygote.py, "torchrun" and "forked accelerate" a launcher, whose ranks are forked from
+    it; "python" and "accelerate" start a Python that imports everything."""
     env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | {name: str(value) for name, value in env.items()}
-    if by == "fork":
-        process = Forked(script, *flags, cache=cache, env=env)
+    ranks = ["--nproc_per_node", "2", "--master_port", free_port()]
+    forked = {"fork": [], "forked accelerate": ["tests/forking.py", file_of("accelerate.commands.launch")],
+              "torchrun": ["tests/forking.py", file_of("torch.distributed.run"), *ranks]}  # fmt: skip
+    if by in forked:
+        process = Forked(*forked[by], script, *flags, cache=cache, env=env)
     else:
-        launchers = {"python": [], "accelerate": ["-m", "accelerate.commands.launch"], "torchrun": torchrun(2)}
-        process = subprocess.Popen([sys.executable, *launchers[by], script, *map(str, flags)], cwd=REPO, env=env,
+        launcher = {"python": [], "accelerate": ["-m", "accelerate.commands.launch"]}[by]
+        process = subprocess.Popen([sys.executable, *launcher, script, *map(str, flags)], cwd=REPO, env=env,
                                    text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                    start_new_session=True)  # fmt: skip
     try:
@@ -263,7 +273,7 @@ def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py"
 @contextlib.contextmanager
 def two_ranks(*flags: str, **more: str):
     """Two `started` processes as a launcher starts them: ranks 0 and 1 of one group."""
-    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": torchrun(2)[-1]}
+    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(started(*flags, **more, **group, RANK=i, LOCAL_RANK=i)) for i in range(2)]
 
@@ -325,3 +335,10 @@ def lines(file: Path) -> int:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_beside_the_first_tests(request, cache):
+    """The zygote imports for some seconds: on a core of its own, if one of the tests chosen needs it."""
+    if any("cache" in item.fixturenames for item in request.session.items):
+        zygote(cache)

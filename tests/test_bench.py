@@ -80,6 +80,10 @@ RUNS = {
         ["--steps", "1", "--rounds", "1", "--slowest", "0.1", "--", *FEW_ROWS],
         ["^synchronous +# trajectories/s", "^asynchronous +# trajectories/s", f"asynchronous / synchronous {RATIO}"],
     ),
+    "start": (
+        ["--rounds", "1", "--only", "a refused flag", "--base", str(REPO)],
+        [r"a refused flag +# \(# - #\) s   base # \(# - #\) s   ratio # \(# - #\)"],
+    ),
     "stress": (
         ["--prompts", "3", "--group_size", "2", "--deadline", "0.1", *ENGINE],
         ["6 trajectories in, 6 out, {} failed", "# s; the deadlines allow # s", "tool calls #, errors #, timeouts #",

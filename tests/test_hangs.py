@@ -45,9 +45,12 @@ def test_a_tool_that_blocks_is_named_and_costs_the_others_nothing(background, to
         nonlocal shown
         while waiting < 59:
             await asyncio.sleep(0)
+        ticked = background.ticked  # on a busy machine the others' start may have blocked for longer, and been named
+        while background.ticked == ticked:
+            await asyncio.sleep(0.01)
         later.ahead += 2  # it is named within two seconds
         deadline = later.real() + HANGS
-        while "blocks all others" not in shown:
+        while "name='blocks'" not in shown:
             assert later.real() < deadline
             time.sleep(0.01)
             shown += capfd.readouterr().err
@@ -79,7 +82,7 @@ def test_a_tool_that_blocks_is_named_and_costs_the_others_nothing(background, to
     assert not any(output.metrics.get("tool_timeouts") for output in outputs)
     assert {output.stop_reason for output in outputs} == {"stop"}
     shown += capfd.readouterr().err
-    assert shown.count("blocks all others") == 1 and "name='blocks'" in shown
+    assert len([line for line in shown.splitlines() if "name='blocks'" in line and "blocks all others" in line]) == 1
     assert f'{__file__}", line' in shown and "in blocks\n    time.sleep(0.01)" in shown  # the stack, and its last line
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, REPLAY, REPO, TINY, lines, metrics_of, run, started, torchrun, wait_for
+from conftest import HANGS, REPLAY, REPO, TINY, free_port, lines, metrics_of, run, started, wait_for
 from test_train import safetensors
 
 import train
@@ -26,7 +26,7 @@ FLAGS = [*TINY, *TASK, "--deterministic", "--num_steps", "2", "--save_every", "1
 def two_hosts(*flags, disks: list[Path], ranks: int = 1, **more):
     """All processes of two hosts with so many ranks each."""
     group = {"WORLD_SIZE": 2 * ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": torchrun(2)[-1]}  # fmt: skip
+             "MASTER_PORT": free_port()}  # fmt: skip
     with contextlib.ExitStack() as stack:
         processes = []
         for i in range(2 * ranks):

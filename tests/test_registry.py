@@ -5,15 +5,12 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HANGS, OUR_ESTIMATORS, REPLAY, REPO, TINY, clean_env, metrics_of, run
+from conftest import OUR_ESTIMATORS, REPLAY, REPO, TINY, metrics_of, run
 from test_algos import MASK, OUTPUTS, estimated, output
 
 import data
@@ -213,11 +210,10 @@ def test_an_unknown_name_is_refused_in_one_line_before_anything_is_made(cache, t
 # ---------------------------------------------------------------- a fork's own
 
 
-def test_our_tests_hold_in_a_fork_that_adds_to_the_registries():
+def test_our_tests_hold_in_a_fork_that_adds_to_the_registries(cache):
     """tests/fork.py adds one of each kind; the tests that go through a registry of ours don't mind."""
     chosen = "preset or flags_without_effect or unknown_names or say_what_they_take or dtypes or policy_loss or walk"
     files = [f"tests/test_{name}.py" for name in ("algos", "losses", "docs", "registry")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "fork", "-p", "no:cacheprovider", "-k", chosen, *files]
-    env = clean_env() | {"PYTHONPATH": str(Path(REPO, "tests"))}
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0 and int(done.stdout.split(" passed")[0].split()[-1]) > 100, done.stdout[-2000:]
+    command = ["-q", "-p", "fork", "-p", "no:cacheprovider", "-k", chosen, *files]
+    printed = run(*command, script="tests/run_pytest.py", cache=cache)
+    assert int(printed.split(" passed")[0].split()[-1]) > 100, printed[-2000:]

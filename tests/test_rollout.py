@@ -423,11 +423,14 @@ def test_a_call_that_times_out_in_the_last_model_step_leaves_the_engine(
         engine.sleep()
 
 
-def test_no_reward_at_all_ends_the_run_with_the_reason(engine, background, tokenizer, args, tiny_model):
+def test_no_reward_at_all_ends_the_run_with_the_reason(engine, background, tokenizer, args, tiny_model, monkeypatch):
+    pools = []
+    monkeypatch.setattr("rollout.Pool", lambda *given: pools.append(Pool(*given)) or pools[-1])
     wake(engine, hf_model(tiny_model), 0)
     run = run_with(engine, background, tokenizer, args, lambda output, row: 1 / 0)
     with pytest.raises(RuntimeError, match="no trajectory has a reward.*ZeroDivisionError"):
         rollout(run, make_rows("x"), 0, 2, {"temperature": 1.0})
+    pools[0].end()  # a run ends with its process here; this one goes on
 
 
 @register("test_hands_on_its_engine")

@@ -314,7 +314,7 @@ def test_second_interrupt_ends_at_once(cache, tmp_path):
 def test_interrupt_under_accelerate_launch_saves_although_the_launcher_leaves(cache, tmp_path):
     out = tmp_path / "run"
     flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0", "--output_dir", out]
-    with started(*flags, by="accelerate", cache=cache) as process:
+    with started(*flags, by="forked accelerate", cache=cache) as process:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 3)
         family = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the launcher and to the training process

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import types
+import warnings
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
@@ -27,17 +28,32 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which
 
 
 def import_all() -> dict[str, str]:
-    """What a run imports, of others' packages alone; returns the environment variables that these imports set."""
+    """What a run imports, of others' packages alone, and what these work out once in a process; returns the environment
+    variables that they set."""
     before = dict(os.environ)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # as flatrl/vllm_engine.py does
     import accelerate  # noqa: F401
-    import torch.distributed.checkpoint  # noqa: F401
+    import compressed_tensors  # noqa: F401
+    import torch.distributed.checkpoint.state_dict  # noqa: F401
     import torch.distributed.fsdp  # noqa: F401
+    import transformers.core_model_loading  # noqa: F401
+    import vllm.distributed.elastic_ep.elastic_execute  # noqa: F401
     import vllm.model_executor.models.qwen2  # noqa: F401
+    import vllm.model_executor.models.transformers  # noqa: F401
     import vllm.v1.attention.backends.cpu_attn  # noqa: F401
     import vllm.v1.core.sched.scheduler  # noqa: F401
     import vllm.v1.worker.cpu_worker  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, get_scheduler  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from vllm import LLM  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.platforms import current_platform
+
+    get_checkpoint_conversion_mapping("qwen2")
+    configure_logging(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()  # goes through every name of every module
+    type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
@@ -108,6 +124,9 @@ def run_as_main(code: types.CodeType, namespace: dict) -> int:
     except Exception:
         sys.excepthook(*sys.exc_info())
         return 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     return 0
 
 
@@ -129,5 +148,6 @@ if __name__ == "__main__":
     assert len(tasks) == 1, f"a process with {len(tasks)} threads is not one to fork"
     gc.collect()
     gc.freeze()  # the collector would write to every object, and copy its page
+    gc.unfreeze = lambda: None  # vLLM calls it at the end, and collects once more
     REQUEST = serve(socket.socket(fileno=int(sys.argv[1])))
     leave(run_as_main(*become(*REQUEST, IMPORTED)))

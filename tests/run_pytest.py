@@ -1,0 +1,9 @@
+"""`run_pytest.py ARGUMENTS` is `python -m pytest ARGUMENTS`, in a process that tests/zygote.py forked."""
+
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, os.getcwd())
+sys.exit(pytest.main(sys.argv[1:]))
