@@ -652,7 +652,6 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
     return await _contained(task)
 
 
-MAX_IDLE_THREADS = 256
 _IDLE_THREADS = []  # the queues from which threads without work take it
 os.register_at_fork(after_in_child=_IDLE_THREADS.clear)  # the child has no such threads
 
@@ -675,10 +674,9 @@ async def in_thread(function: Callable, *args, **kwargs) -> Any:
 
 
 def _work_on(work):
-    """Calls the functions that a queue brings, and ends if too many threads have no work."""
+    """Calls the functions that a queue brings, one after the other."""
     process = os.getpid()
-    is_kept = True
-    while is_kept:
+    while True:
         future, function = work.get()
         try:
             settle = functools.partial(future.set_result, function())
@@ -686,11 +684,8 @@ def _work_on(work):
             settle = functools.partial(future.set_exception, _failure(error))
         if os.getpid() != process:  # the function has forked: its copy ends here
             os._exit(1)
-        is_kept = len(_IDLE_THREADS) < MAX_IDLE_THREADS
-        if is_kept:
-            _IDLE_THREADS.append(work)
+        _IDLE_THREADS.append(work)
         settle()
-        del future, function, settle  # their memory is free while the thread waits
 
 
 async def call(function: Callable, *args, **kwargs) -> Any:

@@ -573,6 +573,8 @@ class Learner:
     save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
+        for name, p in net.named_parameters():
+            need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)

@@ -1485,8 +1485,7 @@ def test_in_thread_can_be_cancelled_and_its_late_result_harms_nobody(monkeypatch
     assert complaints == []
 
 
-def test_a_thread_serves_again_when_its_function_has_returned_and_few_stay(monkeypatch):
-    monkeypatch.setattr(agent_loop, "MAX_IDLE_THREADS", 2)
+def test_a_thread_serves_again_when_its_function_has_returned():
     agent_loop._IDLE_THREADS.clear()
     released, barrier = threading.Event(), threading.Barrier(4)
 
@@ -1504,7 +1503,7 @@ def test_a_thread_serves_again_when_its_function_has_returned_and_few_stay(monke
 
     one, four, _ = asyncio.run(scenario())
     assert len(set(one)) == 1 and len(set(four)) == 4 and one[0] in four
-    assert len(agent_loop._IDLE_THREADS) == 2
+    assert len(agent_loop._IDLE_THREADS) in (4, 5)  # the hung one may still be on its way
 
 
 def test_a_forked_child_starts_threads_of_its_own():

@@ -78,3 +78,10 @@ def test_what_the_engine_would_refuse_later(flags, said, tiny_model, process_gro
         _, tokenizer = models.load_tokenizer(args)
         check_model(args, torch.device("cpu"), models.vocab_size(tokenizer))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_are_no_float32_are_not_trained():
+    """A step of 1e-6 is lost in bfloat16: nothing would be learnt, in silence."""
+    net = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    with pytest.raises(BadInput, match=r"weight is torch\.bfloat16: updates would be lost in it"):
+        train.Learner(net, 1e-6, 1, Args(), None)
