@@ -47,7 +47,7 @@ OBJECTS = {
     "vllm.config:VllmConfig": "model_config cache_config",
     "vllm.config:CacheConfig": "num_gpu_blocks block_size",
     "vllm.config:ModelConfig": "get_vocab_size",
-    "vllm.engine.arg_utils:EngineArgs": "create_model_config",
+    "vllm.engine.arg_utils:EngineArgs": "create_engine_config",
     "vllm.model_executor.layers.linear:ColumnParallelLinear": "output_partition_sizes",
     "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": "load_numel",
     "vllm.distributed.parallel_state:GroupCoordinator": "world_size",
