@@ -34,11 +34,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import transformers  # it imports a class when that is first used: --help needs none
 from accelerate import Accelerator
 from torch import nn
-from transformers import (
-    AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, get_scheduler, set_seed,
-)
 
 import data
 import losses
@@ -512,7 +510,9 @@ class Policy(Net):
     Token ids from vocab_size on are those of a padded vocabulary: they have no probability."""
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
-        auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        auto_class = transformers.AutoModelForCausalLM
+        if vision:
+            auto_class = transformers.AutoModelForImageTextToText
         super().__init__(auto_class, args, vision, packed=bool(vision))
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered twice
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
@@ -545,7 +545,7 @@ class Critic(Net):
     head."""
 
     def __init__(self, args: Args, vision=None, packed: bool = True):
-        super().__init__(AutoModel, args, vision, packed)
+        super().__init__(transformers.AutoModel, args, vision, packed)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
         for p in self.head.parameters():
             nn.init.zeros_(p)
@@ -580,7 +580,7 @@ class Learner:
         self.wrapped = wrap(net, args, accelerator)
         self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay,
                                            fused=accelerator.device.type == "cuda")
-        (self.lr_factor,) = get_scheduler(
+        (self.lr_factor,) = transformers.get_scheduler(
             args.lr_schedule.replace("constant", "constant_with_warmup"), self.optimizer,
             args.warmup_steps, num_steps).lr_lambdas
 
@@ -951,7 +951,10 @@ def setup(args: Args) -> Run:
     stop = Stop()
     log = SilentLog()
     if accelerator.is_main_process:
-        log = Log(args, tokenizer, state.get("step", 0))
+        done = state.get("step", 0)
+        log = Log(args, tokenizer, done)
+        # It comes now, because an engine starts for seconds or minutes.
+        log.notices.start(task, rows, all_rows, policy, accelerator.device, done)
     engine = None
     if not args.replay:
         engine = Engine(args.model, args, accelerator.device, stop_token_ids(args, tokenizer),
@@ -966,8 +969,6 @@ def setup(args: Args) -> Run:
         resume(run, checkpoint, state, changed)
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
-    if log.notices:
-        log.notices.start(task, rows, all_rows, policy, run.done)
     return run
 
 
@@ -987,7 +988,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     """Returns the policy's Learner; the critic's, or None; the reference network, or None.
 
     Seeds the random generators anew."""
-    set_seed(args.seed)  # building an engine drew random numbers, and a task may draw some
+    transformers.set_seed(args.seed)  # an engine's start drew random numbers, a task may draw some
     critic = None
     if "values" in losses.ESTIMATORS[args.adv_estimator].takes and not args.rollout_only:
         net = Critic(args, policy.vision, policy.packed)

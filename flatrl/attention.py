@@ -5,8 +5,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import AttentionInterface
 
 
 def packed_attention(
@@ -90,4 +90,4 @@ def _attend(query, key, value, scaling, window, softcap, sinks) -> Tensor:
 
 def register_packed_attention(function=packed_attention):
     """Makes attn_implementation="packed" known to transformers."""
-    AttentionInterface.register("packed", function)
+    transformers.AttentionInterface.register("packed", function)

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dcp_state
 from safetensors.torch import save_file
 
 from agent_loop import BadInput
@@ -121,7 +119,9 @@ def _read_step(checkpoint):
     state = dict(json.loads((checkpoint / "step.json").read_text()))
     need(checkpoint.name == f"step_{state['step']:06d}" and {"history", "parts"} <= state.keys(),
          "its step.json is not its own")
-    for stored in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
         with (checkpoint / stored.relative_path).open("rb") as stream:
             stream.seek(stored.offset)
             archive = io.BytesIO(stream.read(stored.length))  # it has checksums
@@ -171,22 +171,26 @@ def training_state(run, saved: Iterable[str] = ()) -> dict:
 
     An optimiser that has made no step yet (--critic_warmup) has no state; it is left out
     unless its name is in `saved`, the names in a checkpoint that is about to be loaded."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
     state = {}
     for name, learner in run.learners.items():
         state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
-            state[f"{name}_optimizer"] = dcp_state.get_optimizer_state_dict(
+            state[f"{name}_optimizer"] = get_optimizer_state_dict(
                 learner.net, learner.optimizer)
     return state
 
 
-@or_warn(BadInput, dcp.api.CheckpointException)  # both are raised on all ranks
+@or_warn(BadInput)  # it is raised on all ranks
 @shown("saving a checkpoint")
 def save_checkpoint(run):
     """Saves the training state after run.done steps, unless it is saved already.
 
     A checkpoint is complete or is not there at all: it is written under another name, which is
     changed last, and an old one is renamed before it is deleted."""
+    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, save
+
     if run.saved == run.done:
         return
     folder = run.folder / "checkpoints"
@@ -212,9 +216,11 @@ def save_checkpoint(run):
     on_main(remove_incomplete)
     try:
         # The first rank writes what several have: the disks of other hosts don't count.
-        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        dcp.save(state, checkpoint_id=temporary, planner=planner)
+        save(state, checkpoint_id=temporary,
+             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
         on_main(complete)
+    except CheckpointException as error:  # on all ranks, too
+        raise BadInput(str(error)) from None
     finally:
         remove_incomplete()
     run.saved = run.done
@@ -228,8 +234,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def best_checkpoint(folder: Path) -> Path | None:
     """Returns the checkpoint with the highest eval/reward, of equal ones the latest; None
     if the run has no checkpoint."""
-    rows = read_json_lines(folder / "metrics.jsonl")
-    rewards = {row.get("step"): row["eval/reward"] for row in rows if "eval/reward" in row}
+    rewards = {row.get("step"): row["eval/reward"]
+               for row in read_json_lines(folder / "metrics.jsonl") if "eval/reward" in row}
 
     def reward_of(checkpoint):
         return rewards.get(int(checkpoint.name.removeprefix("step_")), -math.inf)
@@ -241,17 +247,19 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
     """Loads what `save_checkpoint` saved, in place; parts: the names in its step.json.
 
     Raises BadInput if it does not load."""
+    from torch.distributed.checkpoint import CheckpointException, load, state_dict
+
     state = training_state(run, parts)
     try:
-        dcp.load(state, checkpoint_id=folder)
-    except dcp.api.CheckpointException as error:
+        load(state, checkpoint_id=folder)
+    except CheckpointException as error:
         raise BadInput(
             f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
             "broken, another model's, of other flags, or not on every host; moved away, "
             "the one before is taken") from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
-            dcp_state.set_optimizer_state_dict(
+            state_dict.set_optimizer_state_dict(
                 learner.net, learner.optimizer, state[f"{name}_optimizer"])
             for group in learner.optimizer.param_groups:
                 group |= learner.optimizer.defaults  # the present flags', not those of before
@@ -273,10 +281,8 @@ def save_policy(run, folder: Path):
     for name, tensor in whole_weights(model):  # all ranks take part in the gathering
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
-    adapter = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            adapter[f"base_model.model.{name.replace('.default', '')}"] = whole(parameter.detach())
+    adapter = {f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
+               for name, parameter in model.named_parameters() if ".lora_" in name}
     temporary = folder.with_name(f".{folder.name}")
 
     def write():

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map
 
 from flatrl.bad_input import need
@@ -62,6 +61,8 @@ def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
     Parameters stay float32; for bfloat16 they are cast before they are gathered, and
     gradients are summed in float32 (by accelerate.prepare in bfloat16). BadInput: the model
     names no layers."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
     need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "

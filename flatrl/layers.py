@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel, set_seed
 
 from flatrl.attention import packed_attention, register_packed_attention
 from flatrl.bad_input import need, refusing
@@ -23,7 +22,7 @@ PROBE = {
 }
 
 
-def prepare_layers(model: PreTrainedModel, gradient_checkpointing: bool):
+def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
     """Makes the trained network compute what the engine's does: no dropout, vLLM's windows.
 
     gradient_checkpointing: activations are computed again in the backward pass."""
@@ -93,13 +92,13 @@ def try_device(policy, args, device: torch.device):
     register_packed_attention()
 
 
-def add_adapters(model: PreTrainedModel, args):
+def add_adapters(model: nn.Module, args):
     """Turns linear layers W into W + s B A (LoRA), B at first 0, by --lora_rank, --lora_args.
 
     Only A and B learn. Raises BadInput for settings that peft refuses, and where embeddings
     or the output head get an adapter: these are used without it."""
     settings = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
-    set_seed(args.seed)
+    torch.manual_seed(args.seed)
     need(len(settings) == 2, "--lora_args takes target_modules and lora_alpha only")
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()

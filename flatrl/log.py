@@ -143,8 +143,6 @@ class Log:
 class SilentLog:
     """The log of all ranks but the main one: the same methods, none of which does anything."""
 
-    notices = None
-
     def __getattr__(self, name):
         return lambda *args: None
 

@@ -12,11 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig, AutoModel, AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedModel,
-    set_seed)
-from transformers.core_model_loading import revert_weight_conversion
 
 from flatrl.bad_input import need, refusing
 from flatrl.log import versions
@@ -50,7 +47,7 @@ def task_model(task: ModuleType, args) -> str:
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
         temporary.mkdir()
-        set_seed(args.seed)
+        transformers.set_seed(args.seed)
         with refusing(f"--task {args.task}: build_model failed"):
             task.build_model(str(temporary))
         try:
@@ -84,7 +81,7 @@ def load_config(args):
 
     Raises BadInput if args.model is no model, if its window is too short, or if it has what
     the trainer doesn't implement."""
-    config = from_pretrained(AutoConfig, args,
+    config = from_pretrained(transformers.AutoConfig, args,
                              "is neither a model folder nor a model that can be loaded")
     need(not config.is_encoder_decoder,
          f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone")
@@ -118,7 +115,7 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     Raises BadInput if there is none, or one that the tokenizer lacks."""
     with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
         try:
-            configured = GenerationConfig.from_pretrained(args.model).eos_token_id
+            configured = transformers.GenerationConfig.from_pretrained(args.model).eos_token_id
         except OSError:
             if Path(args.model, "generation_config.json").exists():
                 raise
@@ -141,7 +138,7 @@ def load_tokenizer(args) -> tuple:
     config = load_config(args)
     processor = load_processor(args, config)
     tokenizer = processor and processor.tokenizer or from_pretrained(
-        AutoTokenizer, args, "has no tokenizer that can be loaded")
+        transformers.AutoTokenizer, args, "has no tokenizer that can be loaded")
     need(vocab_size(tokenizer) <= config.get_text_config().vocab_size,
          f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
          "vocab_size: it is another model's, or was added to")
@@ -164,13 +161,13 @@ def load_processor(args, config):
     Raises BadInput for a vision model without a packed forward pass here (see Vision)."""
     if getattr(config, "vision_config", None) is None:
         return None
-    need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
+    need(hasattr(transformers.AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
          f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported")
     need(not args.replay,
          "--replay: the files have no pixels, so what a vision model rolled out can't be replayed")
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    processor = from_pretrained(
-        AutoProcessor, args, "has vision, but its processor can't be loaded", **settings)
+    processor = from_pretrained(transformers.AutoProcessor, args,
+                                "has vision, but its processor can't be loaded", **settings)
     # min_pixels and max_pixels are no attributes: they set `size`.
     allowed = {*vars(processor.image_processor), "min_pixels", "max_pixels"}
     for name in settings:
@@ -189,7 +186,7 @@ def whole(tensor: Tensor) -> Tensor:
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
-def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for a model's parameters and saved buffers, tied ones once.
 
     Weights under a LoRA adapter are the sum with it, in a tensor of its own. Of a sharded
@@ -209,6 +206,8 @@ def checkpoint_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields `whole_weights` by their names in a checkpoint, where experts come one by one.
 
     Use each tensor before the next one is asked for: only one is meant to be in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     for name, tensor in whole_weights(model):
         if not tensor.is_floating_point():
             continue

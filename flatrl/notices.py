@@ -45,13 +45,14 @@ class Notices:
             self.tracker = Tracker(args.tracker, args.wandb_project, args.output_dir, about)
         self.steps_alike = 0  # steps in a row that taught nothing
 
-    def start(self, task, rows: dict, rows_read: dict, network, steps_done: int):
+    def start(self, task, rows: dict, rows_read: dict, network, device, steps_done: int):
         """Says what is about to be trained, and warns of what makes that pointless.
 
         rows: those of "train" and of "val"; rows_read: the same before overlong ones were
-        dropped; network: the policy; steps_done: if the run is resumed, the steps before."""
+        dropped; network: the policy; device: on which it is going to be; steps_done: if the run
+        is resumed, the steps before."""
         args = self.log.args
-        self.log.say(banner(args, rows, rows_read, network, steps_done))
+        self.log.say(banner(args, rows, rows_read, network, device, steps_done))
         with contextlib.suppress(Exception):  # templates raise what they like
             tokenizer = templated(self.log.tokenizer, args.chat_template_args)
             if ignores_tools(task, tokenizer, rows["train"][0]):
@@ -96,7 +97,7 @@ class Notices:
 # ---------------------------------------------------------------- the start
 
 
-def banner(args, rows: dict, rows_read: dict, network, steps_done: int) -> str:
+def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) -> str:
     """Returns the lines that say what is about to be trained. See `Notices.start`."""
     train, val = rows["train"], rows["val"]
     lines = [
@@ -105,7 +106,7 @@ def banner(args, rows: dict, rows_read: dict, network, steps_done: int) -> str:
         f"{len(val)} validation rows ({dropped(val, len(rows_read['val']))})"]
     millions = network.model.num_parameters() / 1e6
     model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, "
-    model += f"{dist.get_world_size()} x {network.model.device.type}"
+    model += f"{dist.get_world_size()} x {device.type}"
     if not network.packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
     lines.append(model)
@@ -205,8 +206,8 @@ def whole_text(output: AgentLoopOutput, tokenizer) -> str:
         r"(<\|image_pad\|>)+",
         lambda match: f"[{len(match[0]) // len(match[1])} tokens of an image]", text)
     line = "-" * 40
-    reward = total_reward(output)
-    return f"{line}{line}\n{text}\n{line} reward {reward:g}, {output.stop_reason} {line}"
+    end = f"reward {total_reward(output):g}, {output.stop_reason}"
+    return f"{line}{line}\n{text}\n{line} {end} {line}"
 
 
 def why_nothing(outputs: list[AgentLoopOutput]) -> str:
@@ -234,7 +235,6 @@ def summary(args, steps_done: int) -> str:
 
     There is a line only for what can be done. steps_done: the steps of this run so far."""
     folder = Path(args.output_dir)
-    final = folder / "final"
     lines = []
     rows = list(read_json_lines(folder / "metrics.jsonl"))
     for title, name in ("reward", "reward/mean"), ("eval reward", "eval/reward"):
@@ -244,9 +244,10 @@ def summary(args, steps_done: int) -> str:
         best = max(rewards, key=rewards.get)
         lines.append(f"{title} {rewards[min(rewards)]:.3f}")
         if len(rewards) > 1:
-            last = rewards[max(rewards)]
-            lines[-1] += f" -> {last:.3f}, best {rewards[best]:.3f} at step {best}"
+            lines[-1] += (f" -> {rewards[max(rewards)]:.3f}, "
+                          f"best {rewards[best]:.3f} at step {best}")
     lines.append(f"report: {folder / 'report.html'}")
+    final = folder / "final"
     if args.replay is None and final.is_dir():
         evaluation = command(num_steps=0, model=final, output_dir=f"{folder}-eval")
         chat = shlex.join(["python", "examples/chat.py", str(final), "--task", args.task])

@@ -60,7 +60,7 @@ def no_banner(monkeypatch):
 
 def warnings_of(log, run) -> list[str]:
     log.tokenizer = run.tokenizer
-    notices.Notices(log, {}, []).start(run.task, run.rows, run.rows, None, 0)
+    notices.Notices(log, {}, []).start(run.task, run.rows, run.rows, None, None, 0)
     banner, *warnings = log.said
     assert banner == "the banner"
     log.said.clear()
@@ -162,9 +162,10 @@ def test_the_first_lines_say_what_is_about_to_happen(flags, told, process_group)
     model = SimpleNamespace(num_parameters=lambda: 9900, device=torch.device("cpu"))
     net = SimpleNamespace(model=model, packed=True)
     rows = {"train": [1, 2], "val": [1]}
-    first, second, *rest = BANNER(args, rows, {"train": [1, 2, 3], "val": [1]}, net, 0).splitlines()
+    read = {"train": [1, 2, 3], "val": [1]}
+    first, second, *rest = BANNER(args, rows, read, net, torch.device("meta"), 0).splitlines()
     assert first == "t.py: 2 training rows (1 overlong ones dropped), 1 validation rows (0 overlong ones dropped)"
-    assert second == "m: 0.01M parameters, float32, 1 x cpu"
+    assert second == "m: 0.01M parameters, float32, 1 x meta"
     start, _, end = told.rpartition("* ")
     assert "\n".join(rest).startswith(start) and rest[-1].endswith(end)
     assert len(rest) == (1 if flags.get("rollout_only") or "num_steps" in flags else 2)
