@@ -189,6 +189,7 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(other)
+    model.config.vocab_size = len(tokenizer)
     model.config.save_pretrained(other)
     assert "has another tokenizer than --model" in run(*learns, "--ref_model", other, code=2, cache=cache)
 
