@@ -89,10 +89,9 @@ def check_output(output: AgentLoopOutput, vocab_size: int, version: float, windo
         if not isinstance(value, wanted):
             kind = getattr(wanted, "__name__", wanted)
             raise ValueError(f"{name} must be a {kind}, got {value!r:.80}")
-    n_tokens = len(output.prompt_ids + output.response_ids)
-    if n_tokens > window:
-        raise ValueError(f"prompt and response have {n_tokens} tokens, more than the window's "
-                         f"{window}")
+    if len(output.prompt_ids + output.response_ids) > window:
+        raise ValueError(f"prompt and response have {len(output.prompt_ids)} and "
+                         f"{len(output.response_ids)} tokens, more than the window's {window}")
     marks = {"filtered", "greedy"} & output.extra.keys()
     if marks:
         raise ValueError(f"extra has {sorted(marks)}, which are marks of the pool")

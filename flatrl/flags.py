@@ -120,4 +120,4 @@ def check_only_rule(rule: str, args) -> tuple[bool, str]:
     is_set = value not in UNSET_VALUES
     if negation:
         return not is_set, f"without --{name}"
-    return is_set, f"with a --{name}"
+    return is_set, f"with a --{name}{' other than 0' if value[:1] == '0' else ''}"

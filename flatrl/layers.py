@@ -99,12 +99,13 @@ def add_adapters(model: nn.Module, args):
     or the output head get an adapter: these are used without it."""
     settings = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
     torch.manual_seed(args.seed)
-    need(len(settings) == 2, "--lora_args takes target_modules and lora_alpha only")
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
     with refusing("--lora_rank (which needs peft: pip install peft), --lora_args"):
         from peft import LoraConfig, inject_adapter_in_model
 
+        need(len(settings) == 2 and settings["lora_alpha"] > 0,
+             "--lora_args takes target_modules and a positive lora_alpha only")
         inject_adapter_in_model(LoraConfig(r=args.lora_rank, **settings), model)
     need(model.get_input_embeddings() is embeddings and model.get_output_embeddings() is head,
          "--lora_args: embeddings and output head can't be targets")

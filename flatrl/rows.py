@@ -44,6 +44,7 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
              f"{name}: tools_kwargs has dicts like {{'create_kwargs': {{}}}}, not {tool!r:.80}")
     prompt = row[prompt_key]
     if isinstance(prompt, str):
+        need(prompt, f"{name}: its prompt is empty")
         prompt = [{"role": "user", "content": prompt}]
     row["prompt"] = _chat(prompt, name, prompt_key)
     turns = row.get("demonstration")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from agent_loop import BadInput
-from flatrl.bad_input import check_ids, check_types, need, refusing
+from flatrl.bad_input import check_ids, need, refusing
 
 # Arguments of vllm.LLM that colocation depends on, that go round the vocabulary's limit, or
 # that are lost at sleep level 2 (draft models, thinking budgets).
@@ -41,7 +41,8 @@ def check_engine_args(arguments: dict, our_flags: Sequence[str]):
         flag = other_names.get(key, key)
         need(flag not in our_flags, f"--engine_args: {key} is --{flag}")
         need(key not in FIXED_ENGINE_ARGS, f"--engine_args: {key} is not the user's to choose here")
-    check_types(arguments, {"hf_overrides": dict}, "--engine_args")
+    need(isinstance(arguments.get("hf_overrides", {}), dict),
+         "--engine_args: hf_overrides must be an object")
 
 
 def check_sampling(name: str, parameters: dict):

@@ -94,7 +94,9 @@ def test_gradients_and_optimiser_states_are_the_adapters_alone(tiny_model, proce
     ('{"target_modules": ["lm_head", "q_proj"]}', "--lora_args: embeddings and output head can't be targets"),
     ('{"target_modules": ["embed_tokens"]}', "--lora_args: embeddings and output head can't be targets"),
     ('{"target_modules": ["nothing"]}', "--lora_args: .*nothing.* not found"),
-    ('{"use_dora": true}', "--lora_args takes target_modules and lora_alpha only"),
+    ('{"use_dora": true}', "--lora_args takes target_modules and a positive lora_alpha only"),
+    ('{"lora_alpha": 0}', "--lora_args takes target_modules and a positive lora_alpha only"),
+    ('{"lora_alpha": "x"}', "lora_alpha|not supported"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Model")
 def test_what_cant_be_adapted_is_refused(lora_args, said, tiny_model, process_group):
