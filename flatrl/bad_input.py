@@ -92,8 +92,7 @@ def check_output(output: AgentLoopOutput, vocab_size: int, version: float, windo
     if len(output.prompt_ids + output.response_ids) > window:
         raise ValueError(f"prompt and response have {len(output.prompt_ids)} and "
                          f"{len(output.response_ids)} tokens, more than the window's {window}")
-    marks = {"filtered", "greedy"} & output.extra.keys()
-    if marks:
-        raise ValueError(f"extra has {sorted(marks)}, which are marks of the pool")
+    if {"filtered", "greedy"} & output.extra.keys():
+        raise ValueError("extra has 'filtered' or 'greedy', which are marks of the pool")
     # Ranks send it to each other.
     pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])

@@ -63,9 +63,7 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
     if unknown:
         names = [f"--{entry.name}" for entry in fields(cls)]
         similar = difflib.get_close_matches(unknown[0].split("=")[0], names)
-        hint = "; see --help"
-        if similar:
-            hint = f": did you mean {similar[0]}?"
+        hint = f": did you mean {similar[0]}?" if similar else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
     return cls(**vars(values))
 

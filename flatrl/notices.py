@@ -184,8 +184,7 @@ def row_warnings(train, val) -> Iterator[str]:
 
 
 def first_rows(rows) -> list[dict]:
-    n = MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK
-    return list(itertools.islice(rows, n))
+    return list(itertools.islice(rows, MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK))
 
 
 def question(row: dict) -> str | None:

@@ -230,8 +230,7 @@ def main(arguments: list[str] | None = None):
         runs[-1].refresh()
         for note in notes:
             print(f"{folder}: {note}", file=sys.stderr)
-    output_folder = args.runs[0] if n_runs == 1 else Path()
-    output = args.output or output_folder / "report.html"
+    output = args.output or (args.runs[0] if n_runs == 1 else Path()) / "report.html"
     write(runs, output)
     print(output)
 

@@ -35,8 +35,8 @@ class Bar(tqdm):
         return super().__new__(cls, *args, **settings)
 
     def __init__(self, items, title: str, **settings):
-        is_main = os.environ.get("RANK", "0") == "0"
-        settings["disable"] = None if is_main else True  # None: where the output is a file
+        # None: where the output is a file
+        settings["disable"] = None if os.environ.get("RANK", "0") == "0" else True
         if not items and not settings.get("total"):
             settings["bar_format"] = "{desc}: {elapsed}"
         super().__init__(items, title, leave=False, maxinterval=1, **settings)

@@ -22,8 +22,8 @@ class Tracker:
             raise BadInput(
                 f"--tracker {package} needs: pip install {package} ({error})") from None
         self.is_wandb = package == "wandb"
-        settings = {"dir": folder} if self.is_wandb else {}
-        self.run = self.package.init(project=project, config=about, **settings)
+        self.run = self.package.init(
+            project=project, config=about, **({"dir": folder} if self.is_wandb else {}))
 
     def step(self, metrics: dict, outputs: list[AgentLoopOutput], tokenizer):
         """Logs a step's metrics and, if there are any, its trajectories."""

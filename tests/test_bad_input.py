@@ -33,6 +33,7 @@ FLAGS += [(name, value) for name in kinds("int") for value in ("-1", "1.5", "nan
 FLAGS += [(name, "maybe") for name in kinds("bool")]
 FLAGS += [(name, "") for name in ("task", "model", "replay", "output_dir", "agent", "tool_parser", "wandb_project")]
 FLAGS += [("temperature", "1e-9"), ("engine_args", "null"), ("engine_args", "[" * 5000), ("engine_args", '{"tp": 1}')]
+FLAGS += [("engine_args", '{"hf_overrides": null}'), ("rollout_correction", "tis,x")]
 FLAGS += [("sampling_args", json.dumps(x)) for x in (
     {"stop": 5}, {"stop": {"a": 1}}, {"stop": [""]}, {"stop": [5]}, {"top_p": 5}, {"top_p": float("nan")},
     {"max_tokens": 0}, {"max_tokens": 1.5}, {"max_tokens": "5"}, {"max_tokens": float("inf")}, {"top_k": 1e30},
@@ -60,7 +61,8 @@ def row(**columns) -> list[dict]:
     return [{"prompt": H} | columns]
 
 
-ROWS = [5, None, "abc", {"prompt": H}, [None], [5], [H], row(prompt=None), row(prompt=[H]), row(prompt=b"hi"),
+ROWS = [row(prompt=""),
+        5, None, "abc", {"prompt": H}, [None], [5], [H], row(prompt=None), row(prompt=[H]), row(prompt=b"hi"),
         message(content=5), message(content=None), message(content=b"x"), message(content={"a": 1}),
         message(content=["x"]), message(content=[{"type": "video"}]), message(content="\ud83d"),
         message(role=None), message(role=5), message(role=""), message(name=5), message(tool_call_id=5),

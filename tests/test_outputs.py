@@ -39,7 +39,7 @@ SPOILT = {
     "metrics": (lambda o: setattr(o, "metrics", None), "metrics must be a dict, got None"),
     "turns": (lambda o: setattr(o, "num_turns", "x"), "num_turns must be a int, got 'x'"),
     "text": (lambda o: setattr(o, "text", 5), "text must be a str | None, got 5"),
-    "marks": (lambda o: o.extra.update(filtered=True), "extra has ['filtered'], which are marks of the pool"),
+    "marks": (lambda o: o.extra.update(filtered=True), "extra has 'filtered' or 'greedy', which are marks of the pool"),
     "lock": (lambda o: o.extra.update(lock=threading.Lock()), "cannot pickle '_thread.lock' object"),
     "image": (lambda o: o.images.append(Image.new("RGB", (8, 8))), "there are images, and this model reads text only"),
     "twice": (lambda o: [o, o], "returned one output twice"),
