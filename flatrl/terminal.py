@@ -36,7 +36,7 @@ class Bar(tqdm):
 
     def __init__(self, items, title: str, **settings):
         # None: where the output is a file
-        settings["disable"] = None if os.environ.get("RANK", "0") == "0" else True
+        settings["disable"] = os.environ.get("RANK", "0") != "0" or None
         if not items and not settings.get("total"):
             settings["bar_format"] = "{desc}: {elapsed}"
         super().__init__(items, title, leave=False, maxinterval=1, **settings)
