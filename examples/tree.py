@@ -38,16 +38,18 @@ class Tree(ToolAgentLoop):
         """Returns the trunk and its leaves: AgentLoopOutputs."""
         self.row = row
         self.leaves = []
-        trunk = await super().run(sampling_params, **row)
+        outputs = await super().run(sampling_params, **row)
         if row["validate"]:
-            return trunk
-        trunk.unit = "trunk"  # also where no tool was called: such a rollout has a reward as it is
+            return outputs
+        trunks = outputs if isinstance(outputs, list) else [outputs]  # where a template rewrites history
+        for trunk in trunks:
+            trunk.unit = "trunk"  # also where no tool was called: such a rollout has a reward as it is
         leaves = [leaf.output() for leaf in self.leaves]
         for leaf in leaves:
             leaf.reward = reward(leaf, row)
         if leaves:
-            trunk.reward = fmean(leaf.reward for leaf in leaves)
-        return [trunk, *leaves]
+            trunks[-1].reward = fmean(leaf.reward for leaf in leaves)
+        return [*trunks, *leaves]
 
     async def processing_tools(self, trajectory):
         """Calls the tools; after the first call the next state is `branching`."""
