@@ -17,7 +17,7 @@ def write_whole(file: Path, text: str):
     """Writes a text file so that nobody ever sees half of it; makes its folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.write_text(text, "utf-8", "backslashreplace")
     temporary.replace(file)
 
 

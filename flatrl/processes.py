@@ -172,7 +172,8 @@ def run_as_script(main: Callable, parse: Callable):
     LEFT_BEHIND_S seconds."""
     for name in ("stdout", "stderr"):
         # A tool may close the stream, or its file's number, which another file then gets.
-        stream = open(os.dup(getattr(sys, name).fileno()), "w", 1, errors="backslashreplace")
+        old = getattr(sys, name)
+        stream = open(os.dup(old.fileno()), "w", 1, old.encoding, "backslashreplace")
         stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
         stream.close = stream.flush
         setattr(sys, name, stream)

@@ -25,8 +25,7 @@ def check_images(output: AgentLoopOutput, processor):
     if n_found != n_expected:
         raise ValueError(
             f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {n_expected} tokens: "
-            "return both as the trainer needs them")
+            f"AgentLoopOutput.images take {n_expected}: return both as the trainer needs them")
 
 
 def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> dict:
