@@ -871,7 +871,7 @@ def complete_flags(args: Args, cuda: bool):
         folder += "-eval"
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder,
                "max_model_len": args.window, "gradient_checkpointing": cuda})
-    args.output_dir = os.path.realpath(args.output_dir)
+    args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
     for name in ("model", "ref_model", "replay"):
         path = getattr(args, name)
         if path:
@@ -945,8 +945,6 @@ def setup(args: Args) -> Run:
     try_device(policy, args, accelerator.device)
     changed = on_main(check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(prepare_folder, args)  # without --resume (None, {})
-    need("unfinished" not in state, f"--resume: {checkpoint} is of an older version, which "
-         "drew prompts in another order: start without --resume")
 
     stop = Stop()
     log = SilentLog()

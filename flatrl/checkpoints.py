@@ -117,8 +117,8 @@ def _read_step(checkpoint):
     """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut off, or
     has a byte that was changed."""
     state = dict(json.loads((checkpoint / "step.json").read_text()))
-    need(checkpoint.name == f"step_{state['step']:06d}" and {"history", "parts"} <= state.keys(),
-         "its step.json is not its own")
+    need(checkpoint.name == f"step_{state['step']:06d}"
+         and {"history", "parts", "next_prompt"} <= state.keys(), "its step.json is not its own")
     from torch.distributed.checkpoint import FileSystemReader
 
     for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
@@ -204,9 +204,8 @@ def save_checkpoint(run):
     def complete():
         """Gives the checkpoint its name; those beyond --keep_checkpoints are to be removed."""
         about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state),
-                 "history": run.history}
-        if run.pool:
-            about["next_prompt"] = run.pool.first_prompt(run.done)
+                 "history": run.history,
+                 "next_prompt": run.pool.first_prompt(run.done) if run.pool else 0}
         (temporary / "step.json").write_text(json.dumps(about))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]

@@ -238,6 +238,7 @@ class Background:
     def close(self):
         """Ends both threads; what runs on the loop is left as it is."""
         self.closed = True
+        faulthandler.cancel_dump_traceback_later()  # `watch` may get no more turn
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def loop_time(self):
@@ -271,8 +272,8 @@ class Background:
         if threading.get_ident() == self.thread:
             task = asyncio.current_task(self.loop)
             self.loop._ready.clear()  # what others are about to do is the first process's
-            self.loop.call_soon(self.leave, f"{task and task.get_name()} has forked this process: "
-                                "its copy ends here")
+            self.loop.call_soon(
+                self.leave, f"{task and task.get_name()} has forked this process: its copy ends")
 
     def leave(self, why: str):
         """Ends this process, with 1, and says why."""
@@ -294,7 +295,6 @@ class Background:
                 print(f"\n{task} blocks all others: it must await, or be a plain function. "
                       "It is here:", file=sys.stderr)
                 traceback.print_stack(sys._current_frames()[self.thread])
-        faulthandler.cancel_dump_traceback_later()
 
 
 # ---------------------------------------------------------------- memory, and what is printed

@@ -53,7 +53,7 @@ def load_tokenizer(folder: Path) -> tuple:
 
             return AutoTokenizer.from_pretrained(source, local_files_only=True), []
     return None, ["Tokens are shown as numbers: neither final/ nor the model of args.json has a "
-                  "tokenizer here, or the transformers package is not installed."]
+                  "tokenizer here, or the transformers package is not installed here."]
 
 
 class Run:

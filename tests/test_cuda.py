@@ -45,6 +45,14 @@ def test_what_the_device_decides(flags, cuda, expected):
     assert (args.dtype, args.gradient_checkpointing, args.shard) == expected
 
 
+def test_a_folder_in_the_users_home(monkeypatch, tmp_path):
+    """A shell leaves the ~ of --output_dir=~/x as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = Args(output_dir="~/x")
+    train.complete_flags(args, cuda=False)
+    assert args.output_dir == f"{tmp_path.resolve()}/x"
+
+
 def test_what_a_host_cannot_do_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="^--deterministic: on CUDA attention's gradients vary"):
         devices.device_defaults(Args(deterministic=True), cuda=True)

@@ -104,7 +104,7 @@ def test_exit_codes():
     assert done.stderr.count("os._exit(0) ends the run before its end: it returns 1") == 2
     assert "RuntimeError: sys.exit(0) in the middle of the run" in done.stderr
     assert "train.py: error: no" in done.stderr
-    assert done.stderr.count("tool has forked this process: its copy ends here") == 1
+    assert done.stderr.count("tool has forked this process: its copy ends") == 1
 
 
 TASK = f"""

@@ -190,7 +190,9 @@ def flip(folder: Path) -> None:
     (lambda folder: (folder / "step.json").write_text("{}"), "KeyError"),
     (lambda folder: (folder / "step.json").write_text("[]"), "KeyError"),
     (lambda folder: (folder / "step.json").write_text('{"step": 4}'), "its step.json is not its own"),
-    (lambda folder: (folder / "step.json").write_text('{"step": 3, "history": [], "parts": []}'), "not its own"),
+    (lambda folder: (folder / "step.json").write_text(
+        '{"step": 3, "history": [], "parts": [], "next_prompt": 0}'), "not its own"),
+    (lambda folder: (folder / "step.json").write_text('{"step": 4, "history": [], "parts": []}'), "not its own"),
 ])  # fmt: skip
 def test_resume_goes_on_from_the_last_checkpoint_that_is_whole(spoil, why, tmp_path, process_group, capsys):
     run = make_run(tmp_path, resume=True)
@@ -200,7 +202,7 @@ def test_resume_goes_on_from_the_last_checkpoint_that_is_whole(spoil, why, tmp_p
     found, state = checkpoints.prepare_folder(run.args)
     parts = ["policy", "policy_optimizer"]
     assert found.name == "step_000002"
-    assert state == {"step": 2, "kl_coef": 0.5, "parts": parts, "history": []}
+    assert state == {"step": 2, "kl_coef": 0.5, "parts": parts, "history": [], "next_prompt": 0}
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{newest} is broken: ") and why in line and line.endswith(f"moved to {newest}.1")
     # What was moved aside stops no later save, nor does it count as one of those to keep.

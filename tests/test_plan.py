@@ -80,7 +80,7 @@ def measured(config, args, monkeypatch, score, backward) -> dict[str, float]:
     def load(auto_class, args, *_, dtype, **more):
         dtype = torch.bfloat16 if args.shard else dtype
         model = auto_class.from_config(config, dtype=dtype, attn_implementation="packed")
-        return model, {"missing_keys": []}
+        return model, {"missing_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr(train, "from_pretrained", load)
     monkeypatch.setattr(train, "need", lambda ok, message: None)  # no values: nothing to check
