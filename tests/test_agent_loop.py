@@ -1495,6 +1495,7 @@ def test_a_thread_serves_again_when_its_function_has_returned():
 
     async def scenario():
         hung = asyncio.ensure_future(in_thread(released.wait))  # has a thread of its own, and nobody waits for it
+        await asyncio.sleep(0)  # it has started
         one = [await in_thread(threading.get_ident) for _ in range(5)]
         four = await asyncio.gather(*(in_thread(meet) for _ in range(4)))
         assert not hung.done()
@@ -1503,7 +1504,7 @@ def test_a_thread_serves_again_when_its_function_has_returned():
 
     one, four, _ = asyncio.run(scenario())
     assert len(set(one)) == 1 and len(set(four)) == 4 and one[0] in four
-    assert len(agent_loop._IDLE_THREADS) in (4, 5)  # the hung one may still be on its way
+    assert len(agent_loop._IDLE_THREADS) >= 4
 
 
 def test_a_forked_child_starts_threads_of_its_own():
