@@ -1117,7 +1117,9 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
         return text, malformed
     if not parsed.tools_called:
         start = getattr(parser, "tool_call_start_token", None)
-        return text, malformed if start and start in text else []
+        if start and start in text:
+            return text, malformed
+        return text, []
     calls = []
     for call in parsed.tool_calls:
         arguments = {}

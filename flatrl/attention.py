@@ -35,8 +35,8 @@ def packed_attention(
         key = key.index_select(2, key_index)  # (1, H_kv, K, D)
         value = value.index_select(2, key_index)
     window = min(sliding_window or max_seqlen, max_seqlen)
-    is_half = value.dtype == torch.bfloat16
-    if query.is_cuda and is_half and softcap is None and s_aux is None:
+    is_bfloat16 = value.dtype == torch.bfloat16
+    if query.is_cuda and is_bfloat16 and softcap is None and s_aux is None:
         from torch.nn.attention.varlen import varlen_attn
 
         # Keys may have fewer heads: torch 2.11 takes them so, later versions want to be told.
