@@ -27,7 +27,7 @@ import plan
 
 GIB = 1 << 30
 AS_ON_CUDA = {}  # the two functions that branch on the device, with that of CUDA taken
-for function, branch, taken in ((data.packed_attention, "query.is_cuda and is_half", "is_half"),
+for function, branch, taken in ((data.packed_attention, "query.is_cuda and is_bfloat16", "is_bfloat16"),
                                 (losses._matmul, "if a.is_cuda", "if True")):  # fmt: skip
     source = inspect.getsource(function)
     assert source.count(branch) == 1
