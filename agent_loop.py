@@ -43,6 +43,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any
 from uuid import uuid4
 
@@ -144,7 +145,7 @@ class AgentLoopOutput:
             raise ValueError("prompt_ids is empty: what is the first token predicted from?")
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
-        if not isinstance(self.unit, str) or not isinstance(self.group, str):
+        if {type(self.unit), type(self.group)} != {str}:
             raise ValueError(f"unit {self.unit!r} and group {self.group!r} must be texts")
 
     @property
@@ -167,8 +168,8 @@ def total_reward(output: AgentLoopOutput) -> float:
 
 
 def numbers(values: dict) -> dict[str, float]:
-    """Returns the entries of a dict that are an int, a float or a bool, as they are."""
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    """Returns the entries of a dict that are real numbers (a bool, numpy's), as they are."""
+    return {name: value for name, value in values.items() if isinstance(value, Real)}
 
 
 # ------------------------------------------------------------ templates: messages -> tokens
@@ -506,18 +507,10 @@ class FunctionTool(Tool):
 
         self.function = function
         self.name = function.__name__
-        try:
-            self.schema = get_json_schema(function)
-        except Exception as error:  # its type differs between versions of transformers
-            raise BadInput(f"tool {self.name!r} needs type hints and a Google-style docstring "
-                           f"with an Args section: {error}") from error
+        self.schema = get_json_schema(function)  # it raises where hints or docstring lack one
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
-        try:
-            bound = inspect.signature(self.function).bind(**arguments, **execute_kwargs)
-        except TypeError as error:
-            raise ValueError(f"wrong arguments: {error}") from None
-        return await call(self.function, *bound.args, **bound.kwargs)
+        return await call(self.function, **arguments, **execute_kwargs)
 
 
 _function_tool = functools.cache(FunctionTool)
@@ -554,7 +547,7 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
         tools[tool.name] = tool
     if not tools_kwargs:
         return tools
-    unknown = sorted(set(tools_kwargs) - set(tools))
+    unknown = sorted(tools_kwargs.keys() - tools)
     if unknown:
         raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
     return {name: tool for name, tool in tools.items() if name in tools_kwargs}
@@ -656,7 +649,7 @@ _IDLE_THREADS = []  # the queues from which threads without work take it
 os.register_at_fork(after_in_child=_IDLE_THREADS.clear)  # the child has no such threads
 
 
-async def in_thread(function: Callable, *args, **kwargs) -> Any:
+async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     """Runs a plain function on a daemon thread, which serves again when it has returned.
 
     Python would wait for the threads of asyncio.to_thread when it exits: for ever, if a tool
@@ -688,7 +681,7 @@ def _work_on(work):
         settle()
 
 
-async def call(function: Callable, *args, **kwargs) -> Any:
+async def call(function: Callable, /, *args, **kwargs) -> Any:
     """Awaits an async function; runs a plain one in a thread, where it delays nobody else."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -699,7 +692,7 @@ def clean(text: str) -> str:
     """Replaces lone surrogates, which no tokenizer takes, and drops every TOKEN_BREAK.
 
     Surrogates come from garbage bytes, or from "\\ud83d" in JSON."""
-    return str(text).encode(errors="replace").decode().replace(TOKEN_BREAK, "")
+    return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
 def finite(value, name: str) -> float:
@@ -721,9 +714,13 @@ AGENT_LOOPS: dict[str, type] = {}
 
 
 def register(name: str) -> Callable:
-    """Class decorator: `--agent name` or a row's agent_name then selects the loop."""
+    """Class decorator: `--agent name` or a row's agent_name then selects the loop.
+
+    Raises BadInput for a class that is no AgentLoopBase, TypeError for what is no class."""
 
     def add(cls):
+        if not issubclass(cls, AgentLoopBase):
+            raise BadInput(f"@register({name!r}) is for subclasses of AgentLoopBase: {cls!r}")
         AGENT_LOOPS[name] = cls
         return cls
 
@@ -788,16 +785,12 @@ class Trajectory:
     def add_sampled(self, out: TokenOutput, trained: bool = True):
         """Appends an assistant turn, with mask 1.
 
-        trained=False is for one where the policy did not choose freely, with mask 0. Raises
-        ValueError unless each token has a logprob and a version."""
-        n = len(out.token_ids)
-        if not n == len(out.logprobs) == len(out.versions):
-            raise ValueError(f"the engine returned {n} tokens, but {len(out.logprobs)} logprobs "
-                             f"and {len(out.versions)} versions")
+        trained=False is for one where the policy did not choose freely, with mask 0."""
+        ids = out.token_ids
         if trained:
-            self._add(out.token_ids, out.token_ids, [1] * n, out.logprobs, out.versions)
+            self._add(ids, ids, [1] * len(ids), out.logprobs, out.versions)
         else:
-            self.add_given(out.token_ids)
+            self.add_given(ids)
         self.assistant_turns += 1
 
     def add_given(self, ids: list[int], engine_ids: list[int] | None = None):
@@ -878,12 +871,10 @@ class AgentLoopBase:
         if "max_response_tokens" in missing or "max_model_len" in missing:
             raise TypeError(f"{type(self).__name__} needs args with max_response_tokens and "
                             f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
-        if missing:
-            args = copy.copy(args)
-            vars(args).update(missing)
-        self.args = args
+        self.args = copy.copy(args)  # a loop may set some: they are no other loop's
+        vars(self.args).update(missing)
         self.engine = engine
-        self.tokenizer = templated(tokenizer, args.chat_template_args)
+        self.tokenizer = templated(tokenizer, self.args.chat_template_args)
         self.processor = processor
         self.task = task
 

@@ -12,6 +12,7 @@ A batch holds every trajectory of a step on every rank (token ids and images: li
 advantages and mini-batches are cut globally, and each rank then works on its own rows."""
 
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -54,11 +55,13 @@ Outputs = list[AgentLoopOutput]
 # ---------------------------------------------------------------- rows
 
 # Types of what a task file may define, by name; None always.
-TASK_TYPES = {"SYSTEM_PROMPT": str, "TOOLS": list | tuple, "INTERACTIONS": dict | list | tuple}
+TASK_TYPES = {"SYSTEM_PROMPT": str, "TOOLS": list | tuple, "sampler": Callable,
+              "INTERACTIONS": dict | list | tuple}
 
 
 def load_task(path: str, needs=("load", "reward")) -> ModuleType:
-    """Imports a task file. Raises BadInput if it is missing, fails or lacks one of `needs`."""
+    """Imports a task file. Raises BadInput if it is missing, fails or lacks one of `needs`,
+    or if that takes other arguments."""
     file = Path(path)
     need(file.is_file(), f"--task {path}: no such file")
     name = f"task_{file.stem}"
@@ -69,13 +72,17 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
     check_types(vars(module), TASK_TYPES, f"--task {path}")
-    with refusing(f"--task {path} has something in TOOLS or INTERACTIONS that is none"):
+    with refusing(f"--task {path} has something in TOOLS or INTERACTIONS that is none (a "
+                  "function needs type hints and a Google-style docstring)"):
         task_tools(module)
         task_interaction(module, None)
-    for function in needs:
-        need(callable(getattr(module, function, None)),
-             f"--task {path} has no function {function}: a task file defines load(split), "
+    for name, n_arguments in zip(needs, (1, 2, 1)):
+        function = getattr(module, name, None)
+        need(callable(function),
+             f"--task {path} has no function {name}: a task file defines load(split), "
              "reward(output, row) and, unless --model gives the model, build_model(path)")
+        with refusing(f"--task {path}: {name} must take {n_arguments} argument(s)"):
+            inspect.signature(function).bind(*range(n_arguments))
     return module
 
 

@@ -116,7 +116,11 @@ class Engine:
 
         self.args = args
         self.stop_token_ids = sorted(set(stop_token_ids))
-        self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
+        try:
+            self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
+        except ValueError as error:  # such as a block_size that the device does not take
+            raise BadInput(f"--engine_args {args.engine_args}: vLLM's engine does not start: "
+                           f"{error}") from error
         self.core = self.llm.llm_engine
         self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         if device.type == "cpu" and args.tp > 1:
@@ -775,11 +779,10 @@ class Pool:
         group.unfinished -= 1
         if not group.unfinished:
             alike = not turns and await self._alike(group)
-            state = ALIKE if alike else DONE
             # "ended" is counted last: a rank that sees it grow finds the rest in the store.
-            if state == ALIKE:
+            if alike:
                 self.store.add("alike", 1)
-            self.store.add(str(prompt), state)
+            self.store.add(str(prompt), ALIKE if alike else DONE)
             self.store.add("ended", 1)
             self.run.engine.poke()
 
@@ -791,11 +794,14 @@ class Pool:
         session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
         loop_class = agent_loop_class(row, run.task, args)
         loop = loop_class(session, run.tokenizer, run.processor, run.task, args)
-        sampling = {**self.sampling, "stop_token_ids": run.engine.stop_token_ids}
+        sampling = _copy_containers(
+            {**self.sampling, "stop_token_ids": run.engine.stop_token_ids})
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []
         marks = {"index": row.get("index"), "prompt": prompt, "sample": sample}
+        oldest_version = run.engine.version
         if turns:
+            oldest_version = -1
             session.engine = Demonstration(turns, loop, set(run.engine.stop_token_ids))
             marks["demonstration"] = True
         if sample == self.group_size:
@@ -820,7 +826,7 @@ class Pool:
             if not isinstance(output, AgentLoopOutput):
                 raise TypeError(
                     f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput")
-            check_output(output, run.engine.vocab_size, run.engine.version,
+            check_output(output, run.engine.vocab_size, oldest_version, run.engine.version,
                          args.max_model_len or math.inf)
             check_images(output, run.processor)
             output = _copy(output)  # the loop may keep, and change, its own

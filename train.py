@@ -40,7 +40,7 @@ from torch import nn
 
 import data
 import losses
-from agent_loop import BadInput, tool_parser, total_reward
+from agent_loop import BadInput, agent_loop_class, tool_parser, total_reward
 from flatrl import notices
 from flatrl.bad_input import need, refusing
 from flatrl.checkpoints import (
@@ -68,7 +68,7 @@ from flatrl.processes import (
 )
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
-from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_engine_args, check_model, check_sampling
+from flatrl.vllm_engine import FIXED_ARGUMENTS, NEUTRAL_SAMPLING, check_arguments, check_model
 from rollout import Engine, Phase, Pool, grade, rollout, seed_of, training_pool
 
 # The flags that --algo sets: the first row's, changed by its own row. The user's flags win.
@@ -391,14 +391,11 @@ def check_args(args: Args):
     with refusing("--rollout_correction, --correction_low and _high"):
         losses.rollout_correction(args.rollout_correction, *torch.zeros(3, 1, 1),
                                   args.correction_low, args.correction_high)
-    for name in "chat_template_args lora_args engine_args sampling_args eval_sampling_args".split():
+    for name in FIXED_ARGUMENTS:
         with refusing(f"--{name} is not JSON"):
             parameters = json.loads(getattr(args, name))
         need(isinstance(parameters, dict), f"--{name} must be a JSON object")
-        if name == "engine_args":
-            check_engine_args(parameters, vars(args))
-        if "sampling" in name and parameters:  # this imports vLLM: seconds
-            check_sampling(name, parameters)
+        check_arguments(name, parameters, vars(args))
     if args.quantized and args.rollout_correction == "none":
         warnings.warn("--engine_args quantization: what samples is not quite what is trained; "
                       "give --rollout_correction tis", stacklevel=2)
@@ -431,13 +428,15 @@ def check_flags_together(args: Args):
     need(args.tokens_per_micro_batch >= args.window,
          f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
          f"trajectory: {args.window} tokens")
-    need(len(args.think_tags.split()) == 2,
-         f"--think_tags {args.think_tags} must be two tags with a space between")
+    tags = args.think_tags.split()
+    need(len(set(tags)) == len(tags) == 2,
+         f"--think_tags {args.think_tags} must be two different tags with a space between")
 
 
 def check_registered(args: Args):
-    """Raises BadInput where a flag names no estimator or objective, which a task file may have
-    registered, or where its estimator has no units to compare."""
+    """Raises BadInput where a flag names no estimator, objective or agent loop, which a task
+    file may have registered, or where its estimator has no units to compare."""
+    agent_loop_class({}, None, args)
     check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
     check_value("policy_loss", args.policy_loss, losses.OBJECTIVES)
     check_flags_together(args)  # again: only now is the task's own estimator known

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import traceback
+from itertools import compress
 
 from agent_loop import AgentLoopOutput, BadInput
 
@@ -11,6 +12,10 @@ from agent_loop import AgentLoopOutput, BadInput
 OUTPUT_TYPES = {
     "messages": list | None, "text": str | None, "num_turns": int, "metrics": dict,
     "turn_rewards": list | tuple, "images": list | tuple, "extra": dict}
+# Keys of an output's `extra`, and names of units, that flatrl itself uses (reward/mean is the
+# mean over all units).
+TAKEN_KEYS = "filtered greedy demonstration told_prompt_ids".split()
+TAKEN_UNITS = "mean std min max greedy".split()
 
 
 def need(ok, message: str):
@@ -43,15 +48,15 @@ def refusing(problem: str, file: str = ""):
             os._exit(1)
 
 
-def check_types(values: dict, types: dict, name: str):
+def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):
     """Raises BadInput, which calls `values` by `name`, if one of them has not the type in
     `types`.
 
-    types: key -> a type, or several: str | list. A missing value, and None, are fine."""
+    types: key -> a type, or several: str | list. A missing value is None."""
     for key, wanted in types.items():
         value = values.get(key)
         kind = getattr(wanted, "__name__", None) or str(wanted).replace(" ", "")
-        need(value is None or isinstance(value, wanted),
+        need(isinstance(value, wanted) or none_is_fine and value is None,
              f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
 
 
@@ -73,26 +78,27 @@ def check_ids(ids: list[int], vocab_size: int, name: str):
     check_numbers(ids, {int}, 0, vocab_size - 1, name)
 
 
-def check_output(output: AgentLoopOutput, vocab_size: int, version: float, window: float):
+def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version: int,
+                 window: float):
     """Raises ValueError if training or the log would fail by what an agent loop returned.
 
-    vocab_size: token ids are less. version: the present weights'; no token can be of later
-    ones. window: the most tokens of an output. Placeholders of images: see `check_images`."""
+    vocab_size: token ids are less. oldest, version: of the weights when the loop started, and
+    of the present ones; sampled tokens are of these, or of others between. window: the most
+    tokens of an output. Placeholders of images: see `check_images`."""
     check_ids(output.prompt_ids, vocab_size, "prompt_ids")
     check_ids(output.response_ids, vocab_size, "response_ids")
     check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")
     # A logarithm of a softmax may be rounded to a little more than 0.
     check_numbers(output.response_logprobs, {int, float}, -1e38, 0.01, "response_logprobs")
     check_numbers(output.response_versions, {int}, -1, version, "response_versions")
-    for name, wanted in OUTPUT_TYPES.items():
-        value = getattr(output, name)
-        if not isinstance(value, wanted):
-            kind = getattr(wanted, "__name__", wanted)
-            raise ValueError(f"{name} must be a {kind}, got {value!r:.80}")
+    sampled = compress(output.response_versions, output.response_mask)
+    check_numbers([*sampled], {int}, oldest, version, "response_versions, where the mask is 1,")
+    check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
     if len(output.prompt_ids + output.response_ids) > window:
         raise ValueError(f"prompt and response have {len(output.prompt_ids)} and "
                          f"{len(output.response_ids)} tokens, more than the window's {window}")
-    if {"filtered", "greedy"} & output.extra.keys():
-        raise ValueError("extra has 'filtered' or 'greedy', which are marks of the pool")
+    taken = {output.unit}.intersection(TAKEN_UNITS) or output.extra.keys() & TAKEN_KEYS
+    if taken:
+        raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")
     # Ranks send it to each other.
     pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])

@@ -60,7 +60,7 @@ def describe(outputs: Outputs, units) -> dict:
         values = [of_output[name] for of_output in seconds]
         result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": fmean(values),
                    f"timing/{name}_max": max(values)}
-    result |= {name: total / n for name, total in sorted(sums.items())}
+    result = {name: total / n for name, total in sorted(sums.items())} | result
     for name, values in sorted(reward_parts.items()):
         result[f"reward_part/{name}"] = fmean(values)
     result = {name: float(value) for name, value in result.items()}

@@ -79,8 +79,8 @@ def from_pretrained(auto_class, args, problem: str, **settings):
 def load_config(args):
     """Loads and checks the model's configuration.
 
-    Raises BadInput if args.model is no model, if its window is too short, or if it has what
-    the trainer doesn't implement."""
+    Raises BadInput if args.model is no model, or if it has what the trainer doesn't implement.
+    Its window is checked by vLLM, see `check_model`."""
     config = from_pretrained(transformers.AutoConfig, args,
                              "is neither a model folder nor a model that can be loaded")
     need(not config.is_encoder_decoder,
@@ -92,20 +92,14 @@ def load_config(args):
     need(args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
          f"--model {args.model} has multi-head latent attention, in which engine and trainer "
          "were seen to disagree: choose another, or --allow_mismatch")
-    window = getattr(text, "max_position_embeddings", None)
-    need(not window or args.window <= window,
-         f"--max_prompt_tokens + --max_response_tokens (or --max_model_len) is {args.window}, "
-         f"but the model's window is {window} tokens")
     for name, value in json.loads(args.engine_args).get("hf_overrides", {}).items():
         need(getattr(config, name, value) == value,
              f"--engine_args: hf_overrides has {name} {value}, but the trainer's model has "
              f"{getattr(config, name, None)}: change it in the model's config.json")
-    heads = getattr(text, "num_attention_heads", args.tp)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    kv_heads_are_divided = kv_heads % args.tp == 0 or args.tp % kv_heads == 0  # or copied
-    need(heads % args.tp == 0 and kv_heads_are_divided,
-         f"--tp {args.tp} does not divide the model's {heads} attention and {kv_heads} "
-         "key-value heads")
+    # vLLM checks the others. Where they are fewer than the ranks, it copies them.
+    kv_heads = getattr(text, "num_key_value_heads", None) or args.tp
+    need(kv_heads % args.tp == 0 or args.tp % kv_heads == 0,
+         f"--tp {args.tp} does not divide the model's {kv_heads} key-value heads")
     return config
 
 
@@ -163,8 +157,6 @@ def load_processor(args, config):
         return None
     need(hasattr(transformers.AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
          f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported")
-    need(not args.replay,
-         "--replay: the files have no pixels, so what a vision model rolled out can't be replayed")
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     processor = from_pretrained(transformers.AutoProcessor, args,
                                 "has vision, but its processor can't be loaded", **settings)

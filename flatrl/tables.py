@@ -44,7 +44,7 @@ def read_files(files: list[str]) -> Sequence[dict]:
     rows = []
     for name in files:
         file = Path(name)
-        need(file.exists() or ":" in name,
+        need(file.exists() or ":" in name.strip(":"),
              f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)")
         with refusing(
                 f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):

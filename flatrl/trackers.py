@@ -2,7 +2,8 @@
 
 import importlib
 
-from agent_loop import AgentLoopOutput, BadInput, numbers, total_reward
+from agent_loop import AgentLoopOutput, numbers, total_reward
+from flatrl.bad_input import refusing
 
 MAX_ROWS = 64  # outputs of a step in its table
 COLUMNS = ["prompt", "sample", "index", "reward", "turns", "stop_reason", "trajectory"]
@@ -16,11 +17,8 @@ class Tracker:
     Raises BadInput if the package is not installed."""
 
     def __init__(self, package: str, project: str, folder: str, about: dict):
-        try:
+        with refusing(f"--tracker {package} needs: pip install {package}"):
             self.package = importlib.import_module(package)
-        except ImportError as error:
-            raise BadInput(
-                f"--tracker {package} needs: pip install {package} ({error})") from None
         self.is_wandb = package == "wandb"
         self.run = self.package.init(
             project=project, config=about, **({"dir": folder} if self.is_wandb else {}))

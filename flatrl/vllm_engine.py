@@ -12,15 +12,23 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from agent_loop import BadInput
 from flatrl.bad_input import check_ids, need, refusing
 
-# Arguments of vllm.LLM that colocation depends on, that go round the vocabulary's limit, or
-# that are lost at sleep level 2 (draft models, thinking budgets).
-FIXED_ENGINE_ARGS = set("""distributed_executor_backend logprobs_mode enable_sleep_mode
-    pipeline_parallel_size data_parallel_size limit_mm_per_prompt enable_batch_sharded_sampling
-    speculative_config spec_method spec_model spec_tokens reasoning_config
-    reasoning_parser""".split())
+# What the flags that are JSON objects may not hold. Of vllm.LLM's arguments those that
+# colocation depends on, that go round the vocabulary's limit, or that are lost at sleep level 2
+# (draft models, thinking budgets); of a chat template's variables those that are arguments of
+# apply_chat_template; of sampling parameters those that are a flag, or an agent loop's.
+FIXED_ARGUMENTS = {
+    "engine_args": """distributed_executor_backend logprobs_mode enable_sleep_mode
+        pipeline_parallel_size data_parallel_size limit_mm_per_prompt
+        enable_batch_sharded_sampling speculative_config spec_method spec_model spec_tokens
+        reasoning_config reasoning_parser tokenizer tensor_parallel_size""",
+    "chat_template_args": """conversation messages tools add_generation_prompt tokenize
+        continue_final_message padding truncation max_length return_tensors return_dict
+        return_assistant_tokens_mask tokenizer_kwargs""",
+    "sampling_args": "temperature seed structured_outputs",
+    "eval_sampling_args": "temperature seed structured_outputs",
+    "lora_args": ""}
 # Sampling parameters that the engine sets itself.
 FIXED_SAMPLING = set(
     "n logprobs prompt_logprobs flat_logprobs detokenize output_kind".split())
@@ -31,31 +39,25 @@ NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
 # ---------------------------------------------------------------- what the user may set
 
 
-def check_engine_args(arguments: dict, our_flags: Sequence[str]):
-    """Checks the JSON object of --engine_args.
+def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
+    """Checks the JSON object of one of the flags that FIXED_ARGUMENTS names.
 
-    Raises BadInput on an argument that is a flag here, or that is one of FIXED_ENGINE_ARGS; for
-    others see `check_model`."""
-    other_names = {"tokenizer": "model", "tensor_parallel_size": "tp"}
-    for key in arguments:
-        flag = other_names.get(key, key)
-        need(flag not in our_flags, f"--engine_args: {key} is --{flag}")
-        need(key not in FIXED_ENGINE_ARGS, f"--engine_args: {key} is not the user's to choose here")
-    need(isinstance(arguments.get("hf_overrides", {}), dict),
-         "--engine_args: hf_overrides must be an object")
-
-
-def check_sampling(name: str, parameters: dict):
-    """Checks the JSON object of --sampling_args or --eval_sampling_args; name: the flag's.
-
-    Raises BadInput on a parameter that vLLM does not know, or that can't be set here. Warns
-    of one that changes the distribution in training, because the trainer computes
+    Raises BadInput on an argument that can't be set there, on one of --engine_args that is a
+    flag here (for others see `check_model`), and on a sampling parameter that vLLM does not
+    know. Warns of one that changes the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
-    for key in parameters.keys() & {"temperature", "seed", "structured_outputs"}:
-        raise BadInput(f"--{name}: {key} can't be set here: it is a flag, or an agent loop's")
-    with refusing(f"--{name}"):
-        sampling_params(parameters)
-    others = ", ".join(sorted(parameters.keys() - NEUTRAL_SAMPLING))
+    fixed = arguments.keys() & FIXED_ARGUMENTS[name].split()
+    need(not fixed, f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
+         "loop's, or flatrl's own")
+    if name == "engine_args":
+        for key in arguments:
+            need(key not in our_flags, f"--engine_args: {key} is --{key}")
+        need(isinstance(arguments.get("hf_overrides", {}), dict),
+             "--engine_args: hf_overrides must be an object")
+    if "sampling" in name and arguments:  # this imports vLLM: seconds
+        with refusing(f"--{name}"):
+            sampling_params(arguments)
+    others = ", ".join(sorted(arguments.keys() - NEUTRAL_SAMPLING))
     if name == "sampling_args" and others:
         warnings.warn(
             f"--sampling_args {others}: the engine samples from another distribution than "
@@ -80,6 +82,8 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
         raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         check_ids(list(getattr(checked, name) or ()), vocab_size, name)
+    if checked.allowed_token_ids == []:
+        raise ValueError("allowed_token_ids is empty: nothing can be sampled")
     need(abs(checked.seed or 0) < 2**63, f"seed {checked.seed} has more than 64 bits")
     return SamplingParams(
         # It may have been a dict.
@@ -134,11 +138,13 @@ def check_model(args, device: torch.device, vocab_size: int):
     arguments = vllm_arguments(args.model, args, device)
     arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
     with refusing(f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
-                  "text with them"):
+                  f"text with them, in a window of {args.max_model_len} tokens"):
         EngineArgs(**arguments).create_engine_config()
     for validate, kind in enumerate(("", "eval_")):
         with refusing(f"--{kind}sampling_args"):
-            sampling_params(args.sampling(validate), vocab_size)
+            # Agent loops ask for so many tokens at most.
+            limit = {"max_tokens": args.max_response_tokens}
+            sampling_params(limit | args.sampling(validate), vocab_size)
 
 
 def prepare_vllm(device, tp):

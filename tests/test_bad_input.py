@@ -12,7 +12,7 @@ import pytest
 import data
 from agent_loop import BadInput
 from flatrl import models
-from train import Args, check_args, parse_args
+from train import Args, check_args, check_registered, parse_args
 
 H = [{"role": "user", "content": "hi"}]
 
@@ -39,6 +39,8 @@ FLAGS += [("sampling_args", json.dumps(x)) for x in (
     {"max_tokens": 0}, {"max_tokens": 1.5}, {"max_tokens": "5"}, {"max_tokens": float("inf")}, {"top_k": 1e30},
     {"stop_token_ids": "x"}, {"stop_token_ids": [1.5]}, {"temperature": 1}, 5, "x",
     {"structured_outputs": {"choice": ["a"]}})]  # fmt: skip
+FLAGS += [("sampling_args", '{"allowed_token_ids": []}'), ("think_tags", "<a> <a>")]
+FLAGS += [("chat_template_args", json.dumps({x: False})) for x in ("tokenize", "add_generation_prompt", "tools")]
 FLAGS += [("rollout_correction", x) for x in ("tis,tis", "none,tis", "tis,none", "x")]
 
 
@@ -87,6 +89,15 @@ def test_rows(rows, tokenizer):
     refused(load)
 
 
+@pytest.mark.parametrize("name", [":::", "a:", ":a", "nowhere.jsonl"])
+def test_files_that_are_not_there(name):
+    refused(data.load_rows, SimpleNamespace(), "train", [name], said=f"{name}: no such file (a data set of the hub is")
+
+
+def test_an_agent_that_is_unknown_though_rows_name_their_own():
+    refused(check_registered, Args(agent="nobody"), said="no agent loop 'nobody': choose from ")
+
+
 def test_a_row_is_named_with_its_number_and_file(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row()[0]) + "\n" + json.dumps(message(content=5)[0]))
     refused(data.load_rows, SimpleNamespace(), "train", [str(tmp_path / "a.jsonl")],
@@ -108,6 +119,9 @@ TASKS += [TASK + TOOL + f"INTERACTIONS = {x}" for x in (
 TASKS += [TASK + f"def load(split): {x}" for x in (
     "import sys; sys.exit(3)", "raise KeyError('a')", "return 5", "return None", "return []", "yield 1 / 0")]
 TASKS += [TASK + "def load(): return []", TASK + "class load: pass"]
+TASKS += [TASK + x for x in ("def reward(): return 0", "def reward(output): return 0", "class reward: pass",
+                             "sampler = 5", "sampler = 'x'", "def bare(x): return x\nTOOLS = [bare]")]  # fmt: skip
+TASKS += [TASK + "from agent_loop import register\n@register('x')\n" + x for x in ("class X: pass", "def x(): pass")]
 
 
 @pytest.mark.parametrize("text", TASKS, ids=[f"{i}-{text[-40:]!a}" for i, text in enumerate(TASKS)])

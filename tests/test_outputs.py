@@ -4,6 +4,7 @@ import math
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import generate, make_run
@@ -12,7 +13,7 @@ from test_rollout import PROMPTS, hf_model, make_rows, wake
 
 import data
 import train
-from agent_loop import AgentLoopBase, BadInput, register
+from agent_loop import AgentLoopBase, AgentLoopOutput, BadInput, register
 from flatrl.metrics import describe
 from flatrl.rows import check_row
 from rollout import rollout, training_pool
@@ -33,13 +34,19 @@ SPOILT = {
     "nan": (lambda o: o.response_logprobs.__setitem__(-1, NAN), "response_logprobs has nan: must be float or int"),
     "probability": (lambda o: o.response_logprobs.__setitem__(0, 0.5), "response_logprobs has 0.5"),
     "no version": (lambda o: o.response_versions.__setitem__(0, None), "response_versions has None"),
+    "versions left out": (lambda o: setattr(o, "response_versions", [-1] * len(o.response_ids)),
+                          "response_versions, where the mask is 1, has -1: must be int in [3, 3]"),
+    "an old version": (lambda o: o.response_versions.__setitem__(0, 0), "the mask is 1, has 0: must be int in [3, 3]"),
     "future": (lambda o: o.response_versions.__setitem__(0, 4), "response_versions has 4: must be int in [-1, 3]"),
     "lengths": (lambda o: o.response_ids.append(5), "the response lists of an output must have one length"),
     "window": (lambda o: o.prompt_ids.extend([5] * 500), "more than the window's 128"),
-    "metrics": (lambda o: setattr(o, "metrics", None), "metrics must be a dict, got None"),
-    "turns": (lambda o: setattr(o, "num_turns", "x"), "num_turns must be a int, got 'x'"),
-    "text": (lambda o: setattr(o, "text", 5), "text must be a str | None, got 5"),
-    "marks": (lambda o: o.extra.update(filtered=True), "extra has 'filtered' or 'greedy', which are marks of the pool"),
+    "metrics": (lambda o: setattr(o, "metrics", None), "'metrics' must be a dict, got None"),
+    "turns": (lambda o: setattr(o, "num_turns", "x"), "'num_turns' must be a int, got 'x'"),
+    "text": (lambda o: setattr(o, "text", 5), "'text' must be a str|None, got 5"),
+    "marks": (lambda o: o.extra.update(filtered=True), "for something else: unit or extra {'filtered'}"),
+    "a demonstration": (lambda o: o.extra.update(demonstration=True), "unit or extra {'demonstration'}"),
+    "a hint": (lambda o: o.extra.update(told_prompt_ids="x"), "unit or extra {'told_prompt_ids'}"),
+    "a unit's name": (lambda o: setattr(o, "unit", "mean"), "unit or extra {'mean'}"),
     "lock": (lambda o: o.extra.update(lock=threading.Lock()), "cannot pickle '_thread.lock' object"),
     "image": (lambda o: o.images.append(Image.new("RGB", (8, 8))), "there are images, and this model reads text only"),
     "twice": (lambda o: [o, o], "returned one output twice"),
@@ -82,15 +89,50 @@ def test_a_bad_output_costs_its_trajectory(engine, background, tokenizer, args, 
 
 def test_a_bad_reward_costs_its_trajectory(engine, background, tokenizer, args, tiny_model):
     values = {"a text": "0.5", "bytes": b"1", "no number": NAN, "none": None, "a list": [1], "good": True,
+              "numpy": {"score": np.float32(0.5), "x": np.float32(0.25)}, "its nan": {"score": 1, "x": np.float32(NAN)},
               "a lock": {"score": 1, "lock": threading.Lock()}}  # fmt: skip
     kinds = [*values]
     phase = phase_of(
         engine, background, tokenizer, args, tiny_model, kinds, lambda output, row: values[row["extra"]])
-    assert [(kinds[o.extra["prompt"]], o.reward) for o in phase.outputs] == [("good", 1.0)]
+    assert [(kinds[o.extra["prompt"]], o.reward) for o in phase.outputs] == [
+        ("good", 1.0), ("numpy", {"score": 0.5, "x": 0.25})]  # fmt: skip
+    assert describe(phase.outputs, data.by_unit(phase.outputs))["reward_part/x"] == 0.25
     errors = {kinds[error["prompt"]]: error["error"].splitlines()[-1] for error in phase.errors}
     assert errors.pop("a lock") == "TypeError: cannot pickle '_thread.lock' object"
+    assert errors.pop("its nan") == "ValueError: x must be a finite number, got np.float32(nan)"
     assert errors == {kind: f"ValueError: a reward must be a finite number, got {said}"
                       for kind, said in BAD_REWARDS.items()}  # fmt: skip
+
+
+def test_what_a_loop_changes_is_its_own(engine, background, tokenizer, args, tiny_model):
+    """Sampling parameters and flags."""
+    seen = []
+
+    @register("test_changes")
+    class Changes(Spoilt):
+        async def run(self, sampling_params, **row):
+            seen.append((list(sampling_params["stop_token_ids"]), list(sampling_params["stop"]), self.args.max_images))
+            sampling_params["stop_token_ids"].append(5)
+            sampling_params["stop"].append("x")
+            self.args.max_images = 99
+            return await super().run(sampling_params, **row)
+
+    wake(engine, hf_model(tiny_model), 0)
+    stops = [*engine.stop_token_ids]
+    run = make_run(engine, background, SimpleNamespace(reward=lambda output, row: 1.0), tokenizer, args)
+    rows = [row | {"agent_name": "test_changes"} for row in make_rows("good", "good")]
+    phase = rollout(run, rows, 0, 2, {"temperature": 1.0, "stop": ["zz"]})
+    engine.sleep()
+    assert seen == [(stops, ["zz"], 8)] * 4 and engine.stop_token_ids == stops and args.max_images == 8
+    assert [output.reward for output in phase.outputs] == [1.0] * 4
+
+
+def test_a_units_metrics_change_no_number_of_the_log():
+    outputs = [AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-1.0],
+                               response_versions=[0], reward=1.0, metrics={"trajectories": 7, "tool_calls": 2},
+                               extra={"prompt": 0, "sample": sample, "segment": 0}) for sample in range(2)]  # fmt: skip
+    described = describe(outputs, data.by_unit(outputs))
+    assert (described["rollout/trajectories"], described["rollout/tool_calls"]) == (2, 2)
 
 
 def test_an_output_is_a_copy_of_the_loops_own(engine, background, tokenizer, args, tiny_model):

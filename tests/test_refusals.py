@@ -9,6 +9,7 @@ import train
 from agent_loop import BadInput
 from flatrl import models
 from flatrl.vllm_engine import check_model
+from rollout import Engine
 from train import Args
 
 TINY = dict(vocab_size=272, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
@@ -71,6 +72,7 @@ def test_what_vllm_does_not_serve(config, said, tmp_path, tiny_model, process_gr
     ({"sampling_args": '{"allowed_token_ids": [272]}'},
      "--sampling_args: allowed_token_ids has 272: must be int in [0, 271]"),
     ({"eval_sampling_args": '{"stop_token_ids": [272]}'}, "--eval_sampling_args: stop_token_ids has 272"),
+    ({"sampling_args": '{"min_tokens": 129}'}, "min_tokens must be less than or equal to max_tokens=128, got 129"),
 ])  # fmt: skip
 def test_what_the_engine_would_refuse_later(flags, said, tiny_model, process_group):
     with pytest.raises(BadInput) as caught:
@@ -78,6 +80,19 @@ def test_what_the_engine_would_refuse_later(flags, said, tiny_model, process_gro
         _, tokenizer = models.load_tokenizer(args)
         check_model(args, torch.device("cpu"), models.vocab_size(tokenizer))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_the_engine_refuses_at_its_start(tiny_model, process_group, monkeypatch):
+    """vLLM's own words, when it meets a block_size that the device's attention does not take."""
+    def starts(**arguments):
+        raise ValueError(f"No common block size for {arguments['block_size']} (CPU_ATTN: [MultipleOf(32)]).")
+
+    monkeypatch.setattr("vllm.LLM", starts)
+    args = Args(model=tiny_model, dtype="float32", max_model_len=128, engine_args='{"block_size": 7}')
+    said = "--engine_args {\"block_size\": 7}: vLLM's engine does not start: No common block size for 7 (CPU_ATTN: "
+    with pytest.raises(BadInput) as caught:
+        Engine(tiny_model, args, torch.device("cpu"))
+    assert str(caught.value).startswith(said)
 
 
 def test_weights_that_are_no_float32_are_not_trained():

@@ -150,8 +150,9 @@ def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     assert output.metrics.get("tool_calls", 0) == 0
     (output,), _ = play(other, task, {}, [other.eos_token_id], said, ANSWER)  # to the default tags this is no block
     assert output.metrics["tool_calls"] == 1
-    with pytest.raises(BadInput, match="--think_tags <think> must be two tags"):
-        check_args(parse_args(["--think_tags", "<think>"]))
+    for tags in ("<think>", "<a> <a>", "a b a"):
+        with pytest.raises(BadInput, match=f"--think_tags {tags} must be two different tags"):
+            check_args(parse_args(["--think_tags", tags]))
     with pytest.raises(BadInput, match="--chat_template_args is not JSON"):
         check_args(parse_args(["--chat_template_args", "off"]))
 

@@ -401,13 +401,13 @@ def test_remax_replays_with_its_baselines_or_not_at_all(cache, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size is --tp"),
-    ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode is not the user's to choose"),
-    ({"engine_args": '{"enable_batch_sharded_sampling": true}'}, "enable_batch_sharded_sampling is not the user's"),
-    ({"engine_args": '{"speculative_config": {"model": "x"}}'}, "speculative_config is not the user's to choose"),
-    ({"engine_args": '{"spec_model": "x"}'}, "spec_model is not the user's to choose"),
-    ({"engine_args": '{"reasoning_config": {}}'}, "reasoning_config is not the user's to choose"),
-    ({"engine_args": '{"reasoning_parser": "qwen3"}'}, "reasoning_parser is not the user's to choose"),
+    ({"engine_args": '{"tensor_parallel_size": 2}'}, "tensor_parallel_size can't be set here: it is a flag"),
+    ({"engine_args": '{"logprobs_mode": "raw_logprobs"}'}, "logprobs_mode can't be set here"),
+    ({"engine_args": '{"enable_batch_sharded_sampling": true}'}, "enable_batch_sharded_sampling can't be set"),
+    ({"engine_args": '{"speculative_config": {"model": "x"}}'}, "speculative_config can't be set here"),
+    ({"engine_args": '{"spec_model": "x"}'}, "spec_model can't be set here"),
+    ({"engine_args": '{"reasoning_config": {}}'}, "reasoning_config can't be set here"),
+    ({"engine_args": '{"reasoning_parser": "qwen3"}'}, "reasoning_parser can't be set here"),
     ({"replay": "x", "rollout_only": True}, "--rollout_only has an effect only without --replay"),
     ({"rollout_only": True, "max_staleness": 1}, "--max_staleness has an effect only without --rollout_only"),
 ])  # fmt: skip
@@ -606,7 +606,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
         ({"task": "no/such.py"}, "--task no/such.py: no such file"),
         ({"model": "{tmp}"}, "neither a model folder nor a model that can be loaded"),
         ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be loaded"),
-        ({"max_response_tokens": 4000}, "window is 1024 tokens"),
+        ({"max_response_tokens": 4000}, "is greater than the derived max_model_len (max_position_embeddings=1024"),
         ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
         ({"agent": "nobody"}, "no agent loop 'nobody'"),
         ({"resume": True}, "no checkpoint in"),
