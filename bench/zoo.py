@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401
+import models
 from common import REPO
 
 from agent_loop import AgentLoopBase, SingleTurnLoop, register
@@ -80,6 +81,8 @@ DISAGREE = "engine and trainer disagree"
 # What several of the faults below begin with.
 SENT = "sent = train.named_weights"
 ONCE = f"{SENT}; first = []"
+EXPERTS = "--lr 0.01 --entropy_coef 0.1 --max_response_tokens 16"  # the random model's rewards are all 0
+IMAGES = "--task tests/vision_task.py --agent looker --max_prompt_tokens 96 --max_response_tokens 64 --group_size 2"
 
 
 @dataclass
@@ -88,13 +91,15 @@ class Fault:
 
     code: lines that run before train.main, with the modules of flatrl at hand; flags: of
     train.py; task: the value of ZOO_TASK; resumed: a run without the fault comes first, and the
-    fault is in the one that goes on from its checkpoint."""
+    fault is in the one that goes on from its checkpoint; model: a random one of bench/models.py's
+    in place of the calculator's."""
 
     named: str
     code: str = ""
     flags: str = ""
     task: str = ""
     resumed: bool = False
+    model: str = ""
 
 
 FAULTS = {
@@ -119,6 +124,21 @@ train.named_weights = lambda policy: (
         f"{DISAGREE}: their logprobs of step 3", f"""{SENT}; n = []
 train.named_weights = lambda policy: n.append(1) or (
     (name, t * (1 + 0.1 * (len(n) > 2))) for name, t in sent(policy))"""),
+    "an expert not sent": Fault("layers.1.mlp.experts", f"""{SENT}
+train.named_weights = lambda policy: ((n, t) for n, t in sent(policy) if ".layers.1.mlp.experts.2." not in n)""",
+        EXPERTS, model="qwen3_moe"),
+    "an expert sent with its old weights": Fault(DISAGREE, f"""{SENT}; first = {{}}
+train.named_weights = lambda policy: (
+    (n, first.setdefault(n, t.clone()) if ".experts.2." in n else t) for n, t in sent(policy))""",
+        EXPERTS, model="qwen3_moe"),
+    # -- images
+    "images that the engine does not get": Fault("disagree about the tokens of the images", """import rollout
+generate = rollout.Engine.generate
+rollout.Engine.generate = lambda self, **call: generate(self, **call | {"image_data": None})""", IMAGES),
+    "images that the trainer does not get": Fault(DISAGREE, """collate = data.collate
+data.collate = lambda *a: {name: x for name, x in collate(*a).items() if name != "images"}""", IMAGES),
+    "images that a loop leaves out": Fault("the ids have", """output = agent_loop.Trajectory.output
+agent_loop.Trajectory.output = lambda self: dataclasses.replace(output(self), images=[])""", IMAGES),
     # -- what is scored
     "temperature in the engine alone": Fault(DISAGREE, """init = train.Policy.__init__
 train.Policy.__init__ = lambda self, args, *more: init(
@@ -249,6 +269,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent, "run")
             more = (*fault.flags.split(), *flags)
+            if fault.model:
+                models.build(fault.model, Path(parent, "model"))
+                more = (*more, "--model", f"{parent}/model")
             steps = 3
             if fault.resumed:
                 run("", 2, folder, flags=tuple(flags))
