@@ -1,8 +1,12 @@
-"""examples/smollm2.py and the task of bench/real.py: the template everywhere, the rest where their packages are."""
+"""examples/smollm2.py, examples/two_hops.py and the task of bench/real.py: what needs a package, where it is there."""
 
+import asyncio
 import copy
 import importlib.util
+import itertools
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import REPO
@@ -10,6 +14,7 @@ from conftest import REPO
 from agent_loop import as_tool, render
 from data import load_rows, load_task
 from examples import smollm2
+from examples.tiny_models import play
 
 ORIGINAL = (  # tokenizer.chat_template of the model
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
@@ -74,3 +79,67 @@ def test_the_task_of_the_bench(tokenizer):
     assert [len(questions) for questions in asked] == [2000, 128] and not asked[0] & asked[1]
     name = load_rows(task, "val")[0]["reward_model"]["ground_truth"]
     assert [task.score(said, name) for said in (f" {name}\n", f"{name}.", f"{name} does", "")] == [1, 0, 0, 0]
+
+
+# ---------------------------------------------------------------- examples/two_hops.py
+
+
+@pytest.fixture(params=["the package's words", "invented words"])
+def two_hops(request, monkeypatch):
+    """The task, with reasoning-gym's words where it is installed, and everywhere with others."""
+    if request.param == "the package's words":
+        pytest.importorskip("reasoning_gym")
+    else:
+        names = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=4)]
+        things = [f"thing {i}" for i in range(500)]
+        words = SimpleNamespace(NAMES=names, VERBS=[f"is {x} of" for x in "abcdefgh"] * 2, SUBJECTS=things)
+        for name in ("reasoning_gym", "reasoning_gym.cognition", "reasoning_gym.cognition.needle_data"):
+            monkeypatch.setitem(sys.modules, name, words)
+    return load_task(str(REPO / "examples/two_hops.py"))
+
+
+def test_two_searches_find_the_answer_and_no_single_one_does(two_hops):
+    assert [len(load_rows(two_hops, split)) for split in ("val", "train")] == [128, 1000]
+    everybody = two_hops.people()
+    assert everybody == two_hops.people.__wrapped__() and len({person[0] for person in everybody}) == 1128
+    for name, verb, thing, other_verb, answer in everybody[::9]:
+        assert verb != other_verb
+        assert two_hops.search(f" {verb} {thing}") == f"{name} {verb} {thing}."
+        assert two_hops.search(f"{name.upper()} {other_verb}?") == f"{name} {other_verb} {answer}."
+        # Not even all words of the question find it at once.
+        assert two_hops.search(f"{verb} {thing} {other_verb}") != f"{name} {other_verb} {answer}."
+    assert len(two_hops.library()) == 2 * 1128
+    assert [two_hops.search(query) for query in ("", "?", "qwertz")] == ["Nothing found."] * 3
+
+
+def test_a_demonstration_is_played_by_the_library(two_hops, tokenizer):
+    row = load_rows(two_hops, "train")[5]
+    name, verb, thing, other_verb, answer = two_hops.people()[128 + 5]
+    ((ids, mask),) = asyncio.run(play(row, two_hops, tokenizer))
+    turns = ["".join(tokenizer.decode(ids[i]) for i in run)
+             for sampled, run in itertools.groupby(range(len(ids)), lambda i: mask[i]) if sampled]  # fmt: skip
+    said = [f"search: {verb} {thing}", f"search: {name} {other_verb}", answer]
+    assert turns == [f"{words}<|im_end|>" for words in said]
+    text = tokenizer.decode(ids)
+    assert f"user\n{name} {verb} {thing}.<|im_end|>" in text and f"user\n{name} {other_verb} {answer}." in text
+    assert all("demonstration" not in row for row in load_rows(two_hops, "val"))
+
+
+@pytest.mark.parametrize("role, said, expected", [
+    ("assistant", "{answer}", 1.0), ("assistant", " {answer}\n", 1.0), ("assistant", "{answer}.", 0.0),
+    ("assistant", "The answer is {answer}", 0.0), ("assistant", "", 0.0), ("assistant", None, 0.0),
+    ("user", "{answer}", 0.0)])  # fmt: skip
+def test_only_the_answer_alone_pays(two_hops, role, said, expected):
+    row = load_rows(two_hops, "val")[0]
+    said = said and said.format(answer=row["reward_model"]["ground_truth"])
+    assert two_hops.reward(SimpleNamespace(messages=[{"role": role, "content": said}]), row) == expected
+
+
+def test_what_is_no_search_ends_the_conversation(two_hops):
+    def reply(said) -> tuple:
+        message = {"role": "assistant", "content": said}
+        return asyncio.run(two_hops.INTERACTIONS[0].generate_response("r", [message]))
+
+    name, verb, thing = two_hops.people()[7][:3]
+    assert reply(f"search: {verb} {thing}") == (False, f"{name} {verb} {thing}.", 0.0, {"searches": 1})
+    assert [reply(said) for said in ("cats", "I search: cats", "", None)] == [(True, "", 0.0, {})] * 4
