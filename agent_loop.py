@@ -192,7 +192,8 @@ def _inline_reasoning(message):
     """Writes a message's reasoning into its content, as templates like DeepSeek's want it."""
     if "reasoning_content" not in message:
         return message
-    content = f"<think>{message['reasoning_content']}</think>{message['content']}"
+    content = message.get("content") or ""
+    content = f"<think>{message['reasoning_content']}</think>{content}"
     return {**message, "content": content}
 
 
@@ -231,18 +232,20 @@ def templated(tokenizer, variables: str):
     return changed
 
 
-# This character stands before one that is tokenised alone. Unicode says that no text has it.
+# Put before a character, it makes `_tokenise` tokenise that character alone. No text has it: it
+# is one of Unicode's noncharacters, and `clean` removes it.
 TOKEN_BREAK = "\ufdd0"
-NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."  # which characters: regular expressions
+# Which characters of a text get one, as regular expressions.
+NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."
 
 # Token ids that control something in chats of neutral words, which recur.
 _NEUTRAL_CONTROLS = {}
 
 
-def _without_forged(tokenizer, ids_of, key, messages, tools, trusted=()):
+def _without_forged(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
     """Returns ids_of(messages, tools), the ids of a chat in which no text forges a token.
 
-    key: what ids_of depends on beside its arguments; it can be written as JSON.
+    depends_on: what ids_of depends on beside its arguments; it can be written as JSON.
 
     Its control tokens must be those of the same chat with neutral words: what tools, users
     and the policy say controls nothing, however the template changes or joins it. Where they
@@ -267,15 +270,18 @@ def _without_forged(tokenizer, ids_of, key, messages, tools, trusted=()):
         found = [token for token in ids if token in controls]
         return ids, found, [token for token in found if controls[token].special]
 
-    place = tokenizer, json.dumps([key, mapped(None, None)], default=str)
-    if place not in _NEUTRAL_CONTROLS:
+    key = tokenizer, json.dumps([depends_on, mapped(None, None)], default=str)
+    if key not in _NEUTRAL_CONTROLS:
         if len(_NEUTRAL_CONTROLS) > 1024:
             _NEUTRAL_CONTROLS.clear()
-        _NEUTRAL_CONTROLS[place] = attempt(None, None)[1:]
-    neutral, neutral_special = _NEUTRAL_CONTROLS[place]
+        _NEUTRAL_CONTROLS[key] = attempt(None, None)[1:]
+    neutral, neutral_special = _NEUTRAL_CONTROLS[key]
     for world, policy in (NOTHING, NOTHING), (MARKS, NOTHING), (ALL, ALL):
         ids, found, special = attempt(world, policy)
-        if found == neutral or special == neutral_special and found == attempt(None, policy)[1]:
+        if found == neutral:
+            return ids
+        # The policy's own words may hold control tokens such as <think>, but no special one.
+        if special == neutral_special and found == attempt(None, policy)[1]:
             return ids
     raise ValueError("the chat template makes control tokens of what messages say")
 
@@ -286,10 +292,14 @@ def _map_texts(value, alone):
     Roles, types and ids stay as they are. alone=None puts a neutral word in place of each
     text, of nine letters, as Mistral's template wants ids."""
     if isinstance(value, dict):
-        kept = ("role", "type", "id", "tool_call_id")
-        return {key if key.isidentifier() else _map_texts(key, alone):
-                inner if key in kept else _map_texts(inner, alone)
-                for key, inner in value.items()}
+        mapped = {}
+        for key, inner in value.items():
+            if key not in ("role", "type", "id", "tool_call_id"):
+                inner = _map_texts(inner, alone)
+            if not key.isidentifier():  # in a schema, a key may be a text
+                key = _map_texts(key, alone)
+            mapped[key] = inner
+        return mapped
     if isinstance(value, list):
         return [_map_texts(inner, alone) for inner in value]
     if not isinstance(value, str) or not value.strip():
@@ -302,8 +312,12 @@ def _controls(tokenizer):
     """Returns the added tokens that control something, by their ids.
 
     Words, white space and single characters control nothing, unless they are special."""
-    return {number: token for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special or len(token.content) > 1 and re.search(MARKS, token.content)}
+    controls = {}
+    for number, token in tokenizer.added_tokens_decoder.items():
+        has_marks = len(token.content) > 1 and re.search(MARKS, token.content)
+        if token.special or has_marks:
+            controls[number] = token
+    return controls
 
 
 def _tokenise(tokenizer, text):
@@ -365,6 +379,8 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
         if start < 0:  # a template that ends turns with no token at all
             start = len(before)
         ids = _tokenise(tokenizer, after[start:])
+        if not ids:
+            raise ValueError(f"the chat template writes nothing for {new[-1]!r:.80}")
         if ended and ids[0] in stop_token_ids:
             ids = ids[1:]
         return ids
@@ -569,7 +585,8 @@ class Interaction:
         text is the next user turn; reward is that of the assistant's turn before it."""
         raise TypeError(f"{type(self).__name__} has no generate_response method")
 
-    async def finalize(self, request_id: str): ...
+    async def finalize(self, request_id: str):
+        """Frees what `start` made for the rollout; called at its end, whatever happened."""
 
 
 def task_interaction(task, kwargs: dict | None) -> Interaction | None:
@@ -633,8 +650,9 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
     CallTimeoutError at the deadline, and whatever the code raises."""
     try:
         async with asyncio.timeout(seconds or None) as deadline:
-            DEADLINE.set(deadline)
-            task = asyncio.create_task(_contained(coroutine), name=what)
+            previous = DEADLINE.set(deadline)
+            task = asyncio.create_task(_contained(coroutine), name=what)  # it copies the context
+            DEADLINE.reset(previous)
             await asyncio.wait([task])
     except TimeoutError:
         if not task.done():
@@ -685,7 +703,10 @@ async def call(function: Callable, /, *args, **kwargs) -> Any:
     """Awaits an async function; runs a plain one in a thread, where it delays nobody else."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    return await in_thread(function, *args, **kwargs)
+    result = await in_thread(function, *args, **kwargs)
+    if inspect.isawaitable(result):  # of a decorated async function, as a rule
+        result = await result
+    return result
 
 
 def clean(text: str) -> str:
@@ -698,10 +719,10 @@ def clean(text: str) -> str:
 def finite(value, name: str) -> float:
     """Returns `value` as a float. Raises ValueError unless it is finite, also in float32, and
     for a text, though it may spell a number."""
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = math.nan
+    if not isinstance(value, (str, bytes)):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
     if not abs(number) < 1e38:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
@@ -733,7 +754,8 @@ def agent_loop_class(row: dict, task, args) -> type:
     Without a name it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
     "single_turn". Raises BadInput for an unknown name."""
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
-    name = row.get("agent_name") or args.agent or ("tool_agent" if has_turns else "single_turn")
+    default = "tool_agent" if has_turns else "single_turn"
+    name = row.get("agent_name") or args.agent or default
     if name not in AGENT_LOOPS:
         raise BadInput(f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
                        f"@register({name!r}) to the task")
@@ -1034,9 +1056,9 @@ class Demonstration:
     def turn_ids(self, message: dict) -> list[int]:
         """Returns a turn's tokens, up to and including the one that ends it in the template.
 
-        They are what the template writes behind its generation prompt; a text whose words the
-        template would change (some drop reasoning) stands as it is. Raises ValueError if
-        nothing is left, or if a token that ends a turn is within."""
+        They are what the template writes behind its generation prompt. If the template changes
+        a text (some drop reasoning), the text itself is tokenised instead. Raises ValueError
+        if nothing is left, or if a token that ends a turn is within."""
         tokenizer = self.loop.tokenizer
         chat = [{"role": "user", "content": "?"}]
         before = render_text(tokenizer, chat, None, True)
@@ -1309,10 +1331,11 @@ class ToolAgentLoop(AgentLoopBase):
         execution = self._execute(trajectory, name, call["arguments"])
         return await in_time(name, self.args.tool_timeout, execution)
 
-    def _tool_method(self, trajectory, name, method, *arguments):
-        """Calls a tool's async method with the keyword arguments that the row has for it."""
+    async def _tool_method(self, trajectory, name, method, *arguments):
+        """Calls a tool's method with the keyword arguments that the row has for it."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
-        return getattr(self.tools[name], method)(trajectory.request_id, *arguments, **kwargs)
+        method = getattr(self.tools[name], method)
+        return await call(method, trajectory.request_id, *arguments, **kwargs)
 
     async def _execute(self, trajectory, name, arguments):
         """Returns a tool's ToolResponse, its images loaded. Raises what the tool raises."""
@@ -1341,8 +1364,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
-        coroutine = function(*args, **kwargs)
-        return await in_time(coroutine.__qualname__, self.args.tool_timeout, coroutine)
+        coroutine = call(function, *args, **kwargs)
+        return await in_time(function.__qualname__, self.args.tool_timeout, coroutine)
 
     def _shorten(self, text):
         """Cuts a text to max_tool_response_tokens tokens and "...", as verl does.

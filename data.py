@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
-from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -208,6 +207,7 @@ def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
 # Kept, because it is asked for one position at a time, and a million rows take 30 ms.
 @functools.lru_cache(maxsize=4)
 def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
+    """Returns the numbers of all rows, in an epoch's random order."""
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
@@ -386,12 +386,13 @@ def places_in_units(batch: dict) -> tuple[Tensor, Tensor]:
     for row, unit in enumerate(units.index.tolist()):
         sequence = batch["input_ids"][row, : batch["lengths"][row]]
         prompt = sequence[: batch["prompt_lengths"][row]]
-        if unit in cut_turns and mask[row, :1].any() and torch.equal(prompt, cut_turns[unit]):
+        cut_turn = cut_turns.pop(unit, None)
+        sampled = mask[row, : batch["response_lengths"][row]]
+        if cut_turn is not None and sampled[:1].any() and torch.equal(prompt, cut_turn):
             ends[unit] -= 1
         first_columns.append(ends[unit])
         ends[unit] += widths[row]
-        cut_turns.pop(unit, None)
-        if mask[row, : batch["response_lengths"][row]][-1:].any():
+        if sampled[-1:].any():
             cut_turns[unit] = sequence
     columns += torch.tensor(first_columns)[:, None]
     return units.index[:, None].expand_as(mask)[mask], columns[mask]
@@ -571,7 +572,7 @@ def _fill_micro_batches(
     (tokens, positions) of each. Not packed, rows share nothing, and are padded to the longest
     of theirs."""
     micros = []
-    runs = sorted(_cut_into_runs(whole, max_tokens), key=itemgetter(0), reverse=True)
+    runs = sorted(_cut_into_runs(whole, max_tokens), key=lambda run: run[0], reverse=True)
     for tokens, run in runs:
         for k, (micro_tokens, positions) in enumerate(micros):
             if packed:
@@ -599,9 +600,7 @@ def micro_batches_of_this_rank(batch: dict, rows: Sequence[int], max_tokens: int
     if not packed:
         whole.shared = [0] * len(whole.shared)
 
-    def fill(budget: int) -> list[tuple[int, list]]:
-        return _fill_micro_batches(whole, budget, packed)
-
+    fill = functools.partial(_fill_micro_batches, whole, packed=packed)  # by a budget of tokens
     # Every rank computes as many as max_tokens makes necessary. The smallest budget that makes
     # no more necessary fills them about equally.
     at_most = math.ceil(len(fill(max_tokens)) / n_ranks) * n_ranks
@@ -668,14 +667,6 @@ def _pack_forest(ids: Tensor, micro: MicroBatch) -> tuple[dict, Tensor]:
 ID_LIMIT = 2**32  # all token ids and places are less
 
 
-def _unique_pairs(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the M different ones of N pairs, (M,) each, and which one each pair is, (N,).
-
-    A pair is made one integer, because unique(dim=1) takes microseconds for each column."""
-    pairs, numbers = (sources * ID_LIMIT + targets).unique(return_inverse=True)
-    return pairs // ID_LIMIT, pairs % ID_LIMIT, numbers
-
-
 def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> dict:
     """Prepares a micro-batch's forward pass, and says where each sampled token is predicted.
 
@@ -708,9 +699,11 @@ def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> di
         mask = mask + batch["imitation_mask"][micro.rows]
     row, column = mask.nonzero(as_tuple=True)
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its row
-    source, targets, pair = _unique_pairs(places[row, index - 1], ids[row, index])
-    result = {"inputs": inputs, "source": source, "targets": targets, "pair": pair,
-              "at": (row, column), "shape": mask.shape, "images": []}
+    # A pair is made one integer, because unique(dim=1) takes microseconds for each column.
+    pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (N,)
+    pairs, pair = pairs.unique(return_inverse=True)  # (M,), (N,)
+    result = {"inputs": inputs, "source": pairs // ID_LIMIT, "targets": pairs % ID_LIMIT,
+              "pair": pair, "at": (row, column), "shape": mask.shape, "images": []}
     images = [batch["images"][i] for i in micro.rows] if "images" in batch else []
     if any(images):
         sequences = [row_ids[:length] for row_ids, length in zip(ids, micro.lengths)]

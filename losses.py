@@ -52,8 +52,10 @@ def _loss_and_stats(mask, loss, **stats):
     """Returns a per-token loss and a dict of its stats, with 0 where the mask is 0.
 
     The stats are detached and get the loss's dtype."""
-    return torch.where(mask, loss, 0), {
-        name: torch.where(mask, stat.detach().to(loss.dtype), 0) for name, stat in stats.items()}
+    loss = torch.where(mask, loss, 0)
+    for name, stat in stats.items():
+        stats[name] = torch.where(mask, stat.detach().to(loss.dtype), 0)
+    return loss, stats
 
 
 def _row_mean(values, mask):
@@ -354,7 +356,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
 def policy_loss(
         kind: str, logprobs: Tensor, logprobs_old: Tensor, advantages: Tensor, mask: Tensor,
         clip_low: float = 0.2, clip_high: float = 0.2,
-        clip_c: float | None = None, **more) -> LossAndStats:
+        clip_c: float | None = None, entropy: Tensor | None = None, args=None) -> LossAndStats:
     """Computes the policy-gradient loss, to be minimised; all (B, T) -> loss (B, T), stats.
 
     With r = exp(logprobs - logprobs_old), A = advantages, sg = stop-gradient and |y| = the
@@ -377,7 +379,7 @@ def policy_loss(
     row of gmpo by their arithmetic mean. The ratios of gspo and gmpo are those of a row: where
     a unit has several outputs, each has its own.
 
-    Any other kind is the name of an `objective`; `more` are its further inputs: entropy, args.
+    Any other kind is the name of an `objective`, which may take `entropy` (B, T) and `args`, too.
 
     stats: ratio (r; for gspo and gmpo the row's), ppo_kl (-log r: k1 of KL(old, new)),
     clipfrac (1 where the bound is active: no gradient there, with cispo a reduced one),
@@ -390,6 +392,7 @@ def policy_loss(
         raise ValueError(
             f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     inputs = _masked(mask, logprobs, logprobs_old.detach(), advantages.detach())
+    more = {"entropy": entropy, "args": args}
     return _policy_loss(kind, *inputs, clip_low, clip_high, clip_c, more)
 
 
@@ -403,10 +406,11 @@ def _policy_loss(
     clipped_lower = clipped
     own_stats = {}
 
-    if OBJECTIVES[kind]:
+    own = OBJECTIVES[kind]
+    if own:
         more |= dict(logprobs=logprobs, logprobs_old=logprobs_old, ratio=ratio,
                      advantages=advantages, mask=mask)
-        loss = OBJECTIVES[kind](**{name: more[name] for name in OBJECTIVES[kind].takes})
+        loss = own(**{name: more[name] for name in own.takes})
         if isinstance(loss, tuple):
             loss, own_stats = loss
         if loss.shape != mask.shape:
@@ -479,11 +483,13 @@ def rollout_correction(
     dropped = clipped
     weights = torch.ones_like(difference)
     kinds = kind.split(",")
-    bounds = [b if isinstance(b, Sequence) else [b] * len(kinds) for b in (low, high)]
-    if len(kinds) > max(1, len(set(kinds) - {"none"})) or {*map(len, bounds)} != {len(kinds)}:
+    n = len(kinds)
+    lows = low if isinstance(low, Sequence) else [low] * n
+    highs = high if isinstance(high, Sequence) else [high] * n
+    if n > 1 and ("none" in kinds or len(set(kinds)) < n) or not len(lows) == len(highs) == n:
         raise ValueError(f"{kind}: several kinds must differ, none of them be 'none', and each "
-                         f"has one bound in {bounds}")
-    for kind, low, high in zip(kinds, *bounds):
+                         f"has one bound in {lows} and {highs}")
+    for kind, low, high in zip(kinds, lows, highs):
         _check_choice("rollout correction", kind, ROLLOUT_CORRECTIONS)
         if low > high:
             raise ValueError(f"the lower bound {low} of {kind} exceeds the upper one, {high}")
@@ -500,7 +506,7 @@ def rollout_correction(
         elif kind != "none":
             if kind == "veto":
                 outside = outside.any(-1, keepdim=True)  # (B, 1)
-            elif len(kinds) == 1:
+            elif n == 1:
                 weights = ratio
             dropped = dropped | outside
             weights = torch.where(outside, 0, weights)
@@ -692,7 +698,9 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     # Each block of columns as (start, stop), in ranges between the ids that are left out.
     blocks = []
     first = 0
-    for end in [*sorted(banned), vocab]:
+    for end in sorted({*banned, vocab}):
+        if end > vocab:
+            break
         for start in range(first, end, columns):
             blocks.append((start, min(start + columns, end)))
         first = end + 1

@@ -701,7 +701,7 @@ def policy_objective(scores: list[torch.Tensor], columns: dict, args: Args):
     old = columns.get("logprobs_old", logprobs.detach())
     loss, stats = losses.policy_loss(
         args.policy_loss, logprobs, old, columns["advantages"], mask, args.clip_low,
-        args.clip_high, args.clip_c or None, entropy=entropy, args=args)
+        args.clip_high, args.clip_c or None, entropy, args)
     weights, _ = losses.rollout_correction(
         args.rollout_correction, old, columns["logprobs_rollout"], mask, args.correction_low,
         args.correction_high)

@@ -70,8 +70,8 @@ class ChatClient:
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
         response_format, and content other than text (and, for vision, images as data:
         URLs). The first four are supported over HTTP, see examples/endpoint.py."""
-        if (n or 1) != 1 or stream or response_format or (
-                tool_choice not in (None, "auto", "none")):
+        is_forced = tool_choice not in (None, "auto", "none")
+        if n not in (None, 1) or stream or response_format or is_forced:
             raise ValueError("supported are n=1, stream=False, tool_choice 'auto' or 'none', "
                              "and no response_format")
         others.update(extra_body or {})
@@ -163,14 +163,14 @@ class ChatClient:
             new_images = images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new_messages, tools, stops, new_images)
+            self.trajectories.remove(trajectory)
+            self.trajectories.append(trajectory)  # it is the last one asked
         else:
             trajectory = loop.start({"prompt": messages, "images": images}, tools, self.trusted)
             trajectory.trusted = self.trusted
             fits = loop.room(trajectory) > 0
-        if earlier:
-            self.trajectories.remove(earlier)
-        if fits or earlier:  # it is the last one asked
-            self.trajectories.append(trajectory)
+            if fits:
+                self.trajectories.append(trajectory)
         if not fits:
             self._give_up("length")
         # Nothing may go on from it until its turn is sampled, and never if that fails.
@@ -276,8 +276,11 @@ class ChatClient:
         """Returns the outputs of all token sequences: first those whose last turn failed;
         at the end the one that was asked last."""
         outputs = []
-        # `tools` is None where the last turn was not sampled.
-        for trajectory in sorted(self.trajectories, key=lambda x: x.tools is not None):
+
+        def is_complete(trajectory):  # `tools` is None where the last turn was not sampled
+            return trajectory.tools is not None
+
+        for trajectory in sorted(self.trajectories, key=is_complete):  # False comes first
             if trajectory.assistant_turns:
                 outputs += trajectory.outputs()
         return outputs

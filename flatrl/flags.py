@@ -118,4 +118,7 @@ def check_only_rule(rule: str, args) -> tuple[bool, str]:
     is_set = value not in UNSET_VALUES
     if negation:
         return not is_set, f"without --{name}"
-    return is_set, f"with a --{name}{' other than 0' if value[:1] == '0' else ''}"
+    wording = f"with a --{name}"
+    if value.startswith("0"):
+        wording += " other than 0"
+    return is_set, wording

@@ -73,7 +73,8 @@ class Log:
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        rows = metrics_until(file, steps_done)
+        rows = [row for row in read_json_lines(file)
+                if isinstance(row.get("step"), int) and row["step"] <= steps_done]
         if rows:
             write_whole(file, to_json_lines(rows))
         self.notices = notices.Notices(self, about, rows)
@@ -145,12 +146,6 @@ class SilentLog:
 
     def __getattr__(self, name):
         return lambda *args: None
-
-
-def metrics_until(file: Path, step: int) -> list[dict]:
-    """Returns the rows of a metrics.jsonl up to a step, counted in finished steps."""
-    return [row for row in read_json_lines(file)
-            if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def versions() -> dict[str, str]:

@@ -44,7 +44,8 @@ def describe(outputs: Outputs, units) -> dict:
         rewards_of_name[name].append(reward)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
-        result |= {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
+        of_units = {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
+        result = of_units | result  # a unit named "mean" must not replace reward/mean
     seconds = []  # of each output, by kind
     sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
     reward_parts = defaultdict(list)
@@ -119,9 +120,8 @@ def mean(x: Tensor) -> float:
 
 
 def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
-    """Returns |trainer's - engine's logprob| and whether they should be equal, (B, T) each:
-    of the tokens that the weights of this version sampled. With others' tokens they differ
-    rightly."""
+    """Returns two (B, T): how far the trainer's and the engine's logprobs are apart, and whether
+    the weights of this version sampled the token. Only there must they be equal."""
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
     return difference, batch["response_mask"].bool() & (batch["versions"] == version)
 

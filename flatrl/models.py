@@ -34,7 +34,7 @@ def task_model(task: ModuleType, args) -> str:
     of two jobs that build at once, the first to finish wins."""
     # Tasks that import the function share its model.
     source = Path(inspect.getsourcefile(task.build_model))
-    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # it may import this
+    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # if it is there: tasks import it
     key = [[model_source(file.read_text()) for file in (source, *shared)], args.seed,
            torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
@@ -131,8 +131,11 @@ def load_tokenizer(args) -> tuple:
     """Checks args.model; returns its processor (None for a text model) and its tokenizer."""
     config = load_config(args)
     processor = load_processor(args, config)
-    tokenizer = processor and processor.tokenizer or from_pretrained(
-        transformers.AutoTokenizer, args, "has no tokenizer that can be loaded")
+    if processor:
+        tokenizer = processor.tokenizer
+    else:
+        tokenizer = from_pretrained(
+            transformers.AutoTokenizer, args, "has no tokenizer that can be loaded")
     need(vocab_size(tokenizer) <= config.get_text_config().vocab_size,
          f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
          "vocab_size: it is another model's, or was added to")
@@ -175,7 +178,9 @@ def load_processor(args, config):
 
 def whole(tensor: Tensor) -> Tensor:
     """Returns a tensor, gathered from all ranks if it is sharded."""
-    return getattr(tensor, "full_tensor", lambda: tensor)()
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return tensor
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -85,7 +85,7 @@ class Notices:
         for warning in self.watch.step(metrics, phase.trained, batch):
             self.log.warn_once(warning)
         every = self.log.args.show_every
-        if every and step % every == 1 % every:
+        if every and (step - 1) % every == 0:
             self.log.say(whole_text(phase.outputs[0], self.log.tokenizer))
 
     def close(self):
@@ -184,7 +184,9 @@ def row_warnings(train, val) -> Iterator[str]:
 
 
 def first_rows(rows) -> list[dict]:
-    return list(itertools.islice(rows, MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK))
+    """Returns the first rows of a split; fewer of a table on disk, which is slow to read."""
+    n_rows = MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK
+    return list(itertools.islice(rows, n_rows))
 
 
 def question(row: dict) -> str | None:
@@ -265,7 +267,7 @@ def command(**flags) -> str:
     is_dropped = False
     for word in sys.argv:
         if word.startswith("--"):
-            name = word.partition("=")[0].removeprefix("--")
+            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
             is_dropped = name in {"resume", "resume_with_changes", *flags}
         if not is_dropped:
             words.append(word)

@@ -38,7 +38,9 @@ SHARE = 0.02  # of the run's time that goes into writing the page
 def read_about(folder: Path) -> dict:
     """Returns args.json: flags, git hash, versions, command; {} without it."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        return json.loads((folder / "args.json").read_text(encoding="utf-8"))
+        about = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+        if isinstance(about, dict):
+            return about
     return {}
 
 
@@ -51,7 +53,8 @@ def load_tokenizer(folder: Path) -> tuple:
         with contextlib.suppress(Exception):  # each kind of damage has its own
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(source, local_files_only=True), []
+            return AutoTokenizer.from_pretrained(
+                source, local_files_only=True, trust_remote_code=False), []
     return None, ["Tokens are shown as numbers: neither final/ nor the model of args.json has a "
                   "tokenizer here, or the transformers package is not installed here."]
 
@@ -119,12 +122,8 @@ def dump(value) -> str:
     """Returns JSON that may stand in a page: ASCII, without "<".
 
     JSON knows no NaN and no infinities: they become the strings "nan", "inf" and "-inf"."""
-    try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        text = json.dumps(value)
-        return dump(json.loads(text, parse_constant=lambda constant: str(float(constant))))
-    return text.replace("<", "\\u003c")
+    known = json.loads(json.dumps(value), parse_constant=lambda constant: str(float(constant)))
+    return json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # ---------------------------------------------------------------- writing

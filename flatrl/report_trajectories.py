@@ -87,7 +87,10 @@ class Texts:
             text = ""
             for piece, repeats in itertools.groupby(self.of(list(group))):
                 n = len(list(repeats))
-                text += f"{piece} × {n} " if piece and n > MAX_REPEATS else piece * n
+                if piece and n > MAX_REPEATS:
+                    text += f"{piece} × {n} "
+                else:
+                    text += piece * n
             texts.append(text)
         return texts or [""]
 
@@ -217,7 +220,7 @@ class Selection:
     def _read(self, name, file):
         """Draws groups from a file, as far as there may be room for them."""
         learned = self._learned(file)
-        # How many trajectories of a file there is room for, if no file holds more.
+        # The most trajectories of each file for which all files together have room.
         share = bisect_left(
             range(self.max_trajectories), self.max_trajectories,
             key=lambda share: sum(min(share, n) for n in self.counts.values()))
@@ -277,7 +280,8 @@ class Selection:
         """Cuts a response into the policy's turns and what stands between them.
 
         update: the trajectory's line of learned/*.jsonl, or {}."""
-        runs = [(x, len([*run])) for x, run in itertools.groupby(line["response_mask"])]
+        runs = [(is_sampled, len(list(run)))
+                for is_sampled, run in itertools.groupby(line["response_mask"])]
         turns = read_turns(line["messages"], sum(is_sampled for is_sampled, _ in runs))
         blocks = []
         turn = 0

@@ -20,8 +20,8 @@ class Tracker:
         with refusing(f"--tracker {package} needs: pip install {package}"):
             self.package = importlib.import_module(package)
         self.is_wandb = package == "wandb"
-        self.run = self.package.init(
-            project=project, config=about, **({"dir": folder} if self.is_wandb else {}))
+        settings = {"dir": folder} if self.is_wandb else {}
+        self.run = self.package.init(project=project, config=about, **settings)
 
     def step(self, metrics: dict, outputs: list[AgentLoopOutput], tokenizer):
         """Logs a step's metrics and, if there are any, its trajectories."""

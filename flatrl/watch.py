@@ -47,13 +47,13 @@ class Watch:
             # A single answer makes 2 turns; what falls is what comes beside it.
             best = max([row.get(name, least) for row in self.rows], default=least)
             now = metrics.get(name, least)
-            if best - least > max(0.1, 10 * (now - least)):
+            if best - least > 0.1 and best - least > 10 * (now - least):
                 yield name, (f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward "
                                "pay for answers without tools and turns?")
         if metrics.get("stop_reason/abort"):
             yield "abort", "the engine aborted answers, and they are trained"
-        replaces = self.args.max_gen_batches > 1 and not metrics["rollout/filtered_groups"]
-        if replaces and self.args.filter_metric == "total":
+        may_replace = self.args.max_gen_batches > 1 and self.args.filter_metric == "total"
+        if may_replace and not metrics["rollout/filtered_groups"]:
             yield "filter", ("--filter_metric total: turn rewards nearly always differ, so dynamic "
                              "sampling replaces no group")
         if self.compares and metrics["rollout/singleton_groups"]:
@@ -81,7 +81,8 @@ class Watch:
         if len(norms) >= FEW_STEPS and norm > max(10 * median(norms), self.args.max_grad_norm):
             yield "gradient", (f"the gradient norm is {norm:.2g}, more than ten times its median: "
                                "look at this step's rollouts and largest advantages")
-        if metrics["actor/lr"] == 0 and metrics["step"] > self.args.warmup_steps + 1:
+        first_step = self.args.critic_warmup + self.args.warmup_steps + 1
+        if metrics["actor/lr"] == 0 and metrics["step"] > first_step:
             yield "lr", "the learning rate is 0: nothing is learnt"
         if metrics["actor/adam_steps"] <= last.get("actor/adam_steps", 0):
             yield "optimiser", "Adam's states are lost: it starts anew, with large steps"
@@ -89,8 +90,8 @@ class Watch:
     def in_batch(self, outputs: list, batch: dict) -> Iterator[tuple[str, str]]:
         """Yields (name, problem) of outputs, their advantages and their weights."""
         best = max(map(total_reward, outputs))
-        cut_off = [output.truncated for output in outputs if total_reward(output) == best > 0]
-        if sum(cut_off) > len(cut_off) / 2:
+        cut_off = [output.truncated for output in outputs if total_reward(output) == best]
+        if best > 0 and sum(cut_off) > len(cut_off) / 2:
             yield "truncated", (f"{sum(cut_off)} of the {len(cut_off)} best-paid answers were cut "
                                 "off by a limit: see --mask_truncated and --overlong_buffer")
         unparsed = [output for output in outputs if output.metrics.get("tool_calls") == 0

@@ -1082,6 +1082,38 @@ def quiz_row(**kwargs) -> dict:
     return {"extra_info": {"interaction_kwargs": {"name": "quiz", **kwargs}}}
 
 
+def test_methods_that_are_not_async_run_in_threads(play, tokenizer):
+    class Plain(Notes):
+        def execute(self, request_id, arguments, **kwargs):
+            self.note(request_id, "execute", threading.current_thread() is threading.main_thread())
+            return "plain"
+
+        def release(self, request_id, **kwargs):
+            return super().release(request_id, **kwargs)  # a coroutine, as of a decorated method
+
+    class PlainQuiz(Quiz):
+        def generate_response(self, request_id, messages, **kwargs):
+            return True, "", 0.5, {}
+
+    tool = Plain()
+    output, _ = play(call("notes"), "bye", task=quiz_task(PlainQuiz(), tool), row=quiz_row())
+    assert [message["content"] for message in output.messages if message["role"] == "tool"] == ["plain"]
+    assert ("execute", False) in tool.log and tool.log[-1][0] == "release"
+    assert "release_errors" not in output.metrics and output.turn_rewards[-1][1] == 0.5
+
+
+def test_a_template_that_writes_nothing_for_a_tools_answer_is_named(play, tokenizer):
+    silent = copy.copy(tokenizer)
+
+    def render(messages, **kwargs):
+        return "".join(message["content"] for message in messages if message["role"] != "tool")
+
+    silent.apply_chat_template = render
+    new = [{"role": "tool", "content": "85"}]
+    with pytest.raises(ValueError, match="writes nothing for {'role': 'tool', 'content': '85'}"):
+        turn_suffix(silent, PROMPT, new, set(), False)
+
+
 def test_interaction_until_it_is_done(play, tokenizer):
     quiz = Quiz((False, "Sure?", -0.5, {"asked": 1}), (True, "Good.", 1.0, {"asked": 1}))
     output, engine = play("3", "2", task=quiz_task(quiz), row=quiz_row())
@@ -1433,6 +1465,21 @@ def test_a_loop_may_return_its_trajectory(play, tokenizer, monkeypatch):
     assert tokenizer.decode(first.response_ids) == "hello" + END and first.turn_rewards == [(5, 0.5)]
     assert tokenizer.decode(second.prompt_ids + second.response_ids) == "rewrittenagain" + END
     assert (first.metrics, second.metrics, second.turn_rewards) == ({}, {"forks": 1}, [])
+
+
+def test_a_deadline_that_is_over_is_not_its_callers():
+    async def scenario():
+        async with asyncio.timeout(HANGS) as mine:
+            agent_loop.DEADLINE.set(mine)
+            await agent_loop.in_time("start", HANGS, asyncio.sleep(0))
+            assert agent_loop.DEADLINE.get() is mine
+
+    asyncio.run(scenario())
+
+
+def test_reasoning_of_a_message_without_content_is_rendered():
+    chat = agent_loop._inline_reasoning({"role": "assistant", "reasoning_content": "hm", "tool_calls": []})
+    assert chat["content"] == "<think>hm</think>"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

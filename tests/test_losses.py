@@ -886,6 +886,12 @@ def test_token_logprobs_banned_ids(banned):
     assert (token_logprobs(hidden, weight, torch.full_like(targets, banned[0]), banned=banned) == -math.inf).all()
 
 
+def test_a_banned_id_beyond_the_vocabulary_opens_nothing():
+    hidden, weight, targets = head(V=23)
+    want = token_logprobs(hidden, weight, targets, vocab_size=10)
+    close(token_logprobs(hidden, weight, targets, vocab_size=10, banned=[15]), want)
+
+
 def test_token_logprobs_extreme_logits():
     hidden, weight = t([[1.0], [1.0]]), t([[1e4], [-1e4], [0.0]])
     got, entropy = token_logprobs(hidden, weight, torch.tensor([0, 1]), chunk=1, entropy=True)

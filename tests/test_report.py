@@ -311,6 +311,18 @@ def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, ca
     with pytest.raises(SystemExit):
         report.main([str(tmp_path)])
     assert "has no metrics.jsonl and no rollouts/" in capsys.readouterr().err
+    (tmp_path / "a" / "args.json").write_text("[]")
+    assert report.read_about(tmp_path / "a") == {}
+
+
+def test_a_strangers_tokenizer_runs_no_code(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    shutil.copytree(tiny_model, tmp_path / "final")
+    config = json.loads((tmp_path / "final" / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (tmp_path / "final" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "final" / "mine.py").write_text("raise SystemExit('a stranger was here')")
+    report.load_tokenizer(tmp_path)  # nobody is asked, and nothing of it runs
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium")

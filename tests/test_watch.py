@@ -48,6 +48,9 @@ def test_a_run_that_is_well_is_not_warned_of():
     assert warnings_of(*(step_of(n, entropy=0.5 / n, grad_norm=0.9**n) for n in range(1, 30))) == []
     sleepy = [step_of(1, adam_steps=0.0, lr=0.0), step_of(2, adam_steps=1.0)]  # a warm-up begins at 0
     assert warnings_of(*sleepy, warmup_steps=3) == []
+    late = [step_of(1, lr=1e-3), step_of(2), step_of(3, lr=0.0), step_of(4)]  # the policy's first step is the third
+    assert warnings_of(*late, warmup_steps=1, critic_warmup=2) == []
+    assert "the learning rate is 0" in warnings_of(*late, warmup_steps=1)[0]
     assert warnings_of(step_of(3), rows=[{"step": 0, "eval/reward": 0.5}, step_of(1), step_of(2)]) == []
 
 
