@@ -21,7 +21,7 @@ With --tp n, n ranks in a row share one engine: the first of them, the leader, r
 agent loops, and the others follow its steps."""
 
 import asyncio
-import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -37,7 +37,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -47,7 +47,6 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 import data
-import losses
 from agent_loop import (
     RESPONSE_LISTS, AgentLoopOutput, BadInput, Demonstration, TokenOutput, agent_loop_class,
     call, finite, in_time, numbers, total_reward,
@@ -100,9 +99,10 @@ class Engine:
     `generate`.
 
     state: "asleep" | "weights" | "synced" | "awake"; calls out of order raise RuntimeError.
-    version: that of the weights loaded last, -1 before the first sync. Never sampled are
-    token ids from vocab_size on (a padded vocabulary's), and image_token_id, the placeholder
-    of a model that sees images (None for a text model), because no image would belong to it.
+    version: that of the weights loaded last, -1 before the first sync. Token ids from
+    vocab_size on (a padded vocabulary's) are never sampled, nor is image_token_id, the
+    placeholder of a model that sees images (None for a text model): no image would belong to
+    it.
 
     With --tp every rank has an Engine. `generate` and `step` are called on the leader; the
     other ranks of the team call `follow` meanwhile."""
@@ -146,7 +146,7 @@ class Engine:
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
         self.poked = False  # whether a waiting `step` is to return
-        # Only the background thread uses this one.
+        # Of the background thread; `sleep` empties it when no trajectory is under way.
         self.turns = Counter()  # trajectory -> calls so far
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
@@ -275,11 +275,11 @@ class Engine:
         turn = self.turns[request_id]
         self.turns[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
-        window = self.args.max_model_len or 1 << 30
+        room = self.args.window - len(prompt_ids)
         params = {
             "seed": seed_of(self.args.seed, request_id, turn),
             "stop_token_ids": self.stop_token_ids,
-            "max_tokens": max(1, min(self.args.max_response_tokens, window - len(prompt_ids)))}
+            "max_tokens": max(1, min(self.args.max_response_tokens, room))}
         future = asyncio.get_running_loop().create_future()
         request = _Request(f"{request_id}#{turn}", request_id, turn, prompt_ids,
                            params | sampling_params, image_data, future)
@@ -404,17 +404,17 @@ class Engine:
         if not (aborted or added or step):
             return
         if self.team:
-            copies = [dataclasses.replace(request, future=None) for request in added]
+            copies = [replace(request, future=None) for request in added]
             self._broadcast((aborted, copies, step))
         results = self._run(aborted, added, step)
 
-        def resume():
+        def hand_out():  # on the background thread
             for request, result in results:
                 if not request.future.done():
                     request.future.set_result(result)
 
         if results:  # the background thread is woken once a step, not once a request
-            results[0][0].future.get_loop().call_soon_threadsafe(resume)
+            results[0][0].future.get_loop().call_soon_threadsafe(hand_out)
 
     def _broadcast(self, command=None):
         """Returns on all ranks of the team what its leader passes."""
@@ -558,7 +558,7 @@ class Phase:
 
     @property
     def sampled(self) -> list[AgentLoopOutput]:
-        """Returns the outputs sampled as the policy is trained: no greedy baselines."""
+        """Returns the outputs that the policy sampled: no greedy baselines, no demonstrations."""
         return self._without("greedy", "demonstration")
 
     @property
@@ -572,11 +572,12 @@ class Phase:
         return self._without("greedy", "filtered", "demonstration")
 
     def _without(self, *marks):
+        """Returns the outputs that have none of these marks in `extra`."""
         return [output for output in self.outputs if output.extra.keys().isdisjoint(marks)]
 
     @property
     def greedy(self) -> list[AgentLoopOutput]:
-        """The outputs that are marked as ReMax's greedy baselines; it samples nothing."""
+        """Returns ReMax's baselines."""
         return [output for output in self.outputs if "greedy" in output.extra]
 
     def sort(self):
@@ -627,7 +628,7 @@ class Phase:
         return metrics
 
 
-# What the ranks' store says of a prompt's group.
+# What the ranks' store says of a prompt's group: a number that nobody has set is 0 there.
 RUNNING, DONE, ALIKE = range(3)
 
 
@@ -668,7 +669,7 @@ class Pool:
     group_size: int
     sampling: dict
     step: int
-    _: dataclasses.KW_ONLY
+    _: KW_ONLY
     end_step: float = math.inf  # the last rollout is that of the step before
     staleness: int = 0
     replacements: int = 0  # most groups that a rollout may skip (see `_alike`)
@@ -677,7 +678,9 @@ class Pool:
 
     def __post_init__(self):
         self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
-        self.members = self.group_size + self.greedy
+        self.members = self.group_size
+        if self.greedy:
+            self.members += 1
         self.n_engines = dist.get_world_size() // self.run.args.tp
         self.step_first = self.first  # number of the first prompt of this step's batch
         self.limit = self.first  # prompts with smaller numbers may start
@@ -714,7 +717,8 @@ class Pool:
     @property
     def needs_engine(self) -> bool:
         """True if a prompt of the next batch is to be sampled."""
-        return not all(map(self.demonstration, range(self.first, self.first + self.batch)))
+        prompts = range(self.first, self.first + self.batch)
+        return any(not self.demonstration(prompt) for prompt in prompts)
 
     # -- background thread
 
@@ -723,8 +727,9 @@ class Pool:
         ..."""
         args = self.run.args
         if args.deterministic:  # which rank runs a prompt must not depend on timing
-            rank = dist.get_rank() // args.tp
-            yield from itertools.count(first + (rank - first) % self.n_engines, self.n_engines)
+            for prompt in itertools.count(first):
+                if prompt % self.n_engines == dist.get_rank() // args.tp:
+                    yield prompt
         while True:  # work is shared: the rank that has room takes the next prompt
             yield first + self.store.add("next", 1) - 1
 
@@ -778,11 +783,12 @@ class Pool:
             self.room.release()
         group.unfinished -= 1
         if not group.unfinished:
-            alike = not turns and await self._alike(group)
-            # "ended" is counted last: a rank that sees it grow finds the rest in the store.
-            if alike:
+            state = DONE
+            if not turns and await self._alike(group):
+                state = ALIKE
                 self.store.add("alike", 1)
-            self.store.add(str(prompt), ALIKE if alike else DONE)
+            # "ended" is counted last: a rank that sees it grow finds the rest in the store.
+            self.store.add(str(prompt), state)
             self.store.add("ended", 1)
             self.run.engine.poke()
 
@@ -794,8 +800,8 @@ class Pool:
         session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
         loop_class = agent_loop_class(row, run.task, args)
         loop = loop_class(session, run.tokenizer, run.processor, run.task, args)
-        sampling = _copy_containers(
-            {**self.sampling, "stop_token_ids": run.engine.stop_token_ids})
+        sampling = {**self.sampling, "stop_token_ids": run.engine.stop_token_ids}
+        sampling = _copy_containers(sampling)  # a loop may add a stop to its own
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []
         marks = {"index": row.get("index"), "prompt": prompt, "sample": sample}
@@ -827,7 +833,7 @@ class Pool:
                 raise TypeError(
                     f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput")
             check_output(output, run.engine.vocab_size, oldest_version, run.engine.version,
-                         args.max_model_len or math.inf)
+                         args.window)
             check_images(output, run.processor)
             output = _copy(output)  # the loop may keep, and change, its own
             outputs[segment] = output
@@ -853,7 +859,7 @@ class Pool:
             scoring = score(self.run.task, outputs, row, args.filter_metric)
             await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)
             # It raises where states and turns differ in number.
-            if "states" in losses.ESTIMATORS[args.adv_estimator].takes:
+            if "states" in args.estimator_takes:
                 data.turn_states(outputs, data.turns_of_units(data.collate(outputs), outputs))
             graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
             pickle.dumps(graded)  # as for other ranks
@@ -893,11 +899,12 @@ class Pool:
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first + n_batches * self.batch
-        # A task's sampler chooses all rows here: by now it has seen the same on every rank.
-        self.row_of(capacity + self.replacements - 1)
+        if getattr(self.run.task, "sampler", None):
+            # It chooses all rows here: by now it has seen the same on every rank.
+            self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
-        stopped = self._run_until(lambda news: news and self._is_full(states, capacity),
+        stopped = self._run_until(lambda: self._is_full(states, capacity),
                                   f"{self.kind} {step}", self.batch)
         # The followers of a --tp team have none.
         states = gather_unless_stopped(states, stopped)[0]
@@ -920,8 +927,8 @@ class Pool:
                 # With --deterministic the time at which a group starts must not depend on
                 # others' speed: replacements start together, once all groups have ended on
                 # all ranks.
-                if self.replacements and (
-                        prompt == self.limit or not self.run.args.deterministic):
+                all_have_ended = prompt == self.limit
+                if self.replacements and (all_have_ended or not self.run.args.deterministic):
                     n_alike = self.store.add("alike", 0) - self.n_alike
                     self._set_limit(capacity + min(n_alike, self.replacements))
                 return False
@@ -964,8 +971,8 @@ class Pool:
         return self.first if steps_done > self.step else self.step_first
 
     def _run_until(self, over, title, total):
-        """Steps the engine until over(news), where news says that groups have ended since the
-        last call. A follower of a --tp team does what its leader does, until that one is done.
+        """Steps the engine until over(), which is asked when groups have ended. A follower of
+        a --tp team does what its leader does, until that one is done.
 
         Returns whether the run was told to stop meanwhile. Raises what ended the pool."""
         engine = self.run.engine
@@ -982,7 +989,7 @@ class Pool:
                     n_seen = n_ended
                     # Mostly the one question to the store between two steps of the engine.
                     n_ended = self.store.add("ended", 0)
-                    if over(n_ended != n_seen):
+                    if n_ended != n_seen and over():
                         break
                     if self.future.done():
                         self.future.result()
@@ -1005,7 +1012,7 @@ class Pool:
         until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
         groups = list(self.groups.values())
-        stopped = self._run_until(lambda news: not any(group.unfinished for group in groups),
+        stopped = self._run_until(lambda: not any(group.unfinished for group in groups),
                                   "before the evaluation", len(groups))
         gather_unless_stopped(None, stopped)
 
@@ -1023,7 +1030,8 @@ class Pool:
         their tools, graders are cancelled. Nothing happens the second time."""
         engine = self.run.engine
         if not engine.leader:
-            return engine.follow()
+            engine.follow()
+            return
         self.future.cancel()
         engine.drain()
         self.ended.wait(timeout=10)
@@ -1062,25 +1070,25 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
     args = run.args
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)
-    lock = threading.Lock()  # both threads ask for rows: see `Pool.needs_engine`
 
+    @functools.lru_cache(maxsize=256)  # a row of a large table is read and rendered anew
     def row_of(prompt):
         """Returns the row of a prompt, which the sampler chooses if there is one."""
         if sampler is None:
             return rows[data.prompt_order(len(rows), prompt, 1, args.seed)[0]]
-        with lock:
-            while len(run.history) <= prompt:
-                with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
-                    row = sampler([[*entry] for entry in run.history])
-                    check_numbers([row], {int}, 0, len(rows) - 1, "what it returned")
-                run.history.append([row, run.done])
+        # On the main thread: the other one asks for prompts below the limit, and has them.
+        while len(run.history) <= prompt:
+            with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
+                row = sampler([[*entry] for entry in run.history])
+                check_numbers([row], {int}, 0, len(rows) - 1, "what it returned")
+            run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
     batch = args.prompts_per_step
     return Pool(run, "train", row_of, batch, args.group_size, args.sampling(), step,
                 end_step=args.num_steps, staleness=args.max_staleness,
                 replacements=(args.max_gen_batches - 1) * batch, first=first,
-                greedy="baselines" in losses.ESTIMATORS[args.adv_estimator].takes)
+                greedy="baselines" in args.estimator_takes)
 
 
 @shown("waiting for rewards")
@@ -1092,9 +1100,10 @@ def grade(run, phase: Phase):
     future = run.background.submit(_results(phase.graders))
     while not future.done() and not run.stop.requested():
         wait([future], timeout=0.2)
-    done = future.done()
+    stopped = not future.done()
+    mine = None if stopped else future.result()
     results = {}
-    for results_of_rank in gather_unless_stopped(future.result() if done else None, not done):
+    for results_of_rank in gather_unless_stopped(mine, stopped):
         results |= results_of_rank
     phase.outputs = _with_rewards(phase.outputs, results)
     phase.errors += [result for result in results.values() if isinstance(result, dict)]
@@ -1134,7 +1143,7 @@ def _copy(output):
     token_lists = ("prompt_ids", *RESPONSE_LISTS)  # a tree_map over them would take long
     copies = {name: [*value] if name in token_lists else _copy_containers(value)
               for name, value in vars(output).items()}
-    return dataclasses.replace(output, **copies)
+    return replace(output, **copies)
 
 
 def _copy_containers(tree):
@@ -1176,6 +1185,7 @@ async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "
         for output in outputs_of_unit:
             output.reward = _checked(reward)
     for output in outputs:
+        # A range is indexed as a list: -1 is the last token, and an index too large raises.
         places = range(max(1, len(output.response_ids)))
         output.turn_rewards = [(places[index], finite(value, "a turn's reward"))
                                for index, value in output.turn_rewards]

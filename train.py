@@ -24,7 +24,7 @@ import json
 import math
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -369,7 +369,13 @@ class Args:
         return self.max_model_len or self.max_prompt_tokens + self.max_response_tokens
 
     @property
+    def estimator_takes(self) -> list[str]:
+        """What the function of --adv_estimator takes, see losses.estimator."""
+        return losses.ESTIMATORS[self.adv_estimator].takes
+
+    @property
     def updates_per_rollout(self) -> int:
+        """How many optimiser steps learn from a rollout."""
         mini_batch = self.prompts_per_mini_batch or self.prompts_per_step
         return self.epochs * (self.prompts_per_step // mini_batch)
 
@@ -408,7 +414,8 @@ def check_flags_together(args: Args):
     need(prompts % mini_batch == 0, f"--prompts_per_step {prompts} must be a multiple of "
          f"--prompts_per_mini_batch {mini_batch}")
     estimate = losses.ESTIMATORS.get(args.adv_estimator)  # None: a task file registers it
-    need(args.group_size > 1 or not estimate or "groups" not in estimate.takes,
+    compares_groups = estimate and "groups" in estimate.takes
+    need(args.group_size > 1 or not compares_groups,
          f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
          "--group_size must be at least 2")
     need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 "
@@ -579,9 +586,12 @@ class Learner:
         self.wrapped = wrap(net, args, accelerator)
         self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay,
                                            fused=accelerator.device.type == "cuda")
-        (self.lr_factor,) = transformers.get_scheduler(
-            args.lr_schedule.replace("constant", "constant_with_warmup"), self.optimizer,
-            args.warmup_steps, num_steps).lr_lambdas
+        schedule = args.lr_schedule
+        if schedule == "constant":
+            schedule = "constant_with_warmup"
+        scheduler = transformers.get_scheduler(
+            schedule, self.optimizer, args.warmup_steps, num_steps)
+        (self.lr_factor,) = scheduler.lr_lambdas
 
     def set_lr(self, step: int) -> float:
         """Sets and returns the learning rate of a step, counted from 0."""
@@ -641,10 +651,12 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the
     first scores of this rank's tokens, (B, T)."""
     model = learner.wrapped
-    batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # if no one said, a row is one
-    mask = batch["response_mask"][rows]  # of the whole batch: these counts are global
-    n_tokens = mask.sum().item()
-    n_units = losses.count_sequences(mask, batch["unit_tokens"][rows]).item()
+    # By default each row is a unit of its own.
+    batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch
+    # These counts are over all ranks and micro-batches.
+    mask_of_all = batch["response_mask"][rows]
+    n_tokens = mask_of_all.sum().item()
+    n_units = losses.count_sequences(mask_of_all, batch["unit_tokens"][rows]).item()
     n_imitated = batch["imitation_mask"][rows].sum().item() if "imitation_mask" in batch else 0
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed)
@@ -793,13 +805,16 @@ def put_to_sleep(run: "Run", keep: bool = False):
 def offload(run: "Run", device: torch.device | str):
     """Moves to a device what --offload names: the optimisers' states; with "all" the critic
     and the reference, too. The policy's weights never move."""
-    optimizers, networks = [], []
+    optimizers = []
+    networks = []
     if run.args.offload != "none":
         optimizers = [learner.optimizer for learner in run.learners.values()]
-    if run.args.offload == "all":
-        networks = [run.reference, run.critic and run.critic.net]
-    # The reference of a policy with LoRA is no network, but a function of the policy.
-    move(optimizers, [net for net in networks if isinstance(net, nn.Module)], device)
+    if run.args.offload == "all" and run.critic:
+        networks.append(run.critic.net)
+    # With LoRA or --hints the reference is no network, but a function of the policy.
+    if run.args.offload == "all" and isinstance(run.reference, nn.Module):
+        networks.append(run.reference)
+    move(optimizers, networks, device)
 
 
 def evaluate(run: "Run") -> dict:
@@ -838,7 +853,7 @@ class Run:
     engine: Engine | None  # None with --replay
     policy: Learner
     critic: Learner | None
-    reference: nn.Module | None  # see build_reference
+    reference: Callable | None  # see build_reference
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     # For a task's sampler, by prompt: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
@@ -850,11 +865,16 @@ class Run:
 
     @property
     def folder(self) -> Path:
+        """--output_dir."""
         return Path(self.args.output_dir)
 
     @property
     def learners(self) -> dict[str, Learner]:
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+        """The networks that learn, by their names in a checkpoint."""
+        learners = {"policy": self.policy}
+        if self.critic:
+            learners["critic"] = self.critic
+        return learners
 
 
 def complete_flags(args: Args, cuda: bool):
@@ -862,7 +882,11 @@ def complete_flags(args: Args, cuda: bool):
     files and on other flags; makes paths absolute. args.task and args.model are left to
     `check_input`."""
     vars(args).update(device_defaults(args, cuda))
-    lr, critic_lr = (1e-6, 1e-5) if args.model else (3e-4, 1e-3)
+    lr = 1e-6
+    critic_lr = 1e-5
+    if not args.model:  # the task's own, a tiny one
+        lr = 3e-4
+        critic_lr = 1e-3
     if args.lora_rank:
         lr *= 10
     folder = f"runs/{Path(args.task).stem}"
@@ -890,7 +914,7 @@ def check_input(args: Args) -> tuple:
     """Checks flags, task and rows, and raises BadInput; completes args, the only place where
     they change. Returns the accelerator, the ranks' store, the task and its rows by split."""
     check_args(args)
-    accelerator, store = start_processes(args)  # first: a host may lack what comes, and leave
+    accelerator, store = start_processes(args)  # first: if a host lacks what follows, the others hear of it
     complete_flags(args, accelerator.device.type == "cuda")
     functions = ["load", "reward"]
     if not args.model:
@@ -938,11 +962,13 @@ def setup(args: Args) -> Run:
 
     # Before the engine starts, what can't be trained and what can't be resumed is refused.
     data.register_packed_attention()
-    n_tokens = vocab_size(tokenizer)
+    n_ids = vocab_size(tokenizer)
     vision = Vision(processor) if processor else None
-    policy = Policy(args, n_tokens, vision)
+    policy = Policy(args, n_ids, vision)
     try_device(policy, args, accelerator.device)
-    changed = on_main(check_changes, args, task_builds_model) if args.resume else {}
+    changed = {}
+    if args.resume:
+        changed = on_main(check_changes, args, task_builds_model)
     checkpoint, state = on_main(prepare_folder, args)  # without --resume (None, {})
 
     stop = Stop()
@@ -955,7 +981,7 @@ def setup(args: Args) -> Run:
     engine = None
     if not args.replay:
         engine = Engine(args.model, args, accelerator.device, stop_token_ids(args, tokenizer),
-                        n_tokens, vision and vision.image_token_id)
+                        n_ids, getattr(processor, "image_token_id", None))
     learner, critic, reference = build_networks(args, accelerator, policy)
     run = Run(
         args=args, accelerator=accelerator, store=store, stop=stop, log=log, task=task,
@@ -963,22 +989,15 @@ def setup(args: Args) -> Run:
         critic=critic, reference=reference,
         kl=losses.AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon))
     if checkpoint:
-        resume(run, checkpoint, state, changed)
+        run.done = state["step"]
+        run.saved = run.done
+        run.history = state["history"]
+        if args.kl_target and "kl_coef" not in changed:
+            run.kl.coef = state["kl_coef"]
+        load_checkpoint(run, checkpoint, state["parts"])
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
     return run
-
-
-def resume(run: Run, checkpoint: Path, state: dict, changed: dict):
-    """Takes over what a checkpoint holds: its files, and `state`, what its step.json says.
-
-    changed: by name, the flags that differ from those of the run that saved it."""
-    run.done = state["step"]
-    run.saved = run.done
-    run.history = state["history"]
-    if run.args.kl_target and "kl_coef" not in changed:
-        run.kl.coef = state["kl_coef"]
-    load_checkpoint(run, checkpoint, state["parts"])
 
 
 def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
@@ -987,7 +1006,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     Seeds the random generators anew."""
     transformers.set_seed(args.seed)  # an engine's start drew random numbers, a task may draw some
     critic = None
-    if "values" in losses.ESTIMATORS[args.adv_estimator].takes and not args.rollout_only:
+    if "values" in args.estimator_takes and not args.rollout_only:
         net = Critic(args, policy.vision, policy.packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator)
     reference = None
@@ -997,9 +1016,9 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference
 
 
-def build_reference(args: Args, accelerator, policy: Policy) -> nn.Module:
+def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
     """Returns the frozen network to which the KL is computed: --ref_model, or the first model;
-    with --hints the policy itself."""
+    with --hints the policy itself. With --hints or LoRA it is a function of the policy."""
     if args.hints:
         return same_weights(policy)
     if args.lora_rank and not args.ref_model:
@@ -1013,15 +1032,17 @@ def build_reference(args: Args, accelerator, policy: Policy) -> nn.Module:
     return wrap(reference, args, accelerator, frozen=True)
 
 
-def finish(run: Run, start: int):
+def finish(run: Run):
     """Saves the last checkpoint and, if training came to its end, the policy in Hugging Face
-    format; ends what the run holds. start: finished steps when the run started."""
+    format; ends what the run holds."""
     args = run.args
     log = run.log
     put_to_sleep(run)
-    saved = args.rollout_only or save_checkpoint(run)
+    saved = True
+    if not args.rollout_only:
+        saved = save_checkpoint(run)
     if args.rollout_only:
-        log.say(f"{run.done - start} steps of rollouts are in {run.folder / 'rollouts'}")
+        log.say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:
         log.say(f"stopped after step {run.done}")
     elif run.done and save_policy(run, run.folder / "final"):  # without steps: an evaluation
@@ -1031,7 +1052,7 @@ def finish(run: Run, start: int):
     log.say(notices.summary(args, run.done))
     close(run)
     need(saved, "nothing of the last steps could be saved")
-    if run.stop.requested():  # saved is not done
+    if run.stop.requested():  # all is saved, but a run that was stopped must not return 0
         raise Stopped
 
 
@@ -1057,9 +1078,8 @@ def generate(run: Run, step: int) -> Phase:
     args = run.args
     if args.replay:
         phase = Phase(*read_rollouts(replay_file(args, step), run.policy.net.vocab_size))
-        takes = losses.ESTIMATORS[args.adv_estimator].takes
-        need("baselines" not in takes or phase.greedy or step > 0,
-             f"--replay {args.replay}: there are no greedy baselines")
+        if "baselines" in args.estimator_takes and step == 0 and not phase.greedy:
+            raise BadInput(f"--replay {args.replay}: there are no greedy baselines")
         return phase
     if not run.pool.needs_engine:
         put_to_sleep(run, keep=args.max_staleness > 0)
@@ -1070,21 +1090,18 @@ def generate(run: Run, step: int) -> Phase:
     return phase
 
 
-def needs_old_logprobs(run: Run, step: int) -> bool:
-    """Returns whether the policy computes the batch's old logprobs before the update.
+def networks_to_score(run: Run, step: int) -> dict[str, Callable]:
+    """Returns {column of the batch: the network whose scores of sampled tokens fill it}.
 
-    If there is one update in a step, its own forward pass gives them for free."""
+    If a step has a single update, that update's own forward pass gives the old logprobs."""
     args = run.args
+    networks = {}
+    if args.rollout_only:
+        return networks
     has_several_updates = args.updates_per_rollout > 1
     only_critic_learns = step < args.critic_warmup
-    kl_is_in_reward = run.reference is not None and args.kl_in == "reward"
-    return (has_several_updates or only_critic_learns or kl_is_in_reward) and not args.rollout_only
-
-
-def networks_to_score(run: Run, step: int) -> dict[str, nn.Module]:
-    """Returns {column of the batch: the network whose scores of sampled tokens fill it}."""
-    networks = {}
-    if needs_old_logprobs(run, step):
+    kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
+    if has_several_updates or only_critic_learns or kl_is_in_reward:
         networks["logprobs_old"] = run.policy.net
     if run.reference:
         networks["logprobs_ref"] = run.reference
@@ -1109,9 +1126,11 @@ def grade_batch(run: Run, phase: Phase, batch: dict) -> dict:
     return batch
 
 
-def shape_outcomes(units: data.Units, args: Args) -> torch.Tensor:
-    """Returns the terminal rewards of units (N,), clipped by --reward_clip, plus the
-    penalty of --overlong_buffer."""
+def shaped_rewards(units: data.Units, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rewards of units, (N,), as the flags shape them, but for the KL; and the
+    terminal ones among them, (N,), without --reward_coef.
+
+    Terminal rewards are clipped by --reward_clip, and get the penalty of --overlong_buffer."""
     outcomes = units.outcomes
     if args.reward_clip:
         outcomes = outcomes.clamp(-args.reward_clip, args.reward_clip)
@@ -1119,13 +1138,8 @@ def shape_outcomes(units: data.Units, args: Args) -> torch.Tensor:
         limit = args.max_response_tokens
         buffer = max(1, round(args.overlong_buffer * limit))
         outcomes = outcomes + losses.overlong_penalty(units.lengths, limit, buffer)
-    return outcomes
-
-
-def shaped_rewards(units: data.Units, args: Args) -> torch.Tensor:
-    """Returns the rewards of units (N,) as the flags shape them, but for the KL."""
     turn_rewards = units.rewards - units.outcomes
-    return args.reward_coef * (turn_rewards + shape_outcomes(units, args))
+    return args.reward_coef * (turn_rewards + outcomes), outcomes
 
 
 def shape_rewards(batch: dict, outputs: data.Outputs, kl_coef: float,
@@ -1137,8 +1151,8 @@ def shape_rewards(batch: dict, outputs: data.Outputs, kl_coef: float,
     Returns metrics; actor/kl, for AdaptiveKL, is a mean over units' means."""
     mask = batch["response_mask"]
     units = batch["units"]
-    rewards = shaped_rewards(units, args)
-    terminal_rewards = data.at_unit_ends(shape_outcomes(units, args), outputs, units)  # (B,)
+    rewards, outcomes = shaped_rewards(units, args)
+    terminal_rewards = data.at_unit_ends(outcomes, outputs, units)  # (B,)
     token_rewards = args.reward_coef * data.token_rewards(outputs, terminal_rewards)
     metrics = {}
     if args.kl_coef and args.kl_in == "reward":
@@ -1160,8 +1174,8 @@ def greedy_baselines(phase: Phase, units: data.Units, args: Args) -> torch.Tenso
     """Returns, for each unit, the shaped reward of its group's greedy rollout, (N,); NaN where
     there is none."""
     greedy = data.by_unit(phase.greedy)
-    rewards = shaped_rewards(greedy, args).tolist()
-    baseline_of = dict(zip(greedy.groups.tolist(), rewards))
+    rewards, _ = shaped_rewards(greedy, args)
+    baseline_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
     return torch.tensor([baseline_of.get(group, math.nan) for group in units.groups.tolist()])
 
 
@@ -1229,31 +1243,32 @@ def update(run: Run, batch: dict, step: int) -> dict[str, float]:
         run.critic.set_lr(step)
     units = batch["units"]
     batch["unit_tokens"] = data.unit_tokens(batch["response_mask"], units.index)
-    learned_from = dict(batch)
-    batch.pop("imitation_mask", None)  # demonstrations teach the critic nothing
+    policy_batch = dict(batch)
+    critic_batch = dict(batch)
+    critic_batch.pop("imitation_mask", None)  # demonstrations teach the critic nothing
     if args.updates_per_rollout == 1:
         # The forward pass has the old logprobs to the last digit: the ratio is exactly 1.
-        learned_from.pop("logprobs_old", None)
-    updates = []
+        policy_batch.pop("logprobs_old", None)
+    values = defaultdict(list)  # name -> its values in the optimiser steps that have it
     for rows in mini_batches(units.prompts[units.index], step, args):
         stats = {"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()}
         if step >= args.critic_warmup:
-            actor, logprobs = optimise(run.policy, policy_objective, learned_from, rows, args,
+            actor, logprobs = optimise(run.policy, policy_objective, policy_batch, rows, args,
                                        run.accelerator, args.loss_agg)
             stats["batch/unique_tokens"] = actor.pop("unique_tokens")
             stats |= {f"actor/{name}": x for name, x in actor.items()}
             if "logprobs_old" not in batch:
                 batch["logprobs_old"] = all_sum(logprobs)
         if run.critic:
-            critic, _ = optimise(run.critic, value_objective, batch, rows, args, run.accelerator)
+            critic, _ = optimise(run.critic, value_objective, critic_batch, rows, args,
+                                 run.accelerator)
             stats["batch/unique_tokens"] = critic.pop("unique_tokens")
             stats["critic/vf_loss"] = critic.pop("loss")
             stats |= {f"critic/{name}": x for name, x in critic.items()}
-        updates.append(stats)
-    names = {}
-    for stats in updates:
-        names |= stats
-    metrics = {name: fmean(stats[name] for stats in updates if name in stats) for name in names}
+        for name, value in stats.items():
+            values[name].append(value)
+    metrics = {name: fmean(of_name) for name, of_name in values.items()}
+    # Adam counts the same steps for every parameter; before the first it has no state.
     state = next(iter(run.policy.optimizer.state.values()), {"step": 0})
     metrics["actor/adam_steps"] = float(state["step"])
     if run.critic:
@@ -1272,17 +1287,19 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
     units = data.by_unit(phase.compared)
     group_sizes = units.groups.unique(return_counts=True)[1]
     signal = data.groups_with_signal(phase.compared, "total")
-    n_sampled_groups = len({output.extra["prompt"] for output in phase.sampled})
+    filtered = {output.extra["prompt"] for output in phase.sampled if "filtered" in output.extra}
     metrics = {
         "rollout/logp_diff_mean": mean(difference),
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/filtered_groups": n_sampled_groups - len(units.prompts.unique()),
+        "rollout/filtered_groups": len(filtered),
         "rollout/singleton_groups": (group_sizes == 1).sum().item(),
         "rollout/zero_std_groups": len(group_sizes) - len(signal),
     }
     if args.max_staleness:
         versions = batch["versions"][mask.any(-1)]
-        age = version - versions.masked_fill(versions < 0, version).amin(-1)  # of rows sampled
+        # The oldest token of each row that has sampled ones: the others' version is -1.
+        oldest = versions.masked_fill(versions < 0, version).amin(-1)
+        age = version - oldest
         metrics["rollout/staleness_mean"] = mean(age)
         metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
     if args.rollout_correction != "none":
@@ -1295,7 +1312,7 @@ def step_metrics(phase: Phase, batch: dict, version: int, args: Args) -> dict:
         metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
         metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
-    if "baselines" in losses.ESTIMATORS[args.adv_estimator].takes:
+    if "baselines" in args.estimator_takes:
         baselines = {output.extra["prompt"] for output in phase.greedy}
         metrics["rollout/missing_baselines"] = len(set(units.prompts.tolist()) - baselines)
         if baselines:
@@ -1333,11 +1350,11 @@ def main(args: Args):
     """Trains: all steps of a run, each from rollout to log. Ends early if told to stop."""
     run = setup(args)  # all input is checked here; engine, networks, pool and log hang from it
     log = run.log
-    start = run.done
     with contextlib.suppress(Stopped):  # raised on all ranks together
-        if start == 0 and run.engine and not args.rollout_only:
+        if run.done == 0 and run.engine and not args.rollout_only:
             log.metrics({"step": 0} | evaluate(run))
-        for step in Bar(range(start, args.num_steps), "steps"):  # so many steps are finished
+        # step: how many steps are finished before it
+        for step in Bar(range(run.done, args.num_steps), "steps"):
             gather_unless_stopped(None, run.stop.requested())
             # ---- 1. rollout: the engine takes the weights; agent loops fill the batch
             started = time.perf_counter()
@@ -1378,8 +1395,9 @@ def main(args: Args):
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
             is_last = run.done == args.num_steps
+            is_eval_step = args.eval_every and run.done % args.eval_every == 0
             try:
-                if run.engine and (is_last or args.eval_every and run.done % args.eval_every == 0):
+                if run.engine and (is_last or is_eval_step):
                     metrics |= evaluate(run)
             finally:  # also if the evaluation is stopped
                 log.metrics(metrics, phase, batch)
@@ -1387,7 +1405,7 @@ def main(args: Args):
                 put_to_sleep(run)
                 save_checkpoint(run)
             del phase, batch  # a step's images go before the next step's come
-    finish(run, start)
+    finish(run)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
     changed = {}
     for name, value in before.items():
         now = getattr(args, name, value)  # it may be an older version's flag
+        now = json.loads(json.dumps(now))  # as it was written: a tuple is a list
         if name not in free and now != value:
             changed[name] = f"--{name} {value} -> {now}"
     need(not changed or args.resume_with_changes, f"--resume: the run had other flags: "

@@ -169,7 +169,7 @@ def test_shaping_moves_rewards_and_token_rewards_alike():
     expected[3, 0], expected[4, 7] = 1.5, -1.0  # on the last sampled token
     close(batch["token_rewards"], expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(0.1875)}
-    close(train.shaped_rewards(data.by_unit([output(0, 0, "1" * 7, 0.5)]), args), torch.tensor([0.25]))
+    close(train.shaped_rewards(data.by_unit([output(0, 0, "1" * 7, 0.5)]), args)[0], torch.tensor([0.25]))
 
 
 def test_units_with_rewards_of_their_own_are_clipped_each():

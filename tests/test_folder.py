@@ -261,7 +261,7 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
     monkeypatch.setattr(train, "save_checkpoint", lambda run: checkpoint)
     monkeypatch.setattr(train, "save_policy", lambda run, folder: final)
     with contextlib.nullcontext() if ends else pytest.raises(BadInput, match="could be saved"):
-        train.finish(run, 0)
+        train.finish(run)
     assert finished.is_set() and ("the trained policy is in" in run.log.said[0]) is final
 
 
@@ -283,6 +283,9 @@ def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     assert text.split(", ") == str(error.value).split("flags: ")[1].split(";")[0].split(", ")
     changed = checkpoints.check_changes(Args(**base | free | other, resume_with_changes=True), own_model=False)
     assert list(changed.values()) == text.split(", ")
+    several = dict(base, rollout_correction="tis,geo_mask")  # a bound for each: a tuple, and a list in the file
+    Log(Args(**several), None, 0)
+    assert checkpoints.check_changes(Args(**several), own_model=False) == {}
     linear = dict(base, lr_schedule="linear")
     Log(Args(**linear), None, 0)
     with pytest.raises(BadInput, match="--num_steps 40 -> 41"):  # another rate at every step

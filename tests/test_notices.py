@@ -175,8 +175,8 @@ def test_the_first_lines_say_what_is_about_to_happen(flags, told, process_group)
 
 
 def test_the_summary_says_how_it_went_and_what_to_do_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--num_steps", "4", "--lr", "1e-3", "--resume",
-                                     "--resume-with-changes", "--output_dir=a b", "--sampling_args", '{"top_k": 5}'])  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num_steps", "4", "--lr", "1e-3", "--resume", "--output_dir=a b",
+                                     "--resume-with-changes", "--sampling_args", '{"top_k": 5}'])  # fmt: skip
     folder, args = tmp_path / "run", Args(output_dir=str(tmp_path / "run"), num_steps=4)
     (folder / "checkpoints/step_000002").mkdir(parents=True)
     rows = [{"step": 0, "eval/reward": 0.25}, {"step": 1, "reward/mean": 0.5},

@@ -112,7 +112,7 @@ def test_logprobs_are_the_trainers_after_every_sync(engine, background, tiny_mod
 
 
 def test_untied_embeddings_sync_too(untied_model, args, background, process_group):
-    other = types.SimpleNamespace(**{**vars(args), "model": untied_model})
+    other = dataclasses.replace(args, model=untied_model)
     engine = Engine(untied_model, other, torch.device("cpu"))
     KEPT.append(engine)  # collecting a vLLM engine would take down the process group of the other one
     for version, scale in enumerate([1.0, 1.7]):
@@ -547,7 +547,7 @@ def test_padded_vocabulary_is_masked_in_the_engine_as_in_the_trainer(tmp_path, a
     with torch.no_grad():
         model.lm_head.weight[real:] = 5 * model.lm_head.weight[:24]
     model.save_pretrained(tmp_path)
-    other = types.SimpleNamespace(**{**vars(args), "model": str(tmp_path)})
+    other = dataclasses.replace(args, model=str(tmp_path))
     engine = Engine(str(tmp_path), other, torch.device("cpu"), vocab_size=real)
     KEPT.append(engine)
     model = hf_model(str(tmp_path))
@@ -768,6 +768,7 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(engine, backg
             trajectory = self.start(row)
             await self.assistant_turn(trajectory, sampling_params)
             self.append(trajectory, [{"role": "user", "content": "and?"}], None, self.stop_token_ids(sampling_params))
+            sampling_params["stop"].append("END")  # its own: nobody else's turns end there
             return trajectory.output()
 
     stops = [i for i in range(tokenizer.vocab_size) if i not in (other, tokenizer.eos_token_id)]  # nearly any token
@@ -775,7 +776,8 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(engine, backg
     task = types.SimpleNamespace(reward=lambda output, row: 1.0)
     run = make_run(engine, background, task, tokenizer, args)
     wake(engine, hf_model(tiny_model), 0)
-    phase = rollout(run, rows, 0, 4, {"temperature": 1.0, "stop_token_ids": stops})
+    phase = rollout(run, rows, 0, 4, {"temperature": 1.0, "stop_token_ids": stops, "stop": []})
+    assert all(params["stop"] == ["END"] for params in seen)
     assert all(params["stop_token_ids"] == [tokenizer.eos_token_id] for params in seen) and len(seen) == 4
     stopped = [o for o in phase.outputs if o.response_ids[o.response_mask.index(0) - 1] in stops]
     assert stopped

@@ -9,6 +9,7 @@ from conftest import REPO, TINY, metrics_of, run
 from test_async import Task, make_run, models  # noqa: F401  (fixtures)
 
 import data
+import rollout
 import train
 from agent_loop import BadInput
 
@@ -56,6 +57,29 @@ def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):  # noq
     for prompt, (row, _, *rewards) in enumerate(history):
         assert rewards == [row, row] * (prompt < 8)
     assert told[2 + ahead][:2] == history[:2] and told[1 + ahead][0][2:] == []
+
+
+def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):  # noqa: F811
+    """Of a large table only the first rows are read before the start; a batch's last prompt is no special one."""
+    run = make_run(Task(), max_staleness=0, n_rows=7)
+    bad = data.prompt_order(7, 1, 1, run.args.seed)[0]
+    n_read = []
+
+    class Table(list):
+        def __getitem__(self, index):
+            n_read.append(index)
+            if index == bad:
+                raise BadInput("it is no row")
+            return super().__getitem__(index)
+
+    run.run.rows["train"] = Table(run.run.rows["train"])
+    run.pool.end()
+    run.pool = rollout.training_pool(run.run, 1)
+    phase = run.step(1)
+    assert [(prompt, index) for prompt, index in drawn(phase)] == [(0, data.prompt_order(7, 0, 1, run.args.seed)[0])]
+    assert [error["prompt"] for error in phase.errors] == [1, 1] and "it is no row" in phase.errors[0]["error"]
+    good = [index for index in n_read if index != bad]
+    assert len(good) == len(set(good)) == 1  # read once, for all that asks for it
 
 
 def test_a_row_that_is_none_ends_the_run(make_run):  # noqa: F811
