@@ -3,8 +3,8 @@
 An agent loop gets a row of the data set and an engine, and returns tokens: what the policy
 sampled (mask 1) and what the world answered (mask 0: tool results, user turns, template). The
 rule that everything here serves is *token in, token out*: sampled ids are appended verbatim
-and never rendered again; the turns in between are tokenised as a difference of two template
-renderings (`turn_suffix`).
+and never rendered again; the turns in between are the difference of two renderings of the
+template (`turn_suffix`).
 
 Nine words, used alike in code, documents, log and flags:
     prompt       what one row asks; it has a number
@@ -23,8 +23,7 @@ To bring your own agent, subclass `AgentLoopBase` in the task file, decorate it 
 coroutines of one background thread; hundreds live at once. Names follow verl's agent loop
 (https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
 
-This file imports nothing of ours: pasted alone into another project, it works with
-`LoopArgs`."""
+This file imports nothing of ours: pasted into another project, it works with `LoopArgs`."""
 
 import asyncio
 import concurrent.futures
@@ -84,8 +83,7 @@ class TokenOutput:
     token_ids, logprobs and versions have one entry for each sampled token: its id, its
     log-probability under the sampling temperature, and the version of the weights that
     sampled it. If a stop token was sampled, it is included. prompt_ids is the prompt as the
-    engine saw it: the placeholder of an image is repeated for every token that the image
-    takes."""
+    engine saw it: an image's placeholder is repeated for every token that the image takes."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -106,8 +104,7 @@ class AgentLoopOutput:
     the policy sampled the token and 0 for tool, user and template tokens; there the logprob
     is 0.0 and the version -1. turn_rewards holds (index into response_ids, reward) pairs.
     num_turns is assistant turns + user and tool turns + 1, as in verl. images are PIL images
-    in the order of their placeholders; the ids hold one placeholder for each token of an
-    image.
+    in the order of their placeholders; the ids hold one for each token of an image.
 
     Outputs of one rollout with the same unit share one reward, that of the last of them, and
     count once, in advantages and in the loss. Units of one prompt are compared with those of
@@ -232,8 +229,7 @@ def templated(tokenizer, variables: str):
     return changed
 
 
-# Put before a character, it makes `_tokenise` tokenise that character alone. No text has it: it
-# is one of Unicode's noncharacters, and `clean` removes it.
+# Put before a character, it makes `_tokenise` tokenise that one alone. No text has it (`clean`).
 TOKEN_BREAK = "\ufdd0"
 # Which characters of a text get one, as regular expressions.
 NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."
@@ -312,12 +308,8 @@ def _controls(tokenizer):
     """Returns the added tokens that control something, by their ids.
 
     Words, white space and single characters control nothing, unless they are special."""
-    controls = {}
-    for number, token in tokenizer.added_tokens_decoder.items():
-        has_marks = len(token.content) > 1 and re.search(MARKS, token.content)
-        if token.special or has_marks:
-            controls[number] = token
-    return controls
+    return {number: token for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special or len(token.content) > 1 and re.search(MARKS, token.content)}
 
 
 def _tokenise(tokenizer, text):
@@ -362,8 +354,7 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
     from the end of the first rendering (verl#6501).
 
     ended: whether the policy sampled a stop token. If not (a stop string ended its turn), the
-    end-of-turn token belongs to the suffix. No special token comes from what the messages
-    say: see `_without_forged`.
+    end-of-turn token belongs to the suffix. Messages make no special token (`_without_forged`).
 
     Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning)."""
 
@@ -372,8 +363,8 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
         after = render_text(tokenizer, chat, tools, True)
         if not after.startswith(before):
             raise RewritesHistory("the chat template is not append-only: it changed a message")
-        # Nothing merges across an end-of-turn token, and what follows it is not taken for the
-        # start of a text. So the text from there on has the same ids as within the whole.
+        # Nothing merges across an end-of-turn token, and what follows it is no text's start:
+        # from there on the text has the same ids as within the whole.
         starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
         start = max(starts, default=-1)
         if start < 0:  # a template that ends turns with no token at all
@@ -424,9 +415,7 @@ def _file_of(source):
 
 
 def load_image(source):
-    """Loads what `open_image` takes, upright and in RGB, as engine and trainer both see it.
-
-    Raises ValueError."""
+    """Loads what `open_image` takes, upright and in RGB; or raises ValueError."""
     from PIL import ImageOps
 
     image = open_image(source)
@@ -459,7 +448,7 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
     Returns the ids that the model is fed. Raises ValueError unless there is one placeholder
     for each image, and each image has a shape that the model takes."""
-    if processor is None:  # a text model
+    if processor is None:
         if images:
             raise ValueError("there are images, and this model reads text only")
         return ids
@@ -494,8 +483,7 @@ class Tool:
 
     For each rollout that calls it: `create` once, before the first `execute`; then
     `calc_reward` once; and `release` in every case. All may be overridden; `execute` must be.
-    Set `name` and `schema` (the JSON schema of an OpenAI function tool) on the class or the
-    instance."""
+    Set `name` and `schema` (JSON schema of an OpenAI function) on the class or the instance."""
 
     name: str
     schema: dict
@@ -582,7 +570,7 @@ class Interaction:
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Returns (done, text, reward, metrics).
 
-        text is the next user turn; reward is that of the assistant's turn before it."""
+        text is the next user turn; reward is that of the assistant's turn before."""
         raise TypeError(f"{type(self).__name__} has no generate_response method")
 
     async def finalize(self, request_id: str):
@@ -593,8 +581,7 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
     """Returns the task's interaction that kwargs["name"] picks, or else the only one.
 
     Without a name, and with none or several of them, it is None. Raises BadInput for an
-    unknown name, for kwargs without a name where there are several, and for what is no
-    Interaction."""
+    unknown name, for a missing one among several, and for what is no Interaction."""
     interactions = getattr(task, "INTERACTIONS", None) or {}
     if not isinstance(interactions, dict):
         interactions = {interaction.name: interaction for interaction in interactions}
@@ -670,8 +657,7 @@ os.register_at_fork(after_in_child=_IDLE_THREADS.clear)  # the child has no such
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     """Runs a plain function on a daemon thread, which serves again when it has returned.
 
-    Python would wait for the threads of asyncio.to_thread when it exits: for ever, if a tool
-    never returns."""
+    Python would wait for asyncio.to_thread's when it exits: for ever if a tool never returns."""
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a deadline ends the waiting, not the work
     context = contextvars.copy_context()
@@ -704,9 +690,7 @@ async def call(function: Callable, /, *args, **kwargs) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await in_thread(function, *args, **kwargs)
-    if inspect.isawaitable(result):  # of a decorated async function, as a rule
-        result = await result
-    return result
+    return await result if inspect.isawaitable(result) else result  # a decorated async function
 
 
 def clean(text: str) -> str:
@@ -771,8 +755,7 @@ class Trajectory:
     also return the trajectory itself, and going through it gives its outputs.
 
     engine_ids are prompt and response as `engine.generate` gets them, with one placeholder
-    for each image; prompt_ids and response_ids have one for each token of an image (see
-    `expand`)."""
+    for each image; prompt_ids and response_ids have one for each of its tokens (`expand`)."""
 
     def __init__(self, messages: list[dict], prompt_ids: list[int], engine_ids: list[int],
                  images: Sequence):
@@ -831,8 +814,7 @@ class Trajectory:
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Records a reward, at the last token so far, and metrics of a tool or interaction.
 
-        Raises ValueError, which names the source, if a number is not finite; then it records
-        nothing."""
+        Raises ValueError, which names the source, and records nothing if one is not finite."""
         source = f"{kind} {name!r}"
         reward = finite(reward or 0.0, f"the reward of {source}")
         metrics = {key: finite(value, f"metric {key!r} of {source}")
@@ -926,8 +908,7 @@ class AgentLoopBase:
     def too_long(self, messages: Sequence[dict]) -> bool:
         """Returns True if messages certainly don't fit the window, without tokenising them.
 
-        Tokenising so long a text takes long. A token has about 4 characters, hardly ever
-        16."""
+        Tokenising so long a text takes long. A token hardly ever has 16 characters."""
         return len(str(messages)) > 16 * (64 + self.window)
 
     def room(self, trajectory: Trajectory, used: int | None = None) -> int:
@@ -945,9 +926,8 @@ class AgentLoopBase:
         """Appends tool or user messages, tokenised as a template suffix.
 
         Where the template rewrites history, it forks the trajectory instead. stops: see
-        `stop_token_ids`. images: one for each placeholder in the messages. Returns True if the
-        messages and a token of reply fit. Else nothing is appended, and the stop reason is
-        "length"."""
+        `stop_token_ids`. images: one for each placeholder in the messages. Returns True if
+        these and a token of reply fit; else appends nothing: the stop reason is "length"."""
         if self.too_long(messages):
             trajectory.stop_reason = "length"
             return False
@@ -1364,8 +1344,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _in_time(self, function, *args, **kwargs):
         """Awaits a method of a tool or an interaction under the deadline of a tool call."""
-        coroutine = call(function, *args, **kwargs)
-        return await in_time(function.__qualname__, self.args.tool_timeout, coroutine)
+        what = function.__qualname__
+        return await in_time(what, self.args.tool_timeout, call(function, *args, **kwargs))
 
     def _shorten(self, text):
         """Cuts a text to max_tool_response_tokens tokens and "...", as verl does.
@@ -1375,7 +1355,7 @@ class ToolAgentLoop(AgentLoopBase):
         text = clean(text)
         if len(text.encode()) <= limit:  # a token is a byte at least
             return text
-        # Of megabytes only so many characters at either end are tokenised.
+        # Of a longer text only so many characters at either end are tokenised.
         reach = 64 * limit
         if len(text) > 2 * reach:
             text = f"{text[:reach]}...{text[-reach:]}"

@@ -465,18 +465,17 @@ def rollout_correction(
         veto                    1, and 0 for a row with any token's rho outside [low, high]
     Several kinds, as in "tis,geo_mask", are multiplied, and a mask then counts as 0 or 1.
     low and high are one number for all of them, or a sequence with one for each.
+    A token with weight 0 counts in `aggregate`'s denominators: dropping one must not make the
+    others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop" with low 0.
+    A token with two logprobs of -inf has no rho: its weight (seq_*, geo_*: its row's) is NaN; a
+    veto, or a mask beside another kind, lets it pass.
 
-    A token with weight 0 still counts in `aggregate`'s denominators: dropping a token must not
-    make the others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop"
-    with low = 0. A token whose logprobs are both -inf has no rho. Its weight is NaN (for seq_*
-    and geo_*, that of its whole row). A veto, or a mask beside another kind, lets it pass.
+    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho; of several
+    kinds the last one's), rollout_clipped (1 where cut to high), rollout_dropped (1 where set to
+    0), rollout_weight and rollout_weight_sq: mean(weight)^2 / mean(weight_sq) of the global means
+    is the effective sample size, in [0, 1].
 
-    stats: rollout_kl (-log rho per token: k1 of KL(rollout, old)), rollout_ratio (rho; of
-    several kinds, the last one's), rollout_clipped (1 where cut to high), rollout_dropped
-    (1 where set to 0), rollout_weight and rollout_weight_sq. The global means of the last
-    two give the effective sample size, mean(weight)^2 / mean(weight_sq), in [0, 1].
-
-    Raises ValueError for an unknown kind, low > high, and if bounds are not one for a kind."""
+    Raises ValueError for an unknown kind, low > high, and too few or too many bounds."""
     mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     difference = logprobs_old - logprobs_rollout
     clipped = torch.zeros_like(mask)
@@ -484,8 +483,7 @@ def rollout_correction(
     weights = torch.ones_like(difference)
     kinds = kind.split(",")
     n = len(kinds)
-    lows = low if isinstance(low, Sequence) else [low] * n
-    highs = high if isinstance(high, Sequence) else [high] * n
+    lows, highs = (b if isinstance(b, Sequence) else [b] * n for b in (low, high))
     if n > 1 and ("none" in kinds or len(set(kinds)) < n) or not len(lows) == len(highs) == n:
         raise ValueError(f"{kind}: several kinds must differ, none of them be 'none', and each "
                          f"has one bound in {lows} and {highs}")

@@ -384,8 +384,7 @@ class Args:
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Returns the Args of a command line. Raises BadInput on a flag that is unknown or
-    mistyped."""
+    """Returns the Args of a command line. Raises BadInput if a flag is unknown or mistyped."""
     defaults = {name: f"--algo's; grpo: {value}" for name, value in PRESETS["grpo"].items()}
     return parse_flags(Args, argv, __doc__.split("\n")[0], defaults)
 
@@ -458,8 +457,7 @@ class Net(nn.Module):
     for M sampled tokens from their ids and from the hidden states that predict them.
 
     Packed attention, float32 parameters, no dropout: the network that is differentiated has
-    to be the one that sampled. A vision tower keeps an attention of its own, which is not
-    causal."""
+    to be the one that sampled. A vision tower keeps its own attention, which is not causal."""
 
     @shown("loading the model")
     def __init__(self, auto_class, args: Args, vision, packed: bool):
@@ -547,8 +545,7 @@ class Policy(Net):
 
 
 class Critic(Net):
-    """V(state before each sampled token): a backbone of its own, a zero-initialised linear
-    head."""
+    """V(state before each sampled token): a backbone of its own, a linear head, 0 at first."""
 
     def __init__(self, args: Args, vision=None, packed: bool = True):
         super().__init__(transformers.AutoModel, args, vision, packed)
@@ -575,8 +572,7 @@ class Learner:
     """A network and its optimiser.
 
     net: the network; wrapped: the same, wrapped for the ranks, to be called with gradients.
-    num_steps: in which it learns. Its rate is a function of the step: there is no state to
-    save."""
+    num_steps: in which it learns. Its rate is a function of the step, with no state to save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
         for name, p in net.named_parameters():
@@ -914,7 +910,7 @@ def check_input(args: Args) -> tuple:
     """Checks flags, task and rows, and raises BadInput; completes args, the only place where
     they change. Returns the accelerator, the ranks' store, the task and its rows by split."""
     check_args(args)
-    accelerator, store = start_processes(args)  # first: if a host lacks what follows, the others hear of it
+    accelerator, store = start_processes(args)  # first: a host that fails later is heard of
     complete_flags(args, accelerator.device.type == "cuda")
     functions = ["load", "reward"]
     if not args.model:
@@ -951,8 +947,7 @@ def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -
 
 
 def setup(args: Args) -> Run:
-    """Checks all input, and raises BadInput; then loads what is expensive, engine and
-    networks.
+    """Checks all input, and raises BadInput; then loads engine and networks, which is slow.
 
     Completes args: after it nothing assigns to them."""
     quiet_libraries()

@@ -44,8 +44,9 @@ def describe(outputs: Outputs, units) -> dict:
         rewards_of_name[name].append(reward)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
-        of_units = {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
-        result = of_units | result  # a unit named "mean" must not replace reward/mean
+        # A unit named "mean" must not replace reward/mean.
+        result = {f"reward/{name}": fmean(values)
+                  for name, values in rewards_of_name.items()} | result
     seconds = []  # of each output, by kind
     sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
     reward_parts = defaultdict(list)

@@ -34,7 +34,7 @@ def task_model(task: ModuleType, args) -> str:
     of two jobs that build at once, the first to finish wins."""
     # Tasks that import the function share its model.
     source = Path(inspect.getsourcefile(task.build_model))
-    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # if it is there: tasks import it
+    shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
     key = [[model_source(file.read_text()) for file in (source, *shared)], args.seed,
            torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]

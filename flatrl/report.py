@@ -178,7 +178,7 @@ class LiveReport:
 def keep_learned(file: Path, outputs: list, batch: dict):
     """Writes learned/step_*.jsonl: what an update knew of outputs that were sampled.
 
-    The batch has a row for each output that has a reward. A line of the file holds:
+    The batch has a row for each output. A line of the file holds:
 
         prompt, sample, segment   as in rollouts/*.jsonl
         advantage    of each sampled token, or one number where all are the same
@@ -186,10 +186,9 @@ def keep_learned(file: Path, outputs: list, batch: dict):
         trained      false for what --mask_truncated took out of the losses: its logp_diff is
                      empty, because the update has no logprobs of it"""
     lines = []
-    graded = [output for output in outputs if output.reward is not None]  # B
     differences = batch["logprobs_old"] - batch["logprobs_rollout"]  # (B, T)
     is_trained = batch["response_mask"].any(-1).tolist()  # (B,)
-    columns = zip(graded, batch["advantages"], differences, is_trained, strict=True)
+    columns = zip(outputs, batch["advantages"], differences, is_trained, strict=True)
     for output, advantages, difference, trained in columns:
         if "demonstration" in output.extra:
             continue

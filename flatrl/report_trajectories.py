@@ -87,10 +87,8 @@ class Texts:
             text = ""
             for piece, repeats in itertools.groupby(self.of(list(group))):
                 n = len(list(repeats))
-                if piece and n > MAX_REPEATS:
-                    text += f"{piece} × {n} "
-                else:
-                    text += piece * n
+                is_long = piece and n > MAX_REPEATS
+                text += f"{piece} × {n} " if is_long else piece * n
             texts.append(text)
         return texts or [""]
 

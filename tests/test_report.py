@@ -154,9 +154,8 @@ def test_what_an_earlier_try_at_a_step_knew_is_not_shown(folder):
 
 
 def test_learned_holds_a_number_for_equal_advantages_and_a_list_for_others(tmp_path):
-    outputs = [trajectory(sample=0), trajectory(sample=1, reward=None), trajectory(sample=2)]
-    graded = [outputs[0], outputs[2]]
-    batch = learned(graded, [1.0, 2.0], 1.23456e-6)
+    outputs = [trajectory(sample=0), trajectory(sample=2)]
+    batch = learned(outputs, [1.0, 2.0], 1.23456e-6)
     batch["advantages"] = torch.tensor([[1.0, 9.0, 1.0, 1.0], [0.5, 9.0, 0.25, 0.125]])  # 9: not sampled
     report.keep_learned(tmp_path / "learned" / "step_000001.jsonl", outputs, batch)
     name = {"prompt": 0, "segment": 0, "trained": True, "logp_diff": [1.2e-06] * 3}
