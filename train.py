@@ -647,10 +647,8 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the
     first scores of this rank's tokens, (B, T)."""
     model = learner.wrapped
-    # By default each row is a unit of its own.
-    batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch
-    # These counts are over all ranks and micro-batches.
-    mask_of_all = batch["response_mask"][rows]
+    batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # by default a row is a unit
+    mask_of_all = batch["response_mask"][rows]  # for counts over all ranks and micro-batches
     n_tokens = mask_of_all.sum().item()
     n_units = losses.count_sequences(mask_of_all, batch["unit_tokens"][rows]).item()
     n_imitated = batch["imitation_mask"][rows].sum().item() if "imitation_mask" in batch else 0
