@@ -276,11 +276,8 @@ class ChatClient:
         """Returns the outputs of all token sequences: first those whose last turn failed;
         at the end the one that was asked last."""
         outputs = []
-
-        def is_complete(trajectory):  # `tools` is None where the last turn was not sampled
-            return trajectory.tools is not None
-
-        for trajectory in sorted(self.trajectories, key=is_complete):  # False comes first
+        # `tools` is None where the last turn was not sampled. False is sorted before True.
+        for trajectory in sorted(self.trajectories, key=lambda each: each.tools is not None):
             if trajectory.assistant_turns:
                 outputs += trajectory.outputs()
         return outputs

@@ -21,10 +21,9 @@ def write_whole(file: Path, text: str):
     temporary.replace(file)
 
 
-def to_json_lines(rows: Iterable[dict], ensure_ascii: bool = True) -> str:
+def to_json_lines(rows: Iterable[dict]) -> str:
     """Returns a text, one line of JSON for each row; what JSON does not know becomes a str."""
-    return "".join(
-        json.dumps(row, default=str, ensure_ascii=ensure_ascii) + "\n" for row in rows)
+    return "".join(json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_json_lines(file: Path) -> Iterator[dict]:

@@ -11,9 +11,10 @@ from dataclasses import asdict, fields
 from importlib.metadata import distributions
 from pathlib import Path
 
+import msgspec
 from tqdm import tqdm
 
-from agent_loop import AgentLoopOutput, numbers, total_reward
+from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numbers, total_reward
 from flatrl import notices
 from flatrl.bad_input import need, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
@@ -85,7 +86,7 @@ class Log:
 
         learned: the step's Phase and batch, if it trained; the report keeps their
         advantages and the trainer's logprobs."""
-        self.unwritten += to_json_lines([metrics]).encode()
+        self.unwritten += to_json_lines([metrics]).encode(errors="backslashreplace")
         self._say_table_line(metrics)
         # Without a buffer a kill loses nothing. On a full disk a part may be written: the rest
         # follows with the next step.
@@ -113,18 +114,18 @@ class Log:
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
         """Writes rollouts/<name>.jsonl: a line for each output and each failure. Images are
         only counted. Without any line there is no file."""
-        lines = []
+        text = ""
         for output in outputs:
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output)
-            images = line.pop("images")
-            if images:
-                line["images"] = len(images)
-            lines.append(line)
-        lines += errors
-        if lines:
-            write_whole(self.folder / "rollouts" / f"{name}.jsonl",
-                        to_json_lines(lines, ensure_ascii=False))
+            line["images"] = len(output.images)
+            # Thousands of numbers, which json would take ten times as long to write.
+            numbers_of_tokens = {key: line.pop(key) for key in ("prompt_ids", *RESPONSE_LISTS)}
+            line = to_json_lines([line]).removesuffix("}\n")
+            text += f"{line}, {msgspec.json.encode(numbers_of_tokens).decode()[1:]}\n"
+        text += to_json_lines(errors)
+        if text:
+            write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 
     def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""

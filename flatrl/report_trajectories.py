@@ -164,16 +164,12 @@ class Selection:
 
     def __init__(self, folder: Path, tokenizer, max_trajectories: int, max_tokens: int):
         self.folder = folder
-        self.tokenizer = tokenizer
+        self.texts = Texts(tokenizer)
         self.max_trajectories = max_trajectories
         self.max_tokens = max_tokens
         self.groups = []
         self.counts = {}  # file -> number of trajectories in it
         self.pieces = {}  # (text, is special) of sampled tokens -> number on the page
-
-    @functools.cached_property
-    def texts(self) -> Texts:
-        return Texts(self.tokenizer)
 
     def refresh(self, last_step: float):
         """Reads new and changed files, and forgets those that are gone. last_step: of metrics.

@@ -47,7 +47,7 @@ class Watch:
             # A single answer makes 2 turns; what falls is what comes beside it.
             best = max([row.get(name, least) for row in self.rows], default=least)
             now = metrics.get(name, least)
-            if best - least > 0.1 and best - least > 10 * (now - least):
+            if best - least > max(0.1, 10 * (now - least)):
                 yield name, (f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward "
                                "pay for answers without tools and turns?")
         if metrics.get("stop_reason/abort"):
