@@ -44,9 +44,7 @@ def describe(outputs: Outputs, units) -> dict:
         rewards_of_name[name].append(reward)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
-        # A unit named "mean" must not replace reward/mean.
-        result = {f"reward/{name}": fmean(values)
-                  for name, values in rewards_of_name.items()} | result
+        result |= {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
     seconds = []  # of each output, by kind
     sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
     reward_parts = defaultdict(list)
