@@ -125,7 +125,7 @@ def test_an_empty_phase_leaves_no_file_and_failures_alone_do(args, tmp_path):
 
 
 def test_what_is_said_and_warned_about(args, capsys):
-    log = Log(args, TOKENIZER, 0)
+    log = Log(args, None, 0)
     log.say(notices.whole_text(an_output(reward=0.5, stop_reason="length"), TOKENIZER))
     log.say("hello")
     for text in ("odd", "odd", "even"):
