@@ -142,7 +142,7 @@ class AgentLoopOutput:
             raise ValueError("prompt_ids is empty: what is the first token predicted from?")
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
-        if {type(self.unit), type(self.group)} != {str}:
+        if not isinstance(self.unit, str) or not isinstance(self.group, str):
             raise ValueError(f"unit {self.unit!r} and group {self.group!r} must be texts")
 
     @property

@@ -2,6 +2,7 @@
 the output names them.
 
     python bench/zoo.py [--only "reward NaN" "mask shifted"]
+    python bench/zoo.py --clean            # no fault: ten examples, and the warnings of each (there should be none)
     python bench/zoo.py --list
 
 A fault is at most three lines of Python that change flatrl from outside, or flags, or a bad
@@ -199,6 +200,34 @@ train.policy_objective = lambda *a: [(x := objective(*a))[0] * float("inf"), x[1
 }  # fmt: skip
 
 
+# Examples in which nothing is wrong: no line may say that something is.
+CLEAN = """--task examples/calculator.py
+--task examples/calculator.py --algo ppo
+--task examples/calculator.py --max_staleness 2 --oversample 1.5
+--task examples/curriculum.py
+--task examples/hints.py --algo opsd
+--task examples/tree.py --agent tree
+--task examples/subagents.py --agent subagents
+--task examples/compaction.py --agent compaction --max_prompt_tokens 52 --max_response_tokens 12
+--task examples/sokoban.py
+--task examples/nim.py --agent self_play --max_response_tokens 4 --lr 1e-3""".splitlines()
+
+
+def clean(flags: list[str]) -> int:
+    """Runs six steps of each of CLEAN, and prints the warnings of each; returns how many there are."""
+    n_warnings = 0
+    print("| run of six steps | warnings |\n| --- | --- |")
+    for command in CLEAN:
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, "train.py", *command.split(), "--num_steps", "6", "--prompts_per_step", "16",
+                     "--eval_every", "3", "--show_every", "0", "--output_dir", f"{folder}/run", *flags]  # fmt: skip
+            done = subprocess.run(words, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        lines = [line for line in done.stdout.splitlines() if re.search("warning|Error|error:", line, re.IGNORECASE)]
+        n_warnings += len(lines) + bool(done.returncode)
+        print(f"| `{command}` | {len(lines) or 'none'}, exit code {done.returncode} |", *lines, sep="\n", flush=True)
+    return n_warnings
+
+
 # ---------------------------------------------------------------- planting
 
 
@@ -253,12 +282,15 @@ def main() -> None:
     own, flags = common.split_flags(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(FAULTS), help="names of faults")
+    parser.add_argument("--clean", action="store_true", help="run examples without a fault, and count warnings")
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
     parser.add_argument("--plant", help="a fault to plant in this process, a run of train.py; flags after --")
     options = parser.parse_args(own)
     if options.plant is not None:
         plant(options.plant, flags)
         return
+    if options.clean:
+        sys.exit(clean(flags) > 0)
     if options.list:
         print("\n".join(FAULTS))
         return
