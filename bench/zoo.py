@@ -154,6 +154,9 @@ agent_loop.Trajectory.add_sampled = lambda self, out, **more: add(self, dataclas
     "a stop token that is not trained": Fault("response_mask is wrong", """add = agent_loop.Trajectory.add_sampled
 agent_loop.Trajectory.add_sampled = lambda self, out, **more: (
     add(self, out, **more), self.response_mask.__setitem__(-1, 0))"""),
+    "a loop that leaves out the versions": Fault("where the mask is 1, has -1", """output = agent_loop.Trajectory.output
+agent_loop.Trajectory.output = lambda self: dataclasses.replace(
+    output(self), response_versions=[-1] * len(self.response_ids))"""),
     "two BOS tokens": Fault("does not give a prompt back", """tokenise = agent_loop._tokenise_prompt
 agent_loop._tokenise_prompt = lambda tokenizer, text: [1] + tokenise(tokenizer, text)"""),
     # -- credit
