@@ -66,11 +66,11 @@ class EnvInteraction(Interaction):
         return method(*args)
 
 
-def episodes(name: str, split: str) -> list[dict]:
+def episodes(name: str, split: str, n_val: int = 64, n_train: int = 1000) -> list[dict]:
     """Returns a split's rows for the `EnvInteraction` of this name, one for each seed.
 
-    "val" has 64 seeds, "train" 1,000 others."""
-    seeds = {"train": range(64, 1064), "val": range(64)}
+    "val" has n_val seeds, "train" n_train others."""
+    seeds = {"train": range(n_val, n_val + n_train), "val": range(n_val)}
     rows = []
     for seed in seeds[split]:
         kwargs = {"name": name, "seed": seed}
@@ -98,3 +98,13 @@ def play(env, system_prompt: str | None, seed: int, act: Callable[[], str],
             break
         chat.append({"role": "user", "content": observation})
     return chat
+
+
+def said(chat: list[dict]) -> list[str]:
+    """Returns what the assistant says in a chat: a row's demonstration."""
+    return [message["content"] for message in chat if message["role"] == "assistant"]
+
+
+def how_far(cells: int, direction: str, opposite: str) -> str:
+    """Returns where something is, such as "2 east", or "1 west" for -1 cell."""
+    return f"{abs(cells)} {direction if cells >= 0 else opposite}"

@@ -1,5 +1,7 @@
 """An environment of the verifiers library, by its name: its rows, its rollout, its rubric.
 
+This is an adapter: it shows how such an environment is connected. It was not shown to learn.
+
     pip install "verifiers<0.2"
     accelerate launch train.py --task examples/verifiers_env.py --agent verifiers
     export VERIFIERS_ENV=wordle VERIFIERS_ARGS='{"num_train_examples": 500}'

@@ -1,4 +1,4 @@
-"""Environments of others as examples, each where its package is installed; and examples/sokoban.py."""
+"""Environments of others as examples, each where its package is installed; and the Sokoban speedrun."""
 
 import asyncio
 import json
@@ -196,7 +196,7 @@ def test_a_session_of_openenv(tokenizer, monkeypatch):
     assert load_task(example).describe({"a": 1, "b": "x"}) == '{"a": 1, "b": "x"}'
 
 
-# ---------------------------------------------------------------- Sokoban
+# ---------------------------------------------------------------- the Sokoban speedrun
 
 BOARD = """+ + + + + +
 + X - - - +
@@ -208,7 +208,7 @@ BOARD = """+ + + + + +
 
 @pytest.fixture
 def sokoban():
-    return load_task(str(REPO / "examples/sokoban.py"))
+    return load_task(str(REPO / "examples/sokoban_speedrun.py"))
 
 
 @pytest.mark.parametrize("moves, boxes, player", [
@@ -249,28 +249,19 @@ def test_part_of_the_goals_is_part_of_the_reward(sokoban):
     assert sokoban.Board(board).move("").progress() == 0.0
 
 
-def test_tiny_boards_of_sokoban(sokoban, tokenizer):
-    train, val = load_rows(sokoban, "train"), load_rows(sokoban, "val")
-    boards = [row["extra_info"]["board"] for row in (*train, *val)]
-    assert len(val) == 64 and len(train) > 200 and len(set(boards)) == len(boards)
-    solutions = dict(sokoban.tiny_boards())
-    assert all(sokoban.Board(board).move(solutions[board]).solved for board in boards)
-    assert not any(sokoban.Board(board).move(solutions[board][:-1]).solved for board in boards)
-    assert filter_overlong(val, tokenizer, sokoban, Args(model="x", max_model_len=640)) == val
-    output = play(sokoban, tokenizer, f"<answer>{solutions[boards[-1]]}</answer>", row=-1)
-    assert sokoban.reward(output, val[-1])["score"] == 1.0
-    assert output.messages[1]["content"].splitlines()[:2] == ["  0 1 2 3 4 5", "0 + + + + + +"]
-
-
 def test_the_speedruns_boards(tmp_path, monkeypatch):
     for name in "train", "eval":
         line = json.dumps({"question": BOARD, "answer": "LURULL", "metadata": {"band": name}})
         (tmp_path / f"sokoban_{name}.jsonl").write_text(line + "\n")
     monkeypatch.setenv("SOKOBAN_DATA", str(tmp_path))
-    task = load_task(str(REPO / "examples/sokoban.py"))
+    task = load_task(str(REPO / "examples/sokoban_speedrun.py"))
     (row,) = load_rows(task, "val")
-    assert row["extra_info"]["board"] == BOARD and row["prompt"][0]["content"] == task.RULES
-    assert not hasattr(task, "build_model")
+    system, question = row["prompt"]
+    assert row["extra_info"]["board"] == BOARD and system["content"] == task.SYSTEM_PROMPT
+    assert question["content"].splitlines()[:2] == ["  0 1 2 3 4 5", "0 + + + + + +"]
     (tmp_path / "sokoban_eval.jsonl").unlink()
     with pytest.raises(BadInput, match="there is no sokoban_eval.jsonl"):
+        load_rows(task, "val")
+    monkeypatch.delenv("SOKOBAN_DATA")
+    with pytest.raises(BadInput, match="needs SOKOBAN_DATA"):
         load_rows(task, "val")

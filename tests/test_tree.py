@@ -22,7 +22,7 @@ tree = data.load_task(str(REPO / "examples" / "tree.py"))
 
 def play(task, tokenizer, row: dict, *lines, sample: int = 0, validate: bool = False, **args) -> list:
     """The graded outputs of one rollout by the task's own loop, marked as a pool marks them."""
-    args = Args(max_response_tokens=200, **args)
+    args = Args(**{"max_response_tokens": 200} | args)
     engine = Script(tokenizer, lines)
     loop = agent_loop_class(row, task, args)(engine, tokenizer, None, task, args)
     outputs = asyncio.run(loop.run({}, **row, step=0, rollout_n=sample, validate=validate))

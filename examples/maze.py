@@ -1,0 +1,137 @@
+"""A maze, another one in each row: the agent sees the open ways around it and where the goal is.
+
+    accelerate launch train.py --task examples/maze.py --algo gigpo --lr 1e-3 --num_steps 24 \\
+        --max_assistant_turns 10 --max_response_tokens 192
+
+    user       open n e                          # # G # #
+               goal 1 east 4 north               . . . . #
+    assistant  n                                 . # # # #
+    user       open e s w                        . . . . #
+               goal 1 east 3 north               # A . . .
+    assistant  w
+
+A rollout earns 1 if it comes to the goal in ten steps, whichever of them were good. The same places
+come back: in a rollout that goes to and fro, and in the other rollouts of its maze. `gigpo` compares
+the steps that were taken in one place by what came of each, which counts less the later it came.
+For that `reward` says what the state of each turn was.
+
+The mazes of the evaluation are others than those of training. The built-in model has seen a poor
+walker, who mostly takes the first way that is open. docs/credit.md has what it learns."""
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+from examples.environments import EnvInteraction, IllegalAction, episodes, how_far, play, said
+from examples.tiny_models import build_from_demonstrations
+
+SYSTEM_PROMPT = "Go to the goal: n, e, s or w."
+# The parts of an observation. Each is one token of the built-in model, so it has no comma: marks
+# in what the world says are always tokens of their own.
+SEEN = ("open {}", "\ngoal {}", " {}")
+SIZE = 5
+WALLS = 0.4  # the share of the cells
+NEAREST, FARTHEST = 4, 7  # the least number of steps from the start to the goal
+TURNS = 10
+STEPS = {"n": (-1, 0), "e": (0, 1), "s": (1, 0), "w": (0, -1)}
+
+
+class Maze:
+    """A maze of SIZE x SIZE cells, a start and a goal; places are (row, column)."""
+
+    def reset(self, seed: int) -> str:
+        """Makes the maze of this number; returns what is seen at the start."""
+        generator = random.Random(seed)
+        cells = list(itertools.product(range(SIZE), repeat=2))
+        starts = []
+        while not starts:
+            self.free = {cell for cell in cells if generator.random() > WALLS}
+            self.goal = generator.choice(cells)
+            self.free.add(self.goal)
+            self.distances = self.distances_to_goal()
+            starts = [cell for cell in cells if NEAREST <= self.distances.get(cell, 0) <= FARTHEST]
+        self.place = generator.choice(starts)
+        self.turns_left = TURNS
+        return self.seen()
+
+    def distances_to_goal(self) -> dict[tuple, int]:
+        """Returns the least number of steps to the goal from each place that has a way to it."""
+        distances = {self.goal: 0}
+        for place in (places := [self.goal]):  # the list grows meanwhile
+            for step in STEPS:
+                neighbour = after(place, step)
+                if neighbour in self.free and neighbour not in distances:
+                    distances[neighbour] = distances[place] + 1
+                    places.append(neighbour)
+        return distances
+
+    def open_ways(self) -> list[str]:
+        """Returns the steps that no wall stops."""
+        return [step for step in STEPS if after(self.place, step) in self.free]
+
+    def seen(self) -> str:
+        """Returns the open ways, and where the goal is."""
+        south, east = (goal - own for goal, own in zip(self.goal, self.place))
+        values = [" ".join(self.open_ways()), how_far(east, "east", "west"), how_far(south, "south", "north")]
+        return "".join(map(str.format, SEEN, values))
+
+    def step(self, action: str) -> tuple[str, float, bool, dict]:
+        """Takes a step, or stays before a wall; returns (observation, reward, done, info).
+
+        Raises IllegalAction for other words."""
+        if action not in STEPS:
+            raise IllegalAction("say n, e, s or w.")
+        self.turns_left -= 1
+        if action in self.open_ways():
+            self.place = after(self.place, action)
+        found = self.place == self.goal
+        return self.seen(), float(found), found or not self.turns_left, {"found": int(found)}
+
+
+def after(place: tuple, step: str) -> tuple:
+    """Returns the place that a step leads to."""
+    return place[0] + STEPS[step][0], place[1] + STEPS[step][1]
+
+
+INTERACTIONS = [EnvInteraction("maze", Maze)]
+
+
+def load(split: str) -> list[dict]:
+    """Returns a row for each maze: 256 for "val", 1,000 others for "train"."""
+    return episodes("maze", split, n_val=256)
+
+
+def reward(output, row: dict) -> float:
+    """Returns 0.0: the environment has paid. Notes the state of each turn, what was seen before it."""
+    output.metrics["states"] = [before["content"] for before, message in itertools.pairwise(output.messages)
+                                if message["role"] == "assistant"]  # fmt: skip
+    return 0.0
+
+
+def poor_walk(seed: int) -> list[str]:
+    """Returns the steps of a poor walker: three in ten are on a shortest way, half of the others
+    take the first open way."""
+    env = Maze()
+
+    def act() -> str:
+        ways = env.open_ways()
+        if random.random() < 0.3:
+            return min(ways, key=lambda way: env.distances[after(env.place, way)])
+        return random.choice([ways[0], random.choice(ways)])
+
+    return said(play(env, None, seed, act, TURNS))
+
+
+def build_model(path: str | Path) -> None:
+    """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
+    rows = [row | {"demonstration": poor_walk(row["extra_info"]["index"])}
+            for row in random.choices(load("train"), k=1600)]  # fmt: skip
+    distances = range(-SIZE + 1, SIZE)
+    values = [
+        [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)],
+        [how_far(n, "east", "west") for n in distances],
+        [how_far(n, "south", "north") for n in distances],
+    ]
+    pieces = [part.format(value) for part, of_part in zip(SEEN, values) for value in of_part]
+    build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

@@ -1,0 +1,109 @@
+"""examples/sokoban.py: what can be pushed, its levels and their solver, rollouts, and the built-in model's games."""
+
+import asyncio
+import random
+from operator import itemgetter
+from types import SimpleNamespace
+
+import pytest
+from conftest import REPO
+from test_tree import play
+
+from data import load_rows, load_task
+from examples import tiny_models
+
+sokoban = load_task(str(REPO / "examples" / "sokoban.py"))
+WALLS = frozenset(sokoban.BORDER | {(1, 2)})
+
+
+@pytest.fixture(scope="module")
+def built():
+    """What build_model gives to build_from_demonstrations."""
+    given = {}
+    random.seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sokoban, "build_from_demonstrations", lambda path, task, rows, **more: given.update(more, rows=rows)
+        )
+        sokoban.build_model("a folder")
+    return given
+
+
+@pytest.mark.parametrize("player, box, move, after", [
+    ((2, 2), (3, 3), "l", ((2, 1), (3, 3))),  # walks
+    ((2, 2), (3, 3), "u", ((2, 2), (3, 3))),  # against a wall inside
+    ((4, 1), (3, 3), "d", ((4, 1), (3, 3))),  # against the border
+    ((3, 2), (3, 3), "r", ((3, 3), (3, 4))),  # pushes
+    ((3, 3), (3, 4), "r", ((3, 3), (3, 4))),  # against the border
+    ((3, 2), (2, 2), "u", ((3, 2), (2, 2))),  # against the wall inside
+    ((3, 2), (3, 3), "l", ((3, 1), (3, 3))),  # does not pull
+])  # fmt: skip
+def test_moves(player, box, move, after):
+    assert sokoban.after(WALLS, player, box, move) == after
+
+
+def test_the_solver_finds_the_shortest_solution():
+    walls = frozenset(sokoban.BORDER)
+    assert sokoban.solve(walls, (3, 1), (4, 3), (4, 4), 8) == "drr"
+    assert sokoban.solve(walls, (3, 1), (4, 3), (4, 4), 2) is None
+    assert sokoban.solve(walls, (3, 1), (4, 4), (4, 3), 20) is None  # in the corner
+    assert sokoban.solve(walls, (3, 1), (4, 4), (4, 4), 0) == ""
+    assert sokoban.solve(walls, (2, 4), (2, 3), (2, 4), 12) == "ulldr"  # round the box, and one push
+
+
+def test_levels_are_different_and_of_the_said_length():
+    levels = sokoban.levels()
+    assert len(set(levels)) == len(levels) == 2256
+    lengths = [len(sokoban.solve(*level, 12)) for level in levels[:300]]
+    assert min(lengths) == 3 and max(lengths) == 8
+    seeds = {split: [row["extra_info"]["interaction_kwargs"]["seed"] for row in sokoban.load(split)]
+             for split in ("val", "train")}  # fmt: skip
+    assert seeds == {"val": list(range(256)), "train": list(range(256, 2256))}
+
+
+# + @ . . . +    the first level's third and fourth row
+# + . . $ * +
+def test_a_level_is_solved(tokenizer):
+    (output,) = play(sokoban, tokenizer, load_rows(sokoban, "val")[0], "d", "x", "r", "r", max_response_tokens=2000)
+    assert [message["content"] for message in output.messages if message["role"] == "user"] == [
+        "walls l\nbox 1 down 2 right\nwalls of box d\ngoal 0 down 1 right of box",
+        "walls d l\nbox 0 down 2 right\nwalls of box d\ngoal 0 down 1 right of box",
+        "Illegal: say u, d, l or r.",
+        "walls d\nbox 0 down 1 right\nwalls of box d\ngoal 0 down 1 right of box",
+    ]
+    assert [reward for _, reward in output.turn_rewards] == pytest.approx([-0.1, 1.0])
+    assert (output.reward, output.stop_reason, output.metrics["interaction/solved"]) == (0.0, "stop", 1)
+
+
+def test_a_game_has_twelve_moves():
+    env = sokoban.Sokoban()
+    env.reset(0)
+    ends = [env.step("l") for _ in range(12)]
+    assert [(reward, done) for _, reward, done, _ in ends] == [(0.0, False)] * 11 + [(0.0, True)]
+
+
+def test_the_built_in_model_has_seen_mostly_good_games_of_training_levels(built):
+    games = [(row["extra_info"]["index"], row["demonstration"]) for row in built["rows"]]
+    assert {seed for seed, _ in games} <= set(range(256, 2256))
+    good = n = 0
+    for seed, moves in games[:200]:
+        env = sokoban.Sokoban()
+        env.reset(seed)
+        for move in moves:
+            best = sokoban.solve(env.walls, env.player, env.box, env.goal, 12)
+            good, n = good + (move == (best or "-")[0]), n + bool(best)
+            _, _, done, _ = env.step(move)
+        assert done
+    assert 0.7 < good / n < 0.85  # seven in ten, and one in four of the others
+
+
+def test_an_observation_is_six_tokens_of_the_built_in_model(built):
+    tokenizer = tiny_models.make_tokenizer([sokoban.SYSTEM_PROMPT, *built["pieces"]])
+    source = SimpleNamespace(load=lambda split: built["rows"][:50], SYSTEM_PROMPT=sokoban.SYSTEM_PROMPT)
+    for seed, row in enumerate(load_rows(source, "train")):
+        moves = list(map(itemgetter("content"), row["demonstration"]))
+        seen = sokoban.Sokoban().reset(seed)
+        assert len(tokenizer(seen)["input_ids"]) == 6, seen
+        ((ids, mask),) = asyncio.run(tiny_models.play(row, sokoban, tokenizer))
+        said = tokenizer.decode([token for token, sampled in zip(ids, mask) if sampled])
+        assert said == "".join(f"{move}<|im_end|>" for move in moves)
