@@ -1,7 +1,7 @@
 """Sokoban in a room of 6 x 6 cells, move by move: push the box on the goal, never into a corner.
 
-    accelerate launch train.py --task examples/sokoban.py --lr 1e-3 --num_steps 24 \\
-        --max_assistant_turns 12 --max_response_tokens 256
+    accelerate launch train.py --task examples/sokoban.py --lr 1e-3 --num_steps 30 \\
+        --prompts_per_step 8 --max_assistant_turns 10 --max_response_tokens 192
 
     user       walls l                           + + + + + +
                box 1 down 2 right                + . . . . +
@@ -10,8 +10,8 @@
     assistant  d                                 + . . $ * +      * the goal
     user       ...                               + + + + + +
 
-A rollout earns 1 if the box is on the goal after twelve moves or fewer. A level has one box, up to
-two walls inside, and a solution of three to eight moves.
+A rollout earns 1 if the box is on the goal after ten moves or fewer. A level has one box, up to two
+walls inside, and a solution of three to six moves.
 
 The levels of the evaluation are others than those of training. The built-in model has seen levels
 of training, played by somebody who makes three moves in ten at random and the others as a solver
@@ -32,7 +32,8 @@ INSIDE = list(itertools.product(range(1, 5), repeat=2))  # (row, column) of the 
 BORDER = set(itertools.product(range(6), repeat=2)) - set(INSIDE)
 # The parts of an observation; each is one token of the built-in model.
 SEEN = ("walls {}", "\nbox {}", " {}", "\nwalls of box {}", "\ngoal {}", " {} of box")
-TURNS = 12
+LONGEST = 6  # the most moves of a shortest solution
+TURNS = 10
 N_VAL, N_TRAIN = 256, 2000
 
 
@@ -70,7 +71,7 @@ def levels() -> list[tuple]:
     while len(found) < N_VAL + N_TRAIN:
         player, box, goal, *inner = generator.sample(INSIDE, 3 + generator.randrange(3))
         level = (frozenset(BORDER.union(inner)), player, box, goal)
-        if len(solve(*level, most=8) or "") >= 3:
+        if len(solve(*level, most=LONGEST) or "") >= 3:
             found[level] = None
     return list(found)
 
@@ -137,7 +138,7 @@ def nearly_solved(seed: int) -> list[str]:
 def build_model(path: str | Path) -> None:
     """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
     rows = [row | {"demonstration": nearly_solved(row["extra_info"]["index"])}
-            for row in random.choices(load("train"), k=3200)]  # fmt: skip
+            for row in random.choices(load("train"), k=3600)]  # fmt: skip
     some_walls = [" ".join(moves) or "none" for n in range(5) for moves in itertools.combinations(MOVES, n)]
     down, right = zip(*(way((0, 0), (n, n)) for n in range(-3, 4)))
     values = [some_walls, down, right, some_walls, down, right]

@@ -55,7 +55,7 @@ def test_levels_are_different_and_of_the_said_length():
     levels = sokoban.levels()
     assert len(set(levels)) == len(levels) == 2256
     lengths = [len(sokoban.solve(*level, 12)) for level in levels[:300]]
-    assert min(lengths) == 3 and max(lengths) == 8
+    assert min(lengths) == 3 and max(lengths) == 6
     seeds = {split: [row["extra_info"]["interaction_kwargs"]["seed"] for row in sokoban.load(split)]
              for split in ("val", "train")}  # fmt: skip
     assert seeds == {"val": list(range(256)), "train": list(range(256, 2256))}
@@ -75,11 +75,11 @@ def test_a_level_is_solved(tokenizer):
     assert (output.reward, output.stop_reason, output.metrics["interaction/solved"]) == (0.0, "stop", 1)
 
 
-def test_a_game_has_twelve_moves():
+def test_a_game_has_ten_moves():
     env = sokoban.Sokoban()
     env.reset(0)
-    ends = [env.step("l") for _ in range(12)]
-    assert [(reward, done) for _, reward, done, _ in ends] == [(0.0, False)] * 11 + [(0.0, True)]
+    ends = [env.step("l") for _ in range(10)]
+    assert [(reward, done) for _, reward, done, _ in ends] == [(0.0, False)] * 9 + [(0.0, True)]
 
 
 def test_the_built_in_model_has_seen_mostly_good_games_of_training_levels(built):
@@ -90,7 +90,7 @@ def test_the_built_in_model_has_seen_mostly_good_games_of_training_levels(built)
         env = sokoban.Sokoban()
         env.reset(seed)
         for move in moves:
-            best = sokoban.solve(env.walls, env.player, env.box, env.goal, 12)
+            best = sokoban.solve(env.walls, env.player, env.box, env.goal, 10)
             good, n = good + (move == (best or "-")[0]), n + bool(best)
             _, _, done, _ = env.step(move)
         assert done
