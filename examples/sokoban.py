@@ -1,5 +1,7 @@
 """Sokoban in a room of 6 x 6 cells, move by move: push the box on the goal, never into a corner.
 
+It was not shown to learn yet.
+
     accelerate launch train.py --task examples/sokoban.py --lr 1e-3 --num_steps 30 \\
         --prompts_per_step 8 --max_assistant_turns 10 --max_response_tokens 192
 
@@ -14,8 +16,8 @@ A rollout earns 1 if the box is on the goal after ten moves or fewer. A level ha
 walls inside, and a solution of three to six moves.
 
 The levels of the evaluation are others than those of training. The built-in model has seen levels
-of training, played by a poor player, a third of whose moves are a solver's. docs/tiny_models.md has
-what it learns. `sokoban_speedrun.py` is a benchmark for real models."""
+of training, played by a poor player, a third of whose moves are a solver's. `sokoban_speedrun.py`
+is a benchmark for real models."""
 
 import functools
 import itertools
