@@ -68,6 +68,7 @@ class Log:
         self.folder = Path(args.output_dir)
         self.n_lines = 0  # of the table
         self.warned = set()  # texts of warnings
+        self.terminal = sys.stdout  # a tool's redirect_stdout may leave another in its place
         self.unwritten = b""  # of metrics.jsonl, because the disk was full
         about = dict(args=asdict(args), git=git_hash(), versions=versions(), command=sys.argv)
         # args.json is written first: it marks the folder as a run's own.
@@ -129,7 +130,7 @@ class Log:
 
     def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""
-        tqdm.write(text)
+        tqdm.write(text, file=self.terminal)
 
     def warn_once(self, text: str):
         """Prints a warning unless the same text was printed before."""

@@ -1,6 +1,7 @@
 """data.Log: the files of a run, the table on the terminal, and what a resumed run keeps of them."""
 
 import inspect
+import io
 import itertools
 import json
 import statistics
@@ -53,6 +54,16 @@ def test_args_versions_and_the_commit_are_kept(args, tmp_path):
     assert {"torch", "transformers", "numpy"} <= set(about["versions"])
     assert list(about["versions"])[:2] == ["torch", "transformers"]
     assert (tmp_path / "run" / "rollouts").is_dir() and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_table_goes_on_if_a_tool_leaves_another_stdout(args, capsys, monkeypatch):
+    """As contextlib.redirect_stdout does in two threads at a time."""
+    log = Log(args, None, 0)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    log.say("a line")
+    assert sys.stdout.getvalue() == ""
+    monkeypatch.undo()
+    assert capsys.readouterr().out == "a line\n"
 
 
 def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys):
