@@ -40,7 +40,7 @@ def refusing(problem: str, file: str = ""):
         places = list(traceback.extract_tb(error.__traceback__))
         if isinstance(error, SyntaxError):  # it has a file and a line, where nothing was run
             places.append(error)
-        lines = [place.lineno for place in places if file and place.filename == file]
+        lines = [place.lineno for place in places if place.filename == file]
         if lines:
             problem += f", line {lines[-1]}"
         raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error

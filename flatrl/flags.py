@@ -118,7 +118,5 @@ def check_only_rule(rule: str, args) -> tuple[bool, str]:
     is_set = value not in UNSET_VALUES
     if negation:
         return not is_set, f"without --{name}"
-    wording = f"with a --{name}"
-    if value.startswith("0"):
-        wording += " other than 0"
-    return is_set, wording
+    other = " other than 0" if value.startswith("0") else ""
+    return is_set, f"with a --{name}{other}"

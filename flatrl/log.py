@@ -115,16 +115,15 @@ class Log:
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
         """Writes rollouts/<name>.jsonl: a line for each output and each failure. Images are
         only counted. Without any line there is no file."""
-        text = ""
+        lines = []
         for output in outputs:
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
-            line |= vars(output)
-            line["images"] = len(output.images)
+            line |= vars(output) | {"images": len(output.images)}
             # Thousands of numbers, which json would take ten times as long to write.
             numbers_of_tokens = {key: line.pop(key) for key in ("prompt_ids", *RESPONSE_LISTS)}
             line = to_json_lines([line]).removesuffix("}\n")
-            text += f"{line}, {msgspec.json.encode(numbers_of_tokens).decode()[1:]}\n"
-        text += to_json_lines(errors)
+            lines.append(f"{line}, {msgspec.json.encode(numbers_of_tokens).decode()[1:]}\n")
+        text = "".join(lines) + to_json_lines(errors)
         if text:
             write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
 

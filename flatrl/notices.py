@@ -185,8 +185,7 @@ def row_warnings(train, val) -> Iterator[str]:
 
 def first_rows(rows) -> list[dict]:
     """Returns the first rows of a split; fewer of a table on disk, which is slow to read."""
-    n_rows = MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK
-    return list(itertools.islice(rows, n_rows))
+    return list(itertools.islice(rows, MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK))
 
 
 def question(row: dict) -> str | None:

@@ -87,8 +87,7 @@ class Texts:
             text = ""
             for piece, repeats in itertools.groupby(self.of(list(group))):
                 n = len(list(repeats))
-                is_long = piece and n > MAX_REPEATS
-                text += f"{piece} × {n} " if is_long else piece * n
+                text += f"{piece} × {n} " if piece and n > MAX_REPEATS else piece * n
             texts.append(text)
         return texts or [""]
 

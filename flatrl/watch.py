@@ -81,8 +81,8 @@ class Watch:
         if len(norms) >= FEW_STEPS and norm > max(10 * median(norms), self.args.max_grad_norm):
             yield "gradient", (f"the gradient norm is {norm:.2g}, more than ten times its median: "
                                "look at this step's rollouts and largest advantages")
-        first_step = self.args.critic_warmup + self.args.warmup_steps + 1
-        if metrics["actor/lr"] == 0 and metrics["step"] > first_step:
+        warmup = self.args.critic_warmup + self.args.warmup_steps
+        if metrics["actor/lr"] == 0 and metrics["step"] > warmup + 1:
             yield "lr", "the learning rate is 0: nothing is learnt"
         if metrics["actor/adam_steps"] <= last.get("actor/adam_steps", 0):
             yield "optimiser", "Adam's states are lost: it starts anew, with large steps"
