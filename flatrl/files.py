@@ -13,11 +13,12 @@ def absolute(path: str) -> str:
     return os.path.realpath(path) if os.path.exists(path) else path
 
 
-def write_whole(file: Path, text: str):
-    """Writes a text file so that nobody ever sees half of it; makes its folder if needed."""
+def write_whole(file: Path, *texts: str):
+    """Writes a file of these texts so that nobody ever sees half of it; makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}")
-    temporary.write_text(text, "utf-8", "backslashreplace")
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.writelines(texts)
     temporary.replace(file)
 
 

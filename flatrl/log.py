@@ -119,13 +119,12 @@ class Log:
         for output in outputs:
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
-            # Thousands of numbers, which json would take ten times as long to write.
-            numbers_of_tokens = {key: line.pop(key) for key in ("prompt_ids", *RESPONSE_LISTS)}
-            line = to_json_lines([line]).removesuffix("}\n")
-            lines.append(f"{line}, {msgspec.json.encode(numbers_of_tokens).decode()[1:]}\n")
-        text = "".join(lines) + to_json_lines(errors)
-        if text:
-            write_whole(self.folder / "rollouts" / f"{name}.jsonl", text)
+            # The thousands of numbers come last: msgspec writes them ten times as fast as json.
+            lists = {key: line.pop(key) for key in ("prompt_ids", *RESPONSE_LISTS)}
+            lines.append(f"{to_json_lines([line])[:-2]}, "
+                         f"{msgspec.json.encode(lists).decode()[1:]}\n")
+        if outputs or errors:
+            write_whole(self.folder / "rollouts" / f"{name}.jsonl", *lines, to_json_lines(errors))
 
     def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""
