@@ -690,7 +690,9 @@ async def call(function: Callable, /, *args, **kwargs) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await in_thread(function, *args, **kwargs)
-    return await result if inspect.isawaitable(result) else result  # a decorated async function
+    if inspect.isawaitable(result):  # of an async function that was decorated
+        return await result
+    return result
 
 
 def clean(text: str) -> str:

@@ -392,12 +392,12 @@ def policy_loss(
         raise ValueError(
             f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
     inputs = _masked(mask, logprobs, logprobs_old.detach(), advantages.detach())
-    more = {"entropy": entropy, "args": args}
-    return _policy_loss(kind, *inputs, clip_low, clip_high, clip_c, more)
+    return _policy_loss(kind, *inputs, clip_low, clip_high, clip_c, entropy, args)
 
 
 def _policy_loss(
-        kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_high, clip_c, more):
+        kind, mask, logprobs, logprobs_old, advantages, clip_low, clip_high, clip_c, entropy,
+        args):
     """Computes `policy_loss` from checked inputs, which are 0 where the mask is 0."""
     difference = logprobs - logprobs_old
     log_ratio = difference.clamp(-20, 20)  # far beyond any clip; exp can't overflow
@@ -408,9 +408,9 @@ def _policy_loss(
 
     own = OBJECTIVES[kind]
     if own:
-        more |= dict(logprobs=logprobs, logprobs_old=logprobs_old, ratio=ratio,
-                     advantages=advantages, mask=mask)
-        loss = own(**{name: more[name] for name in own.takes})
+        given = dict(logprobs=logprobs, logprobs_old=logprobs_old, ratio=ratio,
+                     advantages=advantages, mask=mask, entropy=entropy, args=args)
+        loss = own(**{name: given[name] for name in own.takes})
         if isinstance(loss, tuple):
             loss, own_stats = loss
         if loss.shape != mask.shape:

@@ -899,7 +899,7 @@ class Pool:
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first + n_batches * self.batch
-        if getattr(self.run.task, "sampler", None):
+        if self.kind == "train" and getattr(self.run.task, "sampler", None):
             # It chooses all rows here: by now it has seen the same on every rank.
             self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from agent_loop import Interaction, in_thread
+from agent_loop import Interaction, in_thread, numbers
 
 
 class IllegalAction(ValueError):
@@ -51,8 +51,7 @@ class EnvInteraction(Interaction):
             # The game goes on; --max_assistant_turns bounds how often.
             return False, f"Illegal: {error}", self.illegal_reward, {"illegal": 1}
         observation, reward, done, info = result
-        numbers = {name: value for name, value in info.items() if isinstance(value, (int, float))}
-        return done, observation, reward, numbers
+        return done, observation, reward, numbers(info)
 
     async def finalize(self, request_id: str):
         """Closes the trajectory's environment, if `make` has not failed."""

@@ -58,7 +58,8 @@ class Maze:
     def distances_to_goal(self) -> dict[tuple, int]:
         """Returns the least number of steps to the goal from each place that has a way to it."""
         distances = {self.goal: 0}
-        for place in (places := [self.goal]):  # the list grows meanwhile
+        places = [self.goal]
+        for place in places:  # the list grows meanwhile
             for step in STEPS:
                 neighbour = after(place, step)
                 if neighbour in self.free and neighbour not in distances:

@@ -54,7 +54,8 @@ def beside(place: tuple, move: str) -> tuple:
 def solve(walls: frozenset, player: tuple, box: tuple, goal: tuple, most: int) -> str | None:
     """Returns the first of the shortest solutions of at most so many moves, None if there is none."""
     states = {(player, box): ""}
-    for state, moves in (queue := list(states.items())):  # the list grows meanwhile
+    queue = list(states.items())
+    for state, moves in queue:  # the list grows meanwhile
         if state[1] == goal:
             return moves
         for move in MOVES:

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from agent_loop import AgentLoopOutput, image_tokens
+from agent_loop import AgentLoopOutput, expand, image_tokens
 
 SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
 
@@ -18,8 +18,7 @@ def check_images(output: AgentLoopOutput, processor):
 
     Raises ValueError if there are more or less, or if a text model has images."""
     if processor is None:
-        if output.images:
-            raise ValueError("there are images, and this model reads text only")
+        expand([], output.images, None)  # it raises if there are images
         return
     n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     n_expected = sum(image_tokens(output.images, processor))

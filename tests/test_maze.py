@@ -39,16 +39,20 @@ def walk(tokenizer, *steps: str, sample: int = 0):
     return output
 
 
-@pytest.fixture(scope="module")
-def built():
-    """What build_model gives to build_from_demonstrations."""
+def given_to_the_kit(task) -> dict:
+    """What a task's build_model gives to build_from_demonstrations."""
     given = {}
     random.seed(0)
     with pytest.MonkeyPatch.context() as patch:
         keep = lambda path, task, rows, **more: given.update(more, rows=rows)
-        patch.setattr(maze, "build_from_demonstrations", keep)
-        maze.build_model("a folder")
+        patch.setattr(task, "build_from_demonstrations", keep)
+        task.build_model("a folder")
     return given
+
+
+@pytest.fixture(scope="module")
+def built():
+    return given_to_the_kit(maze)
 
 
 def test_a_walk_to_the_goal(tokenizer):
@@ -119,14 +123,21 @@ def test_the_poor_walker(built):
     assert 0.4 < n_first / n < 0.65 and 0.4 < n_nearer / n < 0.75
 
 
-def test_an_observation_is_three_tokens_of_the_built_in_model(built):
-    tokenizer = tiny_models.make_tokenizer([maze.SYSTEM_PROMPT, *built["pieces"]])
-    source = SimpleNamespace(load=lambda split: built["rows"][:50], SYSTEM_PROMPT=maze.SYSTEM_PROMPT)
+def read_demonstrations(task, env, built, n_tokens: int):
+    """Checks that the built-in model's tokenizer has n_tokens for an observation, and that its demonstrations say
+    their actions and nothing else. Yields (actions, all token ids) of each."""
+    tokenizer = tiny_models.make_tokenizer([task.SYSTEM_PROMPT, *built["pieces"]])
+    source = SimpleNamespace(load=lambda split: built["rows"][:50], SYSTEM_PROMPT=task.SYSTEM_PROMPT)
     for seed, row in enumerate(data.load_rows(source, "train")):
-        steps = list(map(itemgetter("content"), row["demonstration"]))
-        seen = maze.Maze().reset(seed)
-        assert len(tokenizer(seen)["input_ids"]) == 3, seen
-        ((ids, mask),) = asyncio.run(tiny_models.play(row, maze, tokenizer))
+        actions = list(map(itemgetter("content"), row["demonstration"]))
+        seen = env.reset(seed)
+        assert len(tokenizer(seen)["input_ids"]) == n_tokens, seen
+        ((ids, mask),) = asyncio.run(tiny_models.play(row, task, tokenizer))
         said = tokenizer.decode([token for token, sampled in zip(ids, mask) if sampled])
-        assert said == "".join(f"{step}<|im_end|>" for step in steps)
+        assert said == "".join(f"{action}<|im_end|>" for action in actions)
+        yield actions, ids
+
+
+def test_an_observation_is_three_tokens_of_the_built_in_model(built):
+    for steps, ids in read_demonstrations(maze, maze.Maze(), built, 3):
         assert len(ids) == 4 + 12 * len(steps)

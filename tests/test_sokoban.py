@@ -1,16 +1,12 @@
 """examples/sokoban.py: what can be pushed, its levels and their solver, rollouts, and the built-in model's games."""
 
-import asyncio
-import random
-from operator import itemgetter
-from types import SimpleNamespace
 
 import pytest
 from conftest import REPO
+from test_maze import given_to_the_kit, read_demonstrations
 from test_tree import play
 
 from data import load_rows, load_task
-from examples import tiny_models
 
 sokoban = load_task(str(REPO / "examples" / "sokoban.py"))
 WALLS = frozenset(sokoban.BORDER | {(1, 2)})
@@ -18,15 +14,7 @@ WALLS = frozenset(sokoban.BORDER | {(1, 2)})
 
 @pytest.fixture(scope="module")
 def built():
-    """What build_model gives to build_from_demonstrations."""
-    given = {}
-    random.seed(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sokoban, "build_from_demonstrations", lambda path, task, rows, **more: given.update(more, rows=rows)
-        )
-        sokoban.build_model("a folder")
-    return given
+    return given_to_the_kit(sokoban)
 
 
 @pytest.mark.parametrize("player, box, move, after", [
@@ -102,12 +90,4 @@ def test_the_built_in_model_has_seen_poor_games_of_training_levels(built):
 
 
 def test_an_observation_is_six_tokens_of_the_built_in_model(built):
-    tokenizer = tiny_models.make_tokenizer([sokoban.SYSTEM_PROMPT, *built["pieces"]])
-    source = SimpleNamespace(load=lambda split: built["rows"][:50], SYSTEM_PROMPT=sokoban.SYSTEM_PROMPT)
-    for seed, row in enumerate(load_rows(source, "train")):
-        moves = list(map(itemgetter("content"), row["demonstration"]))
-        seen = sokoban.Sokoban().reset(seed)
-        assert len(tokenizer(seen)["input_ids"]) == 6, seen
-        ((ids, mask),) = asyncio.run(tiny_models.play(row, sokoban, tokenizer))
-        said = tokenizer.decode([token for token, sampled in zip(ids, mask) if sampled])
-        assert said == "".join(f"{move}<|im_end|>" for move in moves)
+    assert len(list(read_demonstrations(sokoban, sokoban.Sokoban(), built, 6))) == 50
