@@ -412,11 +412,6 @@ def check_flags_together(args: Args):
     mini_batch = args.prompts_per_mini_batch or prompts
     need(prompts % mini_batch == 0, f"--prompts_per_step {prompts} must be a multiple of "
          f"--prompts_per_mini_batch {mini_batch}")
-    estimate = losses.ESTIMATORS.get(args.adv_estimator)  # None: a task file registers it
-    compares_groups = estimate and "groups" in estimate.takes
-    need(args.group_size > 1 or not compares_groups,
-         f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
-         "--group_size must be at least 2")
     need(args.group_size > 1 or args.max_gen_batches == 1, "--max_gen_batches above 1 "
          "replaces groups whose members score alike: --group_size must be at least 2")
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0, "--policy_loss "
@@ -445,7 +440,9 @@ def check_registered(args: Args):
     agent_loop_class({}, None, args)
     check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
     check_value("policy_loss", args.policy_loss, losses.OBJECTIVES)
-    check_flags_together(args)  # again: only now is the task's own estimator known
+    need(args.group_size > 1 or "groups" not in args.estimator_takes,
+         f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
+         "--group_size must be at least 2")
 
 
 # ---------------------------------------------------------------- networks, sharded or whole
@@ -647,7 +644,6 @@ def optimise(learner: Learner, objective: Callable, batch: dict, rows: list[int]
     Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the
     first scores of this rank's tokens, (B, T)."""
     model = learner.wrapped
-    batch = {"unit_tokens": batch["response_mask"].sum(-1)} | batch  # by default a row is a unit
     mask_of_all = batch["response_mask"][rows]  # for counts over all ranks and micro-batches
     n_tokens = mask_of_all.sum().item()
     n_units = losses.count_sequences(mask_of_all, batch["unit_tokens"][rows]).item()
@@ -927,20 +923,18 @@ def check_input(args: Args) -> tuple:
     return accelerator, store, task, rows
 
 
-def load_files(args: Args, task: ModuleType, rows: dict, device: torch.device) -> tuple:
+def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     """Loads the model's tokenizer, or its processor (None of a text model), and leaves out
     rows whose prompt is too long; rows: all, by split. Returns tokenizer, processor, rows by
     split.
 
-    Raises BadInput if the model, the teacher, the rows or the engine don't go together."""
+    Raises BadInput if the model, the teacher and the rows don't go together."""
     processor, tokenizer = load_tokenizer(args)
     check_teacher(args, tokenizer)
     rows = {split: data.filter_overlong(rows[split], tokenizer, task, args, processor)
             for split in rows}
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # raises for an unknown --tool_parser
-    if not args.replay:
-        check_model(args, device, vocab_size(tokenizer))
     return tokenizer, processor, rows
 
 
@@ -951,11 +945,13 @@ def setup(args: Args) -> Run:
     quiet_libraries()
     task_builds_model = not args.model
     accelerator, store, task, all_rows = check_input(args)
-    tokenizer, processor, rows = load_files(args, task, all_rows, accelerator.device)
+    tokenizer, processor, rows = load_files(args, task, all_rows)
 
-    # Before the engine starts, what can't be trained and what can't be resumed is refused.
-    data.register_packed_attention()
+    # What the engine can't run, what can't be trained and what can't be resumed is refused.
     n_ids = vocab_size(tokenizer)
+    if not args.replay:
+        check_model(args, accelerator.device, n_ids)
+    data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
     try_device(policy, args, accelerator.device)
@@ -1031,9 +1027,7 @@ def finish(run: Run):
     args = run.args
     log = run.log
     put_to_sleep(run)
-    saved = True
-    if not args.rollout_only:
-        saved = save_checkpoint(run)
+    saved = args.rollout_only or save_checkpoint(run)
     if args.rollout_only:
         log.say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:

@@ -156,6 +156,7 @@ def sleep(options: argparse.Namespace, size: str) -> Iterator[Row]:
     engine.sleep()
     batch = data.collate(common.as_outputs(prompts, answers))
     batch["advantages"] = torch.ones_like(batch["response_mask"])
+    batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
     train.optimise(learner, train.policy_objective, batch, range(4), args, accelerator)
     assert learner.optimizer.state
     engine_holds = 0.0

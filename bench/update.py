@@ -60,6 +60,7 @@ def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: in
                                      response_logprobs=[0.0] * n, response_versions=[0] * n, reward=0.0)  # fmt: skip
             outputs.append(output)
     batch = data.collate(outputs)
+    batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
     batch["advantages"] = torch.randn(len(outputs), generator=generator)[:, None].expand(-1, n).clone()
     return batch
 

@@ -48,7 +48,8 @@ def batch_of(n: int, demonstrated=()) -> dict:
                 response_versions=[-1 if i in demonstrated else 0] * len(response), reward=rng.random(),
             )
         )  # fmt: skip
-    return data.collate(outputs)
+    batch = data.collate(outputs)
+    return batch | {"unit_tokens": batch["response_mask"].sum(-1)}  # every row is a unit
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -573,7 +573,6 @@ def test_flags_that_do_not_parse(flags, message):
     ("change", "message"),
     [
         ({"prompts_per_mini_batch": 5}, "--prompts_per_step 32 must be a multiple of --prompts_per_mini_batch 5"),
-        ({"group_size": 1}, "--group_size must be at least 2"),
         ({"algo": "gpro"}, "--algo gpro: choose from grpo, ppo"),
         (
             {"tokens_per_micro_batch": 100},
