@@ -218,9 +218,8 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
 
 @functools.lru_cache(maxsize=64)
 def templated(tokenizer, variables: str):
-    """Returns a tokenizer whose chat template gets more variables.
-
-    variables: a JSON object. If it is empty, the tokenizer itself is returned."""
+    """Returns a tokenizer whose chat template gets more variables, a JSON object; without any
+    it is the tokenizer itself."""
     variables = json.loads(variables)
     if not variables:
         return tokenizer
@@ -429,9 +428,8 @@ _load_file = functools.lru_cache(maxsize=64)(load_image)
 
 
 def _row_image(source):
-    """Loads an image of a row, as one object for all members of a group.
-
-    It is then preprocessed once. A PIL image was loaded with the rows already."""
+    """Loads an image of a row, as one object for all members of a group: it is then
+    preprocessed once. A PIL image was loaded with the rows already."""
     if hasattr(source, "size"):
         return source
     return _load_file(_file_of(source))
@@ -582,11 +580,10 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
 
     Without a name, and with none or several of them, it is None. Raises BadInput for an
     unknown name, for a missing one among several, and for what is no Interaction."""
-    interactions = getattr(task, "INTERACTIONS", None) or {}
-    if not isinstance(interactions, dict):
-        interactions = {interaction.name: interaction for interaction in interactions}
-    if not all(isinstance(interaction, Interaction) for interaction in interactions.values()):
+    interactions = getattr(task, "INTERACTIONS", None) or ()
+    if not all(isinstance(interaction, Interaction) for interaction in interactions):
         raise BadInput(f"INTERACTIONS holds what is no instance of Interaction: {interactions}")
+    interactions = {interaction.name: interaction for interaction in interactions}
     name = (kwargs or {}).get("name")
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)
@@ -702,6 +699,13 @@ def clean(text: str) -> str:
     return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
+def words(text, name: str) -> str:
+    """Returns a text of user code, `clean`. Raises ValueError, with its name, unless it is one."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a str, got {text!r:.80}")
+    return clean(text)
+
+
 def finite(value, name: str) -> float:
     """Returns `value` as a float. Raises ValueError unless it is finite, also in float32, and
     for a text, though it may spell a number."""
@@ -753,8 +757,7 @@ class Trajectory:
 
     prompt_ids and the response lists are the current token sequence; only methods of this
     class append to them, and to all lists alike. `fork` ends the sequence and begins another,
-    where the history was rewritten. `outputs` has one entry for each sequence; a loop may
-    also return the trajectory itself, and going through it gives its outputs.
+    where the history was rewritten. `outputs` has one entry for each sequence.
 
     engine_ids are prompt and response as `engine.generate` gets them, with one placeholder
     for each image; prompt_ids and response_ids have one for each of its tokens (`expand`)."""
@@ -846,9 +849,6 @@ class Trajectory:
         merged = replace(before, turn_rewards=rewards, metrics=last.metrics,
                          stop_reason=last.stop_reason)
         return [*earlier, merged]
-
-    def __iter__(self):
-        return iter(self.outputs())
 
     def output(self) -> AgentLoopOutput:
         """Returns the current token sequence: all there is, unless there was a fork.
@@ -1138,9 +1138,8 @@ def _parse_arguments(text):
 
 
 def _call_id(turn, number):
-    """Returns the id of a turn's call: nine characters, as Mistral's template wants.
-
-    It is the same in every run."""
+    """Returns the id of a turn's call: nine characters, as Mistral's template wants. It is the
+    same in every run."""
     return f"{turn:06d}{number:03d}"
 
 
@@ -1205,12 +1204,13 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def pending(self, trajectory):
         """Lets the interaction speak first, if there is one and it wants to."""
-        first_message = None
+        text = None
         if self.interaction:
-            first_message = await self._in_time(
+            text = await self._in_time(
                 self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
-        if first_message is not None:
-            trajectory.messages.append({"role": "user", "content": clean(first_message)})
+        if text is not None:
+            text = words(text, f"the text of interaction {self.interaction.name!r}")
+            trajectory.messages.append({"role": "user", "content": text})
             engine_ids = render(
                 self.tokenizer, trajectory.messages, self.schemas, trajectory.trusted)
             prompt_ids = expand(engine_ids, trajectory.images, self.processor)
@@ -1371,15 +1371,23 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer, and reward, the assistant's turn."""
-        done, text, reward, metrics = await self._in_time(
+        answer = await self._in_time(
             self.interaction.generate_response, trajectory.request_id,
             copy.deepcopy(trajectory.messages), **self.interaction_kwargs)
-        trajectory.record("interaction", self.interaction.name, reward, metrics)
+        name = self.interaction.name
+        if not isinstance(answer, Sequence) or len(answer) != 4 or answer[0] not in (True, False):
+            raise ValueError(f"interaction {name!r} returned {answer!r:.80}: must be (done, text, "
+                             "reward, metrics), and done True or False")
+        done, text, reward, metrics = answer
+        trajectory.record("interaction", name, reward, metrics)
+        if done and text is None:
+            text = ""
+        text = words(text, f"the text of interaction {name!r}")
         if done or self._out_of_turns(trajectory, self.user_answers):
-            trajectory.extra["unread"] = clean(text or "")  # the report shows it
+            trajectory.extra["unread"] = text  # the report shows it
             return None
         self.user_answers += 1
-        return self.answer(trajectory, [{"role": "user", "content": clean(text)}])
+        return self.answer(trajectory, [{"role": "user", "content": text}])
 
     def answer(self, trajectory, messages, images=()):
         """Appends messages; returns the next state, generating if they and a reply fit."""

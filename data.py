@@ -55,7 +55,7 @@ Outputs = list[AgentLoopOutput]
 
 # Types of what a task file may define, by name; None always.
 TASK_TYPES = {"SYSTEM_PROMPT": str, "TOOLS": list | tuple, "sampler": Callable,
-              "INTERACTIONS": dict | list | tuple}
+              "INTERACTIONS": list | tuple}
 
 
 def load_task(path: str, needs=("load", "reward")) -> ModuleType:
@@ -259,9 +259,10 @@ def by_unit(outputs: Outputs) -> Units:
     for unit, output in zip(index, outputs):
         lengths[unit] += len(output.response_ids)
         turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
-    outcomes = torch.tensor([outcome(output) for output in last])
+    # Not in torch's default type, which user code may have changed.
+    outcomes = torch.tensor([outcome(output) for output in last], dtype=torch.float32)
     return Units(
-        rewards=outcomes + torch.tensor(turn_rewards), outcomes=outcomes,
+        rewards=outcomes + outcomes.new_tensor(turn_rewards), outcomes=outcomes,
         groups=torch.tensor([_group_number(output) for output in last]),
         prompts=torch.tensor([output.extra["prompt"] for output in last]), lengths=lengths,
         names=[output.unit for output in last], index=torch.tensor(index))
@@ -340,25 +341,22 @@ def at_unit_ends(outcomes: Tensor, outputs: Outputs, units: Units) -> Tensor:
     for the unit's last output with a sampled token; 0 for the others."""
     ends = {unit: row for row, unit in enumerate(units.index.tolist())
             if 1 in outputs[row].response_mask}
-    terminal_rewards = torch.zeros(len(outputs))
+    terminal_rewards = outcomes.new_zeros(len(outputs))
     for unit, row in ends.items():
         terminal_rewards[row] = outcomes[unit]
     return terminal_rewards
 
 
-def token_rewards(outputs: Outputs, terminal_rewards: Tensor | None = None) -> Tensor:
+def token_rewards(outputs: Outputs, terminal_rewards: Tensor) -> Tensor:
     """Returns the rewards of the response tokens, (B, T), for estimators that need them.
 
     A turn reward falls on the token it names, or, where that was not sampled, on the last
-    sampled one before it, else on the first. The terminal reward is on the last sampled token;
-    terminal_rewards (B,) replaces the outputs' own. An output without any sampled token has
-    zeros."""
-    if terminal_rewards is None:
-        terminal_rewards = torch.tensor([outcome(output) for output in outputs])
+    sampled one before it, else on the first. The terminal reward, of terminal_rewards (B,), is
+    on the last sampled token. An output without any sampled token has zeros."""
     rows = []
     for output, terminal_reward in zip(outputs, terminal_rewards, strict=True):
         length = len(output.response_mask)
-        row = torch.zeros(length)
+        row = terminal_rewards.new_zeros(length)
         sampled = [i for i, mask in enumerate(output.response_mask) if mask]
         for index, reward in [*output.turn_rewards, (length, terminal_reward)]:
             if sampled:

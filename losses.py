@@ -585,8 +585,7 @@ class AdaptiveKL:
 
         coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
 
-    is its update after n rollouts with a mean KL of `kl`. Where the coefficient is constant, a
-    plain float stands in its place; `float(...)` reads either."""
+    is its update after n rollouts with a mean KL of `kl`."""
 
     coef: float = 0.001
     target: float = 0.1
@@ -596,9 +595,6 @@ class AdaptiveKL:
         """Updates and returns the coefficient after n rollouts with a mean KL of `kl`."""
         self.coef *= 1 + min(max(float(kl) / self.target - 1, -0.2), 0.2) * n / self.horizon
         return self.coef
-
-    def __float__(self) -> float:
-        return float(self.coef)
 
 
 # ---- From per-token losses to one number ---------------------------------------------------

@@ -21,6 +21,7 @@ With --tp n, n ranks in a row share one engine: the first of them, the leader, r
 agent loops, and the others follow its steps."""
 
 import asyncio
+import copy
 import functools
 import hashlib
 import itertools
@@ -279,10 +280,12 @@ class Engine:
         params = {
             "seed": seed_of(self.args.seed, request_id, turn),
             "stop_token_ids": self.stop_token_ids,
-            "max_tokens": max(1, min(self.args.max_response_tokens, room))}
+            "max_tokens": max(1, min(self.args.max_response_tokens, room))} | sampling_params
+        if "min_tokens" in params:  # of --sampling_args: a late turn may have less room
+            params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         future = asyncio.get_running_loop().create_future()
         request = _Request(f"{request_id}#{turn}", request_id, turn, prompt_ids,
-                           params | sampling_params, image_data, future)
+                           params, image_data, future)
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
@@ -767,7 +770,9 @@ class Pool:
         try:
             outputs = await self._outputs(list(turns), name, prompt, sample)
             if outputs:
-                grader = self._grade(prompt, sample, [_copy(output) for output in outputs])
+                copies = [replace(_copy(output), images=copy.deepcopy(output.images))
+                          for output in outputs]
+                grader = self._grade(prompt, sample, copies)
                 group.graders[prompt, sample] = self.tasks.create_task(grader)
                 group.outputs += outputs
                 for output in outputs:
@@ -825,7 +830,7 @@ class Pool:
             session.close()
         if turns:
             raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
-        outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+        outputs = [*outputs] if isinstance(outputs, (list, tuple)) else [outputs]
         if len(set(map(id, outputs))) < len(outputs):
             raise ValueError(f"{loop_class.__name__}.run returned one output twice")
         for segment, output in enumerate(outputs):
@@ -855,6 +860,8 @@ class Pool:
         failure, a dict, if it raised."""
         args = self.run.args
         row = _copy_containers(self.row_of(prompt))
+        if "images" in row:  # a grader may draw on them
+            row["images"] = copy.deepcopy(row["images"])
         try:
             scoring = score(self.run.task, outputs, row, args.filter_metric)
             await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)
@@ -998,7 +1005,7 @@ class Pool:
                     else:
                         time.sleep(0.01)
                     bar.n = n_ended - n_before
-                    stopped = self.run.stop.requested()
+                    stopped = self.run.stop.requested
             return stopped
         finally:
             if engine.leader:
@@ -1098,7 +1105,7 @@ def grade(run, phase: Phase):
     A rollout whose reward failed is left out and counted. Raises Stopped, and RuntimeError if
     nothing is left."""
     future = run.background.submit(_results(phase.graders))
-    while not future.done() and not run.stop.requested():
+    while not future.done() and not run.stop.requested:
         wait([future], timeout=0.2)
     stopped = not future.done()
     mine = None if stopped else future.result()

@@ -767,7 +767,7 @@ def awake(run: "Run", stays: bool = False) -> Iterator[float]:
     on the host. Yields the seconds of the weight sync, 0 if it was awake with these weights.
 
     After the block the engine sleeps, unless it `stays` awake. After Stopped or an error it
-    sleeps in any case, with its unfinished requests, so that a checkpoint can be saved."""
+    sleeps in any case, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
         run.engine.forget_prompts()  # no digit of a rollout depends on an evaluation before it
@@ -777,18 +777,19 @@ def awake(run: "Run", stays: bool = False) -> Iterator[float]:
     try:
         yield seconds
     except BaseException:
-        put_to_sleep(run, keep=True)
+        put_to_sleep(run)
         raise
     if not stays:
-        put_to_sleep(run, keep=run.args.max_staleness > 0)
+        put_to_sleep(run)
 
 
-def put_to_sleep(run: "Run", keep: bool = False):
-    """Frees the device: the engine sleeps, and what --offload moved comes back.
+def put_to_sleep(run: "Run"):
+    """Frees the device: the engine sleeps, with its unfinished requests (of --max_staleness, or
+    after an error), and what --offload moved comes back.
 
-    Does nothing if the engine sleeps already, or with --replay. keep: as in Engine.sleep."""
+    Does nothing if the engine sleeps already, or with --replay."""
     if run.engine and run.engine.state == "awake":
-        run.engine.sleep(keep=keep)
+        run.engine.sleep(keep=True)
         offload(run, run.accelerator.device)
 
 
@@ -1039,7 +1040,7 @@ def finish(run: Run):
     log.say(notices.summary(args, run.done))
     close(run)
     need(saved, "nothing of the last steps could be saved")
-    if run.stop.requested():  # all is saved, but a run that was stopped must not return 0
+    if run.stop.requested:  # all is saved, but a run that was stopped must not return 0
         raise Stopped
 
 
@@ -1069,7 +1070,7 @@ def generate(run: Run, step: int) -> Phase:
             raise BadInput(f"--replay {args.replay}: there are no greedy baselines")
         return phase
     if not run.pool.needs_engine:
-        put_to_sleep(run, keep=args.max_staleness > 0)
+        put_to_sleep(run)
         return run.pool.rollout(step)
     with awake(run) as sync_s:
         phase = run.pool.rollout(step)
@@ -1163,7 +1164,8 @@ def greedy_baselines(phase: Phase, units: data.Units, args: Args) -> torch.Tenso
     greedy = data.by_unit(phase.greedy)
     rewards, _ = shaped_rewards(greedy, args)
     baseline_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
-    return torch.tensor([baseline_of.get(group, math.nan) for group in units.groups.tolist()])
+    return rewards.new_tensor(
+        [baseline_of.get(group, math.nan) for group in units.groups.tolist()])
 
 
 def estimate_advantages(batch: dict, phase: Phase, args: Args) -> torch.Tensor:
@@ -1342,7 +1344,7 @@ def main(args: Args):
             log.metrics({"step": 0} | evaluate(run))
         # step: how many steps are finished before it
         for step in Bar(range(run.done, args.num_steps), "steps"):
-            gather_unless_stopped(None, run.stop.requested())
+            gather_unless_stopped(None, run.stop.requested)
             # ---- 1. rollout: the engine takes the weights; agent loops fill the batch
             started = time.perf_counter()
             phase = generate(run, step)

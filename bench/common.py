@@ -119,7 +119,7 @@ def surroundings(engine, task, tokenizer, args) -> SimpleNamespace:
 
     from flatrl.processes import Background
 
-    never = SimpleNamespace(requested=lambda: False)
+    never = SimpleNamespace(requested=False)
     return SimpleNamespace(engine=engine, task=task, tokenizer=tokenizer, args=args, processor=None, stop=never,
                            background=Background(), store=dist.HashStore())  # fmt: skip
 

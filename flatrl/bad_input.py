@@ -10,7 +10,7 @@ from agent_loop import AgentLoopOutput, BadInput
 
 # Types of what an agent loop returns, beside token ids and the like.
 OUTPUT_TYPES = {
-    "messages": list | None, "text": str | None, "num_turns": int, "metrics": dict,
+    "messages": list | None, "text": str | None, "metrics": dict,
     "turn_rewards": list | tuple, "images": list | tuple, "extra": dict}
 # Keys of an output's `extra`, and names of units, that flatrl itself uses (reward/mean is the
 # mean over all units).
@@ -92,6 +92,7 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
     check_numbers(output.response_versions, {int}, -1, version, "response_versions")
     sampled = compress(output.response_versions, output.response_mask)
     check_numbers([*sampled], {int}, oldest, version, "response_versions, where the mask is 1,")
+    check_numbers([output.num_turns], {int}, 0, 2**31, "num_turns")
     check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
     if len(output.prompt_ids + output.response_ids) > window:
         raise ValueError(f"prompt and response have {len(output.prompt_ids)} and "

@@ -101,7 +101,7 @@ class Stop:
     after the present step. A second signal ends a process at once."""
 
     def __init__(self):
-        self.stop_requested = False  # on any rank
+        self.requested = False  # that this run stops: on any rank
         self.finished = threading.Event()  # this rank's run is over: set by train.close
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # nohup has SIGHUP ignored already, and it stays so.
@@ -117,14 +117,10 @@ class Stop:
         self.thread = threading.Thread(target=self._watch, args=(names, group), daemon=True)
         self.thread.start()
 
-    def requested(self) -> bool:
-        """Returns whether any rank is to stop."""
-        return self.stop_requested
-
     def _signalled(self, *_):
-        if not self.stop_requested and dist.get_rank() == 0:
+        if not self.requested and dist.get_rank() == 0:
             print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
-        self.stop_requested = True
+        self.requested = True
 
     def _watch(self, names, group):
         """Exchanges two bits with all ranks, once a second, until all have finished.
@@ -140,9 +136,9 @@ class Stop:
         while not all_finished:
             if launched and os.getppid() != launcher_pid:
                 launched = False
-                self.stop_requested = True
+                self.requested = True
                 signal.alarm(600)  # seconds to save in, then this process ends
-            my_state = torch.tensor([self.stop_requested, self.finished.is_set()])
+            my_state = torch.tensor([self.requested, self.finished.is_set()])
             all_finished = my_state[1]
             lost_ranks = []
             # Ranks leave this loop in the same round: none waits for one that has left.
@@ -155,7 +151,7 @@ class Stop:
                 except RuntimeError:
                     lost_ranks.append(name)
                 if their_state[0]:
-                    self.stop_requested = True
+                    self.requested = True
                 all_finished = all_finished and their_state[1]
             if lost_ranks and threading.main_thread().is_alive():
                 print(f"{', '.join(lost_ranks)} is gone: {my_name} ends too", file=sys.stderr)

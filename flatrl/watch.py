@@ -106,7 +106,7 @@ class Watch:
             yield "mask", (f"response_mask is wrong at {n_wrong} tokens: sampled ones are not "
                            "trained, or others are")
         units = batch["units"]
-        tokens = torch.zeros(len(units.rewards)).index_add(0, units.index, mask.sum(-1))  # (N,)
+        tokens = torch.zeros_like(units.rewards).index_add(0, units.index, mask.sum(-1))  # (N,)
         if (tokens > 0).sum() != losses.count_sequences(mask, batch["unit_tokens"]).round():
             yield "weight", "a rollout of several outputs weighs more than one of a single output"
         if self.compares:

@@ -125,12 +125,31 @@ def background():
     return Background()
 
 
+class Asked:
+    """A run's Stop: `requested` asks anew each time."""
+
+    def __init__(self, ask):
+        self.ask = ask
+
+    @property
+    def requested(self) -> bool:
+        return self.ask()
+
+
 def make_run(engine, background, task, tokenizer, args, processor=None, store=None) -> types.SimpleNamespace:
     """What rollout.py needs of train.Run; `run.stopped` tells it to stop."""
     run = types.SimpleNamespace(engine=engine, background=background, task=task, tokenizer=tokenizer, args=args,
                                 processor=processor, store=store or dist.HashStore(), stopped=False)  # fmt: skip
-    run.stop = types.SimpleNamespace(requested=lambda: run.stopped)
+    run.stop = Asked(lambda: run.stopped)
     return run
+
+
+def rewards_of_tokens(outputs: list) -> torch.Tensor:
+    """data.token_rewards with the outputs' own terminal rewards."""
+    import data
+    from agent_loop import outcome
+
+    return data.token_rewards(outputs, torch.tensor([outcome(output) for output in outputs]))
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:

@@ -19,6 +19,7 @@ import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import HANGS, REPO, clean_env, for_ever, time_passes, too_late
 from hypothesis import given, settings
@@ -950,10 +951,30 @@ def test_a_reward_that_is_not_finite_names_the_tool_or_interaction_that_ends_the
     assert quiz.events[-1] == "finalize"
 
 
-@pytest.mark.parametrize("text", [None, 5, b"more"])
+@pytest.mark.parametrize("text", [None, 5, ["more"], b"more"])
 def test_what_a_simulated_user_says_is_a_text(play, text):
-    with pytest.raises(AttributeError, match="object has no attribute 'encode'"):
-        play("3", "4", task=quiz_task(Quiz((False, text, 0.0, {}))), row=quiz_row())
+    said = re.escape(f"the text of interaction 'quiz' must be a str, got {text!r}")
+    for done in (False, True)[: 1 + (text is not None)]:  # at the end it may say nothing
+        with pytest.raises(ValueError, match=said):
+            play("3", "4", task=quiz_task(Quiz((done, text, 0.0, {}))), row=quiz_row())
+    host = Host((True, None, 0.0, {}))
+    host.said = text
+    if text is not None:  # then the row's prompt comes first
+        with pytest.raises(ValueError, match=said):
+            play("3", task=quiz_task(host), row=quiz_row())
+    else:
+        assert play("3", task=quiz_task(host), row=quiz_row())[0].extra == {"unread": ""}
+
+
+@pytest.mark.parametrize("answer", [
+    ("False", "more", 0.0, {}), ("", "more", 0.0, {}), (None, "more", 0.0, {}), (2, "more", 0.0, {}), "done",
+    (True, "more", 0.0), None, 5, {"done": True}])  # fmt: skip
+def test_whether_a_simulated_user_is_done_is_a_bool(play, answer):
+    said = re.escape(f"interaction 'quiz' returned {answer!r}: must be (done, text, reward, metrics), and done True or")
+    with pytest.raises(ValueError, match=said):
+        play("3", "4", task=quiz_task(Quiz(answer)), row=quiz_row())
+    output, _ = play("3", "4", task=quiz_task(Quiz((np.False_, "x", 0, {}), [np.True_, "y", 0, {}])), row=quiz_row())
+    assert output.num_turns == 4 and output.extra == {"unread": "y"}
 
 
 def test_a_tools_arguments_may_have_any_name(play):
@@ -1286,7 +1307,6 @@ def test_which_interaction():
     chat.name = "chat"
     both = SimpleNamespace(INTERACTIONS=[quiz, chat])
     assert task_interaction(both, {"name": "chat"}) is chat
-    assert task_interaction(SimpleNamespace(INTERACTIONS={"mine": quiz}), {"name": "mine"}) is quiz
     assert task_interaction(SimpleNamespace(INTERACTIONS=[quiz]), None) is quiz
     assert task_interaction(both, None) is None
     assert task_interaction(SimpleNamespace(), None) is None
@@ -1436,8 +1456,7 @@ def test_a_registered_loop_is_found_and_gets_the_row(play, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_loop_may_return_its_trajectory(play, tokenizer, monkeypatch):
-    """Going through it, as the rollout does with whatever is no AgentLoopOutput, gives its outputs."""
+def test_the_outputs_of_a_trajectory(play, tokenizer, monkeypatch):
 
     class Returns(AgentLoopBase):
         async def run(self, sampling_params, **row):
@@ -1453,15 +1472,13 @@ def test_a_loop_may_return_its_trajectory(play, tokenizer, monkeypatch):
 
     monkeypatch.setitem(AGENT_LOOPS, "returns", Returns)
     trajectory, engine = play("hello", row={"agent_name": "returns", "forks": False})
-    assert not isinstance(trajectory, AgentLoopOutput)  # so that one inside a list is refused by name
-    (output,) = trajectory
+    (output,) = trajectory.outputs()
     assert_response(output, engine, "hello" + END)
     assert type(output) is AgentLoopOutput and output == trajectory.output()
     assert (output.num_turns, output.extra, output.turn_rewards) == (2, {"mood": "good"}, [(5, 0.5)])
 
     trajectory, engine = play("hello", "again", row={"agent_name": "returns", "forks": True})
-    first, second = trajectory
-    assert [first, second] == trajectory.outputs() == list(trajectory)
+    first, second = trajectory.outputs()
     assert tokenizer.decode(first.response_ids) == "hello" + END and first.turn_rewards == [(5, 0.5)]
     assert tokenizer.decode(second.prompt_ids + second.response_ids) == "rewrittenagain" + END
     assert (first.metrics, second.metrics, second.turn_rewards) == ({}, {"forks": 1}, [])

@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from conftest import OUR_ESTIMATORS, OUR_OBJECTIVES, OUR_PRESETS
+from conftest import OUR_ESTIMATORS, OUR_OBJECTIVES, OUR_PRESETS, rewards_of_tokens
 from gradient_worker import gradients
 
 import data
@@ -186,7 +186,7 @@ def test_kl_in_the_reward_by_hand():
     args = Args(kl_coef=0.1, kl_in="reward", kl_kind="k1")
     batch, rollouts, metrics = prepared(args, 0.1, logprobs_old=old, logprobs_ref=ref)  # k1: 0.5 a sampled token
     close(rollouts.rewards, torch.tensor([1.5 - 4 * 0.05, -2.75 - 5 * 0.05, 2.0 - 0.05, 0.0 - 7 * 0.05]))
-    plain = data.token_rewards(OUTPUTS)
+    plain = rewards_of_tokens(OUTPUTS)
     plain[1, 1] = 0  # the unit goes on
     close(batch["token_rewards"], plain - 0.05 * data.collate(OUTPUTS)["response_mask"])
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1

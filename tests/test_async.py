@@ -598,7 +598,7 @@ def test_settling_for_an_evaluation(make_run, monkeypatch):
 def test_a_run_that_is_to_stop_gives_up_what_is_under_way(make_run):
     task = Task((0, MIDDLE), (1, MIDDLE), (2, START), (3, END))
     run = make_run(task, num_steps=3)
-    run.run.stop.requested = lambda: run.task.at.total() == 8
+    run.run.stop.ask = lambda: run.task.at.total() == 8
     with pytest.raises(Stopped):
         run.step(0)
     run.pool.end()  # as train.py does whatever came before
@@ -619,7 +619,7 @@ def test_a_run_is_resumed_with_the_prompts_that_were_not_trained_on(make_run):
     run = make_run(Task((2, MIDDLE), (3, END)))
     assert prompts(run.step(0)) == [0, 1]
     assert run.pool.first_prompt(1) == 2 and run.pool.first_prompt(0) == 0  # 0: stopped before the update
-    run.run.stop.requested = lambda: True
+    run.run.stop.ask = lambda: True
     with pytest.raises(Stopped):
         run.step(1)
     assert run.pool.first_prompt(1) == 2  # stopped in the rollout

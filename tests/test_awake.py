@@ -102,7 +102,7 @@ def test_after_a_stop_in_an_evaluation_the_engine_sleeps(one, where, background,
     if where == "settle":
         one.pool.settle = stopped
     elif where == "rollout":
-        one.stop.requested = lambda: True
+        one.stop.ask = lambda: True
         one.rows = {"val": [row | {"agent_name": "test_endless"} for row in make_rows("x")]}
     else:
         one.rows = {"val": make_rows("raise")}

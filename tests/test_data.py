@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
+from conftest import rewards_of_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -22,7 +23,7 @@ from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_re
 from examples import calculator
 from flatrl import notices, tables
 from flatrl.metrics import describe
-from train import Args
+from train import Args, greedy_baselines
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 close = torch.testing.assert_close
@@ -482,7 +483,7 @@ def test_collate_by_hand():
     assert set(batch) == set(expected)
     for name, values in expected.items():
         close(batch[name], torch.tensor(values), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
-    assert data.token_rewards(outputs).tolist() == [[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.0]]
+    assert rewards_of_tokens(outputs).tolist() == [[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
@@ -500,7 +501,7 @@ def test_collate_by_hand():
 def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     extra = {"prompt": 0, "sample": 0, "segment": 0}
     output = make_output([1], mask, turn_rewards=turn_rewards, reward=reward, extra=extra)
-    assert data.token_rewards([output]).tolist() == [expected]
+    assert rewards_of_tokens([output]).tolist() == [expected]
     terminal = reward["score"] if isinstance(reward, dict) else reward or 0.0
     total = terminal + sum(r for _, r in turn_rewards)
     assert data.by_unit([output]).rewards.tolist() == [total]
@@ -513,9 +514,9 @@ def test_collate_of_an_empty_response():
     assert batch["input_ids"].tolist() == [[1, 2], [3, 100]]
     assert batch["lengths"].tolist() == [2, 2]
     assert batch["response_mask"].tolist() == [[0], [1]]
-    assert data.token_rewards(outputs).tolist() == [[0], [0]]
+    assert rewards_of_tokens(outputs).tolist() == [[0], [0]]
     assert data.collate([make_output([1, 2], [])])["response_mask"].shape == (1, 0)
-    assert data.token_rewards([make_output([1, 2], [], reward=1.0)]).shape == (1, 0)
+    assert rewards_of_tokens([make_output([1, 2], [], reward=1.0)]).shape == (1, 0)
 
 
 @few
@@ -527,7 +528,7 @@ def test_collate_keeps_everything_and_pads_with_nothing(masks, random):
         ]) for mask in masks
     ]  # fmt: skip
     batch = data.collate(outputs)
-    token_rewards = data.token_rewards(outputs)
+    token_rewards = rewards_of_tokens(outputs)
     assert token_rewards.shape == batch["response_mask"].shape
     for b, o in enumerate(outputs):
         n, p = len(o.response_ids), len(o.prompt_ids)
@@ -546,14 +547,31 @@ def test_rewards_that_come_late():
     before = data.collate(outputs)
     rollouts = data.by_unit(outputs)
     assert rollouts.rewards.tolist() == [0.5, 1] and rollouts.outcomes.tolist() == [0, 1]
-    assert data.token_rewards(outputs).tolist() == [[0, 0.5], [0, 1]]
+    assert rewards_of_tokens(outputs).tolist() == [[0, 0.5], [0, 1]]
     outputs[0].reward = {"score": 2.0}
     outputs[1].turn_rewards.append((0, 0.25))
     rollouts = data.by_unit(outputs)
     assert rollouts.rewards.tolist() == [2.5, 1.25] and rollouts.outcomes.tolist() == [2, 1]
-    assert data.token_rewards(outputs).tolist() == [[0, 2.5], [0.25, 1]]
+    assert rewards_of_tokens(outputs).tolist() == [[0, 2.5], [0.25, 1]]
     assert data.token_rewards(outputs, torch.tensor([-1.0, 0.0])).tolist() == [[0, -0.5], [0.25, 0]]  # shaped ones
     assert_same(data.collate(outputs), before)  # a batch is made before there are rewards, and knows none
+
+
+def test_rewards_are_float32_whatever_torchs_default_is():
+    """A tool in this process may have set another: float16 would round 2049 to 2048."""
+    outputs = [segment(0, 0, 0, reward=2049.0), segment(0, 1, 0, reward=0.1, turn_rewards=[(0, 4097.0)])]
+    wanted = data.by_unit(outputs)
+    torch.set_default_dtype(torch.float16)
+    try:
+        units = data.by_unit(outputs)
+        terminal_rewards = data.at_unit_ends(units.outcomes, outputs, units)
+        rewards = data.token_rewards(outputs, terminal_rewards)
+        baselines = greedy_baselines(SimpleNamespace(greedy=outputs[:1]), units, Args())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert units.rewards.equal(wanted.rewards) and units.outcomes.equal(wanted.outcomes)
+    assert rewards.tolist() == [[0, 2049], [4097, pytest.approx(0.1, rel=1e-7)]] and baselines.tolist() == [2049] * 2
+    assert {x.dtype for x in (units.rewards, terminal_rewards, rewards, baselines)} == {torch.float32}
 
 
 def assert_same(batch, expected):

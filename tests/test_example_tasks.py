@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import HANGS, for_ever, time_passes
+from conftest import HANGS, for_ever, rewards_of_tokens, time_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop import TokenOutput, ToolAgentLoop, agent_loop_class
-from data import filter_overlong, load_rows, load_task, token_rewards, turn_states
+from data import filter_overlong, load_rows, load_task, turn_states
 from examples import calculator
 from rollout import score
 from train import Args
@@ -93,7 +93,7 @@ def rewards_of_turns(output) -> list[float]:
     ends = [i for i, m in enumerate(mask) if m and (i + 1 == len(mask) or not mask[i + 1])]
     given = dict(output.turn_rewards)
     assert len(given) == len(output.turn_rewards) and set(given) <= set(ends)
-    batch = token_rewards([output])[0].tolist()  # where the trainer puts them; the task's own comes on top
+    batch = rewards_of_tokens([output])[0].tolist()  # where the trainer puts them; the task's own comes on top
     terminal = output.reward["score"] if isinstance(output.reward, dict) else output.reward
     for i, reward in enumerate(batch):
         assert reward == pytest.approx(given.get(i, 0.0) + (terminal if i == ends[-1] else 0.0))

@@ -256,7 +256,7 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
     run.background = types.SimpleNamespace(close=lambda: None)
     finished = threading.Event()
     thread = threading.Thread(target=finished.wait)
-    run.stop = types.SimpleNamespace(finished=finished, thread=thread, requested=lambda: False)
+    run.stop = types.SimpleNamespace(finished=finished, thread=thread, requested=False)
     run.stop.thread.start()
     monkeypatch.setattr(train, "save_checkpoint", lambda run: checkpoint)
     monkeypatch.setattr(train, "save_policy", lambda run, folder: final)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import vision_task
-from conftest import KEPT, SMALL_CACHE, run
+from conftest import KEPT, SMALL_CACHE, make_run, run
 from PIL import Image
 from transformers import AutoConfig
 from vision_task import Looker, picture
@@ -34,6 +34,7 @@ from examples.vision import TEMPLATE
 from flatrl import models
 from flatrl.chat import ChatAgentLoop
 from flatrl.vision import Vision, check_images
+from rollout import rollout
 
 PLACE, START, STOP = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 SEEN = START + PLACE + STOP
@@ -169,6 +170,28 @@ def test_after_an_update_the_engine_sees_with_the_new_tower(engine, background, 
     engine.sleep()
     assert differences(policy, after, args).max() < 1e-4
     assert {v for v in after[0].response_versions if v >= 0} == {1}
+
+
+def test_a_grader_may_draw_on_its_images(engine, background, args, processor, policy):
+    """On the output's and the row's: those of the trainer and of the next rollout stay as they are."""
+
+    def reward(output, row):
+        for image in (*output.images, *row["images"]):
+            image.paste((0, 0, 0), (0, 0, *image.size))
+        return 1.0
+
+    rows = [row | {"agent_name": "looker"} for row in rows_of(args, processor)[1:2]]
+    before = [image.tobytes() for image in rows[0]["images"]]
+    train.sync(engine, policy, 0)
+    task = types.SimpleNamespace(reward=reward, TOOLS=vision_task.TOOLS)
+    run = make_run(engine, background, task, processor.tokenizer, args, processor)
+    phase = rollout(run, rows, 0, 2, {"temperature": 1.0})
+    engine.sleep()
+    assert [output.reward for output in phase.outputs] == [1.0] * 2 and any(before[0])
+    for output in phase.outputs:
+        assert [image.tobytes() for image in output.images[:1]] == before
+        assert len(output.images) == 2 and any(output.images[1].tobytes())
+    assert [image.tobytes() for image in rows[0]["images"]] == before
 
 
 def test_a_turn_on_an_image_lives_through_an_update(engine, background, args, processor, policy, vision):

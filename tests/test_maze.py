@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, rewards_of_tokens
 from test_tree import play
 
 import data
@@ -97,7 +97,7 @@ def test_a_step_back_is_blamed_in_a_rollout_that_is_praised(tokenizer):
     batch = data.collate([found, lost])
     states = data.turn_states([found, lost], [9, 10])
     assert states[1] == states[3] and states[0] == states[2] == states[9] == states[-1]
-    advantages = gigpo_advantages(data.token_rewards([found, lost]), batch["response_mask"], states, 0.9)
+    advantages = gigpo_advantages(rewards_of_tokens([found, lost]), batch["response_mask"], states, 0.9)
     starts = [i for i, (before, mask) in enumerate(itertools.pairwise([0, *found.response_mask])) if mask > before]
     of_turns = advantages[0, torch.tensor(starts)].tolist()
     assert of_turns[1] == pytest.approx(-(2**-0.5), abs=1e-4) and of_turns[3] == pytest.approx(2**-0.5, abs=1e-4)

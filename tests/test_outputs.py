@@ -13,7 +13,7 @@ from test_rollout import PROMPTS, hf_model, make_rows, wake
 
 import data
 import train
-from agent_loop import AgentLoopBase, AgentLoopOutput, BadInput, register
+from agent_loop import AgentLoopBase, AgentLoopOutput, BadInput, Trajectory, register
 from flatrl.metrics import describe
 from flatrl.rows import check_row
 from rollout import rollout, training_pool
@@ -41,7 +41,7 @@ SPOILT = {
     "lengths": (lambda o: o.response_ids.append(5), "the response lists of an output must have one length"),
     "window": (lambda o: o.prompt_ids.extend([5] * 500), "more than the window's 128"),
     "metrics": (lambda o: setattr(o, "metrics", None), "'metrics' must be a dict, got None"),
-    "turns": (lambda o: setattr(o, "num_turns", "x"), "'num_turns' must be a int, got 'x'"),
+    "turns": (lambda o: setattr(o, "num_turns", "x"), "num_turns has 'x': must be int in [0, "),
     "text": (lambda o: setattr(o, "text", 5), "'text' must be a str|None, got 5"),
     "marks": (lambda o: o.extra.update(filtered=True), "for something else: unit or extra {'filtered'}"),
     "a demonstration": (lambda o: o.extra.update(demonstration=True), "unit or extra {'demonstration'}"),
@@ -50,6 +50,11 @@ SPOILT = {
     "lock": (lambda o: o.extra.update(lock=threading.Lock()), "cannot pickle '_thread.lock' object"),
     "image": (lambda o: o.images.append(Image.new("RGB", (8, 8))), "there are images, and this model reads text only"),
     "twice": (lambda o: [o, o], "returned one output twice"),
+    "a trajectory": (lambda o: Trajectory([], [1], [1], []), "Spoilt.run returned <class 'agent_loop.Trajectory'>, "),
+    "no output in a list": (lambda o: (o, None), "Spoilt.run returned <class 'NoneType'>, no AgentLoopOutput"),
+    "the text of one": (lambda o: "hello", "Spoilt.run returned <class 'str'>, no AgentLoopOutput"),
+    "endless turns": (lambda o: setattr(o, "num_turns", 10**400), "num_turns has 1000000"),
+    "less than no turns": (lambda o: setattr(o, "num_turns", -1), "num_turns has -1: must be int in [0, 2.14748e+09]"),
 }  # fmt: skip
 BAD_REWARDS = {"a text": "'0.5'", "bytes": "b'1'", "no number": "nan", "none": "None", "a list": "[1]"}
 
@@ -194,6 +199,8 @@ def test_a_bad_request_fails_alone(engine, background, tiny_model):
     assert not engine.pending and not engine.core.has_unfinished_requests()
     (good,) = generate(engine, background, PROMPTS[:1], max_tokens=3, stop=["a", "b"])
     assert 0 < len(good.token_ids) <= 3
+    (late,) = generate(engine, background, PROMPTS[:1], max_tokens=3, min_tokens=20)  # a turn with little room left
+    assert len(late.token_ids) == 3
 
 
 @pytest.mark.parametrize(("answer", "said"), [

@@ -287,7 +287,7 @@ def test_slow_graders_run_on_after_the_phase_and_are_awaited(engine, background,
     phase = pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
     assert len(phase.outputs) == 8 and all(output.reward is None for output in phase.outputs)
-    run.stop.requested = lambda: background.loop.call_soon_threadsafe(release.set) is None  # asked while it waits: no
+    run.stop.ask = lambda: background.loop.call_soon_threadsafe(release.set) is None  # asked while it waits: no
     grade(run, phase)
     assert sorted(started) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [(o.extra["prompt"], o.reward["score"]) for o in phase.outputs] == [(0, 0), (0, 0.25), (3, 3), (3, 3.25)]
