@@ -6,6 +6,7 @@ package, not the benches with these names. PyTorch uses all cores unless OMP_NUM
 otherwise.
 """
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -174,14 +175,14 @@ def trl_trainer(model: str, output_dir: str, prompts: list, rewards, tokenizer=N
 
     prompts: the training rows, dicts with a "prompt". rewards: TRL's reward function.
     tokenizer: default: the model's. dtype: of the weights, default: float32. flags: more of
-    GRPOConfig's, and the trainer's `tools` and `callbacks`."""
+    GRPOConfig's, and the trainer's `tools`, `callbacks` and `rollout_func`."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     cuda = torch.cuda.is_available()
-    of_trainer = {name: flags.pop(name) for name in ("tools", "callbacks") if name in flags}
+    of_trainer = {name: flags.pop(name) for name in ("tools", "callbacks", "rollout_func") if name in flags}
     defaults = dict(beta=0.0, bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False, save_strategy="no",
                     logging_strategy="no", report_to=[], disable_tqdm=True)  # fmt: skip
     config = GRPOConfig(output_dir=output_dir, **(defaults | flags))
@@ -190,6 +191,19 @@ def trl_trainer(model: str, output_dir: str, prompts: list, rewards, tokenizer=N
         processing_class=tokenizer or AutoTokenizer.from_pretrained(model), reward_funcs=rewards,
         train_dataset=Dataset.from_list(prompts), **of_trainer,
     )  # fmt: skip
+
+
+def make_trl_vllm_updatable(dtype: str = "float32") -> None:
+    """Lets TRL's vLLM run in this precision on a CPU and take new weights, as rollout.Engine does."""
+    import torch
+    import trl.generation.vllm_generation as generation
+    import vllm.model_executor.layers.utils as layers
+
+    def plain_linear(layer, remove_weight) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    generation.LLM = functools.partial(generation.LLM, dtype=dtype)  # its "auto" makes float32 models bfloat16
+    layers.dispatch_cpu_unquantized_gemm = plain_linear
 
 
 # ---------------------------------------------------------------- tables

@@ -22,7 +22,6 @@ parts, and how many times faster flatrl is.
 
 import argparse
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -131,26 +130,13 @@ def time_calls(of, name: str, spent: dict[str, float]) -> None:
     setattr(of, name, timed)
 
 
-def make_vllm_updatable() -> None:
-    """Lets TRL's vLLM run in float32 on a CPU and take new weights, as rollout.Engine does."""
-    import torch
-    import trl.generation.vllm_generation as generation
-    import vllm.model_executor.layers.utils as layers
-
-    def plain_linear(layer, remove_weight) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    generation.LLM = functools.partial(generation.LLM, dtype="float32")  # its "auto" makes float32 models bfloat16
-    layers.dispatch_cpu_unquantized_gemm = plain_linear
-
-
 def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = False) -> None:
     """Trains with GRPOTrainer.train, step by step as the parent says."""
     import torch
     from transformers import TrainerCallback
 
     if vllm and not torch.cuda.is_available():
-        make_vllm_updatable()
+        common.make_trl_vllm_updatable()
     forced_length = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
     spent: dict[str, float] = {}
 

@@ -1,6 +1,8 @@
 """Environments with `reset` and `step` as an agent's simulated user: see examples/game.py."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agent_loop import Interaction, in_thread, numbers
@@ -107,3 +109,26 @@ def said(chat: list[dict]) -> list[str]:
 def how_far(cells: int, direction: str, opposite: str) -> str:
     """Returns where something is, such as "2 east", or "1 west" for -1 cell."""
     return f"{abs(cells)} {direction if cells >= 0 else opposite}"
+
+
+def demonstrated(rows: list[dict], make: Callable[[], Any], act: Callable[[Any], str],
+                 turns: int) -> list[dict]:
+    """Returns the rows, each with a demonstration: an episode of at most so many turns, in
+    which the assistant says what `act(environment)` returns."""
+    played = []
+    for row in rows:
+        env = make()
+        chat = play(env, None, row["extra_info"]["index"], functools.partial(act, env), turns)
+        played.append(row | {"demonstration": said(chat)})
+    return played
+
+
+def seen_before_turns(output) -> list[str]:
+    """Returns what the assistant had read last before each of its turns: the states for gigpo."""
+    pairs = itertools.pairwise(output.messages)
+    return [before["content"] for before, message in pairs if message["role"] == "assistant"]
+
+
+def texts(parts: Sequence[str], values: Sequence[Sequence[str]]) -> list[str]:
+    """Returns every text that the parts can be: parts[i] with each of values[i]."""
+    return [part.format(value) for part, of_part in zip(parts, values) for value in of_part]

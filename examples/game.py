@@ -27,13 +27,12 @@ estimators (grpo, rloo, ...) sum a trajectory's, and `gigpo` compares turns that
 interval. The "outcome" of --filter_metric is the task's own reward: for dynamic sampling give
 `--filter_metric total`."""
 
-import itertools
 import math
 import random
 import re
 from pathlib import Path
 
-from examples.environments import EnvInteraction, IllegalAction, episodes, play
+from examples.environments import EnvInteraction, IllegalAction, episodes, play, seen_before_turns
 from examples.tiny_models import build_warm_model
 
 SYSTEM_PROMPT = "Guess with <answer>N</answer>."
@@ -98,10 +97,7 @@ def reward(output, row: dict) -> float:
     """Returns 0.0: the environment has paid for every turn already.
 
     For gigpo it notes the state of each turn, which is what the user said before it."""
-    output.metrics["states"] = [
-        before["content"] for before, message in itertools.pairwise(output.messages)
-        if message["role"] == "assistant"
-    ]  # fmt: skip
+    output.metrics["states"] = seen_before_turns(output)
     return 0.0
 
 

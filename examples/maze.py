@@ -23,7 +23,8 @@ import random
 import sys
 from pathlib import Path
 
-from examples.environments import EnvInteraction, IllegalAction, episodes, how_far, play, said
+from examples import environments
+from examples.environments import EnvInteraction, IllegalAction, how_far
 from examples.tiny_models import build_from_demonstrations
 
 SYSTEM_PROMPT = "Go to the goal: n, e, s or w."
@@ -100,39 +101,30 @@ INTERACTIONS = [EnvInteraction("maze", Maze)]
 
 def load(split: str) -> list[dict]:
     """Returns a row for each maze: 256 for "val", 1,000 others for "train"."""
-    return episodes("maze", split, n_val=256)
+    return environments.episodes("maze", split, n_val=256)
 
 
 def reward(output, row: dict) -> float:
     """Returns 0.0: the environment has paid. Notes the state of each turn, what was seen before it."""
-    output.metrics["states"] = [before["content"] for before, message in itertools.pairwise(output.messages)
-                                if message["role"] == "assistant"]  # fmt: skip
+    output.metrics["states"] = environments.seen_before_turns(output)
     return 0.0
 
 
-def poor_walk(seed: int) -> list[str]:
-    """Returns the steps of a poor walker: three in ten are on a shortest way, half of the others
+def poor_step(maze: Maze) -> str:
+    """Returns a step of a poor walker: three in ten are on a shortest way, half of the others
     take the first open way."""
-    env = Maze()
-
-    def act() -> str:
-        ways = env.open_ways()
-        if random.random() < 0.3:
-            return min(ways, key=lambda way: env.distances[after(env.place, way)])
-        return random.choice([ways[0], random.choice(ways)])
-
-    return said(play(env, None, seed, act, TURNS))
+    ways = maze.open_ways()
+    if random.random() < 0.3:
+        return min(ways, key=lambda way: maze.distances[after(maze.place, way)])
+    return random.choice([ways[0], random.choice(ways)])
 
 
 def build_model(path: str | Path) -> None:
     """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
-    rows = [row | {"demonstration": poor_walk(row["extra_info"]["index"])}
-            for row in random.choices(load("train"), k=1600)]  # fmt: skip
+    rows = environments.demonstrated(random.choices(load("train"), k=1600), Maze, poor_step, TURNS)
     distances = range(-SIZE + 1, SIZE)
-    values = [
-        [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)],
-        [how_far(n, "east", "west") for n in distances],
-        [how_far(n, "south", "north") for n in distances],
-    ]
-    pieces = [part.format(value) for part, of_part in zip(SEEN, values) for value in of_part]
+    open_ways = [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)]
+    east = [how_far(n, "east", "west") for n in distances]
+    south = [how_far(n, "south", "north") for n in distances]
+    pieces = environments.texts(SEEN, [open_ways, east, south])
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

@@ -1,9 +1,7 @@
 """Sokoban in a room of 6 x 6 cells, move by move: push the box on the goal, never into a corner.
 
-It was not shown to learn yet.
-
     accelerate launch train.py --task examples/sokoban.py --lr 1e-3 --num_steps 30 \\
-        --prompts_per_step 8 --max_assistant_turns 10 --max_response_tokens 192
+        --prompts_per_step 16 --max_assistant_turns 10 --max_response_tokens 192
 
     user       walls l                           + + + + + +
                box 1 down 2 right                + . . . . +
@@ -13,11 +11,8 @@ It was not shown to learn yet.
     user       ...                               + + + + + +
 
 A rollout earns 1 if the box is on the goal after ten moves or fewer. A level has one box, up to two
-walls inside, and a solution of three to six moves.
-
-The levels of the evaluation are others than those of training. The built-in model has seen levels
-of training, played by a poor player, a third of whose moves are a solver's. `sokoban_speedrun.py`
-is a benchmark for real models."""
+walls inside, and a solution of three to six moves. Levels of the evaluation are not those of
+training. The built-in model has seen a poor player, a third of whose moves are a solver's."""
 
 import functools
 import itertools
@@ -25,7 +20,8 @@ import random
 import sys
 from pathlib import Path
 
-from examples.environments import EnvInteraction, IllegalAction, episodes, how_far, play, said
+from examples import environments
+from examples.environments import EnvInteraction, IllegalAction, how_far
 from examples.tiny_models import build_from_demonstrations
 
 SYSTEM_PROMPT = "Push the box on the goal: u, d, l or r."
@@ -39,16 +35,16 @@ TURNS = 10
 N_VAL, N_TRAIN = 256, 2000
 
 
+def beside(place: tuple, move: str) -> tuple:
+    """Returns the next place in the direction of a move."""
+    return place[0] + MOVES[move][0], place[1] + MOVES[move][1]
+
+
 def after(walls: frozenset, player: tuple, box: tuple, move: str) -> tuple:
     """Returns where player and box are after a move; one that is not possible changes nothing."""
     place = beside(player, move)
     pushed = beside(box, move) if place == box else box
     return (player, box) if place in walls or pushed in walls else (place, pushed)
-
-
-def beside(place: tuple, move: str) -> tuple:
-    """Returns the next place in the direction of a move."""
-    return place[0] + MOVES[move][0], place[1] + MOVES[move][1]
 
 
 def solve(walls: frozenset, player: tuple, box: tuple, goal: tuple, most: int) -> str | None:
@@ -79,6 +75,16 @@ def levels() -> list[tuple]:
     return list(found)
 
 
+def walls_beside(place: tuple, walls: frozenset) -> str:
+    """Returns the directions in which there are walls beside a place."""
+    return " ".join(move for move in MOVES if beside(place, move) in walls) or "none"
+
+
+def way(start: tuple, end: tuple) -> tuple[str, str]:
+    """Returns how far `end` is down and right of `start`."""
+    return how_far(end[0] - start[0], "down", "up"), how_far(end[1] - start[1], "right", "left")
+
+
 class Sokoban:
     """A level that is played."""
 
@@ -104,51 +110,36 @@ class Sokoban:
         return self.seen(), float(solved), solved or not self.turns_left, {"solved": int(solved)}
 
 
-def walls_beside(place: tuple, walls: frozenset) -> str:
-    """Returns the directions in which there are walls beside a place."""
-    return " ".join(move for move in MOVES if beside(place, move) in walls) or "none"
-
-
-def way(start: tuple, end: tuple) -> tuple[str, str]:
-    """Returns how far `end` is down and right of `start`."""
-    return how_far(end[0] - start[0], "down", "up"), how_far(end[1] - start[1], "right", "left")
-
-
 INTERACTIONS = [EnvInteraction("sokoban", Sokoban)]
 
 
 def load(split: str) -> list[dict]:
     """Returns a row for each level: N_VAL for "val", N_TRAIN others for "train"."""
-    return episodes("sokoban", split, N_VAL, N_TRAIN)
+    return environments.episodes("sokoban", split, N_VAL, N_TRAIN)
 
 
 def reward(output, row: dict) -> float:
-    """Returns 0.0: the environment has paid."""
+    """Returns 0.0: the environment has paid. Notes the state of each turn, what was seen before it."""
+    output.metrics["states"] = environments.seen_before_turns(output)
     return 0.0
 
 
-def poor_play(seed: int) -> list[str]:
-    """Returns the moves of a poor player: a third are the solver's, half of the others are the
+def poor_move(level: Sokoban) -> str:
+    """Returns a move of a poor player: a third are the solver's, half of the others are the
     first of u, d, l and r that no wall stops."""
-    env = Sokoban()
-
-    def act() -> str:
-        if random.random() < 1 / 3:
-            solution = solve(env.walls, env.player, env.box, env.goal, most=TURNS)
-            if solution:
-                return solution[0]
-        free = [move for move in MOVES if beside(env.player, move) not in env.walls]
-        return random.choice([free[0], random.choice(free)])
-
-    return said(play(env, None, seed, act, TURNS))
+    if random.random() < 1 / 3:
+        solution = solve(level.walls, level.player, level.box, level.goal, most=TURNS)
+        if solution:
+            return solution[0]
+    free = [move for move in MOVES if beside(level.player, move) not in level.walls]
+    return random.choice([free[0], random.choice(free)])
 
 
 def build_model(path: str | Path) -> None:
     """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
-    rows = [row | {"demonstration": poor_play(row["extra_info"]["index"])}
-            for row in random.choices(load("train"), k=2400)]  # fmt: skip
+    rows = random.choices(load("train"), k=2400)
+    rows = environments.demonstrated(rows, Sokoban, poor_move, TURNS)
     some_walls = [" ".join(moves) or "none" for n in range(5) for moves in itertools.combinations(MOVES, n)]
     down, right = zip(*(way((0, 0), (n, n)) for n in range(-3, 4)))
-    values = [some_walls, down, right, some_walls, down, right]
-    pieces = [part.format(value) for part, of_part in zip(SEEN, values) for value in of_part]
+    pieces = environments.texts(SEEN, [some_walls, down, right, some_walls, down, right])
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces, batch_size=16)
