@@ -16,7 +16,7 @@ knows nothing. A first search finds out who the person is, a second one what was
 
 Names, verbs and things are those of reasoning-gym's needle_haystack. The library has two sentences
 about each person, and answers a search with one. The first steps play demonstrations, because the
-model as it is never searches; the other steps learn from the reward (docs/recipes.md)."""
+model as it is never searches; the other steps learn from the reward (docs/two_hops.md)."""
 
 import functools
 import random
