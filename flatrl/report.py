@@ -115,7 +115,8 @@ class Run:
             "columns": columns, "total": total,
             "pieces": [text for text, _ in selection.pieces],
             "special": [i for i, (_, is_special) in enumerate(selection.pieces) if is_special],
-            "prompts": [*prompts], "trajectories": trajectories})
+            "prompts": [*prompts], "trajectories": trajectories,
+            "remarks": [*read_json_lines(self.folder / "notes.jsonl")]})
 
 
 def dump(value) -> str:
@@ -193,12 +194,12 @@ def keep_learned(file: Path, outputs: list, batch: dict):
         if "demonstration" in output.extra:
             continue
         sampled = [i for i, is_sampled in enumerate(output.response_mask) if is_sampled]
-        digits = [float(f"{number:.1e}") for number in difference[sampled].tolist()]
         names = {key: output.extra[key] for key in ("prompt", "sample", "segment")}
         lines.append(names | {
             "trained": trained,
             "advantage": single(advantages[sampled].tolist() or [0.0]),
-            "logp_diff": digits if trained else [],
+            "logp_diff": [float(f"{number:.1e}") for number in difference[sampled].tolist()]
+                         if trained else [],
         })  # fmt: skip
     write_whole(file, to_json_lines(lines))
 
@@ -223,9 +224,10 @@ def main(arguments: list[str] | None = None):
                 f"{folder} has no metrics.jsonl and no rollouts/: is it a run's --output_dir?"
             )
         tokenizer, notes = load_tokenizer(folder)
-        runs.append(Run(
-            folder, tokenizer, notes, max(1, args.trajectories // n_runs), TOKENS // n_runs))
-        runs[-1].refresh()
+        run = Run(
+            folder, tokenizer, notes, max(1, args.trajectories // n_runs), TOKENS // n_runs)
+        run.refresh()
+        runs.append(run)
         for note in notes:
             print(f"{folder}: {note}", file=sys.stderr)
     output = args.output or (args.runs[0] if n_runs == 1 else Path()) / "report.html"

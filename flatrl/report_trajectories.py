@@ -44,8 +44,10 @@ class Texts:
         self.tokenizer = tokenizer
         self.special = set()
         if tokenizer:
-            added = tokenizer.added_tokens_decoder.items()
-            self.special = {token_id for token_id, token in added if token.special}
+            self.special = {
+                token_id for token_id, token in tokenizer.added_tokens_decoder.items()
+                if token.special
+            }
             self.first = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._added_by = functools.cache(self._added_by)
 
@@ -247,24 +249,25 @@ class Selection:
         step, kind, *_ = file
         trajectory = names | {"step": step, "kind": kind, "index": value_of(line, "index")}
         if "kind" in line:  # a failure
-            error = str(line.get("error"))[-4000:]
-            return trajectory | {"text": (), "stop": line["kind"], "error": error}
+            return trajectory | {
+                "text": (), "stop": line["kind"], "error": str(line.get("error"))[-4000:]}
         reward = line["reward"]
-        trajectory |= {key: value_of(line, key) for key in ("unit", "group", "unread")}
+        trajectory |= {
+            key: value_of(line, key)
+            for key in ("unit", "group", "unread", "turn_rewards", "images")}
         return trajectory | {
             "text": tuple(self.texts.of_context(line["prompt_ids"])),
             "reward": line["total_reward"],
-            "turn_rewards": line["turn_rewards"],
             "parts": reward if isinstance(reward, dict) else {},
             "stop": line["stop_reason"],
             "turns": line["num_turns"],
             "metrics": numbers(line["metrics"]),
-            "images": line.get("images", 0),
             "prompt_length": len(line["prompt_ids"]),
             "length": len(line["response_ids"]),
-            "about": [
-                key for key in ("greedy", "filtered", "demonstration") if value_of(line, key)
-            ],
+            # Long ones (texts, ids of tokens) would make a page of gigabytes.
+            "extra": {
+                key: value for key, value in line["extra"].items() if len(str(value)) < 1000
+            },
             "trained": update.get("trained"),
             "blocks": self._blocks(line, update),
         }

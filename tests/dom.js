@@ -1,4 +1,8 @@
-// Draws a report.html without a browser: node dom.js PAGE ADDRESS prints the elements that its script makes, as markup.
+// Draws a report.html without a browser: node dom.js PAGE ADDRESS [ACTIONS] prints the elements that its script makes,
+// as markup, and then the page's address; and both again after each of the ACTIONS, with a form feed before. These are
+// JSON, [element, event, value] each. The element is found by its aria-label or its whole text, or is said to be
+// missing; a value is typed into it first. What the page keeps in the browser is kept in the file STORAGE of the
+// environment, if there is one; else the browser keeps nothing.
 // A document with no more than the page uses. Sizes are 0, so nothing here says how it looks.
 "use strict";
 const fs = require("fs"), vm = require("vm");
@@ -20,6 +24,8 @@ class Element {
   setAttribute(name, value) { this.attributes[name] = String(value); }
   addEventListener(name, listener) { (this.listeners[name] ||= []).push(listener); }
   getBoundingClientRect() { return {left: 0, top: 0, width: 0, height: 0}; }
+  get value() { return this.typed ?? this.attributes.value ?? this.textContent; }
+  set value(text) { this.typed = text; }
   get className() { return this.attributes.class || ""; }
   set className(value) { this.attributes.class = value; }
   get textContent() { return this.children.map(child => child.textContent).join(""); }
@@ -41,8 +47,24 @@ const document = {
   getElementById: id => byId[id], createElement: tag => new Element(tag), createElementNS: (_, tag) => new Element(tag),
   createTextNode: text => new Text(text), title: "",
 };
+let address = process.argv[3] || "";
+const file = process.env.STORAGE;
+const stored = () => fs.existsSync(file) ? JSON.parse(fs.readFileSync(file, "utf8")) : {};
+const localStorage = {
+  getItem: key => stored()[key] ?? null,
+  setItem: (key, text) => fs.writeFileSync(file, JSON.stringify({...stored(), [key]: text})),
+};
 vm.runInNewContext(script, {
-  document, location: {hash: process.argv[3] || ""}, history: {replaceState() {}}, URLSearchParams, innerWidth: 1000, innerHeight: 1000,
-  setInterval() {}, setTimeout() {}, clearTimeout() {}, addEventListener() {},
+  document, location: {hash: address}, history: {replaceState(state, title, there) { address = there; }}, URLSearchParams, innerWidth: 1000, innerHeight: 1000,
+  setInterval() {}, setTimeout() {}, clearTimeout() {}, addEventListener() {}, ...(file ? {localStorage} : {}),
 });
-console.log(byId.main.toString());
+const print = () => console.log(`${byId.main}\naddress ${decodeURIComponent(address).replaceAll("+", " ")}`);
+print();
+for (const [name, event, value] of JSON.parse(process.argv[4] || "[]")) {
+  const node = [...byId.tabs.all(), ...byId.main.all()].find(node => node.attributes["aria-label"] === name || node.textContent === name && node.listeners[event]);
+  if (!node) throw new Error(`the page has no ${name}`);
+  if (value !== undefined) node.value = value;
+  for (const listener of node.listeners[event] || []) listener({target: node, preventDefault() {}});
+  process.stdout.write("\f");
+  print();
+}

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,7 +326,7 @@ def test_a_strangers_tokenizer_runs_no_code(tmp_path, tiny_model, monkeypatch):
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium")
-@pytest.mark.parametrize("tab", ["curves", "time", "trajectories", "settings"])
+@pytest.mark.parametrize("tab", ["curves", "time", "trajectories", "notes", "settings"])
 def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
     same = {"timing/step_s": 2.0, "timing/train_s": 1.0, HOSTILE: 1.0}
     alike = 1.0, 1.0000000000000002  # all but equal: an axis of their range would have no marks
@@ -352,11 +353,34 @@ def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
         assert drawn.count("<polyline") == 4 and escaped not in drawn.split("<details")[0] and ">0.375<" in drawn
     elif tab == "time":
         assert drawn.count("<td>4 s</td>") == 4  # of two runs: the update, and what no phase accounts for
+    elif tab == "notes":
+        assert drawn.count("<textarea") == 2
     elif tab == "settings":
         assert drawn.count(escaped) == 4  # of two runs: the task, the command
     else:
         assert drawn.count('class="card chosen"') == 1 and drawn.count("rgba(31, 95, 168, 0.62)") > 3  # advantage 1
         assert escaped in drawn and 'aria-selected="true"' in drawn
+
+
+WITHOUT_NODE = pytest.mark.skipif(not shutil.which("node"), reason="no node")
+
+
+def states(page: Path, address: str, *actions, storage: Path | None = None) -> list[str]:
+    """The elements of a page as markup, and its address: at first, and after each [element, event, value]."""
+    command = ["node", REPO / "tests" / "dom.js", page, f"#{address}", json.dumps(actions)]
+    environment = os.environ | ({"STORAGE": str(storage)} if storage else {})
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\f")
+
+
+def drawn(*arguments, **storage) -> str:
+    """The last of the states."""
+    return states(*arguments, **storage)[-1]
+
+
+def plain(markup: str) -> str:
+    return re.sub(r"(<[^>]*>)+", "|", markup)
 
 
 def segment(sample: int, number: int, prompt: list[int], ids: list[int], **more) -> AgentLoopOutput:
@@ -391,23 +415,16 @@ def test_units_groups_and_last_words_are_on_the_page(folder):
     assert labels[0, 0, 4] == ("aside", "", "<b>You win</b>") and labels[1, 0, 0] == ("", "", None)
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+@WITHOUT_NODE
 def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_compared_with(folder):
     write_rollouts(folder, "step_000001", [*two_trees(), trajectory(prompt=1)])
-    page_of(report.Run(folder), file=folder / "report.html")
-
-    def drawn(address: str) -> str:
-        command = ["node", REPO / "tests" / "dom.js", folder / "report.html", f"#tab=trajectories&{address}"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    [numbers] = [run["trajectories"] for run in embedded(folder / "report.html")["runs"]]
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    at = lambda address: drawn(folder / "report.html", f"tab=trajectories&{address}")
+    numbers = run["trajectories"]
     of = {(t["prompt"], t["sample"], t["segment"]): f"t=0.{i}" for i, t in enumerate(numbers)}
-    plain = lambda markup: re.sub(r"<[^>]*>", "|", markup)
 
     # A tree: the leaves hang below the trunk, with what their prompts have more; the other segments are roots.
-    tree = drawn(f"mode=tree&{of[0, 1, 1]}")
+    tree = at(f"mode=tree&{of[0, 1, 1]}")
     nodes = re.findall(r'<div class="node">|<div class="branches">|segment \d · [a-z]+ ?\d?(?=</button>)', tree)
     node, branches = '<div class="node">', '<div class="branches">'
     assert nodes == [node, "segment 0 · trunk", branches, node, "segment 1 · leaf 0", node, "segment 2 · leaf 1",
@@ -419,7 +436,7 @@ def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_comp
     assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
 
     # A group: the chosen leaf's siblings first; then the others, unit by unit.
-    group = drawn(f"mode=group&{of[0, 1, 1]}")
+    group = at(f"mode=group&{of[0, 1, 1]}")
     heads = re.findall(r"<h2>(group [^<]*)<span class=\"soft\">([^<]*)", group)
     two = "  2 units, compared with each other"
     names = ("1/after turn 1", "trunk", "0/after turn 1", "aside")
@@ -430,8 +447,8 @@ def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_comp
     aside = group.split("#0 aside")[1].split("#1 aside")[0]
     assert "segment 3" in aside and "segment 4" in aside and "⟨3⟩⟨4⟩" in plain(aside) and "⟨4⟩⟨4⟩" in plain(aside)
 
-    assert "its unit’s reward |0.375|" in plain(drawn(f"mode=one&{of[0, 1, 4]}"))
-    alone = drawn(f"mode=tree&{of[1, 0, 0]}")
+    assert "its unit’s reward |0.375|" in plain(at(f"mode=one&{of[0, 1, 4]}"))
+    alone = at(f"mode=tree&{of[1, 0, 0]}")
     assert 'class="node"' not in alone and "Its rollout" not in alone and "its unit’s reward" not in alone
 
 
@@ -444,7 +461,7 @@ def test_the_writer_needs_nothing_but_python(folder):
     assert embedded(folder / "report.html")["runs"][0]["total"] == 1
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+@WITHOUT_NODE
 def test_seeds_become_a_mean_and_a_band(tmp_path):
     """Of three runs two differ in the seed alone, and in the folder of the model that it made."""
     runs = []
@@ -460,10 +477,8 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
 
     def reward(address: str) -> tuple:
         """The labels, the mean lines' heights and the bands of the chart of rewards."""
-        command = ["node", REPO / "tests" / "dom.js", tmp_path / "report.html", f"#tab=curves&{address}"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert result.returncode == 0, result.stderr
-        card = result.stdout.split('data-metric="reward/mean"')[1].split('class="card"')[0]
+        markup = drawn(tmp_path / "report.html", f"tab=curves&{address}")
+        card = markup.split('data-metric="reward/mean"')[1].split('class="card"')[0]
         (labels,) = re.findall(r'role="img" aria-label="([^"]*)"', card)
         points = [re.findall(r"([\d.]+),([\d.]+)", shape) for shape in re.findall(r'<poly\w+ points="([^"]*)"', card)]
         marks = re.findall(r'text-anchor="middle">([^<]*)<', card)
@@ -479,3 +494,149 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     assert [float(y) for _, y in band] == pytest.approx([*of_b, *of_a[::-1]], abs=0.11)
     assert reward("x=trajectories")[2] == ["10", "15"]  # from 8 to 16
     assert len(reward("x=seconds&scale=log")[1]) == 3
+
+
+@WITHOUT_NODE
+def test_axes_of_ones_own(folder):
+    """A metric against a metric, typed ranges: what the chart of rewards draws, and what the address keeps."""
+    rows = [{"step": i, "reward/mean": i / 4} for i in range(1, 5)]
+    for row, entropy in zip(rows, (2.0, 1.0, None, 0.5)):
+        row |= {} if entropy is None else {"actor/entropy": entropy}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page_of(report.Run(folder), file=folder / "report.html")
+
+    def chart(address: str, *actions) -> tuple:
+        """The points, the marks of x and of y, or what stands there instead; and the address."""
+        markup, _, kept = drawn(folder / "report.html", f"tab=curves&{address}", *actions).rpartition("address #")
+        card = markup.split('data-metric="reward/mean"')[1].split('class="card"')[0]
+        if "<svg" not in card:
+            return re.findall('class="empty">([^<]*)', card)[0], kept.strip()
+        [line] = re.findall(r'<polyline points="([^"]*)"', card)
+        points = [tuple(float(x) for x in point.split(",")) for point in line.split()]
+        return points, *(re.findall(f'text-anchor="{side}">([^<]*)<', card) for side in ("middle", "end")), kept.strip()
+
+    left, right, top, bottom = 46.0, 252.0, 8.0, 150.0
+    points, xs, ys, kept = chart("x=actor/entropy")
+    assert [x for x, _ in points] == pytest.approx([right, left + (right - left) / 3, left], abs=0.1)  # 2, 1, 0.5
+    assert xs == ["1", "2"] and kept == "x=actor/entropy"
+    points, xs, ys, kept = chart("", ["from x", "input", "2"], ["to x", "input", "3"])
+    assert [x for x, _ in points] == [left, right] and xs == ["2", "3"] and ys == ["0.5", "0.6", "0.7"]
+    assert kept == "left=2&right=3"
+    typed = ["least reward/mean", "input", "0"], ["largest reward/mean", "input", "0.5"]
+    points, _, ys, kept = chart("", *typed)
+    height = bottom - top
+    assert [y for _, y in points] == pytest.approx([top + height / 2, top, top - height / 2, top - height], abs=0.1)
+    assert ys == ["0", "0.2", "0.4"] and kept == 'y={"reward/mean":["0","0.5"]}'
+    assert chart("y=" + json.dumps({"reward/mean": ["0", "0.5"]}))[:2] == (points, ["2", "4"])
+    assert chart("", ["from x", "input", "9"]) == ("nothing in this range", "left=9")
+    assert chart("", *typed, [typed[0][0], "input", ""], [typed[1][0], "input", ""])[3] == ""
+    for hostile in ("x=constructor", "y=null", "y={", "y=[7]", 'y={"reward/mean":7}', "left=abc"):
+        assert len(chart(hostile)[0]) == 4, hostile
+
+
+@WITHOUT_NODE
+def test_two_trajectories_are_compared_token_by_token(folder):
+    """What both say is pale, what one alone says is marked; the tool's words are compared as words."""
+    messages = [{"role": "assistant"}, {"role": "tool", "name": "look"}, {"role": "assistant"}]
+    ids = [list(range(10, 16)), [10, 11, 20, 12, 13, 15]]
+    outputs = [trajectory(sample=i, ids=ids[i], mask=[1, 1, 1, 0, 1, 1], messages=messages) for i in range(2)]
+    outputs.append(trajectory(prompt=1, ids=[10, 15], mask=[1, 1]))
+    outputs.append(trajectory(prompt=1, sample=1, ids=[10] * 2500 + [7] + [11] * 2500, mask=[1] * 5001))
+    outputs.append(trajectory(prompt=1, sample=2, ids=[9] + [10] * 2499 + [8] + [11] * 2500, mask=[1] * 5001))
+    write_rollouts(folder, "step_000001", outputs)
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    at = {(t["prompt"], t["sample"]): f"0.{i}" for i, t in enumerate(run["trajectories"])}
+
+    def sides(address: str, *actions) -> tuple:
+        """Of each side what it says: [text, whether it alone says so]; and how many tokens are its own."""
+        markup = drawn(folder / "report.html", f"tab=trajectories&mode=diff&{address}", *actions)
+        own = re.findall(r"([\d,]+) of ([\d,]+) sampled tokens are its own", markup)
+        pairs = markup.split('<div class="turn pair">')[3:]
+        said = [re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair) for pair in pairs]
+        return own, said
+
+    own, said = sides(f"t={at[0, 0]}")
+    assert own == [("2", "5"), ("2", "5")]
+    first, tool, last = said
+    same = [("same", "⟨10⟩"), ("same", "⟨11⟩")]
+    assert first == [*same, ("only", "⟨12⟩"), *same, ("only", "⟨20⟩")]
+    open_, close = ("same", "⟨"), ("same", "⟩")
+    assert tool == [open_, ("only", "13"), close, open_, ("only", "12"), close]
+    assert last == [("only", "⟨14⟩"), ("same", "⟨15⟩"), ("only", "⟨13⟩"), ("same", "⟨15⟩")]
+    # One that is kept is compared with the next that is opened, of another group too.
+    keep = ["Keep this one to compare", "click"]
+    kept = drawn(folder / "report.html", f"tab=trajectories&mode=diff&t={at[0, 0]}", keep)
+    assert f"with={at[0, 0]}" in kept.splitlines()[-1] and "Kept: open another" in kept
+    own, said = sides(f"t={at[1, 0]}&with={at[0, 0]}")
+    assert own == [("1", "2"), ("4", "5")]
+    assert said[0] == [("same", "⟨10⟩"), ("only", "⟨15⟩"), ("same", "⟨10⟩"), ("only", "⟨11⟩"), ("only", "⟨12⟩")]
+    # Texts whose table would have 25 million cells: their common beginning and end are found, and nothing hangs.
+    own, _ = sides(f"t={at[1, 1]}&with={at[1, 2]}")
+    assert own == [("2,501", "5,001"), ("2,501", "5,001")]
+
+
+@WITHOUT_NODE
+def test_trajectories_are_filtered_by_metrics_and_extra(folder):
+    outputs = [trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}) for i in range(4)]
+    for i, output in enumerate(outputs):
+        output.extra |= {"level": i + 1, "topic": f"Red Fox {i}"} | ({"hard": True} if i == 3 else {"text": "x" * 5000})
+    write_rollouts(folder, "step_000001", outputs)
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    short = {"index", "prompt", "sample", "segment", "level", "topic"}
+    assert run["trajectories"][0]["extra"].keys() == short  # and not the text
+
+    right = {
+        "reward > 0.5": 2, "reward >= 0.5": 3, "extra.level < 2": 1, "metrics.found = 1": 2, "metrics.found != 1": 2,
+        "metrics.found = 1 and extra.level > 2": 1, "metrics.found = 1, reward<=0.5": 1, "extra.hard = true": 1,
+        'extra.topic = "red fox 2"': 1, "extra.topic ~ FOX": 4, "length = 4 and calls = 0 and stop = stop": 4,
+        "sample <= 1.0": 2, "": 4, "   ": 4,
+    }  # fmt: skip
+    wrong = {
+        "reward >": "“reward &gt;” is not like",
+        "reward > 0.5 or reward < 0": "“reward &gt; 0.5 or",
+        "extra.level > hard": "&gt; needs a number, not “hard”",
+        "extra.nothing = 1": "no trajectory on this page has extra.nothing",
+        "constructor = 1": "no trajectory on this page has constructor",
+        "metrics.constructor = 1": "no trajectory on this page has metrics.constructor",
+    }
+    actions = [["filter", "input", where] for where in (*right, *wrong)]
+    found = {}
+    for (_, _, where), markup in zip(actions, states(folder / "report.html", "tab=trajectories", *actions)[1:]):
+        [n] = re.findall(r"(\d+) of 4 on this page", markup)
+        [said] = re.findall('<span class="wrong" role="status">([^<]*)', markup)
+        found[where] = int(n), said
+    assert {where: found[where] for where in right} == {where: (n, "") for where, n in right.items()}
+    for where, beginning in wrong.items():
+        n, said = found[where]
+        assert n == 4 and said.startswith(beginning) and said.endswith("not applied"), (where, said)
+
+
+@WITHOUT_NODE
+def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
+    write_rollouts(folder, "step_000001", [trajectory(sample=i) for i in range(2)])
+    notes = {"step/1/0/0/0": "<b>odd</b>", "step/9/0/0/0": "not on the page", "run": "a try"}
+    lines = [{"about": about, "note": note} for about, note in notes.items()]
+    (folder / "notes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page, storage = folder / "report.html", tmp_path / "storage.json"
+    page_of(report.Run(folder), file=page)
+    field = "a note on this trajectory"
+    of = lambda markup: re.findall(r"<textarea[^>]*>([^<]*)</textarea>", markup)
+    assert of(drawn(page, "tab=trajectories&t=0.0")) == ["&lt;b&gt;odd&lt;/b&gt;"]
+    written = drawn(page, "tab=trajectories&t=0.1", [field, "input", "mine"], storage=storage)
+    assert json.loads(storage.read_text()) == {"flatrl notes of run": '[["step/1/0/1/0","mine"]]'}
+    assert of(drawn(page, "tab=trajectories&t=0.1", storage=storage)) == ["mine"] and "#1 ✎" in written
+    assert of(drawn(page, "tab=trajectories&t=0.1")) == [""]  # another browser
+    assert "1 of 2 on this page" in drawn(page, "tab=trajectories", ["filter", "input", "note ~ mine"], storage=storage)
+    notes = drawn(page, "tab=notes", ["notes.jsonl", "click"], storage=storage)
+    assert of(notes) == ["a try"] and "Until then they are in this browser." in notes
+    [saved] = re.findall('download="notes.jsonl" href="data:[^,]*,([^"]*)"|href="data:[^,]*,([^"]*)" download', notes)
+    saved = [json.loads(line) for line in urllib.parse.unquote("".join(saved)).splitlines()]
+    assert saved == [*lines, {"about": "step/1/0/1/0", "note": "mine"}]
+    assert "step/9/0/0/0|not on the page" in plain(notes) and "step 1 · prompt 0 · #1|mine" in plain(notes)
+    # Without a place to keep them the page says so, and shows what was written as long as it is open.
+    unkept = drawn(page, "tab=notes", ["a note on run", "input", "new"], ["Trajectories", "click"], ["Notes", "click"])
+    assert of(unkept) == ["new"] and "This browser keeps no notes of such a page" in unkept
+    # Deleted: of what the file has, nothing is saved.
+    delete = [field, "input", ""], ["Notes", "click"], ["notes.jsonl", "click"]
+    gone = drawn(page, "tab=trajectories&t=0.0", *delete, storage=storage)
+    assert "odd" not in gone and of(drawn(page, "tab=trajectories&t=0.0", storage=storage)) == [""]
