@@ -46,7 +46,7 @@ def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
     flag here (for others see `check_model`), and on a sampling parameter that vLLM does not
     know. Warns of one that changes the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
-    fixed = arguments.keys() & FIXED_ARGUMENTS[name].split()
+    fixed = sorted(arguments.keys() & FIXED_ARGUMENTS[name].split())
     need(not fixed, f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
          "loop's, or flatrl's own")
     if name == "engine_args":
@@ -57,11 +57,11 @@ def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
     if "sampling" in name and arguments:  # this imports vLLM: seconds
         with refusing(f"--{name}"):
             sampling_params(arguments)
-    others = ", ".join(sorted(arguments.keys() - NEUTRAL_SAMPLING))
+    others = sorted(arguments.keys() - NEUTRAL_SAMPLING)
     if name == "sampling_args" and others:
         warnings.warn(
-            f"--sampling_args {others}: the engine samples from another distribution than "
-            "the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
+            f"--sampling_args {', '.join(others)}: the engine samples from another distribution "
+            "than the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
             "consider --rollout_correction", stacklevel=2)
 
 

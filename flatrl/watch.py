@@ -56,9 +56,6 @@ class Watch:
         if may_replace and not metrics["rollout/filtered_groups"]:
             yield "filter", ("--filter_metric total: turn rewards nearly always differ, so dynamic "
                              "sampling replaces no group")
-        if self.compares and metrics["rollout/singleton_groups"]:
-            yield "singleton", ("a group is left with one trajectory to compare: "
-                                "rollout/singleton_groups counts them")
         if not self.rows or "actor/entropy" not in metrics:  # else only the critic learns
             return
         last = self.rows[-1]
