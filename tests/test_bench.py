@@ -220,4 +220,4 @@ def test_without_trl_it_says_what_to_install(script, bench):
 
 def test_every_bench_is_tested():
     scripts = {file.stem for file in (REPO / "bench").glob("*.py")} - {"common"}
-    assert {name.split(",")[0] for name in RUNS} | {"curve"} == scripts
+    assert {name.split(",")[0] for name in RUNS} | {"curve", "two_hops"} == scripts  # two_hops: tests/test_real.py

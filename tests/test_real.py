@@ -143,3 +143,28 @@ def test_what_is_no_search_ends_the_conversation(two_hops):
     name, verb, thing = two_hops.people()[7][:3]
     assert reply(f"search: {verb} {thing}") == (False, f"{name} {verb} {thing}.", 0.0, {"searches": 1})
     assert [reply(said) for said in ("cats", "I search: cats", "", None)] == [(True, "", 0.0, {})] * 4
+
+
+def test_trl_s_conversations_have_the_tokens_and_masks_of_ours(two_hops, tokenizer, monkeypatch):
+    """bench/two_hops.py plays them: two demonstrations, side by side."""
+    monkeypatch.syspath_prepend(str(REPO / "bench"))
+    bench = importlib.import_module("two_hops")
+    rows = load_rows(two_hops, "train")[5:7]
+    expected = [asyncio.run(play(row, two_hops, tokenizer))[0] for row in rows]
+    turns = {row["prompt"][-1]["content"]: [message["content"] for message in row["demonstration"]] for row in rows}
+
+    class LLM:
+        def generate(self, inputs, limits, use_tqdm):
+            for given, limit in zip(inputs, limits):
+                text = tokenizer.decode(given["prompt_token_ids"])
+                said = next(turns[question] for question in turns if question in text).pop(0)
+                ids = tokenizer(f"{said}<|im_end|>")["input_ids"][: limit.max_tokens]
+                logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in ids]
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs)])
+
+    monkeypatch.setattr(bench, "RESPONSE_TOKENS", max(len(ids) for ids, _ in expected))
+    played = bench.play(LLM(), two_hops, tokenizer, [row["prompt"] for row in rows], 0.0)
+    for one, (ids, mask), row in zip(played, expected, rows, strict=True):
+        assert (one.prompt_ids + one.ids, [0] * len(one.prompt_ids) + one.mask) == (ids, mask)
+        assert one.logprobs == [-0.5 * sampled for sampled in one.mask]
+        assert two_hops.reward(SimpleNamespace(messages=one.messages), row) == 1.0
