@@ -1,5 +1,7 @@
 """Sokoban in a room of 6 x 6 cells, move by move: push the box on the goal, never into a corner.
 
+It was not shown to learn yet.
+
     accelerate launch train.py --task examples/sokoban.py --lr 1e-3 --num_steps 30 \\
         --prompts_per_step 16 --max_assistant_turns 10 --max_response_tokens 192
 
