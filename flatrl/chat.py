@@ -199,7 +199,7 @@ class ChatClient:
             content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        keys = ("role", "name", "tool_call_id", "reasoning_content")
+        keys = "role name tool_call_id reasoning_content".split()
         plain = {key: message[key] for key in keys if message.get(key)}
         # Templates print roles and ids, and agent_loop.render takes them for words.
         if not re.fullmatch(r"\w+", plain["role"], re.ASCII):

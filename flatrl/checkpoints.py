@@ -11,12 +11,14 @@ import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 import sys
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -31,6 +33,19 @@ from flatrl.terminal import shown
 # All that a run writes into its folder.
 RUN_FILES = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned
     checkpoints final .final wandb report.html .report.html""".split())
+
+# All that a checkpoint's .metadata, a pickle, is made of: torch's and Python's own.
+PICKLED = set("""torch.Size torch.float32 torch.serialization._get_layout
+    torch.distributed.checkpoint.filesystem._StorageInfo
+    torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    torch.distributed.checkpoint.metadata.BytesStorageMetadata
+    torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    torch.distributed.checkpoint.metadata.Metadata
+    torch.distributed.checkpoint.metadata.MetadataIndex
+    torch.distributed.checkpoint.metadata.StorageMeta
+    torch.distributed.checkpoint.metadata.TensorProperties
+    torch.distributed.checkpoint.metadata.TensorStorageMetadata
+    pathlib.PosixPath pathlib._local.PosixPath""".split())
 
 # Flags that --resume takes with other values: they concern evaluation, log, memory and
 # speed, and do not make it another run.
@@ -114,20 +129,29 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 
 
 def _read_step(checkpoint):
-    """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut off, or
-    has a byte that was changed."""
+    """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut off, has
+    a byte that was changed, or would run code when it is loaded."""
     state = dict(json.loads((checkpoint / "step.json").read_text()))
     need(checkpoint.name == f"step_{state['step']:06d}"
          and {"history", "parts", "next_prompt"} <= state.keys(), "its step.json is not its own")
-    from torch.distributed.checkpoint import FileSystemReader
-
-    for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
+    metadata = _Unpickler((checkpoint / ".metadata").open("rb")).load()
+    for stored in metadata.storage_data.values():
         with (checkpoint / stored.relative_path).open("rb") as stream:
             stream.seek(stored.offset)
             archive = io.BytesIO(stream.read(stored.length))  # it has checksums
         need(zipfile.is_zipfile(archive) and not zipfile.ZipFile(archive).testzip(),
              f"{stored.relative_path} is cut off, or was changed")
+        archive.seek(0)
+        torch.load(archive, "meta", weights_only=True)  # it reads no numbers
     return state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads a pickle that is made of PICKLED alone; raises BadInput before it calls others."""
+
+    def find_class(self, module, name):
+        need(f"{module}.{name}" in PICKLED, f"its .metadata would call {module}.{name}")
+        return super().find_class(module, name)
 
 
 def _move_aside(folder):

@@ -19,7 +19,7 @@ NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # the rule of numbers
 SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
-UNSET_VALUES = ("0", "0.0", "none", "None", "False")
+UNSET_VALUES = "0 0.0 none None False".split()
 
 
 def flag(default, help: str, allowed=(), only: str = "", **more):

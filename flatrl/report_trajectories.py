@@ -254,7 +254,7 @@ class Selection:
         reward = line["reward"]
         trajectory |= {
             key: value_of(line, key)
-            for key in ("unit", "group", "unread", "turn_rewards", "images")}
+            for key in "unit group unread turn_rewards images".split()}
         return trajectory | {
             "text": tuple(self.texts.of_context(line["prompt_ids"])),
             "reward": line["total_reward"],
