@@ -96,7 +96,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
         passes_of_group[group].append(passes)
     statistics = describe(outputs, units)
     result = {f"eval/{name}": statistics[f"{name}/mean"]
-              for name in ("reward", "response_length", "num_turns")}
+              for name in "reward response_length num_turns".split()}
     for name in set(units.names):
         if f"reward/{name}" in statistics:
             result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]
@@ -133,8 +133,8 @@ def worst_token(run, phase, batch: dict, version: int) -> str:
     largest = difference.where(is_comparable, -1).argmax().item()
     row, position = divmod(largest, difference.shape[1])
     output = phase.trained[row]
-    where = ", ".join(f"{name} {output.extra[name]}" for name in ("prompt", "sample", "segment"))
     text = run.tokenizer.decode(output.response_ids[position])
-    return (f"{where}, position {position} of the response, {text!r}: "
+    return (f"prompt {output.extra['prompt']}, sample {output.extra['sample']}, segment "
+            f"{output.extra['segment']}, position {position} of the response, {text!r}: "
             f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
             f"{batch['logprobs_old'][row, position]:.3g} in the trainer")

@@ -101,6 +101,8 @@ def read_turns(messages: list[dict], n_turns: int) -> list[tuple]:
     calls that the turn made, as [name, arguments] each."""
     turns = [([], []) for _ in range(n_turns + 1)]
     for message in messages:
+        if not isinstance(message, dict):  # an agent loop may leave anything there
+            message = {"role": f"{message!r:.80}"}
         role = message.get("role")
         if role == "assistant":
             turns.append(([], []))
@@ -244,7 +246,7 @@ class Selection:
 
     def _trajectory(self, file, line, learned) -> dict:
         """Returns what the page shows of a line of rollouts/*.jsonl."""
-        names = {key: value_of(line, key) for key in ("prompt", "sample", "segment")}
+        names = {key: value_of(line, key) for key in "prompt sample segment".split()}
         update = learned.get(tuple(names.values()), {})
         step, kind, *_ = file
         trajectory = names | {"step": step, "kind": kind, "index": value_of(line, "index")}

@@ -80,7 +80,7 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     fixed = FIXED_SAMPLING & parameters.keys()
     if fixed:
         raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in "stop_token_ids allowed_token_ids logit_bias".split():
         check_ids(list(getattr(checked, name) or ()), vocab_size, name)
     if checked.allowed_token_ids == []:
         raise ValueError("allowed_token_ids is empty: nothing can be sampled")

@@ -43,6 +43,7 @@ class Watch:
 
     def in_numbers(self, metrics: dict) -> Iterator[tuple[str, str]]:
         """Yields (name, problem) of metrics that don't go on as those of the steps before."""
+        args = self.args
         for name, least in (("rollout/tool_calls", 0), ("num_turns/mean", 2)):
             # A single answer makes 2 turns; what falls is what comes beside it.
             best = max([row.get(name, least) for row in self.rows], default=least)
@@ -52,7 +53,7 @@ class Watch:
                                "pay for answers without tools and turns?")
         if metrics.get("stop_reason/abort"):
             yield "abort", "the engine aborted answers, and they are trained"
-        may_replace = self.args.max_gen_batches > 1 and self.args.filter_metric == "total"
+        may_replace = args.max_gen_batches > 1 and args.filter_metric == "total"
         if may_replace and not metrics["rollout/filtered_groups"]:
             yield "filter", ("--filter_metric total: turn rewards nearly always differ, so dynamic "
                              "sampling replaces no group")
@@ -61,13 +62,13 @@ class Watch:
         last = self.rows[-1]
         first_prompt = metrics["rollout/first_prompt"]
         expected = last["rollout/last_prompt"] + 1
-        may_skip = self.args.max_gen_batches > 1 or metrics["rollout/skipped"]
+        may_skip = args.max_gen_batches > 1 or metrics["rollout/skipped"]
         if first_prompt < expected or first_prompt > expected and not may_skip:
             yield "prompts", (f"the rollouts begin at prompt {first_prompt}, not {expected}: "
                               "prompts are trained twice, or lost")
         name = "rollout/logp_diff_mean"
         first = [row[name] for row in self.rows if row[name]][:1]  # it is 0 if nothing is sampled
-        if first and metrics[name] > 10 * max(first[0], 1e-6) and not self.args.replay:
+        if first and metrics[name] > 10 * max(first[0], 1e-6) and not args.replay:
             yield "drift", (f"{name}, between engine and trainer, has grown tenfold since the "
                             f"first step, from {first[0]:.1e}")
         if metrics["actor/entropy"] < 3e-4:
@@ -75,10 +76,10 @@ class Watch:
                               "same; look at --lr, --clip_high and --entropy_coef")
         norms = [row["actor/grad_norm"] for row in self.rows if "actor/grad_norm" in row]
         norm = metrics["actor/grad_norm"]
-        if len(norms) >= FEW_STEPS and norm > max(10 * median(norms), self.args.max_grad_norm):
+        if len(norms) >= FEW_STEPS and norm > max(10 * median(norms), args.max_grad_norm):
             yield "gradient", (f"the gradient norm is {norm:.2g}, more than ten times its median: "
                                "look at this step's rollouts and largest advantages")
-        warmup = self.args.critic_warmup + self.args.warmup_steps
+        warmup = args.critic_warmup + args.warmup_steps
         if metrics["actor/lr"] == 0 and metrics["step"] > warmup + 1:
             yield "lr", "the learning rate is 0: nothing is learnt"
         if metrics["actor/adam_steps"] <= last.get("actor/adam_steps", 0):

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HANGS, REPO, TINY, lines, metrics_of, run, started, two_ranks, wait_for
+from torch.distributed.checkpoint import FileSystemReader
 
 import train
 from agent_loop import BadInput
@@ -178,9 +180,31 @@ def flip(folder: Path) -> None:
     file.write_bytes(content)
 
 
+class Makes:
+    """When it is unpickled, a folder is made."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (f"{self.folder}/made",)
+
+
+def hide_code(folder: Path) -> None:
+    """Puts it where the optimiser's learning rate was."""
+    torch.save(Makes(folder), folder / "code")
+    metadata = FileSystemReader(folder).read_metadata()
+    (key,) = [key for key in metadata.storage_data if key.fqn == "policy_optimizer.param_groups.0.lr"]
+    stored = {"relative_path": "code", "offset": 0, "length": (folder / "code").stat().st_size}
+    metadata.storage_data[key] = dataclasses.replace(metadata.storage_data[key], **stored)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.parametrize("spoil, why", [
     (lambda folder: cut(folder / "__0_0.distcp"), "__0_0.distcp is cut off"),
-    (flip, "__0_0.distcp is cut off, or was changed"),
+    (flip, "__0_0.distcp is cut off, was changed, or would run code: a checksum is wrong"),
+    (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Makes(folder))), "would call posix.mkdir"),
+    (hide_code, "code is cut off, was changed, or would run code: _pickle.UnpicklingError: Weights only load failed"),
     (lambda folder: (folder / "__0_0.distcp").unlink(), "FileNotFoundError"),
     (lambda folder: cut(folder / ".metadata"), "Error"),
     (lambda folder: (folder / ".metadata").unlink(), "FileNotFoundError"),
@@ -200,6 +224,7 @@ def test_resume_goes_on_from_the_last_checkpoint_that_is_whole(spoil, why, tmp_p
     newest = tmp_path / "checkpoints" / "step_000004"
     spoil(newest)
     found, state = checkpoints.prepare_folder(run.args)
+    assert not (newest / "made").exists() and not Path(f"{newest}.1", "made").exists()
     parts = ["policy", "policy_optimizer"]
     assert found.name == "step_000002"
     assert state == {"step": 2, "kl_coef": 0.5, "parts": parts, "history": [], "next_prompt": 0}

@@ -142,6 +142,15 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     assert run["total"] == 3 and run["notes"] == []
 
 
+def test_a_message_that_is_no_dict_is_shown_as_it_is(folder):
+    said = {"role": "assistant", "content": "a"}
+    outputs = [trajectory(messages=["what?", said, ["tool", 5], None, said])]
+    write_rollouts(folder, "step_000002", outputs)
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    roles = [block["role"] for block in run["trajectories"][0]["blocks"]]
+    assert roles == ["assistant", "['tool', 5], None", "assistant"]
+
+
 def test_what_an_earlier_try_at_a_step_knew_is_not_shown(folder):
     outputs = [trajectory()]
     report.keep_learned(folder / "learned" / "step_000001.jsonl", outputs, learned(outputs, [1.0], 0.5))
