@@ -30,9 +30,9 @@ from flatrl.models import whole, whole_weights
 from flatrl.processes import all_gather, on_main
 from flatrl.terminal import shown
 
-# All that a run writes into its folder.
+# All that a run writes into its folder, and the notes that its reader puts there.
 RUN_FILES = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned
-    checkpoints final .final wandb report.html .report.html""".split())
+    checkpoints final .final wandb report.html .report.html notes.jsonl""".split())
 
 # All that a checkpoint's .metadata, a pickle, is made of: torch's and Python's own.
 PICKLED = set("""torch.Size torch.float32 torch.serialization._get_layout

@@ -89,7 +89,7 @@ if os.environ.get("TINY_TASK_BLOCKS") and os.fork() == 0:
     (["thesis.tex"], "thesis.tex"),
     (["args.json", "metrics.jsonl", "thesis.tex"], "thesis.tex"),
     (["checkpoints", "final"], "no args.json"),
-    (["args.json", "metrics.jsonl", "rollouts", "checkpoints", ".lock", "wandb"], None),
+    (["args.json", "metrics.jsonl", "rollouts", "checkpoints", ".lock", "wandb", "notes.jsonl"], None),
     ([".lock"], None),
     ([], None),
 ])  # fmt: skip

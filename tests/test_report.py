@@ -626,13 +626,14 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
     notes = {"step/1/0/0/0": "<b>odd</b>", "step/9/0/0/0": "not on the page", "run": "a try"}
     lines = [{"about": about, "note": note} for about, note in notes.items()]
     (folder / "notes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text('{"step": 0, "timing/eval_s": 1.5}\n{"step": 1, "timing/step_s": 2.0}\n')
     page, storage = folder / "report.html", tmp_path / "storage.json"
     page_of(report.Run(folder), file=page)
     field = "a note on this trajectory"
     of = lambda markup: re.findall(r"<textarea[^>]*>([^<]*)</textarea>", markup)
     assert of(drawn(page, "tab=trajectories&t=0.0")) == ["&lt;b&gt;odd&lt;/b&gt;"]
     written = drawn(page, "tab=trajectories&t=0.1", [field, "input", "mine"], storage=storage)
-    assert json.loads(storage.read_text()) == {"flatrl notes of run": '[["step/1/0/1/0","mine"]]'}
+    assert json.loads(storage.read_text()) == {"flatrl notes of run 1.5": '[["step/1/0/1/0","mine"]]'}
     assert of(drawn(page, "tab=trajectories&t=0.1", storage=storage)) == ["mine"] and "#1 ✎" in written
     assert of(drawn(page, "tab=trajectories&t=0.1")) == [""]  # another browser
     assert "1 of 2 on this page" in drawn(page, "tab=trajectories", ["filter", "input", "note ~ mine"], storage=storage)
@@ -648,4 +649,8 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
     # Deleted: of what the file has, nothing is saved.
     delete = [field, "input", ""], ["Notes", "click"], ["notes.jsonl", "click"]
     gone = drawn(page, "tab=trajectories&t=0.0", *delete, storage=storage)
+    (folder / "metrics.jsonl").write_text('{"step": 0, "timing/eval_s": 1.25}\n{"step": 1}\n')
+    (folder / "notes.jsonl").unlink()
+    page_of(report.Run(folder), file=tmp_path / "later.html")  # another run in the same folder
+    assert of(drawn(tmp_path / "later.html", "tab=trajectories&t=0.1", storage=storage)) == [""]
     assert "odd" not in gone and of(drawn(page, "tab=trajectories&t=0.0", storage=storage)) == [""]

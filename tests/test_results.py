@@ -158,7 +158,7 @@ def test_a_result_says_how_it_was_measured_and_stands_on_its_page(name):
         assert section in anchors(REPO / file)
         page = re.split(r"^#+ ", page, flags=re.MULTILINE)[heading_numbers(file)[section]]
     for number in result["numbers"]:
-        assert set(number) == {"shown", "from", "least", "most"}
+        assert set(number) == {"shown", "from", "least", "most"} and bool(number["from"]) == bool(result["command"])
         assert re.search(rf"(?<![\d.]){re.escape(number['shown'])}(?![\d.]*\d)", page), f"{name}: {number['shown']}"
         assert number["least"] <= value(number["shown"]) <= number["most"], number
         re.compile(number["from"])
