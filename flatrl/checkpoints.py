@@ -35,7 +35,9 @@ RUN_FILES = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollo
     checkpoints final .final wandb report.html .report.html notes.jsonl""".split())
 
 # All that a checkpoint's .metadata, a pickle, is made of: torch's and Python's own.
-PICKLED = set("""torch.Size torch.float32 torch.serialization._get_layout
+PICKLED = set("""torch.Size torch.serialization._get_layout torch.float64 torch.float32
+    torch.bfloat16 torch.float16 torch.int64 torch.int32 torch.int16 torch.int8 torch.uint8
+    torch.bool
     torch.distributed.checkpoint.filesystem._StorageInfo
     torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
     torch.distributed.checkpoint.metadata.BytesStorageMetadata

@@ -200,6 +200,14 @@ def hide_code(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def test_a_checkpoint_may_hold_tensors_of_every_type():
+    """A model's buffers are not all float32, as those that count steps."""
+    types_of_tensors = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+                        torch.int16, torch.int8, torch.uint8, torch.bool]  # fmt: skip
+    for dtype in types_of_tensors:
+        assert checkpoints._Unpickler(io.BytesIO(pickle.dumps(dtype))).load() is dtype
+
+
 @pytest.mark.parametrize("spoil, why", [
     (lambda folder: cut(folder / "__0_0.distcp"), "__0_0.distcp is cut off"),
     (flip, "__0_0.distcp is cut off, was changed, or would run code: a checksum is wrong"),
