@@ -42,8 +42,10 @@ def device_defaults(args, cuda: bool) -> dict:
          "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
          "580 or later (nvidia-smi), or without a GPU source install.sh")
     header = Path(sysconfig.get_path("include"), "Python.h")
-    need(not cuda or header.is_file() and any(map(shutil.which, ("gcc", "clang"))),
-         f"vLLM's kernels need a C compiler and {header}: install gcc and Python's headers")
+    need(not cuda or header.is_file()
+         and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))),  # as Triton looks
+         f"vLLM's kernels need a C compiler and {header}: install gcc (or name another compiler "
+         "in CC) and Python's headers")
     need(not cuda or not args.deterministic,
          "--deterministic: on CUDA attention's gradients vary")
     dtype = args.dtype

@@ -290,8 +290,8 @@ class Selection:
             end += n
             ids = line["response_ids"][start:end]
             if not is_sampled:
-                role = ", ".join(turns[turn][0])
-                blocks.append({"at": start, "role": role, "text": self.texts.of_context(ids)})
+                blocks.append({"at": start, "role": ", ".join(turns[turn][0]),
+                               "text": self.texts.of_context(ids)})
                 continue
             turn += 1
             texts = zip(self.texts.of(ids), map(self.texts.special.__contains__, ids))

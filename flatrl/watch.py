@@ -44,9 +44,10 @@ class Watch:
     def in_numbers(self, metrics: dict) -> Iterator[tuple[str, str]]:
         """Yields (name, problem) of metrics that don't go on as those of the steps before."""
         args = self.args
+        rows = self.rows
         for name, least in (("rollout/tool_calls", 0), ("num_turns/mean", 2)):
             # A single answer makes 2 turns; what falls is what comes beside it.
-            best = max([row.get(name, least) for row in self.rows], default=least)
+            best = max([row.get(name, least) for row in rows], default=least)
             now = metrics.get(name, least)
             if best - least > max(0.1, 10 * (now - least)):
                 yield name, (f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward "
@@ -57,9 +58,9 @@ class Watch:
         if may_replace and not metrics["rollout/filtered_groups"]:
             yield "filter", ("--filter_metric total: turn rewards nearly always differ, so dynamic "
                              "sampling replaces no group")
-        if not self.rows or "actor/entropy" not in metrics:  # else only the critic learns
+        if not rows or "actor/entropy" not in metrics:  # else only the critic learns
             return
-        last = self.rows[-1]
+        last = rows[-1]
         first_prompt = metrics["rollout/first_prompt"]
         expected = last["rollout/last_prompt"] + 1
         may_skip = args.max_gen_batches > 1 or metrics["rollout/skipped"]
@@ -67,14 +68,14 @@ class Watch:
             yield "prompts", (f"the rollouts begin at prompt {first_prompt}, not {expected}: "
                               "prompts are trained twice, or lost")
         name = "rollout/logp_diff_mean"
-        first = [row[name] for row in self.rows if row[name]][:1]  # it is 0 if nothing is sampled
+        first = [row[name] for row in rows if row[name]][:1]  # it is 0 if nothing is sampled
         if first and metrics[name] > 10 * max(first[0], 1e-6) and not args.replay:
             yield "drift", (f"{name}, between engine and trainer, has grown tenfold since the "
                             f"first step, from {first[0]:.1e}")
         if metrics["actor/entropy"] < 3e-4:
             yield "entropy", ("the entropy is nearly 0: every rollout of a prompt will be the "
                               "same; look at --lr, --clip_high and --entropy_coef")
-        norms = [row["actor/grad_norm"] for row in self.rows if "actor/grad_norm" in row]
+        norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
         norm = metrics["actor/grad_norm"]
         if len(norms) >= FEW_STEPS and norm > max(10 * median(norms), args.max_grad_norm):
             yield "gradient", (f"the gradient norm is {norm:.2g}, more than ten times its median: "
