@@ -304,9 +304,8 @@ def _map_texts(value, alone):
 
 @functools.cache
 def _controls(tokenizer):
-    """Returns the added tokens that control something, by their ids.
-
-    Words, white space and single characters control nothing, unless they are special."""
+    """Returns the added tokens that control something, by their ids: no words, white space or
+    single characters, unless they are special."""
     return {number: token for number, token in tokenizer.added_tokens_decoder.items()
             if token.special or len(token.content) > 1 and re.search(MARKS, token.content)}
 
@@ -594,9 +593,8 @@ def task_interaction(task, kwargs: dict | None) -> Interaction | None:
 
 
 def _failure(error):
-    """Returns the error, or a RuntimeError in place of one that asyncio could not carry.
-
-    Those end the event loop (SystemExit), cancel tasks, or are refused (StopIteration)."""
+    """Returns the error, or a RuntimeError in place of one that asyncio could not carry: those
+    end the event loop (SystemExit), cancel tasks, or are refused (StopIteration)."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(repr(error))
@@ -819,9 +817,11 @@ class Trajectory:
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Records a reward, at the last token so far, and metrics of a tool or interaction.
 
-        Raises ValueError, which names the source, and records nothing if one is not finite."""
+        Raises ValueError, which names the source, and records nothing if a number is not finite."""
         source = f"{kind} {name!r}"
-        reward = finite(reward or 0.0, f"the reward of {source}")
+        if not isinstance(metrics, dict | None):
+            raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
+        reward = finite(0.0 if reward is None else reward, f"the reward of {source}")
         metrics = {key: finite(value, f"metric {key!r} of {source}")
                    for key, value in (metrics or {}).items()}
         for key, value in metrics.items():
@@ -1283,8 +1283,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _error_response(self, trajectory, error):
         """Returns a ToolResponse that tells the model of an error, which is counted."""
-        is_late = isinstance(error, CallTimeoutError)
-        trajectory.count("tool_timeouts" if is_late else "tool_errors")
+        trajectory.count(
+            "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors")
         problem = type(error).__name__
         with suppress(Exception):  # an error's own text may fail, too
             problem = str(error) or repr(error)

@@ -830,7 +830,7 @@ class Pool:
             session.close()
         if turns:
             raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
-        outputs = [*outputs] if isinstance(outputs, (list, tuple)) else [outputs]
+        outputs = [*outputs] if isinstance(outputs, list | tuple) else [outputs]
         if len(set(map(id, outputs))) < len(outputs):
             raise ValueError(f"{loop_class.__name__}.run returned one output twice")
         for segment, output in enumerate(outputs):

@@ -948,6 +948,10 @@ def test_a_reward_that_is_not_finite_names_the_tool_or_interaction_that_ends_the
     quiz = Quiz((True, "", math.nan, {}))
     with pytest.raises(ValueError, match="the reward of interaction 'quiz' must be a finite number, got nan"):
         play("3", task=quiz_task(quiz), row=quiz_row())
+    with pytest.raises(ValueError, match="the reward of interaction 'quiz' must be a finite number, got {}"):
+        play("3", task=quiz_task(Quiz((True, "", {}, {}))), row=quiz_row())  # no number, and not taken for 0
+    with pytest.raises(ValueError, match=r"the metrics of interaction 'quiz' must be a dict, got \[1\]"):
+        play("3", task=quiz_task(Quiz((True, "", 0, [1]))), row=quiz_row())
     assert quiz.events[-1] == "finalize"
 
 
