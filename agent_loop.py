@@ -574,16 +574,16 @@ class Interaction:
         """Frees what `start` made for the rollout; called at its end, whatever happened."""
 
 
-def task_interaction(task, kwargs: dict | None) -> Interaction | None:
+def task_interaction(task, kwargs: dict) -> Interaction | None:
     """Returns the task's interaction that kwargs["name"] picks, or else the only one.
 
     Without a name, and with none or several of them, it is None. Raises BadInput for an
-    unknown name, for a missing one among several, and for what is no Interaction."""
-    interactions = getattr(task, "INTERACTIONS", None) or ()
-    if not all(isinstance(interaction, Interaction) for interaction in interactions):
-        raise BadInput(f"INTERACTIONS holds what is no instance of Interaction: {interactions}")
-    interactions = {interaction.name: interaction for interaction in interactions}
-    name = (kwargs or {}).get("name")
+    unknown name, for a missing one among several, and for what no name can pick."""
+    given = getattr(task, "INTERACTIONS", None) or ()
+    interactions = {each.name: each for each in given if isinstance(each, Interaction)}
+    if len(interactions) < len(given):
+        raise BadInput(f"INTERACTIONS holds what is no Interaction, or two of one name: {given}")
+    name = kwargs.get("name")
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)
     if kwargs and name not in interactions:

@@ -74,7 +74,7 @@ def load_task(path: str, needs=("load", "reward")) -> ModuleType:
     with refusing(f"--task {path} has something in TOOLS or INTERACTIONS that is none (a "
                   "function needs type hints and a Google-style docstring)"):
         task_tools(module)
-        task_interaction(module, None)
+        task_interaction(module, {})
     for name, n_arguments in zip(needs, (1, 2, 1)):
         function = getattr(module, name, None)
         need(callable(function),

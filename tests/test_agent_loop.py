@@ -1310,10 +1310,12 @@ def test_which_interaction():
     quiz, chat = Quiz(), Quiz()
     chat.name = "chat"
     both = SimpleNamespace(INTERACTIONS=[quiz, chat])
+    with pytest.raises(BadInput, match="holds what is no Interaction, or two of one name"):
+        task_interaction(SimpleNamespace(INTERACTIONS=[quiz, chat, Quiz()]), {"name": "chat"})
     assert task_interaction(both, {"name": "chat"}) is chat
-    assert task_interaction(SimpleNamespace(INTERACTIONS=[quiz]), None) is quiz
-    assert task_interaction(both, None) is None
-    assert task_interaction(SimpleNamespace(), None) is None
+    assert task_interaction(SimpleNamespace(INTERACTIONS=[quiz]), {}) is quiz
+    assert task_interaction(both, {}) is None
+    assert task_interaction(SimpleNamespace(), {}) is None
     with pytest.raises(BadInput, match=r"'chess'.*\['chat', 'quiz'\]"):
         task_interaction(both, {"name": "chess"})
     with pytest.raises(BadInput, match=r"needs a 'name'.*\['chat', 'quiz'\]"):
