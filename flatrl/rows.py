@@ -23,7 +23,9 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
 
     The column prompt_key has the prompt, a chat or a text; a row without an index gets its
     number. See `data.load_rows` for images. Raises BadInput, which calls the row `name`."""
-    need(isinstance(row, dict), f"{name} is no dict with a column {prompt_key!r}: {row!r:.80}")
+    # The row itself is not written: its images may be megabytes, and this text is always made.
+    need(isinstance(row, dict),
+         f"{name} is no dict with a column {prompt_key!r}, but a {type(row).__name__}")
     for column in row:
         need(isinstance(column, str) and column not in RESERVED_COLUMNS,
              f"{name}: a column's name is a str, and none of {RESERVED_COLUMNS}; "
