@@ -54,8 +54,7 @@ from flatrl.flags import (
 )
 from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
-    PROBE, add_adapters, choose_attention, prepare_layers, same_weights, try_device,
-    without_adapters,
+    PROBE, add_adapters, choose_attention, prepare_layers, try_device, without_adapters,
 )
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
 from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
@@ -466,8 +465,11 @@ class Net(nn.Module):
             attention = {"text_config": "packed", "vision_config": "sdpa"}
         elif packed:
             attention = "packed"
+        # "auto" is as it is stored: no weight is copied, ranks of a host read the same pages of
+        # its files, and the shards become float32.
         self.model, info = from_pretrained(
-            auto_class, args, "can't be loaded for training", dtype=torch.float32,
+            auto_class, args, "can't be loaded for training",
+            dtype="auto" if args.shard else torch.float32,
             attn_implementation=attention, output_loading_info=True,
             ignore_mismatched_sizes=True)
         for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
@@ -521,12 +523,12 @@ class Policy(Net):
         text = self.model.config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
         self.temperature = args.temperature / scale
+        self.dtype = getattr(torch, args.dtype, torch.float32)  # of the engine
         self.vocab_size = vocab_size
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
-        need(vision or choose_attention(self, args.temperature),
-             f"--model {args.model} makes logits in a way that token_logprobs doesn't "
-             "implement: only a product, a scale and a soft cap are")
+        if not vision:
+            choose_attention(self, args)
         if args.lora_rank:
             add_adapters(self.model, args)
 
@@ -572,11 +574,10 @@ class Learner:
     num_steps: in which it learns. Its rate is a function of the step, with no state to save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
-        for name, p in net.named_parameters():
-            need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
+        net.float()  # this rank's part: in bfloat16 updates would be lost
         self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay,
                                            fused=accelerator.device.type == "cuda")
         schedule = args.lr_schedule
@@ -747,7 +748,7 @@ def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields, for the engine, whole tensors by their names in a checkpoint, one at a time."""
-    return checkpoint_weights(policy.model)
+    return checkpoint_weights(policy.model, policy.dtype)
 
 
 @shown("weights to the engine")
@@ -802,9 +803,10 @@ def offload(run: "Run", device: torch.device | str):
         optimizers = [learner.optimizer for learner in run.learners.values()]
     if run.args.offload == "all" and run.critic:
         networks.append(run.critic.net)
-    # With LoRA or --hints the reference is no network, but a function of the policy.
-    if run.args.offload == "all" and isinstance(run.reference, nn.Module):
-        networks.append(run.reference)
+    # With --hints the reference is the policy; with LoRA it is a function of it.
+    if run.args.offload == "all" and not run.args.hints:
+        if isinstance(run.reference, nn.Module):
+            networks.append(run.reference)
     move(optimizers, networks, device)
 
 
@@ -1010,7 +1012,7 @@ def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
     """Returns the frozen network to which the KL is computed: --ref_model, or the first model;
     with --hints the policy itself. With --hints or LoRA it is a function of the policy."""
     if args.hints:
-        return same_weights(policy)
+        return policy
     if args.lora_rank and not args.ref_model:
         return without_adapters(policy)
     reference = Policy(
@@ -1018,7 +1020,7 @@ def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
         policy.vision).requires_grad_(False)
     if args.shard:  # else autocast casts, and wants float32
         for p in reference.parameters():  # not the buffers: RoPE's are float32
-            p.data = p.to(getattr(torch, args.dtype))
+            p.data = p.to(reference.dtype)
     return wrap(reference, args, accelerator, frozen=True)
 
 

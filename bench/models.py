@@ -180,7 +180,7 @@ def load_trainer(args, vocab_size: int, options):
 
     if options.reference == "eager":
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
-        return SimpleNamespace(model=model.eval())
+        return SimpleNamespace(model=model.eval(), dtype=model.dtype)
     data.register_packed_attention()
     return train.Policy(args, vocab_size)
 

@@ -250,7 +250,10 @@ def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
         phases["step"] = stays | gradients
 
     others = max((net.parameters for net in [*critics, *references]), default=0)
-    host = {"start": gpus * (PROCESS + 4 * (policy.parameters + others)), "asleep": gpus * PROCESS}
+    whole = gpus * 4 * (policy.parameters + others)
+    if args.shard:  # bfloat16 in the files, whose pages all ranks read; the first tries it in float32
+        whole = 6 * policy.parameters
+    host = {"start": gpus * PROCESS + whole, "asleep": gpus * PROCESS}
     if args.sleep_level == 1 and not args.replay:
         host["asleep"] += gpus * engine["engine weights"]
     if offloaded and not args.replay:  # pinned

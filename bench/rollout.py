@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
     common.start_alone()
     engine = Engine(options.model, args, device)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device)
-    policy = SimpleNamespace(model=model)
+    policy = SimpleNamespace(model=model, dtype=model.dtype)
     if options.sync_mb:
         measure_sync(engine, policy, options.rounds)
     else:

@@ -298,7 +298,8 @@ def main() -> None:
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     engine = Engine(args.model, args, device, [tokenizer.eos_token_id])
-    train.sync(engine, SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(args.model)), 0)
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    train.sync(engine, SimpleNamespace(model=model, dtype=model.dtype), 0)
     system = {"role": "system", "content": example.SYSTEM_PROMPT}
     rows = example.load("train")[: options.trajectories // options.group_size]
     rows = [{**row, "prompt": [system, *row["prompt"]]} for row in rows]

@@ -58,7 +58,7 @@ def packed_attention(
     return torch.cat(attended, dim=2).transpose(1, 2), None
 
 
-def _attend(query, key, value, scaling, window, softcap, sinks) -> Tensor:
+def _attend(query, key, value, scaling, window, softcap, sinks):
     """Computes the causal attention of one sequence, (1, H, n, D).
 
     query (1, H, n, D) is of its last n tokens, key and value (1, H_kv, m, D) of all m."""

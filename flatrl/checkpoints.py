@@ -15,7 +15,7 @@ import pickle
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -193,7 +193,7 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
 # ---------------------------------------------------------------- checkpoints
 
 
-def training_state(run, saved: Iterable[str] = ()) -> dict:
+def training_state(run, saved: Sequence[str] = ()) -> dict:
     """Returns the state dicts of the networks that learn, and of their optimisers.
 
     An optimiser that has made no step yet (--critic_warmup) has no state; it is left out
@@ -263,10 +263,9 @@ def best_checkpoint(folder: Path) -> Path | None:
     rewards = {row.get("step"): row["eval/reward"]
                for row in read_json_lines(folder / "metrics.jsonl") if "eval/reward" in row}
 
-    def reward_of(checkpoint):
-        return rewards.get(int(checkpoint.name.removeprefix("step_")), -math.inf)
-
-    return max(reversed(checkpoints(folder)), key=reward_of, default=None)
+    found = [(rewards.get(int(path.name.removeprefix("step_")), -math.inf), path)
+             for path in checkpoints(folder)]
+    return max(found, default=(0, None))[1]
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
@@ -304,7 +303,7 @@ def save_policy(run, folder: Path):
     sharded policy is gathered, in float32, into host memory."""
     model = run.policy.net.model
     weights = {}
-    for name, tensor in whole_weights(model):  # all ranks take part in the gathering
+    for name, tensor in whole_weights(model, torch.float32):  # all ranks take part in the gathering
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     adapter = {f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())

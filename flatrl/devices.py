@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from flatrl.bad_input import need
-from flatrl.processes import PATIENCE, all_gather, ranks_of_host
+from flatrl.processes import PATIENCE, ranks_of_host
 
 
 def sharding(args) -> bool | str:
@@ -111,8 +111,4 @@ def start_processes(args):
          f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host")
     if dist.get_world_size() == 1:
         return accelerator, dist.HashStore()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    port = all_gather(store.port)[0]
-    if dist.get_rank() > 0:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], port)
-    return accelerator, store
+    return accelerator, dist.distributed_c10d._get_default_store()

@@ -54,7 +54,7 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
                 settings["help"] += f" (default: {shown_defaults[name]})%(default).0s"
             return super().add_argument(*names, **settings)
 
-        def error(self, message: str):
+        def error(self, message):
             """Raises BadInput; argparse would print all flags, and hide the mistake."""
             raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
 

@@ -1,7 +1,6 @@
 """A transformers model's layers, made ready for training: no dropout, its attention, LoRA."""
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable
 
@@ -9,8 +8,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map_only
 
+from agent_loop import BadInput
 from flatrl.attention import packed_attention, register_packed_attention
 from flatrl.bad_input import need, refusing
+from flatrl.processes import on_main
 
 # A batch of three sequences, two with a common prefix, to try a network on; all but the first
 # tokens are sampled.
@@ -37,27 +38,38 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
         model.train()  # only then does transformers; without dropout nothing else changes
 
 
-@torch.no_grad()
-def choose_attention(policy, temperature: float) -> bool:
+def choose_attention(policy, args):
     """Chooses how a train.Policy computes its rows, and sets policy.packed.
 
     Packed sequences, or else right-padded rows with the model's own attention, which
     recurrent and convolutional layers need: whichever gives the logprobs of the model's own
-    logits. Returns False if neither does."""
+    logits. The main rank tries it for all. Raises BadInput if neither does."""
+    attention, policy.packed = on_main(_try_attentions, policy, args)
+    policy.model.set_attn_implementation(attention)
+
+
+@torch.no_grad()
+def _try_attentions(policy, args):
+    """Returns the name of the attention that `choose_attention` chooses, and whether it is of
+    packed sequences."""
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     packed = policy.pack_probe()
-    logits = model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
-    logits = logits[packed["source"], : policy.vocab_size] / temperature
-    expected = logits.log_softmax(-1).gather(1, packed["targets"][:, None])[packed["pair"], 0]
-    for attention, policy.packed in (("packed", True), (own_attention, False)):
-        model.set_attn_implementation(attention)
-        with contextlib.suppress(Exception):  # a model may raise what it likes
-            logprobs = policy(policy.pack_probe())[0].flatten()
-            if torch.allclose(logprobs, expected, rtol=0, atol=1e-3 / temperature):
-                return True
-    return False
+    # Rounding to bfloat16 would hide a difference.
+    weights = {name: p.float() for name, p in policy.named_parameters()}
+    with nn.utils.stateless._reparametrize_module(policy, weights, tie_weights=True):
+        logits = model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
+        logits = logits[packed["source"], : policy.vocab_size] / args.temperature
+        expected = logits.log_softmax(-1).gather(1, packed["targets"][:, None])[packed["pair"], 0]
+        for attention, policy.packed in (("packed", True), (own_attention, False)):
+            model.set_attn_implementation(attention)
+            with contextlib.suppress(Exception):  # a model may raise what it likes
+                logprobs = policy(policy.pack_probe())[0].flatten()
+                if torch.allclose(logprobs, expected, rtol=0, atol=1e-3 / args.temperature):
+                    return attention, policy.packed
+    raise BadInput(f"--model {args.model} makes logits in a way that token_logprobs doesn't "
+                   "implement: only a product, a scale and a soft cap are")
 
 
 def try_device(policy, args, device: torch.device):
@@ -117,12 +129,4 @@ def without_adapters(policy) -> Callable:
 
     reference = rescale_adapter_scale(policy, 0)(policy)  # in each of its calls
     reference.pack = policy.pack  # attributes are those of what is wrapped, methods are not
-    return reference
-
-
-def same_weights(policy) -> Callable:
-    """Returns a train.Policy as its own reference: no network more, and no parameters."""
-    reference = functools.partial(policy)
-    reference.pack = policy.pack
-    reference.packed = policy.packed
     return reference

@@ -29,7 +29,7 @@ def or_warn(*errors: type[Exception]) -> Callable:
     def decorate(write):
         """Returns a method that calls `write`, and survives one of `errors`."""
         @functools.wraps(write)
-        def attempt(self, *args) -> bool:
+        def attempt(self, *args):
             """Returns True if `write` succeeded, False if it raised one of `errors`."""
             try:
                 write(self, *args)
@@ -96,7 +96,7 @@ class Log:
             self.unwritten = self.unwritten[n_written:]
         self.notices.step(metrics, *learned)
 
-    def _say_table_line(self, metrics: dict):
+    def _say_table_line(self, metrics):
         """Prints a step's line of the table, and the titles above every 20th."""
         values = numbers(metrics)
         titles = "     step"

@@ -42,7 +42,7 @@ def task_model(task: ModuleType, args) -> str:
     folder = cache / f"{source.stem}-{digest}"
     if folder.is_dir():
         return str(folder)
-    print(f"building the task's model, once: {folder}", flush=True)
+    print(f"building the task's model, once: {folder}")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
@@ -178,34 +178,34 @@ def load_processor(args, config):
 
 def whole(tensor: Tensor) -> Tensor:
     """Returns a tensor, gathered from all ranks if it is sharded."""
-    if hasattr(tensor, "full_tensor"):
-        return tensor.full_tensor()
-    return tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for a model's parameters and saved buffers, tied ones once.
 
     Weights under a LoRA adapter are the sum with it, in a tensor of its own. Of a sharded
-    model one tensor at a time is whole, and all ranks go through them together."""
+    model one tensor at a time is whole, and all ranks go through them together: in the dtype,
+    of which bfloat16 is half as much to send."""
     saved = model.state_dict()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:
             continue
-        tensor = whole(tensor)
         path, _, kind = name.partition(".base_layer")  # LoRA's name for what it wraps
         if kind == ".weight":
-            tensor = tensor + whole(model.get_submodule(path).get_delta_weight("default"))
+            tensor = whole(tensor) + whole(model.get_submodule(path).get_delta_weight("default"))
+        if hasattr(tensor, "full_tensor"):
+            tensor = whole(tensor.to(dtype))
         yield path + kind, tensor.detach()
 
 
-def checkpoint_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields `whole_weights` by their names in a checkpoint, where experts come one by one.
 
     Use each tensor before the next one is asked for: only one is meant to be in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    for name, tensor in whole_weights(model):
+    for name, tensor in whole_weights(model, dtype):
         if not tensor.is_floating_point():
             continue
         parts = revert_weight_conversion(model, {name: tensor})

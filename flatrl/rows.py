@@ -85,7 +85,7 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
          f"{decoded!r:.80} when decoded")
 
 
-def _chat(messages, name: str, column: str, role: str | None = None) -> list[dict]:
+def _chat(messages, name, column, role=None):
     """Returns a copy of a chat's messages, with the arguments of tool calls as dicts: many data
     sets have them as JSON. Raises BadInput if it is no chat, or not that of this role alone."""
     need(isinstance(messages, (list, tuple)) and all(map(_is_message, messages)),
@@ -103,7 +103,7 @@ def _chat(messages, name: str, column: str, role: str | None = None) -> list[dic
     return messages
 
 
-def _is_message(message) -> bool:
+def _is_message(message):
     """Returns True for a dict with a role, and with a content or tool calls."""
     if not isinstance(message, dict) or not message.get("role"):
         return False
@@ -121,7 +121,7 @@ def _without_none(value):
     return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
 
 
-def _check_images(row: dict, name: str):
+def _check_images(row, name):
     """Gives images and placeholders of a row one form; raises BadInput if they don't match.
 
     PIL images become upright and RGB; others (files, bytes) are opened where they are used. In

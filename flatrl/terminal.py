@@ -34,7 +34,7 @@ class Bar(tqdm):
             cls.monitor = None
         return super().__new__(cls, *args, **settings)
 
-    def __init__(self, items, title: str, **settings):
+    def __init__(self, items, title, **settings):
         # None: where the output is a file
         settings["disable"] = os.environ.get("RANK", "0") != "0" or None
         if not items and not settings.get("total"):

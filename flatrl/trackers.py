@@ -19,15 +19,13 @@ class Tracker:
     def __init__(self, package: str, project: str, folder: str, about: dict):
         with refusing(f"--tracker {package} needs: pip install {package}"):
             self.package = importlib.import_module(package)
-        self.is_wandb = package == "wandb"
-        settings = {"dir": folder} if self.is_wandb else {}
+        settings = {"dir": folder} if package == "wandb" else {}
         self.run = self.package.init(project=project, config=about, **settings)
 
     def step(self, metrics: dict, outputs: list[AgentLoopOutput], tokenizer):
         """Logs a step's metrics and, if there are any, its trajectories."""
         logged = numbers(metrics)
-        if not self.is_wandb:
-            del logged["step"]  # trackio keeps that name to itself
+        del logged["step"]  # both have a step of their own; trackio keeps the name to itself
         if outputs:
             rows = [
                 [output.extra["prompt"], output.extra["sample"], str(output.extra.get("index")),

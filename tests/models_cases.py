@@ -34,7 +34,7 @@ def build(name: str, folder: Path, args) -> tuple:
 
     def policy():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        return types.SimpleNamespace(model=model.eval())
+        return types.SimpleNamespace(model=model.eval(), dtype=torch.float32)
 
     return args, policy
 
@@ -66,7 +66,8 @@ def mixed(moe, monkeypatch):
     engine, policy = moe
 
     def sync(change=lambda weights: weights):
-        monkeypatch.setattr(train, "named_weights", lambda p: change(dict(checkpoint_weights(p.model))).items())
+        sent = lambda p: change(dict(checkpoint_weights(p.model, torch.float32))).items()
+        monkeypatch.setattr(train, "named_weights", sent)
         try:
             train.sync(engine, policy, engine.version + 1)
         except RuntimeError as error:

@@ -51,7 +51,7 @@ def one(engine, background, tokenizer, args, tiny_model):
     task = types.SimpleNamespace(reward=lambda output, row: 1.0)
     one = make_run(engine, background, task, tokenizer, args)
     one.done = 3
-    one.policy = types.SimpleNamespace(net=types.SimpleNamespace(model=hf_model(tiny_model)))
+    one.policy = types.SimpleNamespace(net=types.SimpleNamespace(model=hf_model(tiny_model), dtype="as it is"))
     one.pool = types.SimpleNamespace(settle=lambda: None)
     one.accelerator = types.SimpleNamespace(device="cpu")
     one.log = types.SimpleNamespace(rollouts=lambda *_: None)

@@ -55,6 +55,10 @@ RUNS = {
          "7B +on 8 GPUs: update +# s, the host's share of it #%"],
     ),
     "kills": (["--kills", "1", *KILLED], ["1 of 1 killed; different: nothing"]),
+    "load": (
+        ["--ranks", "2", "--layers", "1"],
+        ["rank 1: # GiB at most, # its share when loaded", "the weights are the same each time"],
+    ),
     "logprobs": (
         ["--T", "8", "--V", "512", "--H", "16", "--repeats", "2"],
         ["plain +# +# +# +# +# +#%", "token_logprobs +# +# +# +# +# +#%", "time: # times plain"],

@@ -16,7 +16,6 @@ import train
 from agent_loop import AgentLoopOutput, BadInput, render, templated
 from examples import calculator, hints
 from flatrl.hints import require_hints, seen_by, tell, told_outputs, told_prompt
-from flatrl.layers import same_weights
 from flatrl.log import read_rollouts
 from train import Args, check_args
 
@@ -124,7 +123,7 @@ def test_logprobs_ref_are_those_of_the_model_behind_the_hint(tiny_model, tokeniz
     policy = train.Policy(args)
     batch = data.collate(outputs)
     assert seen_by("logprobs_old", batch) is batch and seen_by("logprobs_ref", batch) is batch["told"]
-    found = train.score_tokens(same_weights(policy), seen_by("logprobs_ref", batch), args)
+    found = train.score_tokens(policy, seen_by("logprobs_ref", batch), args)
     plain = train.score_tokens(policy, batch, args)
     model = hf_model(tiny_model)
     for row, output in enumerate(outputs):

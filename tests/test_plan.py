@@ -84,7 +84,7 @@ def measured(config, args, monkeypatch, score, backward) -> dict[str, float]:
 
     monkeypatch.setattr(train, "from_pretrained", load)
     monkeypatch.setattr(train, "need", lambda ok, message: None)  # no values: nothing to check
-    monkeypatch.setattr(train, "choose_attention", lambda net, _: setattr(net, "packed", True) or True)
+    monkeypatch.setattr(train, "choose_attention", lambda net, _: setattr(net, "packed", True))
     monkeypatch.setattr(losses, "_matmul", AS_ON_CUDA["_matmul"])
     monkeypatch.setitem(AttentionInterface._global_mapping, "packed", AS_ON_CUDA["packed_attention"])
     n_layers, config.num_hidden_layers = config.num_hidden_layers, 2

@@ -173,7 +173,7 @@ def expect_noticed(noticed: dict[tuple[str, str], str | float], far: float) -> N
 )
 def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(engine, background, tiny_model, monkeypatch, how, part):
     """A tensor that is missing, one of another order, one that is not finite."""
-    policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5))
+    policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), dtype=torch.float32)
     monkeypatch.setattr(train, "named_weights", lambda policy: spoilt(policy, f"model.{part}", how))
     error = error_of(lambda: train.sync(engine, policy, 1))
     if how == "missing":

@@ -70,7 +70,7 @@ def policy_of(path: str, shift: float):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + shift)
-    return types.SimpleNamespace(model=model)
+    return types.SimpleNamespace(model=model, dtype=torch.bfloat16)
 
 
 def engines_bytes() -> int:
