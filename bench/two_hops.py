@@ -9,7 +9,7 @@
     python bench/two_hops.py draw runs/two_hops runs/two_hops_trl.jsonl docs/two_hops_trl.png
 
 `rows` writes the rows whose demonstrations that run plays: 40 with seed 0. `trl` begins where flatrl
-begins to sample, with the policy of that run's checkpoint after the demonstrations, and a new Adam.
+begins to sample, with the policy and the Adam of that run's checkpoint after the demonstrations.
 Everything else is flatrl's, too: the prompts and their order, the group, the batch, lengths,
 temperature, loss, the schedule of the learning rate, and bfloat16. TRL samples by vLLM in its own
 process, which is faster here than its default, `generate`. Its importance sampling correction is
@@ -101,17 +101,29 @@ def play(llm, task, tokenizer, prompts: list[list[dict]], temperature: float) ->
     return played
 
 
-def write_start(run: Path, folder: str) -> None:
-    """Writes the policy of a run's checkpoint after the demonstrations as a Hugging Face folder."""
-    import torch.distributed.checkpoint
+def write_start(checkpoint: Path, base: str, folder: str) -> None:
+    """Writes the policy of a checkpoint as a Hugging Face folder; base: the folder of its model."""
+    from torch.distributed.checkpoint import load
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = json.loads((run / "args.json").read_text())["args"]["model"]
     model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-    state = {"policy": {f"model.{name}": parameter for name, parameter in model.named_parameters()}}
-    torch.distributed.checkpoint.load(state, checkpoint_id=run / f"checkpoints/step_{WARM_STEPS:06d}")
+    load({"policy": {f"model.{name}": tensor for name, tensor in model.named_parameters()}}, checkpoint_id=checkpoint)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+
+def load_adam(trainer, checkpoint: Path) -> None:
+    """Gives the trainer's optimiser the state that flatrl's had in the checkpoint."""
+    import torch
+    from torch.distributed.checkpoint import load
+
+    optimizer = trainer.create_optimizer()
+    state = {}
+    for name, parameter in trainer.model.named_parameters():
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        state[f"model.{name}"] = optimizer.state[parameter]
+    load({"policy_optimizer": {"state": state}}, checkpoint_id=checkpoint)
 
 
 def train_trl(options: argparse.Namespace, record: Record) -> None:
@@ -121,7 +133,9 @@ def train_trl(options: argparse.Namespace, record: Record) -> None:
     common.make_trl_vllm_updatable(options.dtype)
     folder = options.out.removesuffix(".jsonl")
     model = f"{folder}/start"
-    write_start(options.folder, model)
+    checkpoint = options.folder / f"checkpoints/step_{WARM_STEPS:06d}"
+    base = json.loads((options.folder / "args.json").read_text())["args"]["model"]
+    write_start(checkpoint, base, model)
     task = load_task(str(TASK))
     rows = {split: load_rows(task, split) for split in ("train", "val")}
     n_steps = ALL_STEPS - WARM_STEPS
@@ -181,6 +195,7 @@ def train_trl(options: argparse.Namespace, record: Record) -> None:
         bf16=options.dtype == "bfloat16", use_cpu=True, use_vllm=True, vllm_mode="colocate",
         vllm_max_model_length=512 + RESPONSE_TOKENS, vllm_importance_sampling_correction=False,
     )  # fmt: skip
+    load_adam(trainer, checkpoint)
     trainer.train()
 
 
