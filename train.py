@@ -1,4 +1,5 @@
-"""flatrl: multi-turn reinforcement learning of language models. Read `main`, the end.
+"""flatrl: multi-turn reinforcement learning of language models. `main`, at this file's end,
+is the whole algorithm: begin to read there.
 
     accelerate launch train.py                               # the built-in task, minutes on CPU
     accelerate launch train.py --algo dapo --clip_high 0.3   # a preset; its flags stay yours

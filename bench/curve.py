@@ -31,7 +31,10 @@ def main(target: str, *runs: str) -> None:
     figure.tight_layout()
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
+    print(f"{target}: points are evaluations, thin lines sampled rewards")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("give the picture's file and the folders of runs: python bench/curve.py curve.png runs/calculator")
     main(*sys.argv[1:])

@@ -256,7 +256,7 @@ def summary(args, steps_done: int) -> str:
         if steps_done < args.num_steps:
             lines.append(f"go on: {command()} --resume")
         elif args.lr_schedule == "constant":
-            lines.append(f"train on: {command(num_steps=2 * args.num_steps)} --resume")
+            lines.append(f"more steps: {command(num_steps=2 * args.num_steps)} --resume")
     return "\n".join(lines)
 
 

@@ -31,7 +31,8 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
              f"{name}: a column's name is a str, and none of {RESERVED_COLUMNS}; "
              f"it has {[*row]}")
     need(prompt_key in row,
-         f"{name} has no column {prompt_key!r}; give --prompt_key one of {sorted(row)}")
+         f"{name} has no column {prompt_key!r}; give --prompt_key one of {sorted(row)}, "
+         "or files of your own for both, --train_files and --val_files")
     row = dict(row)
     extra_info = row.get("extra_info") or {}
     for columns in (row, extra_info):

@@ -192,7 +192,7 @@ def test_the_summary_says_how_it_went_and_what_to_do_with_it(tmp_path, monkeypat
     (folder / "final").mkdir()
     evaluate = f"evaluate: {other} --num_steps 0 --model {folder}/final --output_dir {folder}-eval"
     evaluate += f"\ntalk to it: python examples/chat.py {folder}/final --task examples/calculator.py"
-    assert notices.summary(args, 4) == f"{rewards}{report}\n{evaluate}\ntrain on: {more} --num_steps 8 --resume"
+    assert notices.summary(args, 4) == f"{rewards}{report}\n{evaluate}\nmore steps: {more} --num_steps 8 --resume"
     args.lr_schedule = "linear"  # its end was the schedule's
     assert notices.summary(args, 4) == f"{rewards}{report}\n{evaluate}"
     file.write_text(json.dumps(rows[0]))
