@@ -578,7 +578,9 @@ class Learner:
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
-        net.float()  # this rank's part: in bfloat16 updates would be lost
+        net.float()  # this rank's part
+        for name, p in net.named_parameters():
+            need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
         self.optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=args.weight_decay,
                                            fused=accelerator.device.type == "cuda")
         schedule = args.lr_schedule
@@ -1019,9 +1021,6 @@ def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
     reference = Policy(
         replace(args, model=args.ref_model or args.model, lora_rank=0), policy.vocab_size,
         policy.vision).requires_grad_(False)
-    if args.shard:  # else autocast casts, and wants float32
-        for p in reference.parameters():  # not the buffers: RoPE's are float32
-            p.data = p.to(reference.dtype)
     return wrap(reference, args, accelerator, frozen=True)
 
 

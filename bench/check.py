@@ -110,7 +110,7 @@ def total(run: Path, how: str, key: str, name: str, least: float) -> list[float]
     for file in (run / "rollouts").glob("step_*.jsonl"):
         if int(file.stem.removeprefix("step_")) > last:
             continue
-        for line in map(json.loads, file.read_text().splitlines()):
+        for line in map(json.loads, file.open()):
             value = line
             for part in key.split("."):
                 value = value.get(part, {})

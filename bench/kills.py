@@ -67,7 +67,7 @@ def kill_loop(run: Callable[..., list[int]], folder: Path, kills: int, ranks: in
 
 
 def metrics_without_times(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     return [{name: value for name, value in row.items() if not name.startswith(TIMINGS)} for row in rows]
 
 
@@ -76,7 +76,7 @@ def sampled_tokens(file: Path) -> list | None:
     is no such file."""
     if not file.exists():
         return None
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = list(map(json.loads, file.open()))
     return [[row["response_ids"], row["response_logprobs"]] for row in rows]
 
 

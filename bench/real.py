@@ -214,7 +214,7 @@ def draw(target: str, *files: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for file in files:
-        rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        rows = [json.loads(line) for line in Path(file).open()]
         side, seed = Path(file).stem.split("_")
         color = {"flatrl": "C0", "trl": "C1"}[side]
         sampled = [row for row in rows if "reward" in row]

@@ -207,7 +207,7 @@ def draw(run: Path, of_trl: Path, target: Path) -> None:
     seconds = itertools.accumulate([0.0, *(row["timing/step_s"] for row in sampled_steps[1:])])
     ours = [{"seconds": at, "held_out": row.get("eval/reward"), "reward": row.get("reward/mean")}
             for at, row in zip(seconds, sampled_steps)]  # fmt: skip
-    theirs = [json.loads(line) for line in of_trl.read_text().splitlines()]
+    theirs = [json.loads(line) for line in of_trl.open()]
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for color, (name, rows) in zip(("C0", "C1"), (("flatrl", ours), ("TRL", theirs))):
         for metric, style in (("reward", dict(alpha=0.35, lw=1)), ("held_out", dict(marker="o", ms=4, label=name))):

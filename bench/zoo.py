@@ -196,8 +196,8 @@ train.training_pool = lambda run, step, first: pool(run, step, first - 8)""", re
 train.load_checkpoint = lambda run, *a: (load(run, *a), run.policy.optimizer.state.clear())""", resumed=True),
     "a learning rate of 0 after a resume": Fault(
         "the learning rate is 0", "train.Learner.set_lr = lambda learner, step: 0.0", resumed=True),
-    "bfloat16 weights that swallow updates": Fault("bfloat16", """init = train.Policy.__init__
-train.Policy.__init__ = lambda self, *a: (init(self, *a), self.to(torch.bfloat16), None)[-1]"""),
+    "bfloat16 weights that swallow updates": Fault(
+        "bfloat16", "train.Policy.float = lambda policy: policy.to(torch.bfloat16)"),
     "an update that blows up": Fault("the gradient norm is", """objective = train.policy_objective
 train.policy_objective = lambda *a: [(x := objective(*a))[0] * float("inf"), x[1]]"""),
 }  # fmt: skip

@@ -67,7 +67,7 @@ def test_a_run_that_drifts_later_is_stopped_at_that_step_and_names_the_token(fla
     found = re.search(r"most at prompt (\d+), sample (\d+), segment 0, position (\d+) of the response, (['\"].+['\"]): "
                       r"(\S+) in the engine, (\S+) in the trainer", line)  # fmt: skip
     prompt, sample, position = map(int, found.group(1, 2, 3))
-    rollouts = map(json.loads, (tmp_path / "run/rollouts/step_000003.jsonl").read_text().splitlines())
+    rollouts = map(json.loads, (tmp_path / "run/rollouts/step_000003.jsonl").open())
     (output,) = (o for o in rollouts if (o["extra"]["prompt"], o["extra"]["sample"]) == (prompt, sample))
     assert output["response_mask"][position] == 1 and output["response_versions"][position] == 2
     engine, trainer = map(float, found.group(5, 6))

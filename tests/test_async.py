@@ -720,7 +720,7 @@ SLOW = ["--task", "tests/tiny_task.py", "--agent", "slow_turns", "--num_steps", 
 
 
 def rollouts_of(folder, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").open()]
 
 
 def test_versions_name_the_checkpoints_that_sampled_each_token(cache, tmp_path):

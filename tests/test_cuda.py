@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+import transformers
 from conftest import REPO
 from gradient_worker import batch_of, gradients
 from test_attention import saved
@@ -272,8 +273,10 @@ def test_a_value_has_the_digits_of_float32(args, process_group):
     assert values.dtype == torch.float32
 
 
-def test_the_reference_is_kept_in_the_dtype_of_products(tiny_model, process_group):
-    args = Args(model=tiny_model, dtype="bfloat16", shard=True, kl_coef=0.1, lr=1e-3)
+def test_the_reference_is_kept_as_it_is_stored_and_what_learns_in_float32(tiny_model, tmp_path, process_group):
+    transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    args = Args(model=str(tmp_path), dtype="bfloat16", shard=True, kl_coef=0.1, lr=1e-3)
     data.register_packed_attention()
     policy, _, reference = train.build_networks(args, accelerator_of(), train.Policy(args))
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}

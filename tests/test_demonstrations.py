@@ -282,7 +282,7 @@ def task(tmp_path, every: int) -> list[str]:
 
 
 def lines_of(folder, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").open()]
 
 
 def test_supervised_training_alone(cache, tmp_path):

@@ -254,5 +254,5 @@ def build_model(path):
     for row in rows:
         assert row["rollout/trajectories"] == 2 * 8 * len(names) and row["rollout/logp_diff_max"] < 1e-3
         assert row["rollout/segments"] >= 1
-    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000003.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000003.jsonl").open()]
     assert any(r["messages"][-2]["role"] == "tool" and r["reward"] == 1.0 for r in rollouts)

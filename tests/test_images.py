@@ -875,13 +875,13 @@ FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "
 def test_train_with_images(by, more, env, cache, tmp_path):
     said = run(*FLAGS, *more, "--output_dir", tmp_path / "run", by=by, cache=cache, **env)
     assert "tokens of an image]" in said and PLACE not in said
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     steps = [row for row in metrics if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
         assert row["rollout/failed_agent_loop"] == 0 and row["rollout/trajectories"] == 8
-    lines = [json.loads(x) for x in (tmp_path / "run" / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    lines = [json.loads(x) for x in (tmp_path / "run" / "rollouts" / "step_000002.jsonl").open()]
     assert any(line.get("images", 0) > 0 for line in lines)
 
     # What was trained is what the next run starts from: processor, tower and all.

@@ -36,7 +36,7 @@ def args(tmp_path):
 
 
 def read(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.open()]
 
 
 def an_output(**changes) -> AgentLoopOutput:

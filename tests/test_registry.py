@@ -180,7 +180,7 @@ def test_a_task_file_trains_by_its_own_estimator_and_objective(cache, tmp_path):
     assert len(steps) == 2
     for step, metrics in enumerate(steps, 1):
         of_group = defaultdict(list)
-        for line in (tmp_path / "median" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines():
+        for line in (tmp_path / "median" / "rollouts" / f"step_{step:06d}.jsonl").open():
             o = json.loads(line)
             of_group[o["extra"]["prompt"]].append((o["reward"], sum(o["response_mask"])))
         total = tokens = 0

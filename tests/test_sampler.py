@@ -117,7 +117,7 @@ def sampler(history):
     assert histories[0] == histories[1]
     found = {}
     for file in first.glob("rollouts/step_*.jsonl"):
-        for line in map(json.loads, file.read_text().splitlines()):
+        for line in map(json.loads, file.open()):
             entry = found.setdefault(line["extra"]["prompt"], [line["index"], int(file.stem[5:]) - 1])
             entry.append(line["total_reward"])
     assert len(found) > 12 and {i: histories[0][i][2:] for i in found} == {i: x[2:] for i, x in found.items()}

@@ -63,7 +63,7 @@ def test_an_asynchronous_run_on_a_team(cache, tmp_path):
 
 
 def outputs_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for f in (folder / "rollouts").glob("step_*") for line in f.read_text().splitlines()]
+    return [json.loads(line) for f in (folder / "rollouts").glob("step_*") for line in f.open()]
 
 
 def test_tp_must_divide_the_ranks(cache, tmp_path):

@@ -111,7 +111,7 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
         "step_000004",
         "step_000006",
     ]  # keep_checkpoints 2
-    rollouts = [json.loads(line) for line in (whole / "rollouts/step_000005.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (whole / "rollouts/step_000005.jsonl").open()]
     prompts = sorted({r["extra"]["prompt"] for r in rollouts})  # positions in the shuffle: those of the step
     assert prompts == list(range(prompts[0], prompts[-1] + 1)) and (prompts[0] == 16) is not bool(env)
     assert [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts] == [
@@ -182,7 +182,7 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     run(*learns, "--ref_model", final, cache=cache)
     model = transformers.AutoModelForCausalLM.from_pretrained(final)
     kl, shaped = [], []
-    for line in (teacher / "rollouts/step_000001.jsonl").read_text().splitlines():
+    for line in (teacher / "rollouts/step_000001.jsonl").open():
         r = json.loads(line)
         ids = torch.tensor(r["prompt_ids"] + r["response_ids"])
         logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].detach()
@@ -478,7 +478,7 @@ def test_stop_strings_end_turns_in_a_run(cache, tmp_path, tokenizer):
     run(*flags, "--sampling_args", json.dumps({"stop": list("0123456789")}), cache=cache)
     (file,) = (tmp_path / "run" / "rollouts").glob("step_*")
     turns = []
-    for o in map(json.loads, file.read_text().splitlines()):
+    for o in map(json.loads, file.open()):
         tokens = zip(o["response_mask"], o["response_ids"], strict=True)
         for sampled, turn in itertools.groupby(tokens, lambda token: token[0]):
             turns += [[tokenizer.decode([token]) for _, token in turn]] if sampled else []
