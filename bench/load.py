@@ -55,7 +55,7 @@ def measure(folder: str, dtype: str, rank: int, ranks: int, port: int) -> None:
     """Loads and shards the model, as one of the ranks; the first prints a line for each."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    if dtype == "float32":
+    if dtype == "in float32":
         load = train.from_pretrained
         train.from_pretrained = lambda *given, **settings: load(*given, **settings | {"dtype": torch.float32})
     quiet_libraries()
@@ -103,8 +103,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_each(build, (Path(folder), options.layers))
         for ranks in options.ranks:
-            for dtype in ("float32", "as it is stored"):
-                print(f"{ranks} ranks, loaded in {dtype}", flush=True)
+            for dtype in ("in float32", "as it is stored"):
+                print(f"{ranks} ranks, loaded {dtype}", flush=True)
                 with socket.create_server(("127.0.0.1", 0)) as server:
                     port = server.getsockname()[1]
                 run_each(measure, *((folder, dtype, rank, ranks, port) for rank in range(ranks)))
