@@ -168,7 +168,7 @@ def test_wandb_gets_the_numbers(args, monkeypatch):
     log = Log(args, None, 0)
     log.metrics({"step": 2, "reward/mean": 0.5, "timing/slowest": {"prompt": 0}})
     log.close()
-    assert logged == [({"step": 2, "reward/mean": 0.5}, 2)] and ends == [1]
+    assert logged == [({"reward/mean": 0.5}, 2)] and ends == [1]
 
 
 def evaluated(*scores: list) -> list[AgentLoopOutput]:
