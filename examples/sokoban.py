@@ -1,6 +1,6 @@
 """Sokoban in a room of 6 x 6 cells, move by move: push the box on the goal, never into a corner.
 
-It learns slowly: in 30 steps the greedy reward goes from 0.000 to 0.324 (one seed, docs/credit.md).
+It learns slowly: in 30 steps the greedy reward goes from 0.000 to 0.285 - 0.332 (docs/credit.md).
 
     accelerate launch train.py --task examples/sokoban.py --algo gigpo --lr 1e-3 --num_steps 30 \\
         --eval_every 5 --max_assistant_turns 10 --max_response_tokens 192
