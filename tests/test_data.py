@@ -410,11 +410,12 @@ def test_of_a_huge_table_rows_are_looked_at_when_they_are_drawn(tmp_path, tokeni
 
 
 def test_many_rows_are_measured_in_other_processes(big_table, tokenizer, monkeypatch, process_group):
-    monkeypatch.setattr(data, "expand", lambda ids, images, processor: range(os.getpid()))  # its length
+    # The length of a prompt names the process; it is too long also where process ids are small.
+    monkeypatch.setattr(data, "expand", lambda ids, images, processor: range(1000 + os.getpid()))
     for rows in (data.load_rows(SimpleNamespace(), "train", big_table()), [letters(1)] * 201, [letters(1)] * 200):
         with pytest.raises(BadInput, match="no prompt left") as error:
             data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
-        here = f"longest has {os.getpid()} tokens" in str(error.value)
+        here = f"longest has {1000 + os.getpid()} tokens" in str(error.value)
         assert here == (len(rows) == 200)
     data.filter_overlong([letters(1)] * 201, tokenizer, SimpleNamespace(), Args(max_prompt_tokens=10**9))
     assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL  # processes.Stop is told of every signal with a handler
