@@ -278,7 +278,7 @@ def test_accelerate_configs():
 
 
 def test_ci_runs_the_command_of_the_readme():
-    command = "source install.sh test && python -m pytest"
+    command = "source install.sh test && python -m pytest -n 2 --dist worksteal"
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == command
     assert command in (ROOT / "README.md").read_text()
 
