@@ -4,6 +4,7 @@ At the start it says what is about to be trained; meanwhile there are warnings, 
 now and then, the report and a tracker; at the end, the rewards and what to do next."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import re
@@ -16,11 +17,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from agent_loop import (
-    AgentLoopOutput, render_text, row_kwargs, templated, total_reward)
+    AgentLoopOutput, numbers, render_text, row_kwargs, templated, total_reward)
+from flatrl.bad_input import refusing
 from flatrl.files import read_json_lines
 from flatrl.report import LiveReport
 from flatrl.rows import tool_schemas
-from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
 MAX_ROWS = 10_000  # rows of a split that are looked at for warnings, if they are in memory
@@ -33,7 +34,9 @@ LIMITS = {
 
 class Notices:
     """The notices of one run. log: the run's flatrl.log.Log; about: what args.json holds; rows:
-    the metrics of the steps before, if the run is resumed."""
+    the metrics of the steps before, if the run is resumed.
+
+    Raises BadInput if --tracker is not installed."""
 
     def __init__(self, log, about: dict, rows: list[dict]):
         args = log.args
@@ -42,7 +45,10 @@ class Notices:
         self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
         self.tracker = None
         if args.wandb_project:
-            self.tracker = Tracker(args.tracker, args.wandb_project, args.output_dir, about)
+            with refusing(f"--tracker {args.tracker} needs: pip install {args.tracker}"):
+                package = importlib.import_module(args.tracker)  # wandb, or trackio with its API
+            folder = {"dir": args.output_dir} if args.tracker == "wandb" else {}
+            self.tracker = package.init(project=args.wandb_project, config=about, **folder)
         self.steps_alike = 0  # steps in a row that taught nothing
 
     def start(self, task, rows: dict, rows_read: dict, network, device, steps_done: int):
@@ -70,8 +76,9 @@ class Notices:
         step = metrics["step"]
         self.report.step(step, phase.trained if batch else [], batch)
         if self.tracker:
-            outputs = phase.outputs if phase else []
-            self.tracker.step(metrics, outputs, self.log.tokenizer)
+            logged = numbers(metrics)
+            del logged["step"]  # both have a step of their own; trackio keeps the name
+            self.tracker.log(logged, step=step)
         if not batch:
             return
         self.steps_alike += 1
@@ -91,7 +98,7 @@ class Notices:
     def close(self):
         self.report.close()
         if self.tracker:
-            self.tracker.close()
+            self.tracker.finish()
 
 
 # ---------------------------------------------------------------- the start
