@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +15,15 @@ Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
 
 
-def describe(outputs: Outputs, units) -> dict:
+def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
+    """Returns the values of each key, in their order; keys and values are as many."""
+    values_of_key = defaultdict(list)
+    for key, value in zip(keys, values, strict=True):
+        values_of_key[key].append(value)
+    return values_of_key
+
+
+def describe(outputs: Outputs, units) -> dict[str, float]:
     """Returns statistics of outputs, by the names that they have in the log.
 
     units: data.by_unit of them.
@@ -39,38 +49,29 @@ def describe(outputs: Outputs, units) -> dict:
         "num_turns/max": max(num_turns),
         "rollout/trajectories": n_rollouts,
         "rollout/segments": n / n_rollouts}
-    rewards_of_name = defaultdict(list)
-    for name, reward in zip(units.names, rewards):
-        rewards_of_name[name].append(reward)
+    rewards_of_name = grouped(units.names, rewards)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         result |= {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
-    seconds = []  # of each output, by kind
+    seconds = defaultdict(list)  # of each output, by kind
     sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
     reward_parts = defaultdict(list)
     for output in outputs:
         metrics = numbers(output.metrics)
-        seconds.append({name: metrics.pop(name, 0.0) for name in ("generate_s", "tool_s")})
+        for name in ("generate_s", "tool_s"):
+            seconds[name].append(metrics.pop(name, 0.0))
         sums.update({f"rollout/{name}": value for name, value in metrics.items()})
         if isinstance(output.reward, dict):
             for name, value in numbers(output.reward).items():
                 reward_parts[name].append(value)
     reward_parts.pop("score", None)
-    for name in seconds[0]:
-        values = [of_output[name] for of_output in seconds]
+    for name, values in seconds.items():
         result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": fmean(values),
                    f"timing/{name}_max": max(values)}
     result = {name: total / n for name, total in sorted(sums.items())} | result
     for name, values in sorted(reward_parts.items()):
         result[f"reward_part/{name}"] = fmean(values)
-    result = {name: float(value) for name, value in result.items()}
-    slowest, of_slowest = max(
-        zip(outputs, seconds), key=lambda pair: sum(pair[1].values()))
-    result["timing/slowest"] = {
-        "prompt": slowest.extra["prompt"], "sample": slowest.extra["sample"],
-        "num_turns": slowest.num_turns, "response_length": len(slowest.response_ids),
-        **of_slowest}
-    return result
+    return {name: float(value) for name, value in result.items()}
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
@@ -84,16 +85,11 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     else is said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error
     of the mean over rows, because rollouts of one row are not independent. With several
     data_source: eval/<data_source>/reward; with named units: eval/<unit>/reward."""
-    rewards_of_source = defaultdict(list)
-    rewards_of_row = defaultdict(list)
-    passes_of_group = defaultdict(list)
-    passed = units.outcomes >= 1
-    for prompt, group, reward, passes in zip(
-            units.prompts.tolist(), units.groups.tolist(), units.rewards.tolist(),
-            passed.tolist()):
-        rewards_of_source[rows[prompt].get("data_source")].append(reward)
-        rewards_of_row[prompt].append(reward)
-        passes_of_group[group].append(passes)
+    rewards = units.rewards.tolist()
+    prompts = units.prompts.tolist()
+    rewards_of_row = grouped(prompts, rewards)
+    rewards_of_source = grouped([rows[prompt].get("data_source") for prompt in prompts], rewards)
+    passes_of_group = grouped(units.groups.tolist(), (units.outcomes >= 1).tolist())
     statistics = describe(outputs, units)
     result = {f"eval/{name}": statistics[f"{name}/mean"]
               for name in "reward response_length num_turns".split()}

@@ -1046,8 +1046,6 @@ def test_describe_by_hand():
         "rollout/segments": 1, "rollout/trajectories": 2,
         "timing/generate_s_min": 0, "timing/generate_s_mean": 2, "timing/generate_s_max": 4,
         "timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5,
-        "timing/slowest": {"prompt": 0, "sample": 1, "generate_s": 4.0, "tool_s": 0.0, "num_turns": 2,
-                           "response_length": 4},
     }  # fmt: skip
     both = [out(0, 0, 2, 1.0), *outputs]
     got = describe(both, data.by_unit(both))  # the first rollout is two outputs

@@ -166,7 +166,7 @@ def test_wandb_gets_the_numbers(args, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project, dir, config: run))
     args.wandb_project = "p"
     log = Log(args, None, 0)
-    log.metrics({"step": 2, "reward/mean": 0.5, "timing/slowest": {"prompt": 0}})
+    log.metrics({"step": 2, "reward/mean": 0.5, "timing/idle_s": [0.5]})
     log.close()
     assert logged == [({"reward/mean": 0.5}, 2)] and ends == [1]
 

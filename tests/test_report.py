@@ -77,7 +77,7 @@ def learned(outputs: list, advantages: list[float], difference: float, mask=None
 def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
     rows = [
         {"step": 0, "eval/reward": 0.1 + 0.2},
-        {"step": 1, "reward/mean": 1 / 3, "actor/lr": 3e-300, "timing/slowest": {"prompt": 3}, "timing/idle_s": [1.0]},
+        {"step": 1, "reward/mean": 1 / 3, "actor/lr": 3e-300, "timing/idle_s": [1.0]},
         {"step": 2, "reward/mean": float("nan"), "actor/lr": -math.inf, "eval/reward": 1},
     ]
     half = '{"step": 3, "reward/me'  # being written

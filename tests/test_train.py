@@ -96,7 +96,7 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
             assert math.isfinite(row[name]), name
         assert row["rollout/logp_diff_max"] < bounds[0] and row["rollout/logp_diff_mean"] < bounds[1]
         assert row["rollout/trajectories"] == 16 + 4 * row["rollout/filtered_groups"] and row["num_turns/mean"] == 4
-        assert {"prompt", "sample", "generate_s", "tool_s"} <= set(row["timing/slowest"])
+        assert row["timing/generate_s_max"] > 0
     if env:
         assert sum(row["rollout/filtered_groups"] for row in rows[1:]) > 0
         coefs = [row["actor/kl_coef"] for row in rows[1:]]
