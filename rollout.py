@@ -21,7 +21,6 @@ With --tp n, n ranks in a row share one engine: the first of them, the leader, r
 agent loops, and the others follow its steps."""
 
 import asyncio
-import copy
 import functools
 import hashlib
 import itertools
@@ -38,6 +37,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -770,7 +770,7 @@ class Pool:
         try:
             outputs = await self._outputs(list(turns), name, prompt, sample)
             if outputs:
-                copies = [replace(_copy(output), images=copy.deepcopy(output.images))
+                copies = [replace(_copy(output), images=deepcopy(output.images))
                           for output in outputs]
                 grader = self._grade(prompt, sample, copies)
                 group.graders[prompt, sample] = self.tasks.create_task(grader)
@@ -861,7 +861,7 @@ class Pool:
         args = self.run.args
         row = _copy_containers(self.row_of(prompt))
         if "images" in row:  # a grader may draw on them
-            row["images"] = copy.deepcopy(row["images"])
+            row["images"] = deepcopy(row["images"])
         try:
             scoring = score(self.run.task, outputs, row, args.filter_metric)
             await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)

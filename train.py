@@ -46,26 +46,21 @@ from flatrl import notices
 from flatrl.bad_input import need, refusing
 from flatrl.checkpoints import (
     best_checkpoint, check_changes, claim_for_all_hosts, load_checkpoint, prepare_folder,
-    save_checkpoint, save_policy,
-)
+    save_checkpoint, save_policy)
 from flatrl.devices import device_defaults, move, shard, start_processes
 from flatrl.files import absolute
 from flatrl.flags import (
-    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags,
-)
+    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
 from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
-    PROBE, add_adapters, choose_attention, prepare_layers, try_device, without_adapters,
-)
+    PROBE, add_adapters, choose_attention, prepare_layers, try_device, without_adapters)
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
 from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
 from flatrl.models import (
     check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
-    task_model, vocab_size, whole,
-)
+    task_model, vocab_size, whole)
 from flatrl.processes import (
-    Background, Stop, Stopped, all_sum, gather_unless_stopped, on_main, run_as_script,
-)
+    Background, Stop, Stopped, all_sum, gather_unless_stopped, on_main, run_as_script)
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import FIXED_ARGUMENTS, NEUTRAL_SAMPLING, check_arguments, check_model
@@ -781,19 +776,20 @@ def awake(run: "Run", stays: bool = False) -> Iterator[float]:
     try:
         yield seconds
     except BaseException:
-        put_to_sleep(run)
+        put_to_sleep(run, keep=True)
         raise
     if not stays:
         put_to_sleep(run)
 
 
-def put_to_sleep(run: "Run"):
-    """Frees the device: the engine sleeps, with its unfinished requests (of --max_staleness, or
-    after an error), and what --offload moved comes back.
+def put_to_sleep(run: "Run", keep: bool = False):
+    """Frees the device: the engine sleeps, and what --offload moved comes back.
 
-    Does nothing if the engine sleeps already, or with --replay."""
+    keep: the engine may have unfinished requests, which stay; with --max_staleness it always
+    may. Otherwise they raise RuntimeError, as Engine.sleep says. Does nothing if the engine
+    sleeps already, or with --replay."""
     if run.engine and run.engine.state == "awake":
-        run.engine.sleep(keep=True)
+        run.engine.sleep(keep=keep or run.args.max_staleness > 0)
         offload(run, run.accelerator.device)
 
 
@@ -1028,18 +1024,18 @@ def finish(run: Run):
     """Saves the last checkpoint and, if training came to its end, the policy in Hugging Face
     format; ends what the run holds."""
     args = run.args
-    log = run.log
+    say = run.log.say
     put_to_sleep(run)
     saved = args.rollout_only or save_checkpoint(run)
     if args.rollout_only:
-        log.say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
+        say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:
-        log.say(f"stopped after step {run.done}")
+        say(f"stopped after step {run.done}")
     elif run.done and save_policy(run, run.folder / "final"):  # without steps: an evaluation
-        log.say(f"the trained policy is in {run.folder / 'final'}, the best checkpoint is "
-                f"{best_checkpoint(run.folder)}")
+        say(f"the trained policy is in {run.folder / 'final'}, the best checkpoint is "
+            f"{best_checkpoint(run.folder)}")
         saved = True
-    log.say(notices.summary(args, run.done))
+    say(notices.summary(args, run.done))
     close(run)
     need(saved, "nothing of the last steps could be saved")
     if run.stop.requested:  # all is saved, but a run that was stopped must not return 0

@@ -78,6 +78,13 @@ def test_an_evaluation_leaves_the_engine_awake_for_the_rollout_of_the_same_weigh
     assert synced == [3, 3]
 
 
+def test_a_synchronous_phase_that_leaves_a_request_is_an_error(one, background):
+    with pytest.raises(RuntimeError, match="1 requests are unfinished: end the rollout first"), train.awake(one):
+        background.submit(one.engine.generate(request_id="a", prompt_ids=[5], sampling_params={"max_tokens": 60}))
+        while not one.engine.running:
+            one.engine.step()
+
+
 @register("test_endless")
 class Endless(AgentLoopBase):
     async def run(self, sampling_params, **row):
