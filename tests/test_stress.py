@@ -61,9 +61,19 @@ def test_no_trajectory_is_lost_or_hangs_and_every_create_is_released(
             return await in_thread(function, *args, **kwargs)
 
     monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)
-    monkeypatch.setattr(processes.Background, "loop_time", lambda self: clock.now)
-    for name in ("tick", "watch"):
-        monkeypatch.setattr(processes.Background, name, lambda self: None)
+    class Background(processes.Background):
+        """This run's alone: those of other tests in this process go on."""
+
+        def loop_time(self):
+            return clock.now
+
+        def tick(self):
+            pass
+
+        def watch(self):
+            pass
+
+    monkeypatch.setattr(processes, "Background", Background)
     monkeypatch.setattr(Engine, "generate", generate_meanwhile)
     monkeypatch.setattr(agent_loop, "in_thread", in_thread_meanwhile)
     limits = dataclasses.replace(args, tool_timeout=DEADLINE, max_tool_response_tokens=8, max_model_len=512,
