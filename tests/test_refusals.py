@@ -44,6 +44,16 @@ def test_a_model_that_generates_no_text(tmp_path):
         train.Policy(Args(model=str(tmp_path)))
 
 
+def test_weights_that_stay_in_less_than_float32_are_refused():
+    class Kept(torch.nn.Linear):
+        def float(self):
+            return self
+
+    net = Kept(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(BadInput, match="weight is torch.bfloat16: updates would be lost in it"):
+        train.Learner(net, 1e-3, 1, Args(), Accelerator(cpu=True))
+
+
 @pytest.mark.parametrize(("config", "said"), [
     (config_of("codegen", "CodeGenForCausalLM"),
      "Model architectures ['CodeGenForCausalLM'] are not supported for now"),
