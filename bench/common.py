@@ -56,7 +56,7 @@ def metrics_of(folder: Path) -> list[dict]:
     file = folder / "metrics.jsonl"
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.open()]
 
 
 def first_step(rows: list[dict], name: str, least: float) -> int | None:

@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import common  # first: it puts the repository on the path
+
 REPO = Path(__file__).parent.parent
 OPERATIONS = 10  # n is at most this: about what rank 0 does in one save
 TIMINGS = ("timing/", "throughput/", "memory/")  # the metrics that differ between equal runs
@@ -67,7 +69,7 @@ def kill_loop(run: Callable[..., list[int]], folder: Path, kills: int, ranks: in
 
 
 def metrics_without_times(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    rows = common.metrics_of(run)
     return [{name: value for name, value in row.items() if not name.startswith(TIMINGS)} for row in rows]
 
 

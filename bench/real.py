@@ -26,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -108,6 +109,31 @@ class Record:
         self.go_on()
 
 
+def trl_steps(record: Record, step_rewards: list[float], held_out_reward: Callable, seconds: float, eval_every: int,
+              eval_first: bool = False):  # fmt: skip
+    """Returns a callback of TRL's trainer: it writes a line after each step, with the mean of the rewards that the
+    step has put into `step_rewards`, and ends the training after so many seconds of steps.
+
+    eval_first: held_out_reward is called before the first step, too."""
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, args, state, control, **more):
+            record.line(0, held_out=held_out_reward() if eval_first else None)
+
+        def on_step_end(self, args, state, control, **more):
+            record.pause()
+            is_last = record.spent[0] >= seconds or state.global_step == args.max_steps
+            control.should_training_stop = is_last
+            values = {"reward": statistics.fmean(step_rewards)}
+            step_rewards.clear()
+            if is_last or state.global_step % eval_every == 0:
+                values["held_out"] = held_out_reward()
+            record.line(state.global_step, **values)
+
+    return Steps()
+
+
 def train_flatrl(options: argparse.Namespace, record: Record) -> None:
     """Trains with train.main, and writes a line where it writes its metrics."""
     import train
@@ -143,7 +169,7 @@ def train_trl(options: argparse.Namespace, record: Record) -> None:
     """Trains with GRPOTrainer.train, and evaluates between its steps."""
     import common
     import torch
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
 
     system = [{"role": "system", "content": SYSTEM_PROMPT}]
     rows = {
@@ -177,26 +203,12 @@ def train_trl(options: argparse.Namespace, record: Record) -> None:
             scores += [score(answer, row["truth"]) for answer, row in zip(answers, batch, strict=True)]
         return sum(scores) / len(scores)
 
-    class Steps(TrainerCallback):
-        """Writes a line after each step, and ends the training after --minutes."""
-
-        def on_train_begin(self, args, state, control, **more):
-            record.line(0)  # the same model as flatrl's, whose side has evaluated it
-
-        def on_step_end(self, args, state, control, **more):
-            record.pause()
-            is_last = record.spent[0] > 60 * options.minutes or state.global_step == options.steps
-            control.should_training_stop = is_last
-            values = {"reward": statistics.fmean(step_rewards)}
-            step_rewards.clear()
-            if is_last or state.global_step % options.eval_every == 0:
-                values["held_out"] = held_out_reward()
-            record.line(state.global_step, **values)
-
+    # Not evaluated first: it is the same model as flatrl's, whose side has done it.
+    steps = trl_steps(record, step_rewards, held_out_reward, 60 * options.minutes, options.eval_every)
     micro_batch = 8
     trainer = common.trl_trainer(
         options.model, options.out.removesuffix(".jsonl"), rows["train"], rewards, tokenizer=tokenizer,
-        callbacks=[Steps()], seed=options.seed, per_device_train_batch_size=micro_batch,
+        callbacks=[steps], seed=options.seed, per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=options.prompts * options.group_size // micro_batch,
         num_generations=options.group_size, max_completion_length=TOKENS, temperature=options.temperature,
         learning_rate=options.lr, lr_scheduler_type="constant", max_steps=options.steps, bf16=False, use_cpu=True,

@@ -29,7 +29,7 @@ import statistics
 from pathlib import Path
 
 import common  # first: it puts the repository on the path
-from real import Record
+from real import Record, trl_steps
 
 from agent_loop import render, turn_suffix
 from data import load_rows, load_task, prompt_order
@@ -128,7 +128,7 @@ def load_adam(trainer, checkpoint: Path) -> None:
 
 def train_trl(options: argparse.Namespace, record: Record) -> None:
     """Trains with GRPOTrainer, and writes a line after each step."""
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
 
     common.make_trl_vllm_updatable(options.dtype)
     folder = options.out.removesuffix(".jsonl")
@@ -169,26 +169,11 @@ def train_trl(options: argparse.Namespace, record: Record) -> None:
         played = play(trainer.vllm_generation.llm, task, tokenizer, prompts, temperature=0.0)
         return statistics.fmean(score(one.messages, row) for one, row in zip(played, rows["val"], strict=True))
 
-    class Steps(TrainerCallback):
-        """Writes a line after each step, and ends the training after --seconds."""
-
-        def on_train_begin(self, args, state, control, **more):
-            record.line(0, held_out=held_out_reward())
-
-        def on_step_end(self, args, state, control, **more):
-            record.pause()
-            is_last = record.spent[0] >= options.seconds or state.global_step == n_steps
-            control.should_training_stop = is_last
-            values = {"reward": statistics.fmean(step_rewards)}
-            step_rewards.clear()
-            if is_last or state.global_step % options.eval_every == 0:
-                values["held_out"] = held_out_reward()
-            record.line(state.global_step, **values)
-
+    steps = trl_steps(record, step_rewards, held_out_reward, options.seconds, options.eval_every, eval_first=True)
     micro_batch = 16
     trainer = common.trl_trainer(
         model, folder, to_train, rewards, tokenizer=tokenizer,
-        callbacks=[Steps()], rollout_func=rollout_func, seed=options.seed, shuffle_dataset=False,
+        callbacks=[steps], rollout_func=rollout_func, seed=options.seed, shuffle_dataset=False,
         per_device_train_batch_size=micro_batch, gradient_accumulation_steps=PROMPTS * GROUP // micro_batch,
         num_generations=GROUP, max_completion_length=RESPONSE_TOKENS, temperature=options.temperature,
         learning_rate=LR * n_steps / ALL_STEPS, lr_scheduler_type="linear", max_steps=n_steps,
