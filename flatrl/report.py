@@ -26,13 +26,13 @@ from pathlib import Path
 
 from agent_loop import numbers
 from flatrl.files import read_json_lines, to_json_lines, write_whole
-from flatrl.report_trajectories import Selection, single
+from flatrl.report_trajectories import TOKENS, TRAJECTORIES, Selection, single
 
 PAGE = Path(__file__).with_name("page.html")
-TRAJECTORIES = 1000  # on a page, of all its runs
-TOKENS = 500_000  # of these trajectories, prompts included: 20 bytes each
-STEPS = 2000  # rows of metrics; of longer runs every second, third ...
 SHARE = 0.02  # of the run's time that goes into writing the page
+NO_TOKENIZER = (
+    "Tokens are shown as numbers: neither final/ nor the model of args.json has a tokenizer "
+    "here, or the transformers package is not installed here.")
 
 
 def read_about(folder: Path) -> dict:
@@ -44,78 +44,54 @@ def read_about(folder: Path) -> dict:
     return {}
 
 
-def load_tokenizer(folder: Path) -> tuple:
-    """Returns the tokenizer in final/, else that of the model in args.json, and notes: [].
+def load_tokenizer(folder: Path):
+    """Returns the tokenizer in final/, else that of the model in args.json, else None.
 
-    Without one it returns None, and a note that says why. It reads only files of this machine,
-    and never runs a model's own code: a report may be made of a stranger's folder."""
+    It reads only files of this machine, and never runs a model's own code: a report may be
+    made of a stranger's folder."""
     for source in (folder / "final", read_about(folder).get("args", {}).get("model")):
         with contextlib.suppress(Exception):  # each kind of damage has its own
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(
-                source, local_files_only=True, trust_remote_code=False), []
-    return None, ["Tokens are shown as numbers: neither final/ nor the model of args.json has a "
-                  "tokenizer here, or the transformers package is not installed here."]
+                source, local_files_only=True, trust_remote_code=False)
+    return None
 
 
-class Run:
-    """A run's folder as the page shows it: `refresh` reads what is new, `json` is the data."""
+class Run(Selection):
+    """A run's folder as the page shows it: `refresh` reads it, `json` is the data."""
 
-    def __init__(
-        self, folder: Path, tokenizer=None, notes=(), trajectories=TRAJECTORIES, tokens=TOKENS):
-        self.folder = folder
-        self.notes = notes
-        self.selection = Selection(self.folder, tokenizer, trajectories, tokens)
+    notes = ()  # what is to be said of it on the page
 
     def refresh(self):
-        """Reads the folder: metrics and flags anew, of the rollouts what has changed."""
+        """Reads the folder: flags, metrics, and as many trajectories as are shown."""
         self.about = read_about(self.folder)
-        self.rows = list(read_json_lines(self.folder / "metrics.jsonl"))
-        self.selection.refresh(self.rows[-1]["step"] if self.rows else math.inf)
+        self.rows = [numbers(row) for row in read_json_lines(self.folder / "metrics.jsonl")]
+        self.draw(self.rows[-1]["step"] if self.rows else math.inf)
 
     def json(self) -> str:
         """Returns the page's data of this run. Equal prompts and equal tokens are there once.
 
-        Of a long run not all steps, and not all trajectories, are there: notes say so."""
-        notes = list(self.notes)
-        every = max(1, math.ceil(len(self.rows) / STEPS))
-        last = len(self.rows) - 1
-        rows = [
-            numbers(row)
-            for i, row in enumerate(self.rows)
-            if (last - i) % every == 0 or "eval/reward" in row
-        ]
-        if every > 1:
-            notes.append(
-                f"Curves show one in {every} of {len(self.rows):,} steps, and each evaluation."
-            )
-
-        selection = self.selection
-        prompts = {}  # the text of a prompt -> its number on the page
-        trajectories = []
-        for group in sorted(selection.groups):
-            for trajectory in group.trajectories:
-                number = prompts.setdefault(trajectory["text"], len(prompts))
-                trajectories.append(trajectory | {"text": number})
-        total = sum(selection.counts.values())
-        if not total:
+        Where not all trajectories are there, a note says so."""
+        notes = [*self.notes]
+        n_shown = len(self.trajectories)
+        if not self.total:
             notes.append(
                 "No trajectories: this run wrote no rollouts "
                 "(--replay reads those of another run)."
             )
-        elif len(trajectories) < total:
+        elif n_shown < self.total:
             notes.append(
-                f"{len(trajectories):,} of {total:,} trajectories are on this page: whole "
+                f"{n_shown:,} of {self.total:,} trajectories are on this page: whole "
                 "groups, drawn at random from every step and evaluation. All are in rollouts/."
             )
-        columns = {name: [row.get(name) for row in rows] for name in sorted(set().union(*rows))}
+        names = sorted(set().union(*self.rows))
         return dump({
             "name": self.folder.resolve().name, "about": self.about, "notes": notes,
-            "columns": columns, "total": total,
-            "pieces": [text for text, _ in selection.pieces],
-            "special": [i for i, (_, is_special) in enumerate(selection.pieces) if is_special],
-            "prompts": [*prompts], "trajectories": trajectories,
+            "columns": {name: [row.get(name) for row in self.rows] for name in names},
+            "pieces": [text for text, _ in self.pieces],
+            "special": [i for i, (_, is_special) in enumerate(self.pieces) if is_special],
+            "prompts": [*self.prompts], "trajectories": self.trajectories, "total": self.total,
             "remarks": [*read_json_lines(self.folder / "notes.jsonl")]})
 
 
@@ -209,12 +185,11 @@ def main(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run")
-    add("--output", type=Path,
-        help="default: report.html in the run's folder; of several, in this one")  # fmt: skip
-    add("--trajectories", type=int, default=TRAJECTORIES,
-        help="on the page, of all runs (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run")
+    parser.add_argument(
+        "--trajectories", type=int, default=TRAJECTORIES,
+        help="on the page, of all runs (%(default)s)")
     args = parser.parse_args(arguments)
     runs = []
     n_runs = len(args.runs)
@@ -223,14 +198,14 @@ def main(arguments: list[str] | None = None):
             parser.error(
                 f"{folder} has no metrics.jsonl and no rollouts/: is it a run's --output_dir?"
             )
-        tokenizer, notes = load_tokenizer(folder)
-        run = Run(
-            folder, tokenizer, notes, max(1, args.trajectories // n_runs), TOKENS // n_runs)
+        tokenizer = load_tokenizer(folder)
+        run = Run(folder, tokenizer, max(1, args.trajectories // n_runs), TOKENS // n_runs)
+        if tokenizer is None:
+            run.notes = [NO_TOKENIZER]
+            print(f"{folder}: {NO_TOKENIZER}", file=sys.stderr)
         run.refresh()
         runs.append(run)
-        for note in notes:
-            print(f"{folder}: {note}", file=sys.stderr)
-    output = args.output or (args.runs[0] if n_runs == 1 else Path()) / "report.html"
+    output = (args.runs[0] if n_runs == 1 else Path()) / "report.html"
     write(runs, output)
     print(output)
 

@@ -1,21 +1,23 @@
 """Draws the trajectories that a report shows from a run's rollouts/*.jsonl, and reads them.
 
-Whole groups are drawn by a hash of their row's index, and as many from every step and every
-evaluation. So the same questions are shown of each evaluation and of each run. What the update
-knew of a trajectory (advantages, the trainer's logprobs) comes from learned/*.jsonl."""
+Whole groups are drawn by a hash of their row's index, and about as many from every step and
+every evaluation. So the same questions are shown of each evaluation and of each run. What the
+update knew of a trajectory (advantages, the trainer's logprobs) comes from learned/*.jsonl."""
 
 import functools
 import hashlib
 import itertools
 import json
+import math
+import os
 import re
-from bisect import bisect_left
 from pathlib import Path
-from typing import NamedTuple
 
 from agent_loop import numbers
 from flatrl.files import read_json_lines
 
+TRAJECTORIES = 1000  # on a page, of all its runs
+TOKENS = 500_000  # of these trajectories, prompts included: 20 bytes each
 # A longer run of one context token (as a rule an image's) is written once, with its number.
 MAX_REPEATS = 16
 # If so many tokens make no whole character yet, it is a broken one, and is shown as that.
@@ -131,77 +133,78 @@ def value_of(line: dict, key: str):
     return line.get(key, line.get("extra", {}).get(key))
 
 
-def draw_groups(file: Path) -> list[list[bytes]]:
-    """Returns the lines of a file of rollouts by group, in random order.
+def n_tokens(line: dict) -> int:
+    """Returns the number of tokens in a line of rollouts/*.jsonl; a failure has none."""
+    return len(line.get("prompt_ids", ())) + len(line.get("response_ids", ()))
+
+
+@functools.cache
+def draw_groups(file: Path, changed_ns: int) -> list[list[tuple[int, int]]]:
+    """Returns the lines of a file of rollouts by group, in random order, as (length, offset).
 
     The same questions come first in every file that has them. As a rule only what names a
-    group is parsed: the file may be large, and few of its groups wanted."""
+    group is parsed: the file may be large, and few of its groups wanted. It is read once for
+    each time at which it was changed."""
     groups = {}  # number of a prompt -> its lines
     indices = {}  # number of a prompt -> its row's index, as JSON
-    for line in file.read_bytes().splitlines():
+    offset = 0
+    for line in file.open("rb"):
         names = NAMES.match(line)
         if names:
             prompt = int(names[2])
             indices[prompt] = names[1].decode()
         else:  # a failure, or a row without an index
             prompt = value_of(json.loads(line), "prompt")
-        groups.setdefault(prompt, []).append(line)
+        groups.setdefault(prompt, []).append((len(line), offset))
+        offset += len(line)
     order = sorted(groups, key=lambda prompt: hash_of(indices.get(prompt, f"prompt {prompt}")))
     return [groups[prompt] for prompt in order]
 
 
-class Group(NamedTuple):
-    """The rollouts of one prompt in one file, as the page shows them."""
-
-    file: tuple  # see Selection._files
-    rank: int  # number of trajectories that were drawn before it from its file
-    trajectories: list[dict]
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(t.get("prompt_length", 0) + t.get("length", 0) for t in self.trajectories)
-
-
 class Selection:
-    """The groups of rollouts/*.jsonl that a page shows. `refresh` reads what is new."""
+    """The trajectories of a run that a page shows: `draw` reads them anew."""
 
-    def __init__(self, folder: Path, tokenizer, max_trajectories: int, max_tokens: int):
+    def __init__(
+        self, folder: Path, tokenizer=None, trajectories: int = TRAJECTORIES, tokens: int = TOKENS):
         self.folder = folder
         self.texts = Texts(tokenizer)
-        self.max_trajectories = max_trajectories
-        self.max_tokens = max_tokens
-        self.groups = []
-        self.counts = {}  # file -> number of trajectories in it
+        self.max_tokens = tokens
+        self.least_size = tokens // trajectories  # so much of a page each trajectory takes
+
+    def draw(self, last_step: float):
+        """Draws from the files as they are now. last_step: of metrics.jsonl.
+
+        Each file, the newest first, gets an equal share of the room that those before it have
+        left. It has at least one group, as long as there is room for a whole one."""
+        self.trajectories = []
+        self.total = 0  # trajectories in the files
+        self.prompts = {}  # the text of a prompt -> its number on the page
         self.pieces = {}  # (text, is special) of sampled tokens -> number on the page
-
-    def refresh(self, last_step: float):
-        """Reads new and changed files, and forgets those that are gone. last_step: of metrics.
-
-        If there are too many groups, the first ones of each file stay: as many trajectories of
-        every file, and at least one group of the newest."""
         files = self._files(last_step)
-        counts = {file: n for file, n in self.counts.items() if file in files}
-        new = sorted(files.keys() - counts.keys())
-        self.counts = counts | {file: files[file].read_bytes().count(b"\n") for file in new}
-        self.groups = [group for group in self.groups if group.file in files]
-        for file in new:
-            self._read(file, files[file])
-
-        newest = max(files, default=None)
-        self.groups.sort(
-            key=lambda group: (group.rank, group.file != newest, hash_of(group.file)))
-        n_trajectories = 0
-        n_tokens = 0
-        for i, group in enumerate(self.groups):
-            n_trajectories += len(group.trajectories)
-            n_tokens += group.n_tokens
-            is_full = n_trajectories > self.max_trajectories or n_tokens > self.max_tokens
-            if is_full and i > 0:
-                del self.groups[i:]
-                break
+        order = sorted(files, key=lambda name: (name != max(files), hash_of(name)))
+        room = self.max_tokens
+        for n_before, name in enumerate(order):
+            groups = draw_groups(files[name], files[name].stat().st_mtime_ns)
+            self.total += sum(map(len, groups))
+            limit = room if self.trajectories else math.inf  # of the file's first group
+            drawn = []
+            used = 0
+            with files[name].open("rb") as file:
+                for places in groups:
+                    group = [json.loads(os.pread(file.fileno(), *place)) for place in places]
+                    size = max(sum(map(n_tokens, group)), self.least_size * len(group))
+                    if used + size > limit:
+                        break
+                    drawn += group
+                    used += size
+                    limit = room / (len(order) - n_before)
+            room -= used
+            learned = self._learned(files[name]) if drawn else {}
+            self.trajectories += [self._trajectory(name, line, learned) for line in drawn]
+        self.trajectories.sort(key=lambda trajectory: (trajectory["step"], trajectory["kind"]))
 
     def _files(self, last_step) -> dict:
-        """Returns the files by (step, kind, time of change, size): that names them here.
+        """Returns the files by (step, kind).
 
         What a resumed run has yet to do again is left out: steps after the last one of
         metrics.jsonl, in files older than that."""
@@ -209,28 +212,9 @@ class Selection:
         files = {}
         for file in (self.folder / "rollouts").glob("*_[0-9]*.jsonl"):
             kind, _, step = file.stem.partition("_")
-            stat = file.stat()
-            if int(step) <= last_step or stat.st_mtime_ns >= metrics.stat().st_mtime_ns:
-                files[int(step), kind, stat.st_mtime_ns, stat.st_size] = file
+            if int(step) <= last_step or file.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
+                files[int(step), kind] = file
         return files
-
-    def _read(self, name, file):
-        """Draws groups from a file, as far as there may be room for them."""
-        learned = self._learned(file)
-        # The most trajectories of each file for which all files together have room.
-        share = bisect_left(
-            range(self.max_trajectories), self.max_trajectories,
-            key=lambda share: sum(min(share, n) for n in self.counts.values()))
-        rank = 0
-        n_tokens = 0
-        for lines in draw_groups(file):
-            if rank >= share or n_tokens > self.max_tokens:
-                break
-            group = Group(name, rank, [
-                self._trajectory(name, json.loads(line), learned) for line in lines])
-            self.groups.append(group)
-            rank += len(lines)
-            n_tokens += group.n_tokens
 
     def _learned(self, file) -> dict:
         """Returns the lines of learned/*.jsonl by (prompt, sample, segment).
@@ -244,21 +228,22 @@ class Selection:
 
     # ------------------------------------------------------------ trajectories
 
-    def _trajectory(self, file, line, learned) -> dict:
-        """Returns what the page shows of a line of rollouts/*.jsonl."""
+    def _trajectory(self, name, line, learned) -> dict:
+        """Returns what the page shows of a line of the file of this name."""
         names = {key: value_of(line, key) for key in "prompt sample segment".split()}
         update = learned.get(tuple(names.values()), {})
-        step, kind, *_ = file
+        step, kind = name
         trajectory = names | {"step": step, "kind": kind, "index": value_of(line, "index")}
         if "kind" in line:  # a failure
             return trajectory | {
-                "text": (), "stop": line["kind"], "error": str(line.get("error"))[-4000:]}
+                "text": self._prompt([]), "stop": line["kind"],
+                "error": str(line.get("error"))[-4000:]}
         reward = line["reward"]
         trajectory |= {
             key: value_of(line, key)
             for key in "unit group unread turn_rewards images".split()}
         return trajectory | {
-            "text": tuple(self.texts.of_context(line["prompt_ids"])),
+            "text": self._prompt(line["prompt_ids"]),
             "reward": line["total_reward"],
             "parts": reward if isinstance(reward, dict) else {},
             "stop": line["stop_reason"],
@@ -273,6 +258,10 @@ class Selection:
             "trained": update.get("trained"),
             "blocks": self._blocks(line, update),
         }
+
+    def _prompt(self, ids) -> int:
+        """Returns the number of a prompt's text on the page, where equal ones are there once."""
+        return self.prompts.setdefault(tuple(self.texts.of_context(ids)), len(self.prompts))
 
     def _blocks(self, line, update) -> list[dict]:
         """Cuts a response into the policy's turns and what stands between them.

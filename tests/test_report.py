@@ -94,15 +94,6 @@ def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
     assert run["notes"] == ["No trajectories: this run wrote no rollouts (--replay reads those of another run)."]
 
 
-def test_of_a_long_run_some_steps_are_drawn_and_it_says_so(folder, monkeypatch):
-    monkeypatch.setattr(report, "STEPS", 10)
-    rows = [{"step": step} | ({"eval/reward": 1.0} if step == 20 else {}) for step in range(25)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
-    assert run["columns"]["step"] == [0, 3, 6, 9, 12, 15, 18, 20, 21, 24]
-    assert run["notes"][0] == "Curves show one in 3 of 25 steps, and each evaluation."
-
-
 # ------------------------------------------------------------- trajectories
 
 
@@ -243,6 +234,15 @@ def test_long_trajectories_count_by_their_tokens(folder):
     write_rollouts(folder, "step_000001", [trajectory(i, ids=[5] * 98, mask=[1] * 98) for i in range(20)])
     [run] = page_of(report.Run(folder, tokens=550), file=folder / "report.html")
     assert len(run["trajectories"]) == 5 and run["notes"][0].startswith("5 of 20 trajectories")
+
+
+def test_of_more_files_than_there_is_room_for_some_have_a_group_and_the_newest_too(folder):
+    for step in range(1, 31):
+        write_rollouts(folder, f"step_{step:06d}", [trajectory(10 * step + i // 8, i % 8) for i in range(16)])
+    [run] = page_of(report.Run(folder, trajectories=70), file=folder / "report.html")
+    steps = [t["step"] for t in run["trajectories"]]
+    assert len(steps) == 64 and steps == sorted(steps) and {steps.count(step) for step in steps} == {8}
+    assert steps[-1] == 30 and steps[0] < 20 and run["total"] == 480
 
 
 def test_steps_that_a_resumed_run_has_yet_to_do_again_are_left_out(folder):
