@@ -175,8 +175,8 @@ class Args:
     # reward
     kl_coef: float = preset("weight of the KL to the reference; 0: none is loaded")
     ref_model: str | None = flag(
-        None, "the reference, a teacher of the same tokenizer; default: "
-        "the starting model", only="kl_coef !hints")
+        None, "the reference, a teacher of the same tokenizer; default: the starting model",
+        only="kl_coef !hints")
     hints: bool = preset("the reference is the policy itself, told a row's `hint`", only="kl_coef")
     reward_coef: float = preset("weight of the task's reward, beside the KL in it",
                                 only="kl_in=reward")
@@ -269,8 +269,8 @@ class Args:
                    "!replay")
     max_num_seqs: int = flag(256, "trajectories that one engine decodes at once", POSITIVE)
     max_concurrent: int = flag(
-        1024, "trajectories under way on one rank; one that waits for a "
-        "tool decodes nothing", POSITIVE)
+        1024, "trajectories under way on one rank; one that waits for a tool decodes nothing",
+        POSITIVE)
     gpu_memory_utilization: float = flag(
         0.5, "the engine's share of the GPU while awake", SHARE)
     sleep_level: int = flag(
@@ -292,8 +292,8 @@ class Args:
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
     resume: bool = flag(False, "go on from the latest whole checkpoint in output_dir")
     resume_with_changes: bool = flag(
-        False, "... although flags differ from those of the run: they "
-        "take effect from here on", only="resume")
+        False, "... although flags differ from those of the run: they take effect from here on",
+        only="resume")
     show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
@@ -433,8 +433,10 @@ def check_registered(args: Args):
     """Raises BadInput where a flag names no estimator, objective or agent loop, which a task
     file may have registered, or where its estimator has no units to compare."""
     agent_loop_class({}, None, args)
-    check_value("adv_estimator", args.adv_estimator, losses.ESTIMATORS)
-    check_value("policy_loss", args.policy_loss, losses.OBJECTIVES)
+    check_value("adv_estimator", args.adv_estimator,
+                (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))
+    check_value("policy_loss", args.policy_loss,
+                (*losses.OBJECTIVES, "or your own, by @objective in the task file"))
     need(args.group_size > 1 or "groups" not in args.estimator_takes,
          f"--adv_estimator {args.adv_estimator} compares the trajectories of a prompt: "
          "--group_size must be at least 2")

@@ -113,7 +113,8 @@ def test_names_are_checked_once_the_task_is_loaded():
     assert args.clip_low == 0.2
     check_args(args)
     estimator("mine")(lambda rewards: rewards)
-    with pytest.raises(BadInput, match="--policy_loss own: choose from ppo, gspo, gmpo, cispo, sapo, reinforce$"):
+    with pytest.raises(BadInput, match="--policy_loss own: choose from ppo, gspo, gmpo, cispo, sapo, reinforce, "
+                                       "or your own, by @objective in the task file$"):
         check_registered(args)
     objective("own")(lambda ratio: ratio)
     check_registered(args)  # it compares nothing: a group of one is fine
@@ -203,7 +204,8 @@ def test_a_task_file_trains_by_its_own_estimator_and_objective(cache, tmp_path):
 def test_an_unknown_name_is_refused_in_one_line_before_anything_is_made(cache, tmp_path):
     said = run(*REPLAY, *TASK, "--adv_estimator", "mean", "--output_dir", tmp_path / "run", cache=cache, code=2)
     assert said.splitlines()[-1] == ("train.py: error: --adv_estimator mean: choose from gae, reinforce_pp, grpo, "
-                                     "drgrpo, gigpo, rloo, opo, remax, median, half_gae")  # fmt: skip
+                                     "drgrpo, gigpo, rloo, opo, remax, median, half_gae, or your own, by "
+                                     "@estimator in the task file")  # fmt: skip
     assert not (tmp_path / "run").exists()
 
 
