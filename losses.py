@@ -114,8 +114,8 @@ def objective(name: str) -> Callable:
     stats, (b, T) each. --rollout_correction, --entropy_coef and --kl_coef go around it.
 
     A parameter that has a default keeps it. Raises ValueError for any other parameter."""
-    return partial(_register, OBJECTIVES, "logprobs logprobs_old ratio entropy advantages "
-                   "mask args", name)
+    return partial(_register, OBJECTIVES,
+                   "logprobs logprobs_old ratio entropy advantages mask args", name)
 
 
 def _register(registry, inputs, name, function):

@@ -123,8 +123,9 @@ class Args:
     seed: int = flag(0, "all randomness comes from it and the step")
     dtype: str = flag("auto", "of the engine and of matrix products; auto: bfloat16 on CUDA",
                       ("auto", "float32", "bfloat16"))
-    allow_mismatch: bool = flag(False, "train even if engine and trainer disagree about the "
-                                "logprobs of the sampled tokens", only="!replay")
+    allow_mismatch: bool = flag(
+        False, "train even if engine and trainer disagree about the logprobs of the sampled tokens",
+        only="!replay")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     # algorithm
     algo: str = flag("grpo", "a preset for the flags marked [preset]", tuple(PRESETS))
@@ -166,8 +167,8 @@ class Args:
         "with --max_staleness icepop from 0 (decoupled PPO) "
         f"({' | '.join(losses.ROLLOUT_CORRECTIONS)}, or several: tis,geo_mask)")
     correction_low: list[float] = flag(
-        None, "least ratio kept; of several kinds, one each; low, high: "
-        f"{losses.ROLLOUT_CORRECTIONS}",
+        None,
+        f"least ratio kept; of several kinds, one each; low, high: {losses.ROLLOUT_CORRECTIONS}",
         only="rollout_correction=icepop|seq_mask|geo_mask|veto")
     correction_high: list[float] = flag(
         None, "largest importance ratio: clamped (*tis) or dropped (the others)",
@@ -601,8 +602,8 @@ class Learner:
         Without any tokens the weights stay: momentum and weight decay would move them."""
         norm = whole(accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)).item()
         if not math.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm}: training stops here, before the "
-                               "weights are spoilt")
+            raise RuntimeError(
+                f"the gradient norm is {norm}: training stops here, before the weights are spoilt")
         if not self.optimizer.state:
             # Adam makes its states now: in blocks of cached activations they would stay.
             torch.cuda.empty_cache()
