@@ -243,23 +243,27 @@ def summary(args, steps_done: int) -> str:
     There is a line only for what can be done. steps_done: the steps of this run so far."""
     folder = Path(args.output_dir)
     lines = []
+    saved = {path.name for path in folder.glob("checkpoints/step_*")}
     rows = list(read_json_lines(folder / "metrics.jsonl"))
     for title, name in ("reward", "reward/mean"), ("eval reward", "eval/reward"):
         rewards = {row["step"]: row[name] for row in rows if name in row}
         if not rewards:
             continue
-        best = max(rewards, key=rewards.get)
+        # The first of equal ones, or the first that was saved: a reader may go back to it.
+        best = max(rewards, key=lambda step: (rewards[step], f"step_{step:06d}" in saved))
         lines.append(f"{title} {rewards[min(rewards)]:.3f}")
         if len(rewards) > 1:
             lines[-1] += (f" -> {rewards[max(rewards)]:.3f}, "
                           f"best {rewards[best]:.3f} at step {best}")
+            if title != "reward" and f"step_{best:06d}" not in saved:
+                lines[-1] += " (not saved)"
     lines.append(f"report: {folder / 'report.html'}")
     final = folder / "final"
     if args.replay is None and final.is_dir():
         evaluation = command(num_steps=0, model=final, output_dir=f"{folder}-eval")
         chat = shlex.join(["python", "examples/chat.py", str(final), "--task", args.task])
         lines += [f"evaluate: {evaluation}", f"talk to it: {chat}"]
-    if any(folder.glob("checkpoints/step_*")):
+    if saved:
         if steps_done < args.num_steps:
             lines.append(f"go on: {command()} --resume")
         elif args.lr_schedule == "constant":

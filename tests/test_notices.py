@@ -201,6 +201,22 @@ def test_the_summary_says_how_it_went_and_what_to_do_with_it(tmp_path, monkeypat
     assert notices.summary(args, 0) == f"eval reward 0.250\n{report}"
 
 
+@pytest.mark.parametrize("evals, saved, told", [
+    ([0.25, 0.75, 0.5], [2], "eval reward 0.250 -> 0.500, best 0.750 at step 1 (not saved)"),
+    ([0.25, 0.5, 0.75], [1, 2], "eval reward 0.250 -> 0.750, best 0.750 at step 2"),
+    ([0.25, 0.75, 0.75], [2], "eval reward 0.250 -> 0.750, best 0.750 at step 2"),  # of equal ones, what there is
+    ([0.25, 0.75, 0.75], [1, 2], "eval reward 0.250 -> 0.750, best 0.750 at step 1"),
+    ([0.75, 0.5, 0.5], [2], "eval reward 0.750 -> 0.500, best 0.750 at step 0 (not saved)"),
+])  # fmt: skip
+def test_the_best_evaluation_may_be_of_weights_that_were_not_saved(evals, saved, told, tmp_path):
+    for step in saved:
+        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+    rows = [{"step": step, "eval/reward": evals[step], "reward/mean": 1 - step / 4} for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second, *_ = notices.summary(Args(output_dir=str(tmp_path), num_steps=2), 2).splitlines()
+    assert (first, second) == ("reward 1.000 -> 0.500, best 1.000 at step 0", told)
+
+
 # ---------------------------------------------------------------- bars
 
 

@@ -165,7 +165,7 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     evals = {row["step"]: row["eval/reward"] for row in rows if row["step"]}
     best = max(reversed(evals), key=evals.get)
     assert sorted(p.name for p in (teacher / "checkpoints").iterdir()) == sorted({f"step_00000{best}", "step_000003"})
-    assert f"the best checkpoint is {teacher}/checkpoints/step_00000{best}" in printed
+    assert f"the best saved checkpoint is {teacher}/checkpoints/step_00000{best}" in printed
     assert {f"eval/pass@{j}" for j in (1, 2, 3)} < set(rows[0]) and rows[0]["eval/reward_stderr"] > 0
     assert len((teacher / "rollouts/eval_000000.jsonl").read_text().splitlines()) == 3 * 8
 
