@@ -196,7 +196,9 @@ def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
     """Yields the items under a progress bar, and says in the end how long they took. Where the
     output is no terminal, it prints every few seconds how long the others will take."""
     start = last = time.monotonic()
-    for n, item in enumerate(tqdm(items, title, leave=False, disable=None), 1):
+    # A terminal may say that it has no rows: tqdm would draw nothing.
+    bar = tqdm(items, title, leave=False, disable=None, nrows=20)
+    for n, item in enumerate(bar, 1):
         yield item
         now = time.monotonic()
         if now - last >= seconds and not sys.stderr.isatty():

@@ -39,7 +39,10 @@ class Bar(tqdm):
         settings["disable"] = os.environ.get("RANK", "0") != "0" or None
         if not items and not settings.get("total"):
             settings["bar_format"] = "{desc}: {elapsed}"
-        super().__init__(items, title, leave=False, maxinterval=1, **settings)
+        # A terminal may say that it has no rows (script, CI): tqdm would draw nothing.
+        super().__init__(items, title, leave=False, maxinterval=1, nrows=20, **settings)
+        if getattr(self, "ncols", None) == -1:  # ... and no columns
+            self.ncols = 79
 
     def __iter__(self):
         with self:

@@ -1,9 +1,13 @@
 """flatrl/notices.py and flatrl/terminal.py: what a run tells its user beside its table."""
 
+import fcntl
 import io
 import json
+import os
 import re
+import struct
 import sys
+import termios
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +16,7 @@ from conftest import wait_for
 from test_data import make_output
 
 from agent_loop import BadInput
+from examples import tiny_models
 from flatrl import notices, tables, terminal
 from train import Args
 
@@ -238,6 +243,26 @@ def test_bars_are_on_terminals_of_the_main_rank_alone(monkeypatch):
     assert "update:   0%" in text and "starting the engine: 00:00" in text
     assert text.split("\r")[-2].strip() == ""  # gone at the end
     assert drawn(io.StringIO()) == drawn(Screen(), rank="1") == ""
+
+
+def test_bars_are_shown_on_a_terminal_that_does_not_know_its_size(monkeypatch, capsys):
+    """So it is under script, and on some machines of CI."""
+    reading, writing = os.openpty()
+    os.set_blocking(reading, False)
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))  # rows, columns, and in pixels
+    monkeypatch.setenv("RANK", "0")
+    with os.fdopen(writing, "w") as terminal_of_no_size:
+        monkeypatch.setattr(sys, "stderr", terminal_of_no_size)
+        with terminal.Bar(None, "update", total=2) as bar:
+            bar.update()
+            bar.refresh()
+        drawn = os.read(reading, 10_000).decode().split("\r")
+        assert list(tiny_models.told(range(2), "building")) == [0, 1]
+        drawn_by_example = os.read(reading, 10_000).decode()
+    os.close(reading)
+    assert drawn[1].startswith("update:   0%|")
+    assert re.fullmatch(r"update:  50%\|█{9,}[▏▎▍▌▋▊▉]? {9,}\| 1/2 \[.*it/s\]", drawn[-3]) and len(drawn[-3]) == 79
+    assert "\rbuilding:   0%|" in drawn_by_example
 
 
 def test_a_bar_is_drawn_anew_while_nothing_counts(monkeypatch):
