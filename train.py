@@ -1035,7 +1035,7 @@ def finish(run: Run):
     elif run.done < args.num_steps:
         say(f"stopped after step {run.done}")
     elif run.done and save_policy(run, run.folder / "final"):  # without steps: an evaluation
-        say(f"the trained policy is in {run.folder / 'final'}, the best checkpoint is "
+        say(f"the trained policy is in {run.folder / 'final'}, the best saved checkpoint is "
             f"{best_checkpoint(run.folder)}")
         saved = True
     say(notices.summary(args, run.done))
