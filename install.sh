@@ -90,6 +90,7 @@ fi
 
 log=$env/flatrl-install.log
 pip() { "$python" -m pip "$@" --no-input --disable-pip-version-check >>"$log" 2>&1; }
+add() { pip install --no-compile "$@"; }  # see compileall below
 broken() { fail "pip failed on ${files[*]}: $({ grep '^ERROR' "$log" || tail -n 1 "$log"; } | tail -n 1) (see $log)"; }
 : >"$log"
 say "$why: installing ${files[*]} into $env, which takes minutes (log: $log)"
@@ -105,7 +106,7 @@ echo unfinished >"$stamp"
 if [ "${files[0]}" = requirements-cpu.txt ]; then
     torch=$(grep '^torch==' "$here/requirements-cpu.txt")
     index=https://download.pytorch.org/whl/cpu
-    pip install --no-deps "$torch" || pip install --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||
+    add --no-deps "$torch" || add --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||
         fail "neither pip's own sources nor $index have $torch for this machine's $("$python" -V) (see $log)"
     other=(vllm)
     after=(torchvision torchaudio torchcodec)  # CUDA builds: see requirements-cpu.txt
@@ -119,8 +120,10 @@ fi
 pip uninstall -y "${other[@]}" || broken
 from=()
 for file in "${files[@]}"; do from+=(-r "$here/$file"); done
-pip install "${from[@]}" || broken
+add "${from[@]}" || broken
 if [ "${#after[@]}" -gt 0 ]; then pip uninstall -y "${after[@]}" || broken; fi
+# pip would compile with one core. Some packages hold files for a newer Python: those that fail don't matter.
+"$python" -m compileall -q -j 0 "$env"/lib/python3*/site-packages >>"$log" 2>&1 || true
 echo "$wanted" >"$stamp"
 say "done in $SECONDS s"
 if [ -z "$(_flatrl_env)${FLATRL_SOURCED:-}" ]; then say "now: source $env/bin/activate"; fi
