@@ -9,9 +9,7 @@ import itertools
 import json
 import re
 import shlex
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -49,7 +47,7 @@ class Notices:
                 package = importlib.import_module(args.tracker)  # wandb, or trackio with its API
             folder = {"dir": args.output_dir} if args.tracker == "wandb" else {}
             self.tracker = package.init(project=args.wandb_project, config=about, **folder)
-        self.steps_alike = 0  # steps in a row that taught nothing
+        self.is_learning = True  # whether the last step taught something
 
     def start(self, task, rows: dict, rows_read: dict, network, device, steps_done: int):
         """Says what is about to be trained, and warns of what makes that pointless.
@@ -66,13 +64,14 @@ class Notices:
                     "the model's chat template ignores tools: the policy does not see that it "
                     "has any. Take another model or template, or describe them in the prompt")
         with contextlib.suppress(Exception):  # rows hold what they like
-            for warning in row_warnings(rows["train"], rows["val"]):
+            warning = common_questions(rows["train"], rows["val"])
+            if warning:
                 self.log.warn_once(warning)
 
     def step(self, metrics: dict, phase=None, batch: dict | None = None):
         """Reports a step. phase: what was sampled, or None; batch: that of the step's update.
 
-        Of steps in a row that taught nothing, it speaks of the first and the fifth."""
+        Of steps in a row that taught nothing, it speaks of the first."""
         step = metrics["step"]
         self.report.step(step, phase.trained if batch else [], batch)
         if self.tracker:
@@ -81,14 +80,11 @@ class Notices:
             self.tracker.log(logged, step=step)
         if not batch:
             return
-        self.steps_alike += 1
-        is_learning = batch["advantages"][batch["response_mask"].bool()].any()
-        if is_learning or "actor/imitation_loss" in metrics:
-            self.steps_alike = 0
-        if self.steps_alike in (1, 5):
-            since = " as the four before it" if self.steps_alike == 5 else ""
-            self.log.say(
-                f"warning: step {step} taught nothing{since}: {why_nothing(phase.sampled)}")
+        was_learning = self.is_learning
+        advantages = batch["advantages"][batch["response_mask"].bool()]
+        self.is_learning = "actor/imitation_loss" in metrics or advantages.any()
+        if was_learning and not self.is_learning:
+            self.log.say(f"warning: step {step} taught nothing: {why_nothing(phase.sampled)}")
         for warning in self.watch.step(metrics, phase.trained, batch):
             self.log.warn_once(warning)
         every = self.log.args.show_every
@@ -166,28 +162,21 @@ def ignores_tools(task, tokenizer, row: dict) -> bool:
     return bool(schemas) and with_tools == render_text(tokenizer, chat, None, True)
 
 
-def row_warnings(train, val) -> Iterator[str]:
-    """Yields warnings of the first rows of both splits.
+def common_questions(train, val) -> str | None:
+    """Returns a warning if validation rows ask what a training row asks, else None.
 
-    They count the rows that say need_tools_kwargs (verl's key in extra_info) and have no
-    tools_kwargs, and the validation rows that ask what a training row asks."""
+    Only the first rows of both splits are looked at."""
     first_train, first_val = first_rows(train), first_rows(val)
     sample = ""
     n_train, n_val = len(first_train), len(first_val)
     if n_train + n_val < len(train) + len(val):
         sample = f" (of the first {n_train:,} training rows and {n_val:,} others)"
-    n_lacking = 0
-    for row in first_train + first_val:
-        if row_kwargs(row, "need_tools_kwargs") and not row_kwargs(row, "tools_kwargs"):
-            n_lacking += 1
-    if n_lacking:
-        yield (f"{n_lacking} rows say need_tools_kwargs, but their tools_kwargs are empty: "
-               f"they get all tools{sample}")
     questions = set(map(question, first_train)) - {None}
     n_common = sum(question(row) in questions for row in first_val)
     if n_common:
-        yield (f"{n_common} of {n_val} validation rows have the prompt of a training row: "
-               f"eval/reward is too good{sample}")
+        return (f"{n_common} of {n_val} validation rows have the prompt of a training row: "
+                f"eval/reward is too good{sample}")
+    return None
 
 
 def first_rows(rows) -> list[dict]:
@@ -238,9 +227,10 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
 
 
 def summary(args, steps_done: int) -> str:
-    """Returns lines: a run's rewards, and commands to evaluate its policy, talk to it, go on.
+    """Returns lines: a run's rewards, and how to evaluate its policy, talk to it, go on.
 
-    There is a line only for what can be done. steps_done: the steps of this run so far."""
+    There is a line only for what can be done. Of a flag that is given twice the last one counts.
+    steps_done: the steps of this run so far."""
     folder = Path(args.output_dir)
     lines = []
     saved = {path.name for path in folder.glob("checkpoints/step_*")}
@@ -259,28 +249,15 @@ def summary(args, steps_done: int) -> str:
                 lines[-1] += " (not saved)"
     lines.append(f"report: {folder / 'report.html'}")
     final = folder / "final"
+    again = "the same command, with"
     if args.replay is None and final.is_dir():
-        evaluation = command(num_steps=0, model=final, output_dir=f"{folder}-eval")
         chat = shlex.join(["python", "examples/chat.py", str(final), "--task", args.task])
-        lines += [f"evaluate: {evaluation}", f"talk to it: {chat}"]
+        lines += [
+            f"evaluate: {again} --num_steps 0 --model {final} --output_dir {folder}-eval",
+            f"talk to it: {chat}"]
     if saved:
         if steps_done < args.num_steps:
-            lines.append(f"go on: {command()} --resume")
+            lines.append(f"go on: {again} --resume")
         elif args.lr_schedule == "constant":
-            lines.append(f"more steps: {command(num_steps=2 * args.num_steps)} --resume")
+            lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
     return "\n".join(lines)
-
-
-def command(**flags) -> str:
-    """Returns this process's command line without --resume, and with these flags instead."""
-    words = ["accelerate", "launch"]
-    is_dropped = False
-    for word in sys.argv:
-        if word.startswith("--"):
-            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-            is_dropped = name in {"resume", "resume_with_changes", *flags}
-        if not is_dropped:
-            words.append(word)
-    for name, value in flags.items():
-        words += [f"--{name}", str(value)]
-    return shlex.join(words)
