@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from agent_loop import BadInput
 from flatrl.bad_input import need, refusing
-from flatrl.files import read_json_lines
+from flatrl.files import logged
 from flatrl.log import or_warn
 from flatrl.models import whole, whole_weights
 from flatrl.processes import all_gather, on_main
@@ -260,9 +260,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def best_checkpoint(folder: Path) -> Path | None:
     """Returns the checkpoint with the highest eval/reward, of equal ones the latest; None
     if the run has no checkpoint."""
-    rewards = {row.get("step"): row["eval/reward"]
-               for row in read_json_lines(folder / "metrics.jsonl") if "eval/reward" in row}
-
+    rewards = logged(folder, "eval/reward")
     found = [(rewards.get(int(path.name.removeprefix("step_")), -math.inf), path)
              for path in checkpoints(folder)]
     return max(found, default=(0, None))[1]

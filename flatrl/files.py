@@ -38,3 +38,9 @@ def read_json_lines(file: Path) -> Iterator[dict]:
                 row = json.loads(line)
                 if isinstance(row, dict):
                     yield row
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    """Returns a metric of a run's metrics.jsonl, {step: value}, of the steps that have it."""
+    rows = read_json_lines(folder / "metrics.jsonl")
+    return {row.get("step"): row[name] for row in rows if name in row}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from agent_loop import (
     AgentLoopOutput, numbers, render_text, row_kwargs, templated, total_reward)
 from flatrl.bad_input import refusing
-from flatrl.files import read_json_lines
+from flatrl.files import logged
 from flatrl.report import LiveReport
 from flatrl.rows import tool_schemas
 from flatrl.watch import Watch
@@ -126,7 +126,8 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     if args.rollout_only:
         step += "and no update"
     else:
-        lines.append(f"{args.algo}: {describe_algo(args)}")
+        flags = [f"{name} {getattr(args, name)}" for name in args.preset_values()]
+        lines.append(f"{args.algo}: {', '.join(flags)}")
         step += f"{args.updates_per_rollout} update(s) each"
         if args.updates_per_rollout == 1:
             step += " (so the ratio is 1, and clips have no effect)"
@@ -142,16 +143,6 @@ def dropped(rows, n_read: int) -> str:
     if share:
         return f"about {share:.1%} overlong: another one instead, when they are drawn"
     return f"{n_read - len(rows)} overlong ones dropped"
-
-
-def describe_algo(args) -> str:
-    """Returns the preset's flags and their values, those that the user changed marked *."""
-    flags = []
-    for name, value in args.preset_values().items():
-        mark = "" if getattr(args, name) == value else "*"
-        flags.append(f"{name}{mark} {getattr(args, name)}")
-    text = ", ".join(flags)
-    return f"{text} (* changed)" if "*" in text else text
 
 
 def ignores_tools(task, tokenizer, row: dict) -> bool:
@@ -234,9 +225,8 @@ def summary(args, steps_done: int) -> str:
     folder = Path(args.output_dir)
     lines = []
     saved = {path.name for path in folder.glob("checkpoints/step_*")}
-    rows = list(read_json_lines(folder / "metrics.jsonl"))
     for title, name in ("reward", "reward/mean"), ("eval reward", "eval/reward"):
-        rewards = {row["step"]: row[name] for row in rows if name in row}
+        rewards = logged(folder, name)
         if not rewards:
             continue
         # The first of equal ones, or the first that was saved: a reader may go back to it.

@@ -26,11 +26,6 @@ class Watch:
         self.rows = [row for row in rows if "rollout/last_prompt" in row]
         self.named = set()  # the problems that were named
 
-    @property
-    def compares(self) -> bool:
-        """True if the estimator compares the units of a group."""
-        return "groups" in losses.ESTIMATORS[self.args.adv_estimator].takes
-
     def step(self, metrics: dict, outputs: list, batch: dict) -> Iterator[str]:
         """Yields a line for each new problem of a step: of its metrics, or of the outputs that it
         trained and their batch."""
@@ -108,7 +103,7 @@ class Watch:
         tokens = torch.zeros_like(units.rewards).index_add(0, units.index, mask.sum(-1))  # (N,)
         if (tokens > 0).sum() != losses.count_sequences(mask, batch["unit_tokens"]).round():
             yield "weight", "a rollout of several outputs weighs more than one of a single output"
-        if self.compares:
+        if "groups" in self.args.estimator_takes:  # it compares the units of a group
             sums = (batch["advantages"] * mask).sum(-1)  # (B,)
             means = torch.zeros_like(tokens).index_add(0, units.index, sums) / tokens.clamp(min=1)
             expected = losses.grpo_advantages(units.rewards, units.groups)[tokens > 0]

@@ -15,7 +15,6 @@ import data
 import losses
 import train
 from agent_loop import AgentLoopOutput, BadInput
-from flatrl import notices
 from rollout import Phase
 from train import PRESETS, Args, check_args, check_registered, parse_args
 
@@ -52,8 +51,6 @@ def test_presets_are_flags_and_pass_the_checks():
 def test_a_flag_of_the_user_wins_over_the_preset_even_with_grpos_value():
     args = parse_args(["--algo", "dapo", "--clip_high", "0.2", "--max_gen_batches", "3"])
     assert (args.clip_low, args.clip_high, args.max_gen_batches, args.overlong_buffer) == (0.2, 0.2, 3, 0.2)
-    said = notices.describe_algo(args)
-    assert "clip_high* 0.2" in said and "max_gen_batches* 3" in said and "overlong_buffer 0.2" in said
     args = parse_args(["--algo", "ppo", "--whiten_advantages", "false"])
     assert args.adv_estimator == "gae" and args.whiten_advantages is False
     mixed = Args(algo="rloo", policy_loss="cispo")
