@@ -122,8 +122,11 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     if args.rollout_only:
         step += "and no update"
     else:
-        flags = [f"{name} {getattr(args, name)}" for name in args.preset_values()]
-        lines.append(f"{args.algo}: {', '.join(flags)}")
+        usual = type(args)().preset_values()
+        flags = [f"{name} {getattr(args, name)}" for name in usual
+                 if getattr(args, name) != usual[name]]
+        but = f", but {', '.join(flags)}" if flags else ""
+        lines.append(f"{args.algo}: grpo's defaults (docs/algorithms.md){but}")
         step += f"{args.updates_per_rollout} update(s) each"
         if args.updates_per_rollout == 1:
             step += " (so the ratio is 1, and clips have no effect)"

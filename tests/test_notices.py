@@ -140,8 +140,12 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({}, "grpo: adv_estimator grpo, * prompts x 8 = 256 trajectories a step, 1 update(s) each (so the ratio is 1, "
-         "and clips have no effect), lr 0.5; 40 steps; writing there"),
+        ({}, "grpo: grpo's defaults (docs/algorithms.md)\n* prompts x 8 = 256 trajectories a step, 1 update(s) each "
+         "(so the ratio is 1, and clips have no effect), lr 0.5; 40 steps; writing there"),
+        ({"algo": "dapo", "clip_low": 0.1, "max_gen_batches": 1},
+         "dapo: grpo's defaults (docs/algorithms.md), but clip_low 0.1, clip_high 0.28, overlong_buffer 0.2\n* there"),
+        ({"algo": "dapo", "clip_high": 0.2, "overlong_buffer": 0.0, "max_gen_batches": 1},
+         "dapo: grpo's defaults (docs/algorithms.md)\n* there"),
         ({"epochs": 2}, "256 trajectories a step, 2 update(s) each, lr 0.5; 40 steps; writing there"),
         ({"rollout_only": True}, "32 prompts x 8 = 256 trajectories a step, and no update; 40 steps; writing there"),
         ({"num_steps": 0, "eval_samples": 4},
