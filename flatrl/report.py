@@ -17,7 +17,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import math
 import re
 import sys
 import time
@@ -67,7 +66,7 @@ class Run(Selection):
         """Reads the folder: flags, metrics, and as many trajectories as are shown."""
         self.about = read_about(self.folder)
         self.rows = [numbers(row) for row in read_json_lines(self.folder / "metrics.jsonl")]
-        self.draw(self.rows[-1]["step"] if self.rows else math.inf)
+        self.draw()
 
     def json(self) -> str:
         """Returns the page's data of this run. Equal prompts and equal tokens are there once.

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import re
 from pathlib import Path
 
 from agent_loop import numbers
@@ -22,10 +21,6 @@ TOKENS = 500_000  # of these trajectories, prompts included: 20 bytes each
 MAX_REPEATS = 16
 # If so many tokens make no whole character yet, it is a broken one, and is shown as that.
 MAX_CHARACTER_TOKENS = 7
-# The row's index and the prompt's number in a line of rollouts/*.jsonl, as the log writes it:
-# {"index": 7, ... "extra": {... "prompt": 3, "sample": 0, ...} ...}
-NAMES = re.compile(
-    rb'\{"index": ("(?:[^"\\]|\\.)*"|(?!null)[^,"\[{]+), .*"prompt": (\d+), "sample": ')
 
 
 def single(values: list):
@@ -142,21 +137,19 @@ def n_tokens(line: dict) -> int:
 def draw_groups(file: Path, changed_ns: int) -> list[list[tuple[int, int]]]:
     """Returns the lines of a file of rollouts by group, in random order, as (length, offset).
 
-    The same questions come first in every file that has them. As a rule only what names a
-    group is parsed: the file may be large, and few of its groups wanted. It is read once for
-    each time at which it was changed."""
+    The same questions come first in every file that has them. A file may be large: it is read
+    once for each time at which it was changed."""
     groups = {}  # number of a prompt -> its lines
-    indices = {}  # number of a prompt -> its row's index, as JSON
+    indices = {}  # number of a prompt -> its row's index
     offset = 0
-    for line in file.open("rb"):
-        names = NAMES.match(line)
-        if names:
-            prompt = int(names[2])
-            indices[prompt] = names[1].decode()
-        else:  # a failure, or a row without an index
-            prompt = value_of(json.loads(line), "prompt")
-        groups.setdefault(prompt, []).append((len(line), offset))
-        offset += len(line)
+    for text in file.open("rb"):
+        line = json.loads(text)
+        prompt = value_of(line, "prompt")
+        index = value_of(line, "index")
+        if index is not None:  # a failure has none, nor have all rows
+            indices[prompt] = index
+        groups.setdefault(prompt, []).append((len(text), offset))
+        offset += len(text)
     order = sorted(groups, key=lambda prompt: hash_of(indices.get(prompt, f"prompt {prompt}")))
     return [groups[prompt] for prompt in order]
 
@@ -171,8 +164,8 @@ class Selection:
         self.max_tokens = tokens
         self.least_size = tokens // trajectories  # so much of a page each trajectory takes
 
-    def draw(self, last_step: float):
-        """Draws from the files as they are now. last_step: of metrics.jsonl.
+    def draw(self):
+        """Draws from the files as they are now.
 
         Each file, the newest first, gets an equal share of the room that those before it have
         left. It has at least one group, as long as there is room for a whole one."""
@@ -180,7 +173,10 @@ class Selection:
         self.total = 0  # trajectories in the files
         self.prompts = {}  # the text of a prompt -> its number on the page
         self.pieces = {}  # (text, is special) of sampled tokens -> number on the page
-        files = self._files(last_step)
+        files = {}  # by (step, kind)
+        for file in (self.folder / "rollouts").glob("*_[0-9]*.jsonl"):
+            kind, _, step = file.stem.partition("_")
+            files[int(step), kind] = file
         order = sorted(files, key=lambda name: (name != max(files), hash_of(name)))
         room = self.max_tokens
         for n_before, name in enumerate(order):
@@ -202,19 +198,6 @@ class Selection:
             learned = self._learned(files[name]) if drawn else {}
             self.trajectories += [self._trajectory(name, line, learned) for line in drawn]
         self.trajectories.sort(key=lambda trajectory: (trajectory["step"], trajectory["kind"]))
-
-    def _files(self, last_step) -> dict:
-        """Returns the files by (step, kind).
-
-        What a resumed run has yet to do again is left out: steps after the last one of
-        metrics.jsonl, in files older than that."""
-        metrics = self.folder / "metrics.jsonl"
-        files = {}
-        for file in (self.folder / "rollouts").glob("*_[0-9]*.jsonl"):
-            kind, _, step = file.stem.partition("_")
-            if int(step) <= last_step or file.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
-                files[int(step), kind] = file
-        return files
 
     def _learned(self, file) -> dict:
         """Returns the lines of learned/*.jsonl by (prompt, sample, segment).

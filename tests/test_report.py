@@ -245,18 +245,14 @@ def test_of_more_files_than_there_is_room_for_some_have_a_group_and_the_newest_t
     assert steps[-1] == 30 and steps[0] < 20 and run["total"] == 480
 
 
-def test_steps_that_a_resumed_run_has_yet_to_do_again_are_left_out(folder):
-    for step in (1, 2, 3):
-        write_rollouts(folder, f"step_{step:06d}", [trajectory()])
-        os.utime(folder / "rollouts" / f"step_{step:06d}.jsonl", (1000 + step, 1000 + step))
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    steps = lambda: [t["step"] for t in page_of(run, file=folder / "report.html")[0]["trajectories"]]
+def test_a_file_that_was_written_anew_is_read_anew(folder):
+    write_rollouts(folder, "step_000001", [trajectory()])
     run = report.Run(folder)
-    assert steps() == [1]
-    os.utime(folder / "metrics.jsonl", (1001, 1001))  # these came after the last metrics: what the run died of
-    assert steps() == [1, 2, 3]
-    write_rollouts(folder, "step_000002", [trajectory(reward=0.5)] * 2)
-    assert steps() == [1, 2, 2, 3]
+    samples = lambda: [t["sample"] for t in page_of(run, file=folder / "report.html")[0]["trajectories"]]
+    assert samples() == [0]
+    write_rollouts(folder, "step_000001", [trajectory(), trajectory(sample=1)])
+    os.utime(folder / "rollouts" / "step_000001.jsonl", (1001, 1001))
+    assert samples() == [0, 1]
 
 
 # ------------------------------------------------------------- while it trains
