@@ -5,6 +5,7 @@ torch.distributed.checkpoint, so --resume works on any number of ranks, with or 
 --shard. All randomness and every learning rate are functions of --seed and the step: no
 generator's and no schedule's state is saved."""
 
+import atexit
 import fcntl
 import io
 import itertools
@@ -100,13 +101,21 @@ def _lock(folder):
 
     It is locked by lockf, not by flock: a process that a tool forked and that outlives the run
     would keep a lock of flock."""
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BadInput(f"another run is writing to {folder}: choose another --output_dir, or "
-                       "wait for its end") from None
+        raise BadInput(
+            f"another run is writing to {folder}: choose another --output_dir, or wait for its end"
+        ) from None
+
+    @atexit.register
+    def remove_unused():
+        """Removes what a run has made that was refused before it wrote anything."""
+        if is_new and [*folder.glob("*")] == [folder / ".lock"]:
+            shutil.rmtree(folder)
 
 
 def prepare_folder(args) -> tuple[Path | None, dict]:
@@ -125,8 +134,9 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
         try:
             return path, _read_step(path)
         except Exception as error:  # json and pickle raise many kinds
-            print(f"{path} is broken: {type(error).__name__}: {error}; moved to "
-                  f"{_move_aside(path)}", flush=True)
+            print(
+                f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
+                flush=True)
     raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
 
 

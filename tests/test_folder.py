@@ -112,6 +112,16 @@ def test_only_a_runs_own_folder_is_moved_aside(files, holds, tmp_path, process_g
         assert names(tmp_path / "x.1") == sorted(files) and f"moved to {tmp_path / 'x.1'}" in capsys.readouterr().out
 
 
+def test_a_refused_run_leaves_nothing_behind(cache, tmp_path):
+    """It is refused when its folder is locked already, for the task's rows would not do."""
+    (tmp_path / "empty").mkdir()
+    flags = [*TINY, "--max_prompt_tokens", "1"]
+    for name in "new", "empty":
+        said = run(*flags, "--output_dir", tmp_path / name, cache=cache, code=2)
+        assert "train.py: error: " in said
+    assert names(tmp_path) == ["empty"]  # it was there before
+
+
 def test_a_place_that_can_not_be_written_is_one_line(tmp_path, process_group):
     (tmp_path / "file").touch()
     for place in ("/proc/x", str(tmp_path / "file"), str(tmp_path / "file" / "x")):
