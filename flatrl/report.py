@@ -49,11 +49,13 @@ def load_tokenizer(folder: Path):
     It reads only files of this machine, and never runs a model's own code: a report may be
     made of a stranger's folder."""
     for source in (folder / "final", read_about(folder).get("args", {}).get("model")):
-        with contextlib.suppress(Exception):  # each kind of damage has its own
-            from transformers import AutoTokenizer
+        # The first reads tokenizer.json; the second, for those without one, imports torch.
+        for kind in "PreTrainedTokenizerFast", "AutoTokenizer":
+            with contextlib.suppress(Exception):  # each kind of damage has its own
+                import transformers
 
-            return AutoTokenizer.from_pretrained(
-                source, local_files_only=True, trust_remote_code=False)
+                return getattr(transformers, kind).from_pretrained(
+                    source, local_files_only=True, trust_remote_code=False)
     return None
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import REPO
 from test_log import Args, an_output, read
 
@@ -318,6 +319,23 @@ def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, ca
     assert "has no metrics.jsonl and no rollouts/" in capsys.readouterr().err
     (tmp_path / "a" / "args.json").write_text("[]")
     assert report.read_about(tmp_path / "a") == {}
+
+
+def test_the_command_imports_torch_only_for_a_tokenizer_without_its_json(tmp_path, tiny_model):
+    """Its import takes most of the command's time, during which nothing is seen."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "bytes" / "final")
+    shutil.copytree(tiny_model, tmp_path / "tiny" / "final")
+    code = """
+import sys
+from pathlib import Path
+from flatrl.report import load_tokenizer
+for name, token in ("tiny", ord("h") - 30), ("bytes", ord("h") + 3):
+    print(load_tokenizer(Path(name)).decode([token]), "torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    printed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert printed == "h False\nh True\n"
 
 
 def test_a_strangers_tokenizer_runs_no_code(tmp_path, tiny_model, monkeypatch):
