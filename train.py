@@ -970,7 +970,7 @@ def setup(args: Args) -> Run:
         done = state.get("step", 0)
         log = Log(args, tokenizer, done)
         # It comes now, because an engine starts for seconds or minutes.
-        log.notices.start(task, rows, all_rows, policy, accelerator.device, done)
+        log.notices.start(rows, all_rows, policy, accelerator.device, done)
     engine = None
     if not args.replay:
         engine = Engine(args.model, args, accelerator.device, stop_token_ids(args, tokenizer),

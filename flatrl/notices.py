@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from agent_loop import (
-    AgentLoopOutput, numbers, render_text, row_kwargs, templated, total_reward)
+from agent_loop import AgentLoopOutput, numbers, row_kwargs, total_reward
 from flatrl.bad_input import refusing
 from flatrl.files import logged
 from flatrl.report import LiveReport
-from flatrl.rows import tool_schemas
 from flatrl.watch import Watch
 
 MAX_ROWS = 10_000  # rows of a split that are looked at for warnings, if they are in memory
@@ -48,7 +46,7 @@ class Notices:
             self.tracker = package.init(project=args.wandb_project, config=about, **folder)
         self.is_learning = True  # whether the last step taught something
 
-    def start(self, task, rows: dict, rows_read: dict, network, device, steps_done: int):
+    def start(self, rows: dict, rows_read: dict, network, device, steps_done: int):
         """Says what is about to be trained, and warns of what makes that pointless.
 
         rows: those of "train" and of "val"; rows_read: the same before overlong ones were
@@ -56,12 +54,6 @@ class Notices:
         is resumed, the steps before."""
         args = self.log.args
         self.log.say(banner(args, rows, rows_read, network, device, steps_done))
-        with contextlib.suppress(Exception):  # templates raise what they like
-            tokenizer = templated(self.log.tokenizer, args.chat_template_args)
-            if ignores_tools(task, tokenizer, rows["train"][0]):
-                self.log.warn_once(
-                    "the model's chat template ignores tools: the policy does not see that it "
-                    "has any. Take another model or template, or describe them in the prompt")
         with contextlib.suppress(Exception):  # rows hold what they like
             warning = common_questions(rows["train"], rows["val"])
             if warning:
@@ -142,14 +134,6 @@ def dropped(rows, n_read: int) -> str:
     if share:
         return f"about {share:.1%} overlong: another one instead, when they are drawn"
     return f"{n_read - len(rows)} overlong ones dropped"
-
-
-def ignores_tools(task, tokenizer, row: dict) -> bool:
-    """Returns whether the chat template shows the model none of the tools that a row has."""
-    schemas = tool_schemas(row, task)
-    chat = row["prompt"] or [{"role": "user", "content": "hello"}]
-    with_tools = render_text(tokenizer, chat, schemas, True)
-    return bool(schemas) and with_tools == render_text(tokenizer, chat, None, True)
 
 
 def common_questions(train, val) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 from unicodedata import normalize
 
@@ -71,16 +72,20 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
 
     Its tokens, decoded, must be the text that was tokenised, but for spaces and the form of
     accents: some tokenizers normalise them. The template must show what the last message says.
-    templates: the tokenizer with the variables of --chat_template_args."""
-    prompt = row["prompt"]
-    if not prompt:
-        return
+    Warns if it shows none of the row's tools. templates: the tokenizer with the variables of
+    --chat_template_args."""
+    # A prompt without messages is begun by an Interaction.
+    prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
     decoded = tokenizer.decode(render(templates, prompt, schemas))
     other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
     text, of_other = (render_text(templates, chat, schemas, True) for chat in (prompt, other))
     need(text != of_other,
          f"the chat template does not show the model what a message says: {text!r:.80}")
+    if schemas and text == render_text(templates, prompt, None, True):
+        warnings.warn(
+            "the model's chat template ignores tools: the policy does not see that it has any. "
+            "Take another model or template, or describe them in the prompt", stacklevel=2)
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(text == decoded, f"the tokenizer does not give a prompt back: {text!r:.80} is "
          f"{decoded!r:.80} when decoded")

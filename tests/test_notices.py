@@ -1,6 +1,7 @@
 """flatrl/notices.py and flatrl/terminal.py: what a run tells its user beside its table."""
 
 import contextlib
+import copy
 import fcntl
 import io
 import json
@@ -9,6 +10,7 @@ import re
 import struct
 import sys
 import termios
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from test_data import make_output
 from agent_loop import BadInput
 from examples import tiny_models
 from flatrl import notices, tables, terminal
+from flatrl.rows import check_tokenizer
 from train import Args
 
 BANNER = notices.banner
@@ -53,56 +56,52 @@ def sampled(n: int, **attributes) -> list:
 # ---------------------------------------------------------------- the start
 
 
-def a_run(tokenizer, **rows) -> SimpleNamespace:
-    from examples import calculator
-
-    return SimpleNamespace(tokenizer=tokenizer, task=calculator, rows=rows)
-
-
 @pytest.fixture(autouse=True)
 def no_banner(monkeypatch):
     monkeypatch.setattr(notices, "banner", lambda *_: "the banner")
 
 
-def warnings_of(log, run) -> list[str]:
-    log.tokenizer = run.tokenizer
-    notices.Notices(log, {}, []).start(run.task, run.rows, run.rows, None, None, 0)
+def warnings_of(log, train, val) -> list[str]:
+    rows = {"train": train, "val": val}
+    notices.Notices(log, {}, []).start(rows, rows, None, None, 0)
     banner, *warnings = log.said
     assert banner == "the banner"
     log.said.clear()
     return warnings
 
 
-def test_a_template_that_ignores_tools_is_told_of(log, tokenizer, monkeypatch):
-    run = a_run(tokenizer, train=[{"prompt": PROMPT}], val=[])
-    assert warnings_of(log, run) == []
-    said = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", said)
+def test_a_template_that_ignores_tools_is_told_of(tokenizer):
+    from examples import calculator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_tokenizer(tokenizer, tokenizer, {"prompt": PROMPT}, calculator)
+    tokenizer = copy.copy(tokenizer)  # what is known of its template is kept by tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for prompt in (PROMPT, []):  # without one an Interaction speaks first
-        run.rows["train"] = [{"prompt": prompt}]
-        (warning,) = warnings_of(log, run)
-        assert "chat template ignores tools" in warning
-    run.task = SimpleNamespace()
-    assert warnings_of(log, run) == []
+        with pytest.warns(UserWarning, match="chat template ignores tools"):
+            check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, calculator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_tokenizer(tokenizer, tokenizer, {"prompt": PROMPT}, SimpleNamespace())
 
 
-def test_questions_of_training_among_the_validation_rows_are_counted(log, tokenizer):
+def test_questions_of_training_among_the_validation_rows_are_counted(log):
     train = [{"prompt": [{"role": "user", "content": f"{i}"}], "index": i} for i in range(5)]
     val = [row | {"index": 100} for row in train[:3]] + [{"prompt": PROMPT}]
     # Games of other seeds, with the same words, and other images are not the same.
     seeds = [{"prompt": PROMPT, "extra_info": {"interaction_kwargs": {"seed": seed}}} for seed in range(4)]
     image = {"prompt": PROMPT, "images": ["a.png"]}
-    run = a_run(tokenizer, train=[*train, *seeds[:2], image], val=[*val, *seeds[2:], image])
-    (said,) = warnings_of(log, run)
+    (said,) = warnings_of(log, [*train, *seeds[:2], image], [*val, *seeds[2:], image])
     assert said.startswith("3 of 7 validation rows have the prompt of a training row")
 
 
-def test_of_many_rows_the_first_are_looked_at(log, tokenizer, monkeypatch):
+def test_of_many_rows_the_first_are_looked_at(log, monkeypatch):
     monkeypatch.setattr(notices, "MAX_ROWS", 30)
     monkeypatch.setattr(notices, "MAX_ROWS_ON_DISK", 3)
     rows = [{"prompt": PROMPT}] * 50
     for train, n in (rows, "30"), (tables.Rows(rows.__getitem__, range(50)), "3"):  # rows on disk are read anew
-        (said,) = warnings_of(log, a_run(tokenizer, train=train, val=rows[:2]))
+        (said,) = warnings_of(log, train, rows[:2])
         assert said == (
             "2 of 2 validation rows have the prompt of a training row: eval/reward is too good"
             f" (of the first {n} training rows and 2 others)")  # fmt: skip
