@@ -74,18 +74,19 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
     accents: some tokenizers normalise them. The template must show what the last message says.
     Warns if it shows none of the row's tools. templates: the tokenizer with the variables of
     --chat_template_args."""
-    # A prompt without messages is begun by an Interaction.
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
-    decoded = tokenizer.decode(render(templates, prompt, schemas))
-    other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
-    text, of_other = (render_text(templates, chat, schemas, True) for chat in (prompt, other))
-    need(text != of_other,
-         f"the chat template does not show the model what a message says: {text!r:.80}")
+    text = render_text(templates, prompt, schemas, True)
     if schemas and text == render_text(templates, prompt, None, True):
         warnings.warn(
             "the model's chat template ignores tools: the policy does not see that it has any. "
             "Take another model or template, or describe them in the prompt", stacklevel=2)
+    if not row["prompt"]:  # an Interaction speaks first
+        return
+    other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
+    need(text != render_text(templates, other, schemas, True),
+         f"the chat template does not show the model what a message says: {text!r:.80}")
+    decoded = tokenizer.decode(render(templates, prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(text == decoded, f"the tokenizer does not give a prompt back: {text!r:.80} is "
          f"{decoded!r:.80} when decoded")

@@ -76,6 +76,8 @@ def test_a_template_that_ignores_tools_is_told_of(tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_tokenizer(tokenizer, tokenizer, {"prompt": PROMPT}, calculator)
+        letters = SimpleNamespace(decode=lambda ids: "x", chat_template="x", apply_chat_template=lambda *_, **__: "x")
+        check_tokenizer(letters, letters, {"prompt": []}, SimpleNamespace())  # it may know no hello
     tokenizer = copy.copy(tokenizer)  # what is known of its template is kept by tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for prompt in (PROMPT, []):  # without one an Interaction speaks first
