@@ -64,6 +64,11 @@ RUNS = {
         ["plain +# +# +# +# +# +#%", "token_logprobs +# +# +# +# +# +#%", "time: # times plain"],
     ),
     "models": (["qwen2"], [r"\| qwen2 \| agrees \| # \| # \|"]),
+    "mutants": (
+        ["--files", "data.py", "--mutants", "2", "--tests", "tests/test_units.py"],
+        ["^no change: # tests pass in # s$", r"^data.py:\d+  .*  ->  .*\n    (?:killed by|survived)",
+         "^data.py: # of 2 killed$"],
+    ),
     "plan": (["--model", "0.5B"], ["total +# +# +# +# +# +#$", "it fits"]),
     "real": (
         ["run", "--model", "MODEL", "--steps", "1", "--prompts", "2", "--group_size", "2",

@@ -660,11 +660,14 @@ def test_balance_is_a_partition_of_even_weight(lengths, n):
     assert data.balance(lengths, n) == shares
 
 
-def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """The micro-batches of the only rank, each sorted, of rows of these lengths that share nothing."""
-    batch = batch_of([[row + 1] for row in range(len(lengths))], [[7] * (length - 1) for length in lengths])
+def micro_batches(lengths: list[int], budget: int, packed: bool = True) -> list[list[int]]:
+    """The micro-batches of the only rank, each sorted, of rows of these lengths that share nothing, or, not packed,
+    their prompts."""
+    firsts = [row + 1 if packed else 1 for row in range(len(lengths))]
+    batch = batch_of([[first] for first in firsts], [[7] * (length - 1) for length in lengths])
+    rows = range(len(lengths))
     with pytest.MonkeyPatch.context() as patch:
-        (micros,) = [data.micro_batches_of_this_rank(batch, range(len(lengths)), budget) for _ in ranks(patch, 1)]
+        (micros,) = [data.micro_batches_of_this_rank(batch, rows, budget, packed) for _ in ranks(patch, 1)]
     assert not any(micro.is_filler for micro in micros)
     return sorted(sorted(micro.rows) for micro in micros)
 
@@ -674,6 +677,12 @@ def test_micro_batches_by_hand():
     assert micro_batches([10, 10], 10) == [[0], [1]]
     assert micro_batches([1, 2], 3) == [[0, 1]]
     assert micro_batches([11], 11) == [[0]]
+
+
+def test_micro_batches_that_are_not_packed_count_their_padding():
+    assert micro_batches([5, 4, 3, 2, 1], 10, packed=False) == [[0, 1], [2, 3, 4]]  # 5 + 5; 3 + 3 + 3
+    assert micro_batches([5, 4, 3, 2, 1], 9, packed=False) == [[0], [1, 2], [3, 4]]  # 5; 4 + 4; 2 + 2
+    assert micro_batches([1, 4, 1], 12, packed=False) == [[0, 1, 2]]
 
 
 @few
