@@ -11,30 +11,25 @@
     assistant  w
 
 A rollout earns 1 if it comes to the goal in ten steps, whichever of them were good. The same places
-come back: in a rollout that goes to and fro, and in the other rollouts of its maze. `gigpo` compares
-the steps that were taken in one place by what came of each, which counts less the later it came.
-For that `reward` says what the state of each turn was.
-
-The mazes of the evaluation are others than those of training. The built-in model has seen a poor
-walker, who mostly takes the first way that is open. docs/credit.md has what it learns."""
+come back, in a rollout that goes to and fro and in others of its maze: `gigpo` compares the steps
+that were taken in one place. For that `reward` says what the state of each turn was. The built-in
+model has seen a poor walker, who mostly takes the first open way (docs/credit.md)."""
 
 import itertools
 import random
 import sys
-from pathlib import Path
 
 from examples import environments
-from examples.environments import EnvInteraction, IllegalAction, how_far
 from examples.tiny_models import build_from_demonstrations
 
 SYSTEM_PROMPT = "Go to the goal: n, e, s or w."
-# The parts of an observation. Each is one token of the built-in model, so it has no comma: marks
-# in what the world says are always tokens of their own.
+# The parts of an observation. Each is one token of the built-in model, so it has no comma.
 SEEN = ("open {}", "\ngoal {}", " {}")
 SIZE = 5
 WALLS = 0.4  # the share of the cells
 NEAREST, FARTHEST = 4, 7  # the least number of steps from the start to the goal
 TURNS = 10
+EAST, SOUTH = ("east", "west"), ("south", "north")
 STEPS = {"n": (-1, 0), "e": (0, 1), "s": (1, 0), "w": (0, -1)}
 
 
@@ -75,15 +70,13 @@ class Maze:
     def seen(self) -> str:
         """Returns the open ways, and where the goal is."""
         south, east = (goal - own for goal, own in zip(self.goal, self.place))
-        values = [" ".join(self.open_ways()), how_far(east, "east", "west"), how_far(south, "south", "north")]
-        return "".join(map(str.format, SEEN, values))
+        where = environments.how_far(east, *EAST), environments.how_far(south, *SOUTH)
+        return "".join(map(str.format, SEEN, [" ".join(self.open_ways()), *where]))
 
     def step(self, action: str) -> tuple[str, float, bool, dict]:
-        """Takes a step, or stays before a wall; returns (observation, reward, done, info).
-
-        Raises IllegalAction for other words."""
+        """Takes a step, or stays before a wall; returns (observation, reward, done, info)."""
         if action not in STEPS:
-            raise IllegalAction("say n, e, s or w.")
+            raise environments.IllegalAction("say n, e, s or w.")
         self.turns_left -= 1
         if action in self.open_ways():
             self.place = after(self.place, action)
@@ -96,7 +89,7 @@ def after(place: tuple, step: str) -> tuple:
     return place[0] + STEPS[step][0], place[1] + STEPS[step][1]
 
 
-INTERACTIONS = [EnvInteraction("maze", Maze)]
+INTERACTIONS = [environments.EnvInteraction("maze", Maze)]
 
 
 def load(split: str) -> list[dict]:
@@ -111,20 +104,17 @@ def reward(output, row: dict) -> float:
 
 
 def poor_step(maze: Maze) -> str:
-    """Returns a step of a poor walker: three in ten are on a shortest way, half of the others
-    take the first open way."""
+    """Returns a step: three in ten are on a shortest way, half of the others the first open one."""
     ways = maze.open_ways()
     if random.random() < 0.3:
         return min(ways, key=lambda way: maze.distances[after(maze.place, way)])
     return random.choice([ways[0], random.choice(ways)])
 
 
-def build_model(path: str | Path) -> None:
+def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
     rows = environments.demonstrated(random.choices(load("train"), k=1600), Maze, poor_step, TURNS)
-    distances = range(-SIZE + 1, SIZE)
     open_ways = [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)]
-    east = [how_far(n, "east", "west") for n in distances]
-    south = [how_far(n, "south", "north") for n in distances]
+    east, south = ([environments.how_far(n, *way) for n in range(1 - SIZE, SIZE)] for way in (EAST, SOUTH))
     pieces = environments.texts(SEEN, [open_ways, east, south])
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

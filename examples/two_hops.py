@@ -55,18 +55,13 @@ def people() -> list[tuple]:
 
 
 @functools.cache
-def library() -> dict[str, set[str]]:
-    """Returns the words of each sentence, the shortest sentence first."""
+def library() -> tuple[dict[str, set[str]], Counter]:
+    """Returns the words of each sentence, the shortest first; in how many sentences a word is."""
     sentences = []
     for name, verb, thing, other_verb, other_thing in people():
         sentences += [f"{name} {verb} {thing}.", f"{name} {other_verb} {other_thing}."]
-    return {sentence: words_of(sentence) for sentence in sorted(sentences, key=len)}
-
-
-@functools.cache
-def counts() -> Counter:
-    """Returns the number of sentences that have a word."""
-    return Counter(word for words in library().values() for word in words)
+    words = {sentence: words_of(sentence) for sentence in sorted(sentences, key=len)}
+    return words, Counter(word for of_sentence in words.values() for word in of_sentence)
 
 
 def words_of(text: str) -> set[str]:
@@ -76,14 +71,11 @@ def words_of(text: str) -> set[str]:
 
 def search(query: str) -> str:
     """Returns the sentence that shares most with the query; a rare word weighs more."""
-    asked = words_of(query) & counts().keys()
+    words, counts = library()
+    asked = words_of(query) & counts.keys()
     if not asked:
         return "Nothing found."
-
-    def worth(sentence: str) -> float:
-        return sum(1 / counts()[word] for word in asked & library()[sentence])
-
-    return max(library(), key=worth)
+    return max(words, key=lambda sentence: sum(1 / counts[word] for word in asked & words[sentence]))
 
 
 class Library(Interaction):
