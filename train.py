@@ -295,6 +295,7 @@ class Args:
     resume_with_changes: bool = flag(
         False, "... although flags differ from those of the run: they take effect from here on",
         only="resume")
+    show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
     tracker: str = flag(

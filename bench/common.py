@@ -74,7 +74,7 @@ def train_once(folder: Path, steps: int, flags: list[str], threads: str | None =
 
     Raises RuntimeError if the run fails, with the end of what it printed, or if the folder's
     run had other flags."""
-    command = [sys.executable, "train.py", "--num_steps", str(steps), "--save_every", "0",
+    command = [sys.executable, "train.py", "--num_steps", str(steps), "--save_every", "0", "--show_every", "0",
                "--output_dir", str(folder.resolve()), *flags]  # fmt: skip
     rows = metrics_of(folder)
     if rows and rows[-1]["step"] == steps:

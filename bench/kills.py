@@ -30,7 +30,7 @@ OPERATIONS = 10  # n is at most this: about what rank 0 does in one save
 TIMINGS = ("timing/", "throughput/", "memory/")  # the metrics that differ between equal runs
 FLAGS = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--deterministic", "--prompts_per_step", "4",
          "--group_size", "4", "--max_prompt_tokens", "32", "--max_response_tokens", "32", "--tokens_per_micro_batch",
-         "256", "--eval_every", "5", "--save_every", "1", "--keep_checkpoints", "1",
+         "256", "--eval_every", "5", "--save_every", "1", "--keep_checkpoints", "1", "--show_every", "0",
          "--engine_args", json.dumps({"kv_cache_memory_bytes": 1 << 25})]  # fmt: skip
 
 

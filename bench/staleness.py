@@ -49,7 +49,7 @@ def train(flags: list[str], seed: int, slowest: float) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "train.py", "--task", "bench/staleness.py", "--eval_every", "0", "--save_every", "0",
-                   "--output_dir", str(out), *flags]  # fmt: skip
+                   "--show_every", "0", "--output_dir", str(out), *flags]  # fmt: skip
         env = {**os.environ, "STALENESS_SEED": str(seed), "STALENESS_SLOWEST": str(slowest)}
         done = subprocess.run(command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:

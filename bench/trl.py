@@ -109,7 +109,7 @@ def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
     Log.metrics = write_and_wait  # the last that main calls in a step
     args = train.Args(
         task=__file__, model=options.model, output_dir=f"{folder}/flatrl", num_steps=10**6, eval_every=0, save_every=0,
-        prompts_per_step=options.prompts, group_size=options.group_size, lr=options.lr,
+        show_every=0, prompts_per_step=options.prompts, group_size=options.group_size, lr=options.lr,
         max_response_tokens=options.tokens, sampling_args="{}" if options.free else '{"ignore_eos": true}',
         max_model_len=512 + options.tokens, tokens_per_micro_batch=options.micro_batch, engine_args=options.engine_args,
     )  # fmt: skip

@@ -223,7 +223,7 @@ def clean(flags: list[str]) -> int:
     for command in CLEAN:
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, "train.py", *command.split(), "--num_steps", "6", "--prompts_per_step", "16",
-                     "--eval_every", "3", "--output_dir", f"{folder}/run", *flags]  # fmt: skip
+                     "--eval_every", "3", "--show_every", "0", "--output_dir", f"{folder}/run", *flags]  # fmt: skip
             done = subprocess.run(words, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         lines = [line for line in done.stdout.splitlines() if re.search("warning|Error|error:", line, re.IGNORECASE)]
         n_warnings += len(lines) + bool(done.returncode)
@@ -260,7 +260,7 @@ def run(name: str, steps: int, folder: Path, task: str = "", flags: tuple = ()) 
     """Returns what a run with a planted fault ("": none) prints."""
     command = [sys.executable, __file__, "--plant", name, "--", "--task", __file__, "--num_steps", str(steps),
                "--output_dir", str(folder), "--lr", "0.003", "--prompts_per_step", "8", "--group_size", "4",
-               "--eval_every", "0", "--save_every", "2", *flags]  # fmt: skip
+               "--eval_every", "0", "--show_every", "0", "--save_every", "2", *flags]  # fmt: skip
     done = subprocess.run(command, cwd=REPO, env={**os.environ, "ZOO_TASK": task}, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     return done.stdout

@@ -56,7 +56,7 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = set("""output_dir val_files trust_remote_code
     tokens_per_micro_batch gradient_checkpointing shard offload oversample tp max_num_seqs
     max_concurrent gpu_memory_utilization sleep_level engine_args deterministic eval_every
     eval_temperature eval_top_p eval_sampling_args save_every keep_checkpoints resume
-    resume_with_changes wandb_project tracker""".split())
+    resume_with_changes show_every wandb_project tracker""".split())
 
 # ---------------------------------------------------------------- the folder
 

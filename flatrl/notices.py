@@ -1,12 +1,13 @@
 """What a run tells its user beside the table of metrics.
 
-At the start it says what is about to be trained; meanwhile there are warnings, the report and
-a tracker; at the end, the rewards and what to do next."""
+At the start it says what is about to be trained; meanwhile there are warnings, a trajectory
+now and then, the report and a tracker; at the end, the rewards and what to do next."""
 
 import contextlib
 import importlib
 import itertools
 import json
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -78,6 +79,9 @@ class Notices:
             self.log.say(f"warning: step {step} taught nothing: {why_nothing(phase.sampled)}")
         for warning in self.watch.step(metrics, phase.trained, batch):
             self.log.warn_once(warning)
+        every = self.log.args.show_every
+        if every and (step - 1) % every == 0:
+            self.log.say(whole_text(phase.outputs[0], self.log.tokenizer))
 
     def close(self):
         self.report.close()
@@ -167,6 +171,17 @@ def question(row: dict) -> str | None:
 
 
 # ---------------------------------------------------------------- steps
+
+
+def whole_text(output: AgentLoopOutput, tokenizer) -> str:
+    """Returns an output as text, special tokens included, and how it ended."""
+    text = tokenizer.decode(output.prompt_ids + output.response_ids)
+    text = re.sub(
+        r"(<\|image_pad\|>)+",
+        lambda match: f"[{len(match[0]) // len(match[1])} tokens of an image]", text)
+    line = "-" * 40
+    end = f"reward {total_reward(output):g}, {output.stop_reason}"
+    return f"{line}{line}\n{text}\n{line} {end} {line}"
 
 
 def why_nothing(outputs: list[AgentLoopOutput]) -> str:

@@ -314,7 +314,7 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
 def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     base = dict(output_dir=str(tmp_path), model="/models/a", lr=1e-6)
     Log(Args(**base), None, 0)
-    free = dict(num_steps=99, eval_every=3, save_every=7, tp=2, tokens_per_micro_batch=999, resume=True)
+    free = dict(num_steps=99, eval_every=3, save_every=7, show_every=0, tp=2, tokens_per_micro_batch=999, resume=True)
     assert checkpoints.check_changes(Args(**base | free), own_model=False) == {}
     other = dict(lr=3e-6, seed=1, group_size=4, algo="dapo", task="/x.py", model="/models/b", weight_decay=0.1)
     text = ("--task examples/calculator.py -> /x.py, --model /models/a -> /models/b, --seed 0 -> 1, "

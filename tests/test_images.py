@@ -858,7 +858,7 @@ def test_the_examples_warm_up(engine, background, args, processor, policy, tmp_p
 
 FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "2", "--prompts_per_step", "4",
          "--group_size", "2", "--max_prompt_tokens", "96", "--max_response_tokens", "64", "--lr", "1e-2",
-         "--eval_every", "0", "--engine_args", SMALL_CACHE]  # fmt: skip
+         "--eval_every", "0", "--show_every", "1", "--engine_args", SMALL_CACHE]  # fmt: skip
 
 
 @pytest.mark.parametrize("by, more, env", [
@@ -873,7 +873,8 @@ FLAGS = ["--task", "tests/vision_task.py", "--agent", "looker", "--num_steps", "
     ("ranks", ["--tokens_per_micro_batch", "160", "--shard"], {}),
 ])  # fmt: skip
 def test_train_with_images(by, more, env, cache, tmp_path):
-    run(*FLAGS, *more, "--output_dir", tmp_path / "run", by=by, cache=cache, **env)
+    said = run(*FLAGS, *more, "--output_dir", tmp_path / "run", by=by, cache=cache, **env)
+    assert "tokens of an image]" in said and PLACE not in said
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     steps = [row for row in metrics if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2]

@@ -13,7 +13,7 @@ import pytest
 
 import data
 from agent_loop import AgentLoopOutput
-from flatrl import checkpoints
+from flatrl import checkpoints, notices
 from flatrl.log import Log, SilentLog
 from flatrl.metrics import describe_eval
 
@@ -25,6 +25,9 @@ class Args:
     wandb_project: str | None = None
     tracker: str = "wandb"
     lr: float = 0.5
+
+
+TOKENIZER = SimpleNamespace(decode=lambda ids: "<|im_start|>" + "<|image_pad|>" * 3 + f" {ids} é")
 
 
 @pytest.fixture
@@ -134,12 +137,14 @@ def test_an_empty_phase_leaves_no_file_and_failures_alone_do(args, tmp_path):
 
 def test_what_is_said_and_warned_about(args, capsys):
     log = Log(args, None, 0)
+    log.say(notices.whole_text(an_output(reward=0.5, stop_reason="length"), TOKENIZER))
     log.say("hello")
     for text in ("odd", "odd", "even"):
         log.warn_once(text)
     log.close()
     out, err = capsys.readouterr()
-    assert out == "hello\n"
+    shown = "<|im_start|>[3 tokens of an image] [1, 2, 7, 8] é"
+    assert out == f"{'-' * 80}\n{shown}\n{'-' * 40} reward 0.5, length {'-' * 40}\nhello\n"
     assert err == "warning: odd\nwarning: even\n"
 
 
