@@ -122,7 +122,7 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
         assert set(r["response_versions"]) == {-1, 4} and r["reward"] == r["total_reward"]
     about = json.loads((whole / "args.json").read_text())
     assert about["args"]["algo"] == "ppo" and len(about["git"].split("-")[0]) == 40
-    assert "logp_diff" in printed and "   6/6" in printed
+    assert "logp_diff" in printed and "What is" in printed and "   6/6" in printed
 
 
 WATCHED = f"""
