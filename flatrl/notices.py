@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,8 +57,7 @@ class Notices:
         args = self.log.args
         self.log.say(banner(args, rows, rows_read, network, device, steps_done))
         with contextlib.suppress(Exception):  # rows hold what they like
-            warning = common_questions(rows["train"], rows["val"])
-            if warning:
+            for warning in row_warnings(rows["train"], rows["val"]):
                 self.log.warn_once(warning)
 
     def step(self, metrics: dict, phase=None, batch: dict | None = None):
@@ -122,7 +122,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
         flags = [f"{name} {getattr(args, name)}" for name in usual
                  if getattr(args, name) != usual[name]]
         but = f", but {', '.join(flags)}" if flags else ""
-        lines.append(f"{args.algo}: grpo's defaults (docs/algorithms.md){but}")
+        lines.append(f"{args.algo}: the default flags (docs/algorithms.md){but}")
         step += f"{args.updates_per_rollout} update(s) each"
         if args.updates_per_rollout == 1:
             step += " (so the ratio is 1, and clips have no effect)"
@@ -140,21 +140,28 @@ def dropped(rows, n_read: int) -> str:
     return f"{n_read - len(rows)} overlong ones dropped"
 
 
-def common_questions(train, val) -> str | None:
-    """Returns a warning if validation rows ask what a training row asks, else None.
+def row_warnings(train, val) -> Iterator[str]:
+    """Yields warnings of the first rows of both splits.
 
-    Only the first rows of both splits are looked at."""
+    They count the rows that say need_tools_kwargs (verl's key in extra_info) and have no
+    tools_kwargs, and the validation rows that ask what a training row asks."""
     first_train, first_val = first_rows(train), first_rows(val)
     sample = ""
     n_train, n_val = len(first_train), len(first_val)
     if n_train + n_val < len(train) + len(val):
         sample = f" (of the first {n_train:,} training rows and {n_val:,} others)"
+    n_lacking = 0
+    for row in first_train + first_val:
+        if row_kwargs(row, "need_tools_kwargs") and not row_kwargs(row, "tools_kwargs"):
+            n_lacking += 1
+    if n_lacking:
+        yield (f"{n_lacking} rows say need_tools_kwargs, but their tools_kwargs are empty: "
+               f"they get all tools{sample}")
     questions = set(map(question, first_train)) - {None}
     n_common = sum(question(row) in questions for row in first_val)
     if n_common:
-        return (f"{n_common} of {n_val} validation rows have the prompt of a training row: "
-                f"eval/reward is too good{sample}")
-    return None
+        yield (f"{n_common} of {n_val} validation rows have the prompt of a training row: "
+               f"eval/reward is too good{sample}")
 
 
 def first_rows(rows) -> list[dict]:

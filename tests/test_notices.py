@@ -98,6 +98,13 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log):
     assert said.startswith("3 of 7 validation rows have the prompt of a training row")
 
 
+def test_rows_that_lack_what_their_tools_need_are_counted(log, tokenizer):
+    rows = [{"prompt": PROMPT, "extra_info": {"need_tools_kwargs": True} | more} for more in
+            ({}, {"tools_kwargs": {}}, {"tools_kwargs": {"calculator": {"create_kwargs": {"x": 1}}}})]  # fmt: skip
+    (said,) = warnings_of(log, train=rows, val=[])
+    assert said.startswith("2 rows say need_tools_kwargs")
+
+
 def test_of_many_rows_the_first_are_looked_at(log, monkeypatch):
     monkeypatch.setattr(notices, "MAX_ROWS", 30)
     monkeypatch.setattr(notices, "MAX_ROWS_ON_DISK", 3)
@@ -145,12 +152,12 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({}, "grpo: grpo's defaults (docs/algorithms.md)\n* prompts x 8 = 256 trajectories a step, 1 update(s) each "
+        ({}, "grpo: the default flags (docs/algorithms.md)\n* prompts x 8 = 256 trajectories a step, 1 update(s) each "
          "(so the ratio is 1, and clips have no effect), lr 0.5; 40 steps; writing there"),
         ({"algo": "dapo", "clip_low": 0.1, "max_gen_batches": 1},
-         "dapo: grpo's defaults (docs/algorithms.md), but clip_low 0.1, clip_high 0.28, overlong_buffer 0.2\n* there"),
+         "dapo: the default flags (docs/algorithms.md), but clip_low 0.1, clip_high 0.28, overlong_buffer 0.2\n* there"),
         ({"algo": "dapo", "clip_high": 0.2, "overlong_buffer": 0.0, "max_gen_batches": 1},
-         "dapo: grpo's defaults (docs/algorithms.md)\n* there"),
+         "dapo: the default flags (docs/algorithms.md)\n* there"),
         ({"epochs": 2}, "256 trajectories a step, 2 update(s) each, lr 0.5; 40 steps; writing there"),
         ({"rollout_only": True}, "32 prompts x 8 = 256 trajectories a step, and no update; 40 steps; writing there"),
         ({"num_steps": 0, "eval_samples": 4},
