@@ -4,7 +4,6 @@ At the start it says what is about to be trained; meanwhile there are warnings, 
 now and then, the report and a tracker; at the end, the rewards and what to do next."""
 
 import contextlib
-import importlib
 import itertools
 import json
 import re
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from agent_loop import AgentLoopOutput, numbers, row_kwargs, total_reward
-from flatrl.bad_input import refusing
+from agent_loop import AgentLoopOutput, row_kwargs, total_reward
 from flatrl.files import logged
 from flatrl.report import LiveReport
+from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
 MAX_ROWS = 10_000  # rows of a split that are looked at for warnings, if they are in memory
@@ -31,9 +30,7 @@ LIMITS = {
 
 class Notices:
     """The notices of one run. log: the run's flatrl.log.Log; about: what args.json holds; rows:
-    the metrics of the steps before, if the run is resumed.
-
-    Raises BadInput if --tracker is not installed."""
+    the metrics of the steps before, if the run is resumed."""
 
     def __init__(self, log, about: dict, rows: list[dict]):
         args = log.args
@@ -42,10 +39,7 @@ class Notices:
         self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
         self.tracker = None
         if args.wandb_project:
-            with refusing(f"--tracker {args.tracker} needs: pip install {args.tracker}"):
-                package = importlib.import_module(args.tracker)  # wandb, or trackio with its API
-            folder = {"dir": args.output_dir} if args.tracker == "wandb" else {}
-            self.tracker = package.init(project=args.wandb_project, config=about, **folder)
+            self.tracker = Tracker(args.tracker, args.wandb_project, args.output_dir, about)
         self.is_learning = True  # whether the last step taught something
 
     def start(self, rows: dict, rows_read: dict, network, device, steps_done: int):
@@ -67,9 +61,8 @@ class Notices:
         step = metrics["step"]
         self.report.step(step, phase.trained if batch else [], batch)
         if self.tracker:
-            logged = numbers(metrics)
-            del logged["step"]  # both have a step of their own; trackio keeps the name
-            self.tracker.log(logged, step=step)
+            outputs = phase.outputs if phase else []
+            self.tracker.step(metrics, outputs, self.log.tokenizer)
         if not batch:
             return
         was_learning = self.is_learning
@@ -86,7 +79,7 @@ class Notices:
     def close(self):
         self.report.close()
         if self.tracker:
-            self.tracker.finish()
+            self.tracker.close()
 
 
 # ---------------------------------------------------------------- the start

@@ -1,4 +1,4 @@
-"""flatrl/notices.py and flatrl/terminal.py: what a run tells its user beside its table."""
+"""flatrl/notices.py, flatrl/terminal.py and flatrl/trackers.py: what a run tells its user beside its table."""
 
 import contextlib
 import copy
@@ -155,7 +155,8 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
         ({}, "grpo: the default flags (docs/algorithms.md)\n* prompts x 8 = 256 trajectories a step, 1 update(s) each "
          "(so the ratio is 1, and clips have no effect), lr 0.5; 40 steps; writing there"),
         ({"algo": "dapo", "clip_low": 0.1, "max_gen_batches": 1},
-         "dapo: the default flags (docs/algorithms.md), but clip_low 0.1, clip_high 0.28, overlong_buffer 0.2\n* there"),
+         "dapo: the default flags (docs/algorithms.md), but clip_low 0.1, clip_high 0.28, "
+         "overlong_buffer 0.2\n* there"),
         ({"algo": "dapo", "clip_high": 0.2, "overlong_buffer": 0.0, "max_gen_batches": 1},
          "dapo: the default flags (docs/algorithms.md)\n* there"),
         ({"epochs": 2}, "256 trajectories a step, 2 update(s) each, lr 0.5; 40 steps; writing there"),
@@ -297,19 +298,29 @@ class Package(SimpleNamespace):
         self.settings = settings
         return self
 
+    def Table(self, columns, data):
+        return {"columns": columns, "data": data}
+
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_the_numbers(name, log, monkeypatch):
+def test_trackers_get_numbers_and_a_table_of_trajectories(name, log, monkeypatch):
     monkeypatch.setitem(sys.modules, name, package := Package())
     monkeypatch.setattr(notices, "LiveReport", NoReport)
     log.args.wandb_project, log.args.tracker = "p", name
+    log.tokenizer = SimpleNamespace(decode=str)
     run_notices = notices.Notices(log, {"args": 1}, [])
+    phase = SimpleNamespace(outputs=sampled(70, reward={"score": 0.5}, turn_rewards=[(0, 0.25)], num_turns=2))
     run_notices.step({"step": 0, "eval/reward": 0.5})
-    run_notices.step({"step": 1, "reward/mean": 0.5, "timing/idle_s": [1.0]}, SimpleNamespace(outputs=[]))
+    run_notices.step({"step": 1, "reward/mean": 0.5, "timing/idle_s": [1.0]}, phase)
     run_notices.close()
     where = {"dir": log.args.output_dir} if name == "wandb" else {}
     assert package.settings == {"project": "p", "config": {"args": 1}} | where
-    assert package.logged == [({"eval/reward": 0.5}, 0), ({"reward/mean": 0.5}, 1), "finished"]
+    (first, at_0), (second, at_1), end = package.logged
+    table = second.pop("rollouts")
+    assert (first, at_0, second, at_1, end) == (
+        {"eval/reward": 0.5}, 0, {"reward/mean": 0.5}, 1, "finished")  # fmt: skip
+    assert len(table["data"]) == 64 and len(table["columns"]) == len(table["data"][0])
+    assert table["data"][3] == [3, 0, "None", 0.75, 2, "stop", "[1, 100, 101]"]
 
 
 def test_a_tracker_that_is_not_installed(log, monkeypatch):
