@@ -78,7 +78,7 @@ def try_device(policy, args, device: torch.device):
     Raises BadInput if parameters, gradients and Adam's states are more than a GPU has, or if
     the attention of the layers fails there for a few tokens, in --dtype, forward and backward:
     a head size that the kernel doesn't know, a kernel that is missing."""
-    if device.type == "cuda":
+    if device.type == "cuda" and args.num_steps and not args.rollout_only:
         n_ranks = distributed.get_world_size() if args.shard else 1
         needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
         _, total = torch.cuda.mem_get_info()

@@ -160,17 +160,18 @@ def test_attention_that_the_device_lacks_is_refused_before_the_engine_starts(
     assert all(p.grad is None for p in policy.parameters())
 
 
-@pytest.mark.parametrize(("ranks", "shard", "lora", "fits"), [
-    (1, True, 0, False), (2, True, 0, True), (2, False, 0, False), (1, True, 4, True)
+@pytest.mark.parametrize(("ranks", "shard", "more", "fits"), [
+    (1, True, {}, False), (2, True, {}, True), (2, False, {}, False), (1, True, {"lora_rank": 4}, True),
+    (1, True, {"num_steps": 0}, True), (1, True, {"rollout_only": True}, True),
 ])  # fmt: skip
 def test_what_training_takes_is_compared_with_the_gpu_before_the_engine_starts(
-    tiny_model, process_group, monkeypatch, ranks, shard, lora, fits
+    tiny_model, process_group, monkeypatch, ranks, shard, more, fits
 ):
-    """16 bytes a parameter: a GPU with less is refused, unless ranks share them or few are trained."""
-    if lora:
+    """16 bytes a parameter: a GPU with less is refused, unless ranks share them, or few are trained, or none."""
+    if more.get("lora_rank"):
         pytest.importorskip("peft")
     data.register_packed_attention()
-    args = Args(model=tiny_model, dtype="float32", shard=shard, lora_rank=lora)
+    args = Args(model=tiny_model, dtype="float32", shard=shard, **more)
     policy = train.Policy(args)
     n = sum(p.numel() for p in train.Policy(dataclasses.replace(args, lora_rank=0)).parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 * n - 1))
