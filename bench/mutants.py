@@ -40,8 +40,8 @@ from common import BENCH, REPO
 
 TESTS = {
     "data.py": "data units outputs log notices images hints demonstrations",
-    "agent_loop.py": "agent_loop templates chat outputs words thinking refusals images rollout",
-    "rollout.py": "rollout async units outputs demonstrations hangs",
+    "agent_loop.py": "agent_loop templates chat outputs words thinking refusals images log rollout",
+    "rollout.py": "rollout async units outputs sampler images demonstrations hangs",
     "train.py": "algos bad_input notices log units sampler demonstrations refusals folder train",
 }
 TEXTS = {"print", "warn", "say", "refusing", "BadInput"}  # calls whose arguments are messages

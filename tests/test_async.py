@@ -88,6 +88,20 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
     assert not (engine.running or engine.waiting or engine.inbox or engine.core.has_unfinished_requests())
 
 
+def test_a_session_counts_the_seconds_of_its_calls(monkeypatch):
+    clock = iter([10.0, 12.5, 20.0, 21.0])
+    monkeypatch.setattr(rollout_file, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+
+    async def sampled(request_id: str, sampling_params: dict) -> str:
+        return request_id
+
+    async def twice() -> list[str]:
+        return [await session.generate(request_id="its own", sampling_params={}) for _ in range(2)]
+
+    session = Session(types.SimpleNamespace(generate=sampled), "a")
+    assert asyncio.run(twice()) == ["a", "a"] and session.generate_s == 2.5 + 1.0
+
+
 def test_calls_made_at_once_have_versions_of_their_own(engine, background, models):
     session = Session(engine, "a")
 

@@ -59,6 +59,18 @@ def test_rows_are_the_samplers_and_rewards_reach_it(make_run, staleness):  # noq
     assert told[2 + ahead][:2] == history[:2] and told[1 + ahead][0][2:] == []
 
 
+def test_rows_of_replacements_are_chosen_at_the_start(make_run):  # noqa: F811
+    """Later a rank may have seen more rewards than another."""
+
+    class Chosen(Task):
+        sampler = staticmethod(lambda history: len(history) % 7)
+
+    run = make_run(Chosen(outcome=lambda n, j: float(j)), max_staleness=0, n_rows=7, max_gen_batches=3)
+    run.run.history, run.run.done = [], 0
+    assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
+    assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
+
+
 def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):  # noqa: F811
     """Of a large table only the first rows are read before the start; a batch's last prompt is no special one."""
     run = make_run(Task(), max_staleness=0, n_rows=7)

@@ -37,6 +37,14 @@ def whole(seed: int) -> list[AgentLoopOutput]:
     return outputs
 
 
+def test_scatter_by_hand():
+    """As wide as the last place needs, and a column wide where nothing was sampled."""
+    places = torch.tensor([1, 0, 1]), torch.tensor([2, 0, 1])
+    assert data.scatter(torch.tensor([5.0, 6.0, 7.0]), places, 2).tolist() == [[6, 0, 0], [0, 7, 5]]
+    nothing = torch.zeros(0)
+    assert data.scatter(nothing, (nothing.long(), nothing.long()), 2).tolist() == [[0], [0]]
+
+
 def cut(output: AgentLoopOutput, k: int, rng: random.Random) -> list[AgentLoopOutput]:
     """The same tokens as up to k outputs: the prompt of each is all that stood before it."""
     n = len(output.response_ids)
