@@ -91,8 +91,9 @@ class Texts:
         return texts or [""]
 
 
-def read_turns(messages: list[dict], n_turns: int) -> list[tuple]:
-    """Returns (speakers, calls) of the prompt and then of each of the policy's n_turns turns.
+def read_turns(messages: list[dict], n_turns: int, is_last_sampled: bool) -> list[tuple]:
+    """Returns (speakers, calls) of the prompt and then of each of the policy's turns: those of
+    n_turns that were sampled to be trained, and the last one, if that was not.
 
     speakers: who spoke after the turn, as in ["tool calculator", "user"]; calls: the tool
     calls that the turn made, as [name, arguments] each."""
@@ -111,6 +112,8 @@ def read_turns(messages: list[dict], n_turns: int) -> list[tuple]:
                 turns[-1][1].append([function.get("name"), arguments])
         else:
             turns[-1][0].append(f"{role} {message.get('name') or ''}".strip())
+    if not (turns[-1][0] or is_last_sampled):  # the response ends with a turn of mask 0
+        n_turns += 1
     # The prompt may hold examples of an assistant: the policy's own turns are the last ones.
     return turns[-n_turns - 1 :]
 
@@ -252,7 +255,8 @@ class Selection:
         update: the trajectory's line of learned/*.jsonl, or {}."""
         runs = [(is_sampled, len(list(run)))
                 for is_sampled, run in itertools.groupby(line["response_mask"])]
-        turns = read_turns(line["messages"], sum(is_sampled for is_sampled, _ in runs))
+        n_sampled_runs = sum(is_sampled for is_sampled, _ in runs)
+        turns = read_turns(line["messages"], n_sampled_runs, bool(runs) and runs[-1][0])
         blocks = []
         turn = 0
         n_sampled = 0  # tokens so far

@@ -143,6 +143,16 @@ def test_a_message_that_is_no_dict_is_shown_as_it_is(folder):
     assert roles == ["assistant", "['tool', 5], None", "assistant"]
 
 
+def test_a_last_turn_of_mask_0_is_no_turn_of_those_before(folder):
+    call = {"function": {"name": "look", "arguments": {}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "name": "look", "content": "t"}, {"role": "assistant", "content": "a"}]  # fmt: skip
+    write_rollouts(folder, "step_000002", [trajectory(messages=messages, mask=(1, 0, 0, 0))])
+    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    sampled, after = run["trajectories"][0]["blocks"]
+    assert sampled["calls"] == [["look", "{}"]] and after["role"] == "tool look"
+
+
 def test_what_an_earlier_try_at_a_step_knew_is_not_shown(folder):
     outputs = [trajectory()]
     report.keep_learned(folder / "learned" / "step_000001.jsonl", outputs, learned(outputs, [1.0], 0.5))
