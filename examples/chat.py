@@ -113,19 +113,28 @@ def talk(engine, background, *arguments) -> list[AgentLoopOutput]:
     return future.result()
 
 
-def main(argv: list[str]) -> None:
-    """Loads the model and the task, and talks. Raises BadInput for wrong arguments."""
+def read_arguments(argv: list[str]):
+    """Returns train.py's flags for a conversation. Raises BadInput for wrong ones."""
     if not argv or argv[0].startswith("-"):
         raise BadInput("python examples/chat.py MODEL --task FILE, and any of train.py's flags")
+    import train
+
+    # Nothing is trained: the model may be that of the run into whose folder training would write.
+    defaults = ["--num_steps", "0", "--task", str(Path(__file__).with_name("calculator.py"))]
+    defaults += ["--max_assistant_turns", "0", "--max_user_turns", "0"]
+    args = train.parse_args([*defaults, "--model", *argv])  # of a flag given twice the last counts
+    train.check_args(args)
+    return args
+
+
+def main(argv: list[str]) -> None:
+    """Loads the model and the task, and talks. Raises BadInput for wrong arguments."""
+    args = read_arguments(argv)
     import train
     from flatrl.processes import Background
     from flatrl.vllm_engine import check_model
     from rollout import Engine
 
-    defaults = ["--task", str(Path(__file__).with_name("calculator.py"))]
-    defaults += ["--max_assistant_turns", "0", "--max_user_turns", "0"]
-    args = train.parse_args([*defaults, "--model", *argv])  # of a flag given twice the last counts
-    train.check_args(args)
     task = data.load_task(args.task)
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, accelerator.device.type == "cuda")

@@ -74,7 +74,8 @@ class Notices:
             self.log.warn_once(warning)
         every = self.log.args.show_every
         if every and (step - 1) % every == 0:
-            self.log.say(whole_text(phase.outputs[0], self.log.tokenizer))
+            text = whole_text(phase.outputs[0], self.log.tokenizer)
+            self.log.say(f"the first trajectory of step {step}:\n{text}")
 
     def close(self):
         self.report.close()

@@ -195,7 +195,8 @@ def run_as_script(main: Callable, parse: Callable):
             raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
         status = 0
         os._exit = leave
-    except Stopped:
+    except (Stopped, KeyboardInterrupt):  # the latter before a run's Stop is there
+        print("train.py: stopped", file=sys.stderr)
         status = 130
     except BadInput as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":

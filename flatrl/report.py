@@ -189,6 +189,9 @@ def main(arguments: list[str] | None = None):
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run")
     parser.add_argument(
+        "--output", type=Path,
+        help="default: report.html in the run's folder; of several, in this one")
+    parser.add_argument(
         "--trajectories", type=int, default=TRAJECTORIES,
         help="on the page, of all runs (%(default)s)")
     args = parser.parse_args(arguments)
@@ -206,7 +209,7 @@ def main(arguments: list[str] | None = None):
             print(f"{folder}: {NO_TOKENIZER}", file=sys.stderr)
         run.refresh()
         runs.append(run)
-    output = (args.runs[0] if n_runs == 1 else Path()) / "report.html"
+    output = args.output or (args.runs[0] if n_runs == 1 else Path()) / "report.html"
     write(runs, output)
     print(output)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flatrl.bad_input import check_ids, need, refusing
+from flatrl.terminal import shown
 
 # What the flags that are JSON objects may not hold. Of vllm.LLM's arguments those that
 # colocation depends on, that go round the vocabulary's limit, or that are lost at sleep level 2
@@ -129,6 +130,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     return arguments | engine_args
 
 
+@shown("asking vLLM about the model")
 def check_model(args, device: torch.device, vocab_size: int):
     """Raises BadInput if vLLM can't generate text with args.model, --engine_args and the
     sampling parameters. Loads no weights."""

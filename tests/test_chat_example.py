@@ -9,6 +9,7 @@ from test_agent_loop import ANSWER, END, SUM, encode, tool_turn, user_turn
 from test_example_tasks import Script
 from test_rollout import hf_model, wake
 
+import train
 from data import load_task
 from examples import calculator, chat
 from train import Args
@@ -50,6 +51,16 @@ def test_a_conversation_with_a_tool_and_a_second_one(task, tokenizer, types, cap
     assert capsys.readouterr().out.splitlines() == [
         '  calculator({"expression": "1+1"})', "  calculator> 2", f"policy> {ANSWER}", "policy> Yes.", "policy> Hi.",
     ]  # fmt: skip
+
+
+def test_a_policy_in_a_runs_folder_can_be_talked_to(tmp_path, monkeypatch):
+    """As the last lines of a run and the file's docstring have it."""
+    monkeypatch.chdir(tmp_path)
+    final = tmp_path / "runs/calculator/final"
+    final.mkdir(parents=True)
+    args = chat.read_arguments(["runs/calculator/final", "--task", str(REPO / "examples/calculator.py")])
+    train.complete_flags(args, False)
+    assert args.model == str(final)
 
 
 def test_a_conversation_that_is_full_ends_and_says_so(task, tokenizer, types, capsys):

@@ -132,7 +132,7 @@ def test_why_a_step_taught_nothing():
 
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
     monkeypatch.setattr(notices, "LiveReport", NoReport)
-    monkeypatch.setattr(notices, "whole_text", lambda output, tokenizer: f"trajectory of {output}")
+    monkeypatch.setattr(notices, "whole_text", lambda output, tokenizer: f"it is {output}")
     run_notices = notices.Notices(log, {}, [])
     run_notices.watch = SimpleNamespace(step=lambda *_: ["something else"])
     phase = SimpleNamespace(sampled=sampled(2, reward=0.0), outputs=["the first"], trained=[])
@@ -143,7 +143,7 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
         run_notices.step({"step": step}, phase, batch)
     run_notices.step({"step": 9})  # an evaluation alone
     said = [text.split(":")[0] for text in log.said if text != "something else"]
-    assert said == ["warning", "trajectory of the first", "warning", "trajectory of the first"]
+    assert said == ["warning", "the first trajectory of step 1", "warning", "the first trajectory of step 7"]
     warnings = [text.split(":")[1] for text in log.said if text.startswith("warning")]
     assert warnings == [" step 1 taught nothing", " step 4 taught nothing"]
     assert log.said.count("something else") == 8
