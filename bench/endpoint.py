@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from agent_loop import as_tool, register
 from examples import calculator
+from examples.chat_client import ChatAgentLoop
 from examples.endpoint import EndpointLoop
-from flatrl.chat import ChatAgentLoop
 from rollout import Engine, rollout
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "15+35"}}\n</tool_call><|im_end|>'

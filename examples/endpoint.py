@@ -14,7 +14,7 @@ that it gets to any framework:
             return None     # or the reward; without one the task's `reward` is asked
 
 Every rollout has its own base_url and its own key. What the agent asks there, by chat
-completions or Responses, is recorded as exact tokens (see flatrl.chat.ChatClient, which
+completions or Responses, is recorded as exact tokens (see examples.chat_client.ChatClient, which
 also works in process, without HTTP). The table in examples/openai_api.py says what a request
 may hold. Whoever computes the reward may also post it:
 
@@ -40,7 +40,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agent_loop import call, finite, in_thread
 from examples import openai_api
-from flatrl.chat import ChatAgentLoop, ChatClient, OutOfBudget
+from examples.chat_client import ChatAgentLoop, ChatClient, OutOfBudget
 
 MAX_BODY = 32 << 20  # bytes of a request
 MAX_SECONDS = 60.0  # for sending a request

@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from flatrl.chat import ChatClient
+from examples.chat_client import ChatClient
 
 CREATE = {*"""messages tools tool_choice parallel_tool_calls response_format stop max_tokens
     max_completion_tokens logprobs chat_template_kwargs""".split()}

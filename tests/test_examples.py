@@ -11,7 +11,7 @@ from test_rollout import hf_model, wake
 
 import agent_loop
 import data
-import flatrl.chat
+from examples import chat_client
 from rollout import Engine, rollout
 
 EXAMPLES = {
@@ -68,7 +68,7 @@ def test_example(name, wide_engine, background, tokenizer, tiny_model, monkeypat
         call = {"name": schemas[0]["function"]["name"], "arguments": {}, "error": None}
         return "", [call] if schemas else []
 
-    for module in (agent_loop, flatrl.chat):
+    for module in (agent_loop, chat_client):
         monkeypatch.setattr(module, "parse_tool_calls", calls_something)
     if hasattr(task, "parse_tool_calls"):
         monkeypatch.setattr(task, "parse_tool_calls", calls_something)

@@ -30,9 +30,9 @@ from agent_loop import (
     load_image,
     render,
 )
+from examples.chat_client import ChatAgentLoop
 from examples.vision import TEMPLATE
 from flatrl import models
-from flatrl.chat import ChatAgentLoop
 from flatrl.vision import Vision, check_images
 from rollout import rollout
 

@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from agent_loop import BadInput, render
 from data import filter_overlong
 from examples import calculator
-from flatrl.chat import ChatAgentLoop
+from examples.chat_client import ChatAgentLoop
 from train import Args, check_args, parse_args
 
 # Qwen3's: reasoning stays in what follows the last question of a user; an empty block where thinking is turned off.

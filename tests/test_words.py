@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import agent_loop
 from agent_loop import Interaction, RewritesHistory, ToolAgentLoop, render, turn_suffix
 from examples import calculator
-from flatrl.chat import OutOfBudget
+from examples.chat_client import OutOfBudget
 from train import Args
 
 GEMMA = r"""

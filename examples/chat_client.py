@@ -11,8 +11,7 @@ import re
 import time
 from contextlib import suppress
 
-from agent_loop import (
-    AgentLoopBase, AgentLoopOutput, function_call, make_calls, parse_tool_calls, templated)
+from agent_loop import AgentLoopBase, AgentLoopOutput, function_call, make_calls, parse_tool_calls, templated
 
 
 class OutOfBudget(RuntimeError):
