@@ -1042,7 +1042,6 @@ class Pool:
         self.future.cancel()
         engine.drain()
         self.ended.wait(timeout=10)
-        self.groups.clear()
         engine.dismiss()
 
 
