@@ -449,3 +449,12 @@ def test_the_value_of_kl_in_the_reward_is_not_a_loss_too():
     for kl_in, has in (("reward", False), ("loss", True)):
         _, stats = train.policy_objective((logprobs, torch.zeros(1, 2)), batch, Args(kl_coef=0.5, kl_in=kl_in))
         assert ("kl" in stats) is has
+
+
+def test_a_value_is_the_heads_weights_and_bias():
+    critic = SimpleNamespace(head=torch.nn.Linear(2, 1))
+    with torch.no_grad():
+        critic.head.weight.copy_(torch.tensor([[2.0, -1.0]]))
+        critic.head.bias.fill_(0.5)
+    (values,) = train.Critic.scores_from_hidden(critic, torch.tensor([[1, 3], [4, 0]], dtype=torch.bfloat16), None)
+    assert values.tolist() == [-0.5, 8.5] and values.dtype == torch.float32
