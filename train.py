@@ -55,6 +55,7 @@ from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
     PROBE, add_adapters, choose_attention, prepare_layers, try_device, without_adapters)
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
+from flatrl.memory import fill_by_plan
 from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
 from flatrl.models import (
     check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
@@ -217,9 +218,9 @@ class Args:
     weight_decay: float = flag(0.0, "AdamW")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
-        16384, "tokens in one forward and backward pass of a rank: what fits in memory", POSITIVE)
+        16384, "tokens in one pass of a rank; on CUDA by the plan, docs/scaling.md", POSITIVE)
     gradient_checkpointing: bool = flag(
-        None, "recompute activations; a third slower; CUDA: on")
+        None, "recompute activations; a third slower; on CUDA by the plan")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; so it is in bfloat16 on CUDA, and by accelerate's FSDP config",
@@ -268,7 +269,8 @@ class Args:
         8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
     tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE,
                    "!replay")
-    max_num_seqs: int = flag(256, "trajectories that one engine decodes at once", POSITIVE)
+    max_num_seqs: int = flag(
+        256, "trajectories that one engine decodes at once; on CUDA by the plan", POSITIVE)
     max_concurrent: int = flag(
         1024, "trajectories under way on one rank; one that waits for a tool decodes nothing",
         POSITIVE)
@@ -885,7 +887,7 @@ def complete_flags(args: Args, cuda: bool):
     if args.lora_rank:
         lr *= 10
     folder = f"runs/{Path(args.task).stem}"
-    if args.num_steps == 0:
+    if not args.num_steps:
         folder += "-eval"
     args.fill({"lr": lr, "critic_lr": critic_lr, "output_dir": folder,
                "max_model_len": args.window, "gradient_checkpointing": cuda})
@@ -906,8 +908,8 @@ def complete_flags(args: Args, cuda: bool):
 
 
 def check_input(args: Args) -> tuple:
-    """Checks flags, task and rows, and raises BadInput; completes args, the only place where
-    they change. Returns the accelerator, the ranks' store, the task and its rows by split."""
+    """Checks flags, task and rows, and raises BadInput; completes args, but for `fill_by_plan`.
+    Returns the accelerator, the ranks' store, the task and its rows by split."""
     check_args(args)
     accelerator, store = start_processes(args)  # first: a host that fails later is heard of
     complete_flags(args, accelerator.device.type == "cuda")
@@ -950,16 +952,17 @@ def setup(args: Args) -> Run:
     quiet_libraries()
     task_builds_model = not args.model
     accelerator, store, task, all_rows = check_input(args)
+    device = accelerator.device
     tokenizer, processor, rows = load_files(args, task, all_rows)
+    planned = fill_by_plan(args, device)
 
     # What the engine can't run, what can't be trained and what can't be resumed is refused.
     n_ids = vocab_size(tokenizer)
-    if not args.replay:
-        check_model(args, accelerator.device, n_ids)
+    check_model(args, device, n_ids)
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    try_device(policy, args, accelerator.device)
+    try_device(policy, args, device)
     changed = {}
     if args.resume:
         changed = on_main(check_changes, args, task_builds_model)
@@ -968,14 +971,13 @@ def setup(args: Args) -> Run:
     stop = Stop()
     log = SilentLog()
     if accelerator.is_main_process:
-        done = state.get("step", 0)
-        log = Log(args, tokenizer, done)
+        log = Log(args, tokenizer, state.get("step", 0))
         # It comes now, because an engine starts for seconds or minutes.
-        log.notices.start(rows, all_rows, policy, accelerator.device, done)
+        log.notices.start(rows, all_rows, policy, device, planned)
     engine = None
     if not args.replay:
-        engine = Engine(args.model, args, accelerator.device, stop_token_ids(args, tokenizer),
-                        n_ids, getattr(processor, "image_token_id", None))
+        engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), n_ids,
+                        getattr(processor, "image_token_id", None))
     learner, critic, reference = build_networks(args, accelerator, policy)
     run = Run(
         args=args, accelerator=accelerator, store=store, stop=stop, log=log, task=task,

@@ -388,7 +388,7 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
     device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for name, peak in PEAK.items():
         if name in device_name:
-            share = update_flops(plan.Net(config, args), tokens, P, R, groups, n) / ours / peak
+            share = update_flops(config, args, tokens, groups) / ours / peak
             speed += f", MFU {share:.0%} (not counting what is recomputed)"
     yield f"update, {args.dtype}", speed
     if torch.cuda.is_available():
@@ -408,15 +408,19 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
     yield "a bare loop, no prefix shared", f"{theirs:.3f} s a step, ours {ours:.3f}: {theirs / ours:.2f}x"
 
 
-def update_flops(shape: plan.Net, tokens: float, P: int, R: int, groups: int, n: int) -> float:
+def update_flops(config, args: train.Args, tokens: float, groups: int) -> float:
     """Returns the floating-point operations of an update: forward and backward of matrices and
     of attention.
 
-    tokens: those that go through the network, of groups of n responses of R tokens to a prompt
-    of P."""
-    weights = shape.parameters if shape.tied else shape.parameters - shape.embedding
+    tokens: those that go through the network, of groups at the limits of prompt and response."""
+    P, R, n = args.max_prompt_tokens, args.max_response_tokens, args.group_size
+    weights = plan.network(config, args).parameters
+    if not config.tie_word_embeddings:
+        weights -= config.vocab_size * config.hidden_size
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attended = groups * (P * P / 2 + n * R * (P + R / 2))
-    return 6 * weights * tokens + 12 * shape.layers * shape.q * attended
+    queries = config.num_attention_heads * head_size
+    return 6 * weights * tokens + 12 * config.num_hidden_layers * queries * attended
 
 
 def trl(options: argparse.Namespace, size: str) -> Iterator[Row]:

@@ -17,29 +17,26 @@ most that a GPU holds in it:
               --adv_estimator gae of the critic, too, one after the other
     step      the optimiser's: activations are gone, and AdamW, fused, takes nothing more
 
-Behind it stand the host's memory, the KV cache in tokens, the fastest flags that fit, and
-whether it fits; if not, which flags would make it fit. With --flags only the fastest flags are
-printed, for a command line (exit code 1 if nothing fits); --gpu_memory is then that of the GPU
-that is there:
+Behind it stand the host's memory, the KV cache in tokens, the fastest flags that leave 5% of a
+GPU free, because nobody has measured the plan on one, and whether it fits; if not, which flags
+would make it fit. With --flags only the fastest flags are printed (exit code 1 if nothing fits):
+those that a run on such GPUs chooses by itself, by the same arithmetic, flatrl/memory.py.
 
-    python train.py --model FOLDER $(python bench/plan.py --flags --model FOLDER)
-
-Flags at their defaults are what they are on CUDA: gradient checkpointing, and bfloat16 by
-FSDP2 on any number of GPUs. Micro-batches are full: groups of prompts at --max_prompt_tokens
-and responses at --max_response_tokens, the prompt of a group once. The tokens that go through
-the network, the sampled ones and the attended keys follow from these. Activations are what the
-network keeps for its backward pass and the largest temporary beside it; tests/test_plan.py
-compares them with train.Policy itself. Attention is CUDA's varlen_attn in bfloat16, which
-keeps q, k, v, output and logsumexp; a CPU's goes sequence by sequence and keeps its outputs
-twice. Logits are token_logprobs' three blocks of at most 1,024 columns, never (T, V). CONTEXT,
-ENGINE_ROOM and PROCESS are assumed, not derived. --engine_args is not followed. Models must be
-built like Qwen2, Qwen3, Llama or Mistral.
+Flags at their defaults are here what they are on CUDA where nothing can be chosen: gradient
+checkpointing, and bfloat16 by FSDP2 on any number of GPUs; float32 is not planned. Micro-batches
+are full: groups of prompts at --max_prompt_tokens and responses at --max_response_tokens, the
+prompt of a group once. The tokens that go through the network, the sampled ones and the attended
+keys follow from these. Activations are what the network keeps for its backward pass and the
+largest temporary beside it; tests/test_plan.py compares them with train.Policy itself. Attention
+is CUDA's varlen_attn in bfloat16, which keeps q, k, v, output and logsumexp. Logits are
+token_logprobs' three blocks of at most 1,024 columns, never (T, V). CONTEXT, ENGINE_ROOM and
+PROCESS are assumed, not derived. --engine_args is not followed. Models must be built like Qwen2,
+Qwen3, Llama or Mistral.
 """
 
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,14 +45,13 @@ import common  # noqa: F401
 import torch
 from transformers import AutoConfig
 
+import losses
 import train
 from agent_loop import BadInput
 from flatrl import devices
 from flatrl.bad_input import need
+from flatrl.memory import GIB, PLANNED_TYPES, Net, fastest, network, plan_phases
 
-GIB = 1 << 30
-CONTEXT = 3 * GIB  # of a GPU: CUDA's and NCCL's contexts, captured graphs, fragmentation
-ENGINE_ROOM = 2 * GIB  # of the engine's share: activations of its largest batch, graphs
 PROCESS = 5 * GIB  # of host memory: libraries, vLLM, a step's trajectories
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -66,7 +62,6 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
     "Qwen3-4B": (2560, 9728, 36, 32, 8, 151936, True),
 }
-PLANNED_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def load_config(model: str):
@@ -82,109 +77,24 @@ def load_config(model: str):
          f"Qwen2.5-{', -'.join(SHAPES).replace('-Qwen', 'Qwen')}")  # fmt: skip
     config = AutoConfig.from_pretrained(model).get_text_config()
     need(config.model_type in PLANNED_TYPES,
-         f"--model {model}: a {config.model_type} is not planned, {', '.join(PLANNED_TYPES)} are")  # fmt: skip
+         f"--model {model}: a {config.model_type} is not planned, {', '.join(sorted(PLANNED_TYPES))} are")  # fmt: skip
     return config
 
 
-class Net:
-    """A network's numbers of parameters, and the bytes of its passes under train.py's flags.
+def configs_of(args: train.Args) -> list:
+    """Returns the text configurations of the policy and of the reference."""
+    return [load_config(args.model), load_config(args.ref_model or args.model)]
 
-    h is the hidden size, f the MLP's, q and k the widths of all queries and of all keys; T the
-    tokens of a micro-batch that go through the network, `sampled` those of them whose logprobs
-    are computed, `keys` the attended ones."""
 
-    def __init__(self, config, args: train.Args, critic: bool = False):
-        self.args, self.critic = args, critic
-        self.layers = config.num_hidden_layers
-        self.h = config.hidden_size
-        self.f = config.intermediate_size
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        head_size = getattr(config, "head_dim", None) or self.h // self.heads
-        self.q = self.heads * head_size
-        self.k = self.kv_heads * head_size
-        self.vocab = config.vocab_size
-        self.tied = config.tie_word_embeddings or critic
-
-        # Parameters: of a layer's matrices, of a layer, of the embedding, of everything outside the layers.
-        self.matrices = 2 * self.h * (self.q + self.k) + 3 * self.h * self.f
-        self.qk_norm = config.model_type == "qwen3"
-        self.layer = self.matrices + 2 * self.h
-        if config.model_type == "qwen2" or getattr(config, "attention_bias", False):
-            self.layer += self.q + 2 * self.k
-        if self.qk_norm:
-            self.layer += 2 * head_size
-        self.embedding = self.vocab * self.h
-        self.root = self.embedding + self.h
-        if not self.tied:
-            self.root += self.embedding
-        self.parameters = self.layers * self.layer + self.root
-
-        # Bytes of an element: b of matrix products, `wide` of the residual stream, which autocast keeps in float32.
-        self.b = 4 if args.dtype == "float32" else 2
-        self.autocast = self.b == 2 and not args.shard
-        self.wide = 4 if self.autocast else self.b
-        P, R, n = args.max_prompt_tokens, args.max_response_tokens, args.group_size
-        self.T = args.tokens_per_micro_batch
-        self.sampled = self.T * n * R / (P + n * R)
-        self.keys = self.T * n * (P + R) / (P + n * R)
-
-    def casts(self, layers: int = 1) -> float:
-        """Returns the bytes of the weights of some layers that autocast has cast to bfloat16."""
-        return 2 * layers * self.matrices if self.autocast else 0
-
-    def layer_keeps(self) -> float:
-        """Returns the bytes that the forward pass of a decoder layer keeps for its backward
-        pass."""
-        norms = 0
-        for readers in (3, 2):  # q, k, v; gate, up
-            # Of a norm: its input in float32, its result, and what its readers get if that is not the same tensor.
-            norms += (4 + self.wide) * self.h
-            norms += readers * self.b * self.h if self.autocast else self.wide * self.h
-        if self.qk_norm:
-            norms += (4 + self.b) * (self.q + self.k)
-        attention = (2 * self.b * self.q + 4 * self.heads) * self.T + 2 * self.b * self.k * self.keys
-        return (norms + 4 * self.b * self.f) * self.T + attention + self.casts()
-
-    def logits(self) -> float:
-        """Returns the bytes of three float32 blocks of columns of the logits."""
-        if self.critic:
-            return 0
-        columns = min(1024, max(self.vocab // 64, 256))
-        return 3 * 4 * self.sampled * columns
-
-    def last(self) -> float:
-        """Returns the bytes that the last norm and the head keep."""
-        return (4 + 2 * self.wide) * self.h * self.T + self.b * self.h * self.sampled
-
-    def kept(self) -> float:
-        """Returns the bytes that the whole forward pass keeps for the backward pass."""
-        layer = self.wide * self.h * self.T if self.args.gradient_checkpointing else self.layer_keeps()
-        return self.layers * layer + self.last()
-
-    def activations(self) -> float:
-        """Returns the most bytes of activations in an update, without logits.
-
-        Beside what is kept these are either the gradients of the head's input and weight; or,
-        when head and last norm are done, a layer that is computed again and the gradients in
-        its MLP; or autocast's casts."""
-        head = 0 if self.critic else self.wide * self.embedding
-        at_head = self.logits() + 8 * self.h * self.sampled + head
-        in_layer = (self.wide * self.h + 2 * self.b * self.f) * self.T - self.last()
-        if self.tied:  # the head's gradient waits for the embedding's
-            in_layer += head
-        casts = 0
-        if self.args.gradient_checkpointing:
-            in_layer += self.layer_keeps()
-            casts = self.casts(self.layers)  # until the forward pass ends
-        return self.kept() + max(at_head, in_layer, casts) - self.logits()
-
-    def forward(self) -> float:
-        """Returns the most bytes of a forward pass without gradients, in a layer's MLP or at
-        the head."""
-        mlp = (4 * self.wide * self.h + 3 * self.b * self.f) * self.T  # embeddings, input, residual, norm; three of MLP
-        head = 2 * self.wide * self.h * self.T + 2 * self.h * self.sampled + self.logits()
-        return self.casts(self.layers) + max(mlp, head)
+def forward(config, args: train.Args, net: Net) -> float:
+    """Returns the most bytes of a forward pass without gradients, in a layer's MLP or at the
+    head."""
+    T, h = args.tokens_per_micro_batch, config.hidden_size
+    responses = args.group_size * args.max_response_tokens
+    sampled = T * responses / (args.max_prompt_tokens + responses)
+    mlp = (4 * 2 * h + 3 * 2 * config.intermediate_size) * T  # embeddings, input, residual, norm; three of MLP
+    head = 2 * 2 * h * T + 2 * h * sampled + net.logits
+    return max(mlp, head)
 
 
 @dataclasses.dataclass
@@ -196,91 +106,57 @@ class Plan:
 
 
 def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
-    """Returns the plan of a run on so many GPUs with `memory` bytes each."""
-    config = load_config(args.model)
-    policy = Net(config, args)
-    critics = [Net(config, args, critic=True)] if args.adv_estimator == "gae" else []
-    references = []
+    """Returns the plan of a run on so many GPUs with `memory` bytes each.
+
+    flatrl.memory plans the phases that decide if it fits: the others take less, but for the score of a
+    reference much larger than the policy, and a sync where the KV cache holds next to nothing."""
+    configs = configs_of(args)
+    config, reference_config = configs
+    policy = network(config, args)
+    scoring = [(config, policy)]
+    if "values" in args.estimator_takes:
+        scoring.append((config, network(config, args, critic=True)))
     if args.kl_coef > 0 and not args.hints:  # with these the policy is its own
-        references = [Net(load_config(args.ref_model or args.model), args)]
-    learning = [] if args.rollout_only else [policy, *critics]
-    ranks = gpus if args.shard else 1
-
-    def parameters(nets: list[Net]) -> float:
-        """Returns how many parameters of some networks a GPU holds."""
-        return sum(net.parameters for net in nets) / ranks
-
-    stays = {
-        "parameters": 4 * parameters([policy]),
-        "optimiser": 8 * parameters(learning),
-        "critic": 4 * parameters(learning[1:]),
-        "reference": 0 if args.rollout_only else policy.b * parameters(references),
-        "DDP's buckets": 4 * parameters(learning) if gpus > 1 and not args.shard else 0,
-        "context (assumed)": CONTEXT,
-    }
-    engine = {
-        "engine weights": policy.b * policy.parameters / args.tp,
-        "engine's room (assumed)": ENGINE_ROOM + 12 * args.max_num_seqs * policy.vocab,
-    }
-    kv_cache = args.gpu_memory_utilization * memory - sum(engine.values())
-    if args.replay:
-        engine = {}
-        kv_cache = 0
-    offloaded = {"none": [], "optimizer": ["optimiser"], "all": ["optimiser", "critic", "reference"]}[args.offload]
-    stays_awake = {name: n for name, n in stays.items() if name not in offloaded}
-    phases = {"awake": stays_awake | engine | {"KV cache": max(0, kv_cache)}, "asleep": stays}
-
-    # FSDP2: the root and two layers are whole, and a layer's gradients in float32 until they are summed.
-    gathered = {"gathered": policy.b * (policy.root + 2 * policy.layer) if args.shard else 0}
-    if not args.rollout_only or args.replay:
-        forward = max(net.forward() - net.logits() for net in [policy, *critics, *references])
-        phases["score"] = stays | gathered | {"activations": forward, "logits": policy.logits()}
+        scoring.append((reference_config, network(reference_config, args)))
+    planned, _ = found = plan_phases(args, configs, gpus, memory)
+    stays, update = planned["asleep"], planned.get("update")
+    awake = planned.setdefault("awake", stays)
+    if update:
+        activations = max(forward(config, args, net) - net.logits for config, net in scoring)
+        scores = {"gathered": update["gathered"], "activations": activations, "logits": policy.logits}
+        planned |= {"score": stays | scores, "step": stays | {"gradients": update["gradients"]}}
     if not args.replay:
-        # A parameter on its way: gathered in float32, and vLLM's copy until it is in place.
-        largest = max(policy.embedding, policy.h * policy.f)
-        arriving = (4 + policy.b if ranks > 1 else policy.b) * largest
-        phases["sync"] = stays_awake | {"engine weights": engine["engine weights"], "a parameter on its way": arriving}
-    if learning:
-        most = max(learning, key=lambda net: 4 * net.parameters / ranks + net.activations() + net.logits())
-        gradients = {"gradients": 4 * parameters([most])}
-        reducing = policy.b + 4 if args.shard else 0
-        passing = max(most.activations() + most.logits() + reducing * most.layer, reducing * most.root)
-        activations = {"activations": passing - most.logits(), "logits": most.logits()}
-        phases["update"] = stays | gradients | gathered | activations
-        phases["step"] = stays | gradients
+        # A parameter is gathered, in pieces and then whole, and vLLM keeps a copy until that is in place.
+        arriving = max(config.vocab_size, config.intermediate_size) * config.hidden_size * (6 if gpus > 1 else 2)
+        things = {name: n for name, n in awake.items() if name in stays or name == "engine weights"}
+        planned["sync"] = things | {"a parameter on its way": arriving}
+    phases = {name: planned[name] for name in "awake asleep score sync update step".split() if name in planned}
 
-    others = max((net.parameters for net in [*critics, *references]), default=0)
-    whole = gpus * 4 * (policy.parameters + others)
-    if args.shard:  # bfloat16 in the files, whose pages all ranks read; the first tries it in float32
-        whole = 6 * policy.parameters
-    host = {"start": gpus * PROCESS + whole, "asleep": gpus * PROCESS}
+    # The model is bfloat16 in its files, whose pages all ranks read; the first rank tries it in float32.
+    host = {"start": gpus * PROCESS + 6 * policy.parameters, "asleep": gpus * PROCESS}
     if args.sleep_level == 1 and not args.replay:
-        host["asleep"] += gpus * engine["engine weights"]
-    if offloaded and not args.replay:  # pinned
-        host["awake"] = gpus * (PROCESS + sum(stays[name] for name in offloaded))
+        host["asleep"] += gpus * awake["engine weights"]
+    if args.offload != "none" and not args.replay:  # pinned
+        host["awake"] = gpus * (PROCESS + sum(n for name, n in stays.items() if name not in awake))
 
     lacks = {name: sum(things.values()) - memory for name, things in phases.items()}
-    kv_token = 2 * policy.layers * policy.k * policy.b / min(args.tp, policy.kv_heads)  # bytes on an engine's GPU
     if not args.replay:
-        window = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
-        lacks["KV cache"] = window * kv_token - kv_cache
-    return Plan(phases, host, kv_cache / kv_token, {name: n for name, n in lacks.items() if n > 0})
+        lacks["KV cache"] = found[1]["KV cache"]
+    kv_tokens = awake.get("KV cache", 0) / policy.kv_token
+    return Plan(phases, host, kv_tokens, {name: n for name, n in lacks.items() if n > 0})
 
 
 def smaller_plans(args: train.Args, gpus: int) -> Iterator[dict]:
     """Yields changes of one flag each that may make a run fit, the cheapest first."""
     heads = load_config(args.model).num_attention_heads
-    window = args.max_model_len or args.max_prompt_tokens + args.max_response_tokens
     tokens = args.tokens_per_micro_batch // 2
     share = args.gpu_memory_utilization - 0.05
     tp = 2 * args.tp
     if not args.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
-    if gpus > 1 and not args.shard:
-        yield {"shard": True}
     if args.offload != "all":
         yield {"offload": "all" if args.offload == "optimizer" else "optimizer"}
-    if tokens >= max(1024, window):
+    if tokens >= max(1024, args.window):
         yield {"tokens_per_micro_batch": tokens}
     if share > 0.05:
         yield {"gpu_memory_utilization": round(share, 2)}
@@ -311,37 +187,6 @@ def cure(args: train.Args, gpus: int, memory: float) -> tuple[dict, bool]:
     return changes, True
 
 
-# The fastest first: recomputing costs a third of an update, a smaller micro-batch next to nothing down to 8,192 tokens
-# (docs/speed.md), and below that the prompts of groups that no longer fit into one.
-PASSES = [(False, 16384), (False, 8192), (True, 16384), (True, 8192), (True, 4096), (True, 2048)]
-MOST_SEQUENCES = 1024  # vLLM's own --max_num_seqs on GPUs of 70 GiB and more
-
-
-def fastest(args: train.Args, gpus: int, memory: float, given: set[str]) -> dict | None:
-    """Returns the values of --gradient_checkpointing, --tokens_per_micro_batch and
-    --max_num_seqs with which a run is fastest and fits; None if nothing fits.
-
-    given: names of flags that the user has set, which stay."""
-
-    def fits(changes: dict) -> bool:
-        return not make_plan(dataclasses.replace(args, **changes), gpus, memory).lacks
-
-    def rest(changes: dict) -> dict:
-        return {name: value for name, value in changes.items() if name not in given}
-
-    passes = [rest({"gradient_checkpointing": recomputes, "tokens_per_micro_batch": tokens})
-              for recomputes, tokens in PASSES if tokens >= args.window]  # fmt: skip
-    chosen = next(filter(fits, passes), None)
-    if chosen is None:
-        return None
-    engines = gpus // args.tp
-    trajectories = math.ceil(args.prompts_per_step * args.group_size * args.oversample / engines)
-    more = rest({"max_num_seqs": min(MOST_SEQUENCES, args.max_concurrent * args.tp, trajectories)})
-    if more.get("max_num_seqs", 0) > args.max_num_seqs and fits(chosen | more):
-        chosen |= more
-    return chosen
-
-
 def as_flags(changes: dict) -> str:
     """Returns flags as a command line has them."""
     return " ".join(f"--{name} {str(value).lower()}" for name, value in changes.items())
@@ -351,11 +196,16 @@ def table_row(name: str, cells) -> str:
     return f"{name:26}" + "".join(f"{cell:>8}" for cell in cells)
 
 
-def say(args: train.Args, gpus: int, memory: float, given: set[str] = frozenset()) -> str:
+def fastest_flags(args: train.Args, gpus: int, memory: float) -> dict | None:
+    """Returns what a run on such GPUs chooses: `flatrl.memory.fastest`."""
+    return fastest(args, args.given, configs_of(args), gpus, memory)
+
+
+def say(args: train.Args, gpus: int, memory: float) -> str:
     """Returns the plan of a run as text: the table, the host's memory, the KV cache, and
-    whether it fits. given: as of `fastest`."""
+    whether it fits."""
     plan = make_plan(args, gpus, memory)
-    policy = Net(load_config(args.model), args)
+    policy = network(load_config(args.model), args)
     lines = [f"{args.model}: {policy.parameters / 1e9:.2f} B parameters, {args.dtype}, {gpus} GPUs of {memory / GIB:g} "
              "GiB; GiB of each, planned, not measured"]  # fmt: skip
     lines.append(table_row("", plan.phases))
@@ -375,7 +225,9 @@ def say(args: train.Args, gpus: int, memory: float, given: set[str] = frozenset(
         lines.append(f"an engine's KV cache: {kv_tokens:,.0f} tokens, {kv_tokens / of_trajectory:,.0f} trajectories of "
                      f"{longest:,} tokens whose groups share their prompts")  # fmt: skip
     if not plan.lacks:
-        lines.append(f"the fastest flags that fit: {as_flags(fastest(args, gpus, memory, given) or {})}")
+        found = fastest_flags(args, gpus, memory)
+        flags = "none" if found is None else as_flags(found)
+        lines.append(f"the fastest flags that leave 5% of a GPU free: {flags}")
         return "\n".join([*lines, "it fits"])
     lines.append("does not fit: " + ", ".join(f"{name} lacks {n / GIB:.1f}" for name, n in plan.lacks.items()))
     changes, fits = cure(args, gpus, memory)
@@ -403,6 +255,9 @@ def read_arguments(argv: list[str]) -> tuple[train.Args, int, float]:
     need(options.gpus % args.tp == 0, f"--tp {args.tp} must divide --gpus {options.gpus}")
     vars(args).update(devices.device_defaults(args, cuda=True))
     args.fill({"gradient_checkpointing": True})
+    need(args.dtype == "bfloat16", "--dtype float32 is not planned, only bfloat16 is, the default on CUDA")
+    need(args.adv_estimator in losses.ESTIMATORS, f"--adv_estimator {args.adv_estimator} is a task file's: give one "
+         "of losses.py, gae if it has a critic")  # fmt: skip
     if json.loads(args.engine_args):
         print("--engine_args is not followed: what it changes in the engine is not in the plan", file=sys.stderr)
     return args, options.gpus, memory * GIB
@@ -411,12 +266,11 @@ def read_arguments(argv: list[str]) -> tuple[train.Args, int, float]:
 def main(argv: list[str]) -> int:
     """Prints the plan, or with --flags only the fastest flags; returns the exit code."""
     plan = read_arguments(argv)
-    given = {word[2:].split("=")[0] for word in argv if word.startswith("--")}
     if "--flags" not in argv:
-        print(say(*plan, given))
+        print(say(*plan))
         return 0
-    found = fastest(*plan, given)
-    need(found is not None, "nothing fits: see the plan without --flags")
+    found = fastest_flags(*plan)
+    need(found is not None, "nothing fits with 5% to spare: see the plan without --flags")
     print(as_flags(found))
     return 0
 

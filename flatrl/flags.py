@@ -4,6 +4,7 @@ This module knows no flag by name: the dataclass and its flags' defaults are arg
 
 import difflib
 import re
+import sys
 from collections import namedtuple
 from dataclasses import field, fields
 
@@ -40,6 +41,7 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
 
     argv: the words of the command line; None: this process's. shown_defaults: what --help
     shows as the default of flags whose real default depends on another flag.
+    The instance's attribute `given` has the names of the flags on the command line.
     Raises BadInput on a flag that is unknown, abbreviated or mistyped."""
 
     class Parser(HfArgumentParser):
@@ -65,7 +67,10 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
         similar = difflib.get_close_matches(unknown[0].split("=")[0], names)
         hint = f": did you mean {similar[0]}?" if similar else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
-    return cls(**vars(values))
+    args = cls(**vars(values))
+    words = sys.argv if argv is None else argv
+    args.given = {word.split("=")[0][2:].replace("-", "_") for word in words if word[:2] == "--"}
+    return args
 
 
 def check_each_flag(args, defaults: dict):

@@ -65,6 +65,7 @@ class Log:
         because those steps are done again."""
         self.args = args
         self.tokenizer = tokenizer
+        self.steps_done = steps_done
         self.folder = Path(args.output_dir)
         self.n_lines = 0  # of the table
         self.warned = set()  # texts of warnings

@@ -42,14 +42,14 @@ class Notices:
             self.tracker = Tracker(args.tracker, args.wandb_project, args.output_dir, about)
         self.is_learning = True  # whether the last step taught something
 
-    def start(self, rows: dict, rows_read: dict, network, device, steps_done: int):
+    def start(self, rows: dict, rows_read: dict, network, device, planned: str):
         """Says what is about to be trained, and warns of what makes that pointless.
 
         rows: those of "train" and of "val"; rows_read: the same before overlong ones were
-        dropped; network: the policy; device: on which it is going to be; steps_done: if the run
-        is resumed, the steps before."""
+        dropped; network: the policy; device: on which it is going to be; planned: what
+        `fill_by_plan` says."""
         args = self.log.args
-        self.log.say(banner(args, rows, rows_read, network, device, steps_done))
+        self.log.say(banner(args, rows, rows_read, network, device, self.log.steps_done, planned))
         with contextlib.suppress(Exception):  # rows hold what they like
             for warning in row_warnings(rows["train"], rows["val"]):
                 self.log.warn_once(warning)
@@ -86,7 +86,8 @@ class Notices:
 # ---------------------------------------------------------------- the start
 
 
-def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) -> str:
+def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int,
+           planned: str) -> str:
     """Returns the lines that say what is about to be trained. See `Notices.start`."""
     train, val = rows["train"], rows["val"]
     lines = [
@@ -98,7 +99,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     model += f"{dist.get_world_size()} x {device.type}"
     if not network.packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
-    lines.append(model)
+    lines.append(model + planned)
     if not args.num_steps:
         lines.append(
             f"evaluation: {args.eval_samples} trajectories a validation row, at temperature "

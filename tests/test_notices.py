@@ -31,7 +31,7 @@ PROMPT = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def log(tmp_path):
     """What Notices uses of Log."""
-    log = SimpleNamespace(args=Args(output_dir=str(tmp_path)), folder=tmp_path, said=[], tokenizer=None)
+    log = SimpleNamespace(args=Args(output_dir=str(tmp_path)), folder=tmp_path, said=[], tokenizer=None, steps_done=0)
     log.say = log.warn_once = log.said.append
     return log
 
@@ -63,7 +63,7 @@ def no_banner(monkeypatch):
 
 def warnings_of(log, train, val) -> list[str]:
     rows = {"train": train, "val": val}
-    notices.Notices(log, {}, []).start(rows, rows, None, None, 0)
+    notices.Notices(log, {}, []).start(rows, rows, None, None, "")
     banner, *warnings = log.said
     assert banner == "the banner"
     log.said.clear()
@@ -171,9 +171,9 @@ def test_the_first_lines_say_what_is_about_to_happen(flags, told, process_group)
     net = SimpleNamespace(model=model, packed=True)
     rows = {"train": [1, 2], "val": [1]}
     read = {"train": [1, 2, 3], "val": [1]}
-    first, second, *rest = BANNER(args, rows, read, net, torch.device("meta"), 0).splitlines()
+    first, second, planned, *rest = BANNER(args, rows, read, net, torch.device("meta"), 0, "\nplanned").splitlines()
     assert first == "t.py: 2 training rows (1 overlong ones dropped), 1 validation rows (0 overlong ones dropped)"
-    assert second == "m: 0.01M parameters, float32, 1 x meta"
+    assert (second, planned) == ("m: 0.01M parameters, float32, 1 x meta", "planned")
     start, _, end = told.rpartition("* ")
     assert "\n".join(rest).startswith(start) and rest[-1].endswith(end)
     assert len(rest) == (1 if flags.get("rollout_only") or "num_steps" in flags else 2)

@@ -284,9 +284,11 @@ def test_images_and_requests_that_are_kept_over_a_sync(tmp_path, level):
         assert row["rollout/logp_diff_mean"] < 0.05 and row["rollout/failed_agent_loop"] == 0
 
 
-def test_a_run_without_checkpointing(tmp_path):
-    rows = trained(tmp_path / "run", "--gradient_checkpointing", "false", "--num_steps", "2", "--prompts_per_step", "4",
-                   "--gpu_memory_utilization", "0.2", "--eval_every", "0")  # fmt: skip
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_a_run_with_checkpointing_and_without(tmp_path, recompute):
+    """The plan chooses none for a tiny model; here it is the user's."""
+    rows = trained(tmp_path / "run", "--gradient_checkpointing", recompute, "--num_steps", "2", "--prompts_per_step",
+                   "4", "--gpu_memory_utilization", "0.2", "--eval_every", "0")  # fmt: skip
     assert all(row["rollout/logp_diff_mean"] < 0.05 and row["actor/grad_norm"] > 0 for row in rows[1:])
 
 
