@@ -14,8 +14,8 @@ OUTPUT_TYPES = {
     "turn_rewards": list | tuple, "images": list | tuple, "extra": dict}
 # Keys of an output's `extra`, and names of units, that flatrl itself uses (reward/mean is the
 # mean over all units).
-TAKEN_KEYS = "filtered greedy demonstration told_prompt_ids".split()
-TAKEN_UNITS = "mean std min max greedy".split()
+TAKEN_KEYS = ["filtered", "greedy", "demonstration", "told_prompt_ids"]
+TAKEN_UNITS = ["mean", "std", "min", "max", "greedy"]
 
 
 def need(ok, message: str):

@@ -92,7 +92,7 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     passes_of_group = grouped(units.groups.tolist(), (units.outcomes >= 1).tolist())
     statistics = describe(outputs, units)
     result = {f"eval/{name}": statistics[f"{name}/mean"]
-              for name in "reward response_length num_turns".split()}
+              for name in ("reward", "response_length", "num_turns")}
     for name in set(units.names):
         if f"reward/{name}" in statistics:
             result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]

@@ -171,7 +171,7 @@ def keep_learned(file: Path, outputs: list, batch: dict):
         if "demonstration" in output.extra:
             continue
         sampled = [i for i, is_sampled in enumerate(output.response_mask) if is_sampled]
-        names = {key: output.extra[key] for key in "prompt sample segment".split()}
+        names = {key: output.extra[key] for key in ("prompt", "sample", "segment")}
         lines.append(names | {
             "trained": trained,
             "advantage": single(advantages[sampled].tolist() or [0.0]),

@@ -216,7 +216,7 @@ class Selection:
 
     def _trajectory(self, name, line, learned) -> dict:
         """Returns what the page shows of a line of the file of this name."""
-        names = {key: value_of(line, key) for key in "prompt sample segment".split()}
+        names = {key: value_of(line, key) for key in ("prompt", "sample", "segment")}
         update = learned.get(tuple(names.values()), {})
         step, kind = name
         trajectory = names | {"step": step, "kind": kind, "index": value_of(line, "index")}
@@ -227,7 +227,7 @@ class Selection:
         reward = line["reward"]
         trajectory |= {
             key: value_of(line, key)
-            for key in "unit group unread turn_rewards images".split()}
+            for key in ("unit", "group", "unread", "turn_rewards", "images")}
         return trajectory | {
             "text": self._prompt(line["prompt_ids"]),
             "reward": line["total_reward"],

@@ -16,7 +16,7 @@ ROW_TYPES = {"extra_info": dict, "tools_kwargs": dict, "interaction_kwargs": dic
 MESSAGE_TYPES = {"role": str, "content": str | list | tuple, "tool_calls": list | tuple,
                  "name": str, "tool_call_id": str}
 # AgentLoopBase.run(**row) has arguments of these names beside a row's columns.
-RESERVED_COLUMNS = "self sampling_params step rollout_n validate".split()
+RESERVED_COLUMNS = ["self", "sampling_params", "step", "rollout_n", "validate"]
 
 
 def check_row(row, prompt_key: str, number: int, name: str) -> dict:

@@ -6,7 +6,7 @@ from agent_loop import AgentLoopOutput, numbers, total_reward
 from flatrl.bad_input import refusing
 
 MAX_ROWS = 64  # outputs of a step in its table
-COLUMNS = "prompt sample index reward turns stop_reason trajectory".split()
+COLUMNS = ["prompt", "sample", "index", "reward", "turns", "stop_reason", "trajectory"]
 
 
 class Tracker:

@@ -31,8 +31,8 @@ FIXED_ARGUMENTS = {
     "eval_sampling_args": "temperature seed structured_outputs",
     "lora_args": ""}
 # Sampling parameters that the engine sets itself.
-FIXED_SAMPLING = set(
-    "n logprobs prompt_logprobs flat_logprobs detokenize output_kind".split())
+FIXED_SAMPLING = {
+    "n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
 # Sampling parameters that leave the distribution of a token as it is.
 NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
     include_stop_str_in_output""".split())
@@ -81,7 +81,7 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     fixed = FIXED_SAMPLING & parameters.keys()
     if fixed:
         raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
-    for name in "stop_token_ids allowed_token_ids logit_bias".split():
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         check_ids(list(getattr(checked, name) or ()), vocab_size, name)
     if checked.allowed_token_ids == []:
         raise ValueError("allowed_token_ids is empty: nothing can be sampled")
