@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from agent_loop import AgentLoopOutput, row_kwargs, total_reward
@@ -50,6 +51,10 @@ class Notices:
         `fill_by_plan` says."""
         args = self.log.args
         self.log.say(banner(args, rows, rows_read, network, device, self.log.steps_done, planned))
+        if (args.dtype == "bfloat16" and device.type == "cpu"
+                and not torch.cpu._is_avx512_bf16_supported()):
+            self.log.warn_once("this processor has no instructions for bfloat16: a step may take "
+                               "several times as long as in float32, the default here")
         with contextlib.suppress(Exception):  # rows hold what they like
             for warning in row_warnings(rows["train"], rows["val"]):
                 self.log.warn_once(warning)

@@ -88,6 +88,18 @@ def test_a_template_that_ignores_tools_is_told_of(tokenizer):
         check_tokenizer(tokenizer, tokenizer, {"prompt": PROMPT}, SimpleNamespace())
 
 
+@pytest.mark.parametrize(("dtype", "device", "is_supported", "n"), [
+    ("bfloat16", "cpu", False, 1), ("bfloat16", "cpu", True, 0), ("float32", "cpu", False, 0),
+    ("bfloat16", "cuda", False, 0)])  # fmt: skip
+def test_a_processor_without_bfloat16_is_told_of(log, monkeypatch, dtype, device, is_supported, n):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_supported)
+    log.args.dtype = dtype
+    rows = {"train": [], "val": []}
+    notices.Notices(log, {}, []).start(rows, rows, None, torch.device(device), "")
+    said = "this processor has no instructions for bfloat16: a step may take several times as long as in float32, "
+    assert log.said[1:] == [said + "the default here"] * n
+
+
 def test_questions_of_training_among_the_validation_rows_are_counted(log):
     train = [{"prompt": [{"role": "user", "content": f"{i}"}], "index": i} for i in range(5)]
     val = [row | {"index": 100} for row in train[:3]] + [{"prompt": PROMPT}]
