@@ -162,9 +162,9 @@ class Stop:
 def run_as_script(main: Callable, parse: Callable):
     """Calls main(parse()) in this process, which returns 0 only if that came to its end.
 
-    It returns 2 for BadInput, 130 for Stopped, and 1 for anything else, also if user code calls
-    sys.exit(0) or os._exit(0) in it; C code that ends the process can't be kept from doing so.
-    Python waits at its end for threads and processes that user code left: here for
+    It returns 2 for BadInput, 130 for Stopped and Ctrl-C, and 1 for anything else, also if user
+    code calls sys.exit(0) or os._exit(0) in it; C code that ends the process can't be kept from
+    doing so. Python waits at its end for threads and processes that user code left: here for
     LEFT_BEHIND_S seconds."""
     for name in ("stdout", "stderr"):
         # A tool may close the stream, or its file's number, which another file then gets.
@@ -195,7 +195,9 @@ def run_as_script(main: Callable, parse: Callable):
             raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
         status = 0
         os._exit = leave
-    except (Stopped, KeyboardInterrupt):  # the latter before a run's Stop is there
+    except Stopped:
+        status = 130
+    except KeyboardInterrupt:  # before a run's Stop is there, which says what was saved
         print("train.py: stopped", file=sys.stderr)
         status = 130
     except BadInput as error:

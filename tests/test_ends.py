@@ -76,7 +76,8 @@ cases = {
     "_exit(0)": lambda: os._exit(0), "_exit(7)": lambda: os._exit(7), "exit()": sys.exit,
     "exit(0)": lambda: sys.exit(0),
     "exit(3)": lambda: sys.exit(3), "in a thread": lambda: in_a_thread(lambda: os._exit(0)),
-    "stopped": lambda: raises(processes.Stopped()), "input": lambda: raises(BadInput("no")),
+    "stopped": lambda: raises(processes.Stopped()), "Ctrl-C": lambda: raises(KeyboardInterrupt()),
+    "input": lambda: raises(BadInput("no")),
     "error": lambda: (pool(), 1 / 0)}
 codes = {}
 for name, case in cases.items():
@@ -98,12 +99,14 @@ def test_exit_codes():
     assert json.loads(done.stdout.replace("still here", "").strip()) == {
         "end": 0, "child": 0, "pool": 0, "closed": 0, "forks": 0, "async forks": 0, "sampler forks": 0,
         "thread": 0, "--help": 0, "_exit(0)": 1, "_exit(7)": 7,
-        "exit()": 1, "exit(0)": 1, "exit(3)": 1, "in a thread": 1, "stopped": 130, "input": 2, "error": 1,
+        "exit()": 1, "exit(0)": 1, "exit(3)": 1, "in a thread": 1, "stopped": 130, "Ctrl-C": 130,
+        "input": 2, "error": 1,
     }, done.stderr  # fmt: skip
     assert done.stdout.startswith("still here")
     assert done.stderr.count("os._exit(0) ends the run before its end: it returns 1") == 2
     assert "RuntimeError: sys.exit(0) in the middle of the run" in done.stderr
     assert "train.py: error: no" in done.stderr
+    assert done.stderr.count("train.py: stopped") == 1  # of Ctrl-C alone: a run says itself where it stopped
     assert done.stderr.count("tool has forked this process: its copy ends") == 1
 
 
