@@ -90,10 +90,8 @@ def forward(config, args: train.Args, net: Net) -> float:
     """Returns the most bytes of a forward pass without gradients, in a layer's MLP or at the
     head."""
     T, h = args.tokens_per_micro_batch, config.hidden_size
-    responses = args.group_size * args.max_response_tokens
-    sampled = T * responses / (args.max_prompt_tokens + responses)
     mlp = (4 * 2 * h + 3 * 2 * config.intermediate_size) * T  # embeddings, input, residual, norm; three of MLP
-    head = 2 * 2 * h * T + 2 * h * sampled + net.logits
+    head = 2 * 2 * h * T + 2 * h * net.sampled + net.logits
     return max(mlp, head)
 
 

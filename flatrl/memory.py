@@ -25,10 +25,10 @@ ENGINE_ROOM = 2 * GIB  # of the engine's share: activations of its largest batch
 PASSES = [(False, 16384), (False, 8192), (True, 16384), (True, 8192), (True, 4096), (True, 2048)]
 MOST_SEQUENCES = 1024  # vLLM's own --max_num_seqs on GPUs of 70 GiB and more
 
-# A network's numbers of parameters: all, those of a decoder layer, those outside the layers. And
-# bytes: the most that a full micro-batch takes in an update, what of it are logits, and a token's
-# in the KV cache.
-Net = namedtuple("Net", "parameters layer root update logits kv_token")
+# A network's numbers of parameters: all, those of a decoder layer, those outside the layers. How
+# many tokens of a full micro-batch were sampled. And bytes: the most that such a micro-batch takes
+# in an update, what of it are logits, and a token's in the KV cache.
+Net = namedtuple("Net", "parameters layer root sampled update logits kv_token")
 
 
 def network(config, args, critic: bool = False) -> Net:
@@ -66,7 +66,8 @@ def network(config, args, critic: bool = False) -> Net:
     head = 2 * embedding  # its gradient
     logits = 12 * sampled * min(1024, max(config.vocab_size // 64, 256))  # three float32 blocks
     if critic:
-        head = logits = 0
+        head = 0
+        logits = 0
     # An update takes most at the head, or in a layer's MLP, when head and norm are done.
     in_layer = T * (2 * h + 4 * f) - last
     if is_tied:
@@ -77,7 +78,8 @@ def network(config, args, critic: bool = False) -> Net:
         kept = 2 * h * T
     update = n_layers * kept + last + max(logits + 8 * h * sampled + head, in_layer)
     kv_token = 4 * n_layers * k / min(args.tp, config.num_key_value_heads)
-    return Net(n_layers * layer + root, layer, root, update, logits, kv_token)
+    return Net(n_layers * layer + root, layer, root, sampled, update, logits,
+               kv_token)
 
 
 def plan_phases(args, configs: tuple, gpus: int, memory: float) -> tuple[dict, dict]:
@@ -94,7 +96,8 @@ def plan_phases(args, configs: tuple, gpus: int, memory: float) -> tuple[dict, d
     if args.kl_coef and not args.hints:  # with these it is the policy itself
         references.append(reference)
     if args.rollout_only or not args.num_steps:
-        learning = references = []
+        learning = []
+        references = []
 
     def share(*nets: Net) -> float:
         """Returns how many of the networks' parameters a GPU holds."""
