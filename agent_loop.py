@@ -640,8 +640,8 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
         if not task.done():
             raise CallTimeoutError(f"{what} took longer than {seconds:g} seconds") from None
     finally:
-        task.cancel()
-        await asyncio.wait([task], timeout=seconds or None)
+        if task.cancel():
+            await asyncio.wait([task], timeout=seconds or None)
     return await _contained(task)
 
 

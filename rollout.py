@@ -37,7 +37,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -45,7 +45,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 import data
 from agent_loop import (
@@ -1146,7 +1145,7 @@ def _key(output):
 def _copy(output):
     """Returns a copy for the grader, which may write to it whatever it likes: the main
     thread reads the output itself meanwhile. Images, and the like in `extra`, are shared."""
-    token_lists = ("prompt_ids", *RESPONSE_LISTS)  # a tree_map over them would take long
+    token_lists = ("prompt_ids", *RESPONSE_LISTS)  # copied at once, as they are long
     copies = {name: [*value] if name in token_lists else _copy_containers(value)
               for name, value in vars(output).items()}
     return replace(output, **copies)
@@ -1154,7 +1153,14 @@ def _copy(output):
 
 def _copy_containers(tree):
     """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
-    return tree_map(lambda leaf: leaf, tree)
+    if isinstance(tree, dict):
+        copied = copy(tree)  # a Counter stays one
+        for key, value in tree.items():
+            copied[key] = _copy_containers(value)
+        return copied
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_copy_containers, tree))
+    return tree
 
 
 async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"):

@@ -77,6 +77,9 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default are 16
+    unknown = parameters.keys() - {*SamplingParams.__struct_fields__}
+    if unknown:  # msgspec would leave it out
+        raise ValueError(f"vLLM has no sampling parameter {', '.join(sorted(unknown))}")
     checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
     fixed = FIXED_SAMPLING & parameters.keys()
     if fixed:
@@ -86,11 +89,11 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     if checked.allowed_token_ids == []:
         raise ValueError("allowed_token_ids is empty: nothing can be sampled")
     need(abs(checked.seed or 0) < 2**63, f"seed {checked.seed} has more than 64 bits")
-    return SamplingParams(
-        # It may have been a dict.
-        **parameters | {"structured_outputs": checked.structured_outputs},
-        logprobs=0, flat_logprobs=True,  # of the sampled token only
-        detokenize=bool(checked.stop), output_kind=RequestOutputKind.FINAL_ONLY)
+    checked.logprobs = 0  # of the sampled token only
+    checked.flat_logprobs = True
+    checked.detokenize = bool(checked.stop)
+    checked.output_kind = RequestOutputKind.FINAL_ONLY
+    return checked
 
 
 # ---------------------------------------------------------------- before an engine is built
