@@ -37,7 +37,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -55,6 +55,7 @@ from flatrl.bad_input import check_ids, check_numbers, check_output, need, refus
 from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
+from flatrl.rows import copy_containers
 from flatrl.terminal import Bar, shown
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
@@ -800,12 +801,12 @@ class Pool:
         """Runs the agent loop of one trajectory, and completes its outputs."""
         run = self.run
         args = run.args
-        row = _copy_containers(self.row_of(prompt))
+        row = copy_containers(self.row_of(prompt))
         session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
         loop_class = agent_loop_class(row, run.task, args)
         loop = loop_class(session, run.tokenizer, run.processor, run.task, args)
         sampling = {**self.sampling, "stop_token_ids": run.engine.stop_token_ids}
-        sampling = _copy_containers(sampling)  # a loop may add a stop to its own
+        sampling = copy_containers(sampling)  # a loop may add a stop to its own
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []
         marks = {"index": row.get("index"), "prompt": prompt, "sample": sample}
@@ -858,7 +859,7 @@ class Pool:
         """Returns the fields of GRADED that grading wrote to each output of a rollout, or the
         failure, a dict, if it raised."""
         args = self.run.args
-        row = _copy_containers(self.row_of(prompt))
+        row = copy_containers(self.row_of(prompt))
         if "images" in row:  # a grader may draw on them
             row["images"] = deepcopy(row["images"])
         try:
@@ -1146,21 +1147,9 @@ def _copy(output):
     """Returns a copy for the grader, which may write to it whatever it likes: the main
     thread reads the output itself meanwhile. Images, and the like in `extra`, are shared."""
     token_lists = ("prompt_ids", *RESPONSE_LISTS)  # copied at once, as they are long
-    copies = {name: [*value] if name in token_lists else _copy_containers(value)
+    copies = {name: [*value] if name in token_lists else copy_containers(value)
               for name, value in vars(output).items()}
     return replace(output, **copies)
-
-
-def _copy_containers(tree):
-    """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
-    if isinstance(tree, dict):
-        copied = copy(tree)  # a Counter stays one
-        for key, value in tree.items():
-            copied[key] = _copy_containers(value)
-        return copied
-    if type(tree) in (list, tuple):
-        return type(tree)(map(_copy_containers, tree))
-    return tree
 
 
 async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"):

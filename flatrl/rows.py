@@ -1,8 +1,9 @@
-"""Checks of a row, with messages that say what to change, and the one form that it gets."""
+"""Checks of a row, with messages that say what to change, the one form that it gets, and copies."""
 
 import json
 import re
 import warnings
+from copy import copy
 from pathlib import Path
 from unicodedata import normalize
 
@@ -90,6 +91,18 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(text == decoded, f"the tokenizer does not give a prompt back: {text!r:.80} is "
          f"{decoded!r:.80} when decoded")
+
+
+def copy_containers(tree):
+    """Returns a copy of nested dicts, lists and tuples; it shares their images and arrays."""
+    if type(tree) in (list, tuple):
+        return type(tree)(map(copy_containers, tree))
+    if not isinstance(tree, dict):
+        return tree
+    copied = copy(tree)  # a Counter stays one
+    for key, value in tree.items():
+        copied[key] = copy_containers(value)
+    return copied
 
 
 def _chat(messages, name, column, role=None):

@@ -77,10 +77,10 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default are 16
-    unknown = parameters.keys() - {*SamplingParams.__struct_fields__}
-    if unknown:  # msgspec would leave it out
-        raise ValueError(f"vLLM has no sampling parameter {', '.join(sorted(unknown))}")
     checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
+    unknown = parameters.keys() - {*checked.__struct_fields__}
+    if unknown:  # msgspec left it out
+        raise ValueError(f"vLLM has no sampling parameter {', '.join(sorted(unknown))}")
     fixed = FIXED_SAMPLING & parameters.keys()
     if fixed:
         raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
