@@ -682,8 +682,11 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     ratios = torch.tensor([0.5, 0.5, 0.25, 0.0, 0.125, -1.0, 1.0]).exp()
     assert metrics["rollout/ratio"] == pytest.approx(ratios.mean().item())
     assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
+    assert metrics["rollout/zero_std_groups"] == 2 and metrics["rollout/singleton_groups"] == 1
+    outputs[0].reward = 0.0
     metrics = train.step_metrics(phase, batch, 5, Args())
     assert "rollout/staleness_max" not in metrics and "rollout/ratio" not in metrics
+    assert metrics["rollout/zero_std_groups"] == 1
 
 
 def test_decoupled_loss_is_the_default_under_staleness():

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def test_a_folder_in_the_users_home(monkeypatch, tmp_path):
     args = Args(output_dir="~/x")
     train.complete_flags(args, cuda=False)
     assert args.output_dir == f"{tmp_path.resolve()}/x"
+
+
+@pytest.mark.parametrize("num_steps, folder", [(1, "runs/tiny_task"), (0, "runs/tiny_task-eval")])
+def test_an_evaluation_has_a_folder_of_its_own(num_steps, folder):
+    args = Args(task="tests/tiny_task.py", num_steps=num_steps)
+    train.complete_flags(args, cuda=False)
+    assert args.output_dir == str(Path(folder).resolve())
+
+
+@pytest.mark.parametrize("flags, lr, critic_lr", [
+    ({}, 3e-4, 1e-3), ({"model": "org/model"}, 1e-6, 1e-5), ({"model": "org/model", "lora_rank": 4}, 1e-5, 1e-5),
+    ({"lr": 0.5, "lora_rank": 4, "critic_lr": 0.25}, 0.5, 0.25),
+])  # fmt: skip
+def test_learning_rates_depend_on_the_model(flags, lr, critic_lr):
+    """A tiny random model learns fast, a large one has learned already; an adapter starts from nothing."""
+    args = Args(**flags)
+    train.complete_flags(args, cuda=False)
+    assert (args.lr, args.critic_lr) == pytest.approx((lr, critic_lr))
 
 
 def test_what_a_host_cannot_do_is_refused(monkeypatch):

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
         assert sum(row["rollout/filtered_groups"] for row in rows[1:]) > 0
         coefs = [row["actor/kl_coef"] for row in rows[1:]]
         assert coefs[0] == 0.05 and len(set(coefs)) > 3
+        for row, after in zip(rows[1:], coefs[1:]):  # 16 rollouts a step, --kl_horizon 100
+            change = min(max(row["actor/kl"] / 0.001 - 1, -0.2), 0.2) * 16 / 100
+            assert after == pytest.approx(row["actor/kl_coef"] * (1 + change))
         assert json.loads((whole / "checkpoints/step_000006/step.json").read_text())["next_prompt"] > 24
         assert any(abs(row["reward/shaped_mean"] - row["reward/mean"]) > 0.01 for row in rows[1:])
     lrs = [0, 1.5e-4, 3e-4, 2.25e-4, 1.5e-4, 0.75e-4]
@@ -641,6 +645,12 @@ def test_command_line_shows_one_line_and_exits_with_2(cache):
         ("fork", ["--task", "nothing.py"], "train.py: error: --task nothing.py: no such file"),
     ):
         assert run(*flags, by=by, cache=cache, code=2).splitlines()[1:] == [message]  # behind what is loaded
+
+
+def test_help_and_a_wrong_flag_wait_for_nothing_that_they_do_not_need():
+    slow = "vllm", "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils"
+    code = f"import sys, train; print([name for name in {slow} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=REPO, text=True) == "[]\n"
 
 
 def test_the_task_and_the_agent_loops_of_the_docs_work(tmp_path, tokenizer, args):
