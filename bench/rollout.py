@@ -1,6 +1,7 @@
-"""Compares a rollout phase with plain `LLM.generate`, or a weight sync with a plain copy.
+"""Compares a rollout phase with plain `LLM.generate` or with a larger one, or a weight sync with a plain copy.
 
     python bench/rollout.py [--turns 1] [--model FOLDER] [--prompts 32] [--group_size 8] [--tokens 64] [--rounds 5]
+    python bench/rollout.py --prompts 16 --many 1024    # a trajectory's seconds among 8,192 against those among 128
     python bench/rollout.py --sync_mb 500       # a weight sync against copying the same tensors once
 
 Both sides have the same engine, prompts and lengths, and take turns in one process (A B A B
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--model", help="default: a random model of the built-in task's size, or of --sync_mb")
     for name, default in (("turns", 1), ("prompts", 32), ("group_size", 8), ("tokens", 64), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--many", type=int, help="prompts of a second rollout, which takes generate's place")
     parser.add_argument("--sync_mb", type=int, help="MB of float32 weights; times nothing but the sync")
     parser.add_argument("--engine_args", default="{}", help="of the engine, as in train.py")
     options = parser.parse_args()
@@ -104,15 +106,16 @@ def print_ratios(rounds: int, compare: Callable[[int], tuple[float, str]]) -> No
 
 
 def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device: torch.device) -> None:
-    """Prints tokens a second of rollout.rollout and of LLM.generate, round by round, and the
-    engine's idle share."""
+    """Prints tokens a second of rollout.rollout and of LLM.generate (--many: of a rollout of so many prompts), round by
+    round, and the engine's idle share."""
     from vllm import SamplingParams
 
     turns = options.turns
-    n = options.prompts * options.group_size
     tokenizer = AutoTokenizer.from_pretrained(engine.args.model)
     task = SimpleNamespace(reward=calculator.reward, INTERACTIONS=[User(turns)])
-    rows = calculator.load("train")[: options.prompts]
+    all_rows = calculator.load("train")
+    rows = all_rows[: options.prompts]
+    n = len(rows) * options.group_size
     run = common.surroundings(engine, task, tokenizer, engine.args)
     sampling = {"temperature": 1.0, "max_tokens": options.tokens, "ignore_eos": True}
     before_user = [*rows[0]["prompt"], {"role": "assistant", "content": ""}]
@@ -120,15 +123,16 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
     suffix = turn_suffix(tokenizer, before_user, user_turn, {tokenizer.eos_token_id}, ended=False)
     idle_shares: list[float] = []
 
-    def rollout_phase(step: int) -> float:
+    def rollout_phase(step: int, rows: list[dict]) -> float:
         """Returns the tokens a second of a rollout."""
         engine.core.reset_prefix_cache()
         started = time.perf_counter()
         phase = rollout(run, rows, step, options.group_size, sampling)
         seconds = time.perf_counter() - started
-        assert phase.statistics["tokens"] == n * turns * options.tokens and not phase.errors, phase.counts
+        n_tokens = len(rows) * options.group_size * turns * options.tokens
+        assert phase.statistics["tokens"] == n_tokens and not phase.errors, phase.counts
         idle_shares.append(phase.metrics(engine)["throughput/idle_share"])
-        return phase.statistics["tokens"] / seconds
+        return n_tokens / seconds
 
     def plain_generate(step: int) -> float:
         """Returns the tokens a second of one LLM.generate a turn, all prompts together."""
@@ -153,10 +157,13 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
         return n_sampled / (time.perf_counter() - started)
 
     def compare(i: int) -> tuple[float, str]:
-        ours = rollout_phase(i)
-        plain = plain_generate(i)
-        line = f"rollout {ours:9,.0f} tokens/s, idle {idle_shares[-1]:.3f}   LLM.generate {plain:9,.0f}"
-        return ours / plain, line
+        ours = rollout_phase(2 * i, rows)
+        line = f"rollout {ours:9,.0f} tokens/s, idle {idle_shares[-1]:.3f}"
+        if options.many:
+            other = rollout_phase(2 * i + 1, all_rows[: options.many])  # a step has one rollout
+            return ours / other, f"{line}   of {options.many} prompts {other:9,.0f}"
+        other = plain_generate(i)
+        return ours / other, f"{line}   LLM.generate {other:9,.0f}"
 
     train.sync(engine, policy, 0)
     print(f"{options.prompts} prompts x {options.group_size}, {turns} turns of {options.tokens} tokens, {device.type}")

@@ -80,6 +80,10 @@ RUNS = {
         ["--turns", "2", "--prompts", "2", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
         ["round 1 +rollout +# tokens/s", r"median ratio # \(min #, max #\)", "idle share of the engine .*: median #"],
     ),
+    "rollout, many": (
+        ["--prompts", "1", "--many", "3", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
+        ["round 1 +rollout +# tokens/s, idle #   of 3 prompts +# +ratio #", r"median ratio # \(min #, max #\)"],
+    ),
     "rollout, sync": (
         ["--sync_mb", "1", "--model", "MODEL", "--rounds", "1", *ENGINE],
         ["round 1 +sync +# ms +plain copy +# ms +ratio #", r"median ratio # \(min #, max #\)"],
