@@ -42,7 +42,7 @@ TESTS = {
     "data.py": "data units outputs log notices images hints demonstrations",
     "agent_loop.py": "agent_loop templates chat outputs words thinking refusals images log rollout",
     "rollout.py": "rollout async units outputs sampler images demonstrations hangs",
-    "train.py": "algos bad_input notices log units sampler demonstrations refusals folder train",
+    "train.py": "algos bad_input notices log units sampler demonstrations refusals folder async cuda lora models train",
 }
 TEXTS = {"print", "warn", "say", "refusing", "BadInput"}  # calls whose arguments are messages
 OPPOSITES = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),

@@ -302,6 +302,8 @@ def test_the_reference_is_kept_as_it_is_stored_and_what_learns_in_float32(tiny_m
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in policy.net.parameters()} == {torch.float32}
     assert {b.dtype for b in reference.buffers()} == {torch.float32} and list(reference.buffers())  # RoPE's
+    learning = [{p.requires_grad for p in net.parameters()} for net in (reference, policy.net)]
+    assert learning == [{False}, {True}]
     batch = batch_of(4)
     scores = [train.score_tokens(net, batch, args) for net in (reference, policy.net)]
     assert torch.equal(*scores) and scores[0].abs().sum() > 1  # FSDP casts before it gathers: the same numbers
