@@ -131,7 +131,7 @@ def filter_overlong(
 
     These are rendered, with all tokens of their images. On the way the rows are checked, see
     `_prompt_length`, and the tokenizer. The main rank does it for all; of more than
-    MAX_ROWS_IN_MEMORY rows by as many processes as it has cores. Of more than
+    MAX_ROWS_MEASURED_HERE rows by as many processes as it has cores. Of more than
     MAX_ROWS_CHECKED_AT_START rows it looks at the first thousand to be drawn, at others when
     they are asked for: see Rows. Raises BadInput if no row is left."""
     templates = templated(tokenizer, args.chat_template_args)
@@ -144,7 +144,7 @@ def filter_overlong(
         return _prompt_length(rows[number], f"row {number}", templates, task, args, processor)
 
     n_processes = 0
-    if n_rows > tables.MAX_ROWS_IN_MEMORY:
+    if n_rows > tables.MAX_ROWS_MEASURED_HERE:
         n_processes = len(os.sched_getaffinity(0))
     lengths = on_main(_measure, length, numbers, n_processes)  # (rows looked at,)
     on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task)

@@ -32,7 +32,6 @@ import pickle
 import sys
 import threading
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
@@ -51,7 +50,8 @@ from agent_loop import (
     RESPONSE_LISTS, AgentLoopOutput, BadInput, Demonstration, TokenOutput, agent_loop_class,
     call, finite, in_time, numbers, total_reward,
 )
-from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing
+from flatrl.bad_input import (
+    check_ids, check_numbers, check_output, need, refusing, traceback_from)
 from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
@@ -887,7 +887,7 @@ class Pool:
     def _failure(self, kind, prompt, sample):
         """Returns the present exception as an entry of Phase.errors; prints the first
         of a kind."""
-        error = traceback.format_exc()
+        error = traceback_from(self.run.args.task)
         if kind not in self.printed:
             self.printed.add(kind)
             print(f"\n{kind} in step {self.step}, prompt {prompt}, sample {sample}:\n{error}",

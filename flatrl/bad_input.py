@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import sys
 import traceback
 from itertools import compress
 
@@ -47,6 +48,16 @@ def refusing(problem: str, file: str = ""):
     finally:
         if os.getpid() != process:  # user code has forked: its copy is no second run
             os._exit(1)
+
+
+def traceback_from(file: str) -> str:
+    """Returns the traceback of the present exception from its first line in this file on; the
+    whole one if it has none. What called the user's function is rarely the cause."""
+    error = sys.exception()
+    place = error.__traceback__
+    while place and place.tb_frame.f_code.co_filename != file:
+        place = place.tb_next
+    return "".join(traceback.format_exception(type(error), error, place or error.__traceback__))
 
 
 def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):

@@ -349,8 +349,9 @@ def test_names_that_a_row_gets_wrong_are_found_before_the_run(tokenizer, row, sa
 
 @pytest.fixture
 def big_table(tmp_path, monkeypatch):
-    """Writes a table of 250 rows, every third of them long, where more than 200 stay on disk."""
+    """Writes a table of 250 rows, every third of them long; more than 200 stay on disk, and are measured by others."""
     monkeypatch.setattr(tables, "MAX_ROWS_IN_MEMORY", 200)
+    monkeypatch.setattr(tables, "MAX_ROWS_MEASURED_HERE", 200)
 
     def write(**more) -> list[str]:
         file = str(tmp_path / f"{len(more)}.parquet")

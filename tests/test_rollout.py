@@ -243,6 +243,7 @@ def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, to
 
     wake(engine, hf_model(tiny_model), 3)
     rows = make_rows("slow", "raise", "no reward", "skip", "list", "nan", "dict", "slow")
+    args = dataclasses.replace(args, task=__file__)
     phase = rollout(run_with(engine, background, tokenizer, args, reward), rows, 3, 2, {"temperature": 1.0})
     engine.sleep()
     got = [(o.extra["prompt"], o.extra["sample"], o.extra["segment"]) for o in phase.outputs]
@@ -252,6 +253,10 @@ def test_phase_keeps_order_drops_failures_and_counts_them(engine, background, to
     assert [(e["prompt"], e["sample"]) for e in phase.errors] == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
     assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
     assert "must be a finite number" in phase.errors[3]["error"]
+    # A traceback begins in the task's file; without a line of it, at the start.
+    places = [error["error"].splitlines()[1] for error in (phase.errors[2], phase.errors[3])]
+    assert places[0].startswith(f'  File "{__file__}", line ') and places[0].endswith(", in reward")
+    assert places[1].endswith(", in _grade")
     shown = capfd.readouterr().err
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown, all are kept
     assert [o.reward for o in phase.outputs][-4:] == [{"score": 0.5, "digits": 2}] * 2 + [1.0, 1.0]
