@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import textwrap
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import datasets
@@ -23,6 +24,7 @@ from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_re
 from examples import calculator
 from flatrl import notices, tables
 from flatrl.metrics import describe
+from flatrl.rows import copy_containers
 from train import Args, greedy_baselines
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -341,6 +343,19 @@ def test_no_prompt_left_names_the_flag_and_the_numbers(tokenizer):
 def test_names_that_a_row_gets_wrong_are_found_before_the_run(tokenizer, row, said):
     with pytest.raises(BadInput, match=said):
         data.filter_overlong([letters(1), letters(1) | row], tokenizer, SimpleNamespace(), Args())
+
+
+def test_a_copy_has_its_own_containers_and_shares_what_is_in_them():
+    image = object()
+    tree = {"chat": [{"content": ("a", image, [1])}], "counts": Counter(x=2), "lists": defaultdict(list, y=[image])}
+    copied = copy_containers(tree)
+    assert copied == tree and [type(value) for value in copied.values()] == [list, Counter, defaultdict]
+    copied["chat"][0]["content"][2].append(2)
+    copied["counts"]["x"] += 1
+    copied["lists"]["z"].append(3)
+    copied["lists"]["y"].append(4)
+    assert tree == {"chat": [{"content": ("a", image, [1])}], "counts": {"x": 2}, "lists": {"y": [image]}}
+    assert copied["chat"][0]["content"][1] is copied["lists"]["y"][0] is image
 
 
 # ---------------------------------------------------------------------------------------------------------------------

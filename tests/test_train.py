@@ -111,6 +111,8 @@ def test_deterministic_run_killed_and_resumed_gives_the_same_numbers(by, more, e
     if warming:  # the policy's schedule waits too, and has a step less
         lrs = [0, 0, 1.5e-4, 3e-4, 2e-4, 1e-4]
     assert [row["actor/lr"] for row in rows[1:]] == pytest.approx(lrs)
+    steps = [row["actor/adam_steps"] for row in rows[1:]]
+    assert steps == ([0, 2, 4, 6, 8, 10] if warming else [1, 2, 3, 4, 5, 6])
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == [
         "step_000004",
         "step_000006",
