@@ -35,8 +35,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import transformers  # it imports a class when that is first used: --help needs none
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import nn
 
 import data
@@ -457,7 +457,7 @@ class Net(nn.Module):
     to be the one that sampled. A vision tower keeps its own attention, which is not causal."""
 
     @shown("loading the model")
-    def __init__(self, auto_class, args: Args, vision, packed: bool):
+    def __init__(self, auto_class: str, args: Args, vision, packed: bool):
         super().__init__()
         self.vision = vision
         self.packed = packed  # without padding; otherwise rows are right-padded
@@ -514,9 +514,9 @@ class Policy(Net):
     Token ids from vocab_size on are those of a padded vocabulary: they have no probability."""
 
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
-        auto_class = transformers.AutoModelForCausalLM
+        auto_class = "AutoModelForCausalLM"
         if vision:
-            auto_class = transformers.AutoModelForImageTextToText
+            auto_class = "AutoModelForImageTextToText"
         super().__init__(auto_class, args, vision, packed=bool(vision))
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered twice
         need(self.head[0].bias is None, f"--model {args.model} has a bias in its output head, "
@@ -548,7 +548,7 @@ class Critic(Net):
     """V(state before each sampled token): a backbone of its own, a linear head, 0 at first."""
 
     def __init__(self, args: Args, vision=None, packed: bool = True):
-        super().__init__(transformers.AutoModel, args, vision, packed)
+        super().__init__("AutoModel", args, vision, packed)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
         for p in self.head.parameters():
             nn.init.zeros_(p)
@@ -575,6 +575,8 @@ class Learner:
     num_steps: in which it learns. Its rate is a function of the step, with no state to save."""
 
     def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
+        from transformers import get_scheduler
+
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
@@ -586,7 +588,7 @@ class Learner:
         schedule = args.lr_schedule
         if schedule == "constant":
             schedule = "constant_with_warmup"
-        scheduler = transformers.get_scheduler(
+        scheduler = get_scheduler(
             schedule, self.optimizer, args.warmup_steps, num_steps)
         (self.lr_factor,) = scheduler.lr_lambdas
 
@@ -1000,7 +1002,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     """Returns the policy's Learner; the critic's, or None; the reference network, or None.
 
     Seeds the random generators anew."""
-    transformers.set_seed(args.seed)  # an engine's start drew random numbers, a task may draw some
+    set_seed(args.seed)  # an engine's start drew random numbers, a task may draw some
     critic = None
     if "values" in args.estimator_takes and not args.rollout_only:
         net = Critic(args, policy.vision, policy.packed)

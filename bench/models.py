@@ -189,7 +189,6 @@ def compare(name: str, options) -> dict:
     """Builds one architecture in this process, compares its engine and trainer, and returns
     the figures."""
     import torch
-    from transformers import AutoTokenizer
 
     import train
     from flatrl import devices, models
@@ -207,7 +206,7 @@ def compare(name: str, options) -> dict:
         accelerator, _ = devices.start_processes(args)
         train.complete_flags(args, accelerator.device.type == "cuda")
         if eager:
-            tokenizer = models.from_pretrained(AutoTokenizer, args, "has no tokenizer")
+            tokenizer = models.from_pretrained("AutoTokenizer", args, "has no tokenizer")
         else:
             _, tokenizer = models.load_tokenizer(args)
         vocab_size = max(tokenizer.get_vocab().values()) + 1

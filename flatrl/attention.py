@@ -5,7 +5,6 @@ import functools
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 
 
@@ -90,4 +89,6 @@ def _attend(query, key, value, scaling, window, softcap, sinks):
 
 def register_packed_attention(function=packed_attention):
     """Makes attn_implementation="packed" known to transformers."""
-    transformers.AttentionInterface.register("packed", function)
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("packed", function)

@@ -2,13 +2,14 @@
 
 This module knows no flag by name: the dataclass and its flags' defaults are arguments."""
 
+import argparse
 import difflib
 import re
 import sys
 from collections import namedtuple
 from dataclasses import field, fields
-
-from transformers import HfArgumentParser
+from types import UnionType
+from typing import Literal, get_args, get_origin
 
 from agent_loop import BadInput
 from flatrl.bad_input import need
@@ -44,23 +45,24 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
     The instance's attribute `given` has the names of the flags on the command line.
     Raises BadInput on a flag that is unknown, abbreviated or mistyped."""
 
-    class Parser(HfArgumentParser):
-        """argparse's, made from a dataclass, with our rules and our errors."""
-
-        def add_argument(self, *names, allowed=None, only="", **settings):
-            """Adds a flag by argparse, which does not know our rules `allowed` and `only`."""
-            name = names[0].strip("-")
-            if name in shown_defaults:
-                # argparse adds "(default: None)" unless the text has %(default), of which
-                # .0 prints no character.
-                settings["help"] += f" (default: {shown_defaults[name]})%(default).0s"
-            return super().add_argument(*names, **settings)
+    class Parser(argparse.ArgumentParser):
+        """argparse's, with our errors."""
 
         def error(self, message):
             """Raises BadInput; argparse would print all flags, and hide the mistake."""
             raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
 
-    parser = Parser(cls, allow_abbrev=False, description=description)
+    # Not transformers' HfArgumentParser: its import would take a third of the time to --help.
+    parser = Parser(allow_abbrev=False, description=description,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for entry in fields(cls):
+        settings = _settings(entry)
+        if entry.name in shown_defaults:
+            # argparse adds "(default: None)" unless the text has %(default), of which .0
+            # prints no character.
+            settings["help"] += f" (default: {shown_defaults[entry.name]})%(default).0s"
+        names = dict.fromkeys([f"--{entry.name}", f"--{entry.name.replace('_', '-')}"])
+        parser.add_argument(*names, **settings)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [f"--{entry.name}" for entry in fields(cls)]
@@ -71,6 +73,33 @@ def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: d
     words = sys.argv if argv is None else argv
     args.given = {word.split("=")[0][2:].replace("-", "_") for word in words if word[:2] == "--"}
     return args
+
+
+def _settings(entry) -> dict:
+    """Returns what argparse's add_argument takes for the field of a flag.
+
+    Its type may be bool, where `--flag` alone means True, Literal, list[X], X or X | None."""
+    kind = entry.type
+    if isinstance(kind, UnionType):
+        kind = get_args(kind)[0]
+    settings = {"default": entry.default, "type": kind}
+    if kind is bool:
+        settings |= {"type": _as_bool, "nargs": "?", "const": True}
+    elif get_origin(kind) is list:
+        settings |= {"type": get_args(kind)[0], "nargs": "+"}
+    elif get_origin(kind) is Literal:
+        by_word = {str(choice): choice for choice in get_args(kind)}
+        settings |= {"type": lambda word: by_word.get(word, word), "choices": get_args(kind)}
+    ours = ("allowed", "only")  # rules that argparse does not know
+    return settings | {name: x for name, x in entry.metadata.items() if name not in ours}
+
+
+def _as_bool(word):
+    """Returns the bool that a word means. Raises ArgumentTypeError if it means none."""
+    for value, words in (True, "yes true t y 1"), (False, "no false f n 0"):
+        if word.lower() in words.split():
+            return value
+    raise argparse.ArgumentTypeError(f"true or false expected, got {word!r}")
 
 
 def check_each_flag(args, defaults: dict):

@@ -9,7 +9,6 @@ from collections import namedtuple
 from dataclasses import replace
 
 import torch
-import transformers
 
 from flatrl.models import load_config
 from flatrl.processes import all_gather, ranks_of_host
@@ -163,9 +162,11 @@ def fill_by_plan(args, device: torch.device) -> str:
     given = getattr(args, "given", None)
     if given is None or device.type != "cuda":
         return ""
+    from transformers import AutoModel
+
     configs = [load_config(replace(args, model=model)).get_text_config()
                for model in (args.model, args.ref_model or args.model)]
-    model_class = transformers.AutoModel._model_mapping.get(type(configs[0]), None)
+    model_class = AutoModel._model_mapping.get(type(configs[0]), None)
     can_recompute = getattr(model_class, "supports_gradient_checkpointing", True)
     if not can_recompute and "gradient_checkpointing" not in given:
         args.gradient_checkpointing = False

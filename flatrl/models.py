@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import transformers
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from flatrl.bad_input import need, refusing
@@ -47,7 +47,7 @@ def task_model(task: ModuleType, args) -> str:
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
         temporary.mkdir()
-        transformers.set_seed(args.seed)
+        set_seed(args.seed)
         with refusing(f"--task {args.task}: build_model failed"):
             task.build_model(str(temporary))
         try:
@@ -67,12 +67,14 @@ def model_source(text: str) -> list[str]:
     return re.split("\n+", text if re.search(r"\b(reward|sampler)\(", others) else others)
 
 
-def from_pretrained(auto_class, args, problem: str, **settings):
-    """Loads a part of args.model by one of transformers' Auto classes.
+def from_pretrained(auto_class: str, args, problem: str, **settings):
+    """Loads a part of args.model by the Auto class of transformers with this name.
 
     Raises BadInput, with `problem`, if it can't be loaded."""
+    import transformers  # here: --help needs none of it, and it takes a second
+
     with refusing(f"--model {args.model} {problem}"):
-        return auto_class.from_pretrained(
+        return getattr(transformers, auto_class).from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **settings)
 
 
@@ -81,7 +83,7 @@ def load_config(args):
 
     Raises BadInput if args.model is no model, or if it has what the trainer doesn't implement.
     Its window is checked by vLLM, see `check_model`."""
-    config = from_pretrained(transformers.AutoConfig, args,
+    config = from_pretrained("AutoConfig", args,
                              "is neither a model folder nor a model that can be loaded")
     need(not config.is_encoder_decoder,
          f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone")
@@ -107,9 +109,11 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     """Returns the ids that end a turn: the tokenizer's EOS, and generation_config.json's.
 
     Raises BadInput if there is none, or one that the tokenizer lacks."""
+    from transformers import GenerationConfig
+
     with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
         try:
-            configured = transformers.GenerationConfig.from_pretrained(args.model).eos_token_id
+            configured = GenerationConfig.from_pretrained(args.model).eos_token_id
         except OSError:
             if Path(args.model, "generation_config.json").exists():
                 raise
@@ -135,7 +139,7 @@ def load_tokenizer(args) -> tuple:
         tokenizer = processor.tokenizer
     else:
         tokenizer = from_pretrained(
-            transformers.AutoTokenizer, args, "has no tokenizer that can be loaded")
+            "AutoTokenizer", args, "has no tokenizer that can be loaded")
     need(vocab_size(tokenizer) <= config.get_text_config().vocab_size,
          f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
          "vocab_size: it is another model's, or was added to")
@@ -156,12 +160,14 @@ def load_processor(args, config):
     both must agree; None for a text model.
 
     Raises BadInput for a vision model without a packed forward pass here (see Vision)."""
+    from transformers import AutoModel
+
     if getattr(config, "vision_config", None) is None:
         return None
-    need(hasattr(transformers.AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
+    need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
          f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported")
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    processor = from_pretrained(transformers.AutoProcessor, args,
+    processor = from_pretrained("AutoProcessor", args,
                                 "has vision, but its processor can't be loaded", **settings)
     # min_pixels and max_pixels are no attributes: they set `size`.
     allowed = {*vars(processor.image_processor), "min_pixels", "max_pixels"}

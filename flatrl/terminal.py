@@ -5,11 +5,12 @@ import logging
 import os
 
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 
 def quiet_libraries():
     """Hides transformers' bars, and log lines below errors (or VLLM_LOGGING_LEVEL)."""
+    from transformers.utils.logging import disable_progress_bar
+
     for name in ("torch.distributed.checkpoint", "vllm"):
         logging.getLogger(name).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     disable_progress_bar()  # of loading and saving weights

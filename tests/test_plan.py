@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from conftest import REPO
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -82,7 +83,8 @@ def measured(config, args, monkeypatch, score) -> dict[str, float]:
     """Bytes beside parameters and gradients: at most in an update, at most in scoring."""
 
     def load(auto_class, args, *_, dtype, **more):
-        model = auto_class.from_config(config, dtype=torch.bfloat16, attn_implementation="packed")
+        model = getattr(transformers, auto_class).from_config(
+            config, dtype=torch.bfloat16, attn_implementation="packed")
         return model, {"missing_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr(train, "from_pretrained", load)

@@ -577,6 +577,8 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
         (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
         (["extra"], "unknown flag extra"),
         (["--lr"], "--lr: expected one argument"),
+        (["--resume", "maybe"], "--resume: true or false expected, got 'maybe'"),
+        (["--shard", "half"], "--shard: invalid choice: 'half' (choose from False, True, 'hybrid')"),
     ],
 )
 def test_flags_that_do_not_parse(flags, message):
@@ -610,8 +612,12 @@ def test_flags_that_contradict_each_other(change, message):
 
 def test_defaults_pass_the_checks_and_flags_parse():
     check_args(Args())
-    args = parse_args(["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--lr", "1e-5"])
+    args = parse_args(["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--lr", "1e-5", "--save-every", "3"])
     assert (args.deterministic, args.train_files, args.lr, args.resume) == (True, ["a.parquet", "b.jsonl"], 1e-5, False)
+    assert args.save_every == 3 and args.given == {"deterministic", "train_files", "lr", "save_every"}
+    for words, value in (["--shard"], True), (["--shard", "hybrid"], "hybrid"), (["--shard", "False"], False):
+        assert parse_args(words).shard == value
+    assert parse_args(["--resume", "No"]).resume is False and parse_args(["--resume", "1"]).resume is True
     assert dataclasses.replace(Args(), epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
 
 
@@ -650,8 +656,8 @@ def test_command_line_shows_one_line_and_exits_with_2(cache):
 
 
 def test_help_and_a_wrong_flag_wait_for_nothing_that_they_do_not_need():
-    slow = "vllm", "torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils"
-    code = f"import sys, train; print([name for name in {slow} if name in sys.modules])"
+    slow = "vllm", "torch._dynamo", "torch.distributed.tensor", "transformers"
+    code = f"import sys, train; train.parse_args([]); print([name for name in {slow} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=REPO, text=True) == "[]\n"
 
 
