@@ -26,7 +26,6 @@ coroutines of one background thread; hundreds live at once. Names follow verl's 
 This file imports nothing of ours: pasted into another project, it works with `LoopArgs`."""
 
 import asyncio
-import concurrent.futures
 import contextvars
 import copy
 import functools
@@ -316,7 +315,7 @@ def _tokenise(tokenizer, text):
     The template writes every special token itself (BOS too): adding them would double them.
     A character behind a TOKEN_BREAK becomes no control token."""
     first, *pieces = text.split(TOKEN_BREAK)
-    ids = list(tokenizer(first, add_special_tokens=False)["input_ids"])
+    ids = tokenizer.encode(first, add_special_tokens=False)
     for piece in pieces:
         alone = _inner_ids(tokenizer, piece[:1])
         ids += [token for token in alone if token not in _controls(tokenizer)]
@@ -330,7 +329,7 @@ def _inner_ids(tokenizer, text):
 
     It is tokenised behind a special token, which is left out again."""
     start = tokenizer.eos_token or ""
-    ids = tokenizer(start + text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer.encode(start + text, add_special_tokens=False)
     return ids[1:] if start else ids
 
 
@@ -653,31 +652,37 @@ async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     """Runs a plain function on a daemon thread, which serves again when it has returned.
 
     Python would wait for asyncio.to_thread's when it exits: for ever if a tool never returns."""
-    future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # a deadline ends the waiting, not the work
+    result = asyncio.get_running_loop().create_future()
     context = contextvars.copy_context()
     try:
         work = _IDLE_THREADS.pop()
     except IndexError:
         work = queue.SimpleQueue()
         threading.Thread(target=_work_on, args=[work], daemon=True).start()
-    work.put((future, functools.partial(context.run, function, *args, **kwargs)))
-    return await asyncio.wrap_future(future)
+    work.put((result, functools.partial(context.run, function, *args, **kwargs)))
+    return await result
 
 
 def _work_on(work):
     """Calls the functions that a queue brings, one after the other."""
     process = os.getpid()
     while True:
-        future, function = work.get()
+        result, function = work.get()
         try:
-            settle = functools.partial(future.set_result, function())
+            settle = result.set_result, function()
         except BaseException as error:
-            settle = functools.partial(future.set_exception, _failure(error))
+            settle = result.set_exception, _failure(error)
         if os.getpid() != process:  # the function has forked: its copy ends here
             os._exit(1)
         _IDLE_THREADS.append(work)
-        settle()
+        with suppress(RuntimeError):  # the loop may be closed by now
+            result.get_loop().call_soon_threadsafe(_settle, result, *settle)
+
+
+def _settle(result, settle, value):
+    """Settles a future, unless a deadline has ended the waiting for it, not the work."""
+    if not result.done():
+        settle(value)
 
 
 async def call(function: Callable, /, *args, **kwargs) -> Any:
@@ -1123,8 +1128,7 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
             arguments = _parse_arguments(call.function.arguments)
         except (ValueError, RecursionError) as problem:
             error = f"wrong arguments: {problem}"
-        calls.append(
-            {"name": clean(call.function.name), "arguments": arguments, "error": error})
+        calls.append({"name": clean(call.function.name), "arguments": arguments, "error": error})
     return parsed.content or "", calls
 
 
@@ -1243,8 +1247,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns the calls of a turn, malformed ones too (see `parse_tool_calls`).
 
         Unless none has a name, the trajectory's last message becomes one with tool_calls."""
-        content, calls = parse_tool_calls(
-            text, self.args.tool_parser, self.tokenizer, self.schemas)
+        content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
             make_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
         return calls
@@ -1283,8 +1286,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _error_response(self, trajectory, error):
         """Returns a ToolResponse that tells the model of an error, which is counted."""
-        trajectory.count(
-            "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors")
+        trajectory.count("tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors")
         problem = type(error).__name__
         with suppress(Exception):  # an error's own text may fail, too
             problem = str(error) or repr(error)
@@ -1325,12 +1327,10 @@ class ToolAgentLoop(AgentLoopBase):
             create = self._tool_method(trajectory, name, "create")
             self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
-        response = await self._tool_method(
-            trajectory, name, "execute", copy.deepcopy(arguments))
-        reward = None
-        metrics = None
-        if isinstance(response, tuple):
-            response, reward, metrics = response
+        response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
+        if not isinstance(response, tuple):
+            response = response, None, None
+        response, reward, metrics = response
         if not isinstance(response, ToolResponse):
             response = ToolResponse(response)
         if response.images and self.processor is None:

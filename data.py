@@ -18,7 +18,7 @@ import math
 import os
 import signal
 import sys
-from bisect import bisect, bisect_left
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -306,11 +306,11 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     and, if an output has extra["told_prompt_ids"] (--hints):
         told               a batch of the same rows, in which these are the prompts
     Rewards may come later, and have functions of their own: `by_unit`, `token_rewards`."""
-    def padded(rows, dtype=torch.long, padding=0):
-        rows = [torch.as_tensor(np.array(row), dtype=dtype) for row in rows]  # fast for lists
+    def padded(rows, dtype=np.int64, padding=0):
+        rows = [torch.from_numpy(np.fromiter(row, dtype)) for row in rows]  # fast for lists
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
-    mask = padded([output.response_mask for output in outputs], torch.float32)
+    mask = padded([output.response_mask for output in outputs], np.float32)
     versions = padded([output.response_versions for output in outputs], padding=-1)
     imitation_mask = mask.masked_fill(versions >= 0, 0)
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
@@ -322,7 +322,7 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
         "response_mask": mask - imitation_mask,
-        "logprobs_rollout": padded(logprobs, torch.float32),
+        "logprobs_rollout": padded(logprobs, np.float32),
         "versions": versions,
         "truncated": torch.tensor([output.truncated for output in outputs])}
     if imitation_mask.any():
@@ -355,13 +355,14 @@ def token_rewards(outputs: Outputs, terminal_rewards: Tensor) -> Tensor:
     on the last sampled token. An output without any sampled token has zeros."""
     rows = []
     for output, terminal_reward in zip(outputs, terminal_rewards, strict=True):
-        length = len(output.response_mask)
-        row = terminal_rewards.new_zeros(length)
-        sampled = [i for i, mask in enumerate(output.response_mask) if mask]
-        for index, reward in [*output.turn_rewards, (length, terminal_reward)]:
-            if sampled:
-                n_before = bisect(sampled, index)  # sampled tokens up to the index
-                row[sampled[max(n_before - 1, 0)]] += reward
+        mask = output.response_mask
+        row = terminal_rewards.new_zeros(len(mask))
+        for index, reward in [*output.turn_rewards, (len(mask), terminal_reward)]:
+            backwards = mask[: index + 1][::-1]
+            if 1 in backwards:
+                row[len(backwards) - 1 - backwards.index(1)] += reward
+            elif 1 in mask:
+                row[mask.index(1)] += reward
         rows.append(row)
     return pad_sequence(rows, batch_first=True)
 

@@ -341,8 +341,9 @@ class Engine:
         started = time.perf_counter()
         with self.lock:
             self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
-            if not self.running:
-                self._wait_for_the_whole_wave()
+        if not self.running:
+            self._wait_for_the_whole_wave()
+        with self.lock:
             has_work = self._has_work() and not self.poked
             self.poked = False
             if has_work:
@@ -360,7 +361,7 @@ class Engine:
         n_requests = 0
         while len(self.inbox) > n_requests:
             n_requests = len(self.inbox)
-            self.lock.wait(0.002)
+            time.sleep(0.002)  # without the lock, for which each of them would have to wait
 
     def _take_fitting(self) -> list[_Request]:
         """Takes the requests out of the queue that start now; first come, first served.
@@ -487,14 +488,12 @@ class Engine:
             token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids)
 
     def drain(self):
-        """Gives up every request, at the end of a pool, when no other pool is at work."""
+        """Forgets every request, at the end of a pool, when no other pool is at work. The agent
+        loops that wait for one are cancelled by the pool: twice would end their tidying up."""
         with self.lock:
-            requests = self.requests
             for queue in (self.inbox, self.waiting, self.live):
                 queue.clear()
         self._advance(aborted=list(self.running))
-        for request in requests:
-            request.future.get_loop().call_soon_threadsafe(request.future.cancel)
 
 
 # ---------------------------------------------------------------- one rollout
@@ -513,7 +512,7 @@ class Session:
     name: str
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0  # seconds spent in calls
-    calls: list = field(default_factory=list)
+    callers: set = field(default_factory=set)  # the tasks that await one now
 
     async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
         """Samples one turn, as Engine.generate does. Raises RuntimeError once the agent loop is
@@ -525,19 +524,20 @@ class Session:
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
             sampling_params = {**sampling_params, "stop_token_ids": stops}
+        caller = asyncio.current_task()
+        self.callers.add(caller)
         try:
-            generation = self.engine.generate(
+            return await self.engine.generate(
                 request_id=self.name, sampling_params=sampling_params, **call)
-            self.calls.append(asyncio.ensure_future(generation))
-            return await self.calls[-1]
         finally:
+            self.callers.discard(caller)
             self.generate_s += time.perf_counter() - started
 
     def close(self):
         """Gives up the calls that a finished agent loop left behind in tasks of its own."""
         self.engine = None  # a call that comes later fails
-        for future in self.calls:
-            future.cancel()
+        for caller in self.callers:
+            caller.cancel()
 
 
 @dataclass

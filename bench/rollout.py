@@ -1,6 +1,7 @@
 """Compares a rollout phase with plain `LLM.generate` or with a larger one, or a weight sync with a plain copy.
 
     python bench/rollout.py [--turns 1] [--model FOLDER] [--prompts 32] [--group_size 8] [--tokens 64] [--rounds 5]
+    python bench/rollout.py --turns 4 --spread          # turns of --tokens / 2 to --tokens * 3 / 2 tokens
     python bench/rollout.py --prompts 16 --many 1024    # a trajectory's seconds among 8,192 against those among 128
     python bench/rollout.py --sync_mb 500       # a weight sync against copying the same tensors once
 
@@ -10,11 +11,13 @@ phase does more than `generate`: templates, one coroutine a trajectory, decoding
 gathering over ranks. With --turns n a simulated user, who takes no time, answers n - 1 times,
 and --tokens is the length of each turn. `generate` is then called once a turn with all
 prompts, each with what was sampled and the same user turn behind it: all trajectories go on
-together, and the engine is never idle.
+together, and the engine is never idle. With --spread turns differ in length, on both sides
+alike: `generate` then waits for the longest of a turn, and a rollout for no one.
 """
 
 import argparse
 import itertools
+import random
 import statistics
 import tempfile
 import time
@@ -49,10 +52,24 @@ class FixedTurns(ToolAgentLoop):
     """An agent loop whose assistant turns are over when they reach their forced length, and
     not cut off."""
 
+    async def run(self, sampling_params, **row):
+        self.lengths = iter(self.task.lengths[row["extra_info"]["index"], row["rollout_n"]])
+        return await super().run(sampling_params, **row)
+
     async def assistant_turn(self, trajectory, sampling_params):
-        await super().assistant_turn(trajectory, sampling_params)
+        await super().assistant_turn(trajectory, sampling_params | {"max_tokens": next(self.lengths)})
         trajectory.stop_reason = "stop"
         return ""
+
+
+def lengths_of_turns(rows: list[dict], options: argparse.Namespace) -> dict[tuple[int, int], list[int]]:
+    """Returns {(index of a row, number in its group): the tokens of each turn}."""
+    least, most = options.tokens, options.tokens
+    if options.spread:
+        least, most = options.tokens // 2, options.tokens + options.tokens // 2
+    drawn = random.Random(0)
+    return {(row["extra_info"]["index"], sample): [drawn.randint(least, most) for _ in range(options.turns)]
+            for row in rows for sample in range(options.group_size)}  # fmt: skip
 
 
 def main() -> None:
@@ -61,6 +78,7 @@ def main() -> None:
     parser.add_argument("--model", help="default: a random model of the built-in task's size, or of --sync_mb")
     for name, default in (("turns", 1), ("prompts", 32), ("group_size", 8), ("tokens", 64), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--spread", action="store_true", help="turns of different lengths")
     parser.add_argument("--many", type=int, help="prompts of a second rollout, which takes generate's place")
     parser.add_argument("--sync_mb", type=int, help="MB of float32 weights; times nothing but the sync")
     parser.add_argument("--engine_args", default="{}", help="of the engine, as in train.py")
@@ -77,7 +95,8 @@ def measure(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args = train.Args(model=options.model, dtype="bfloat16" if device.type == "cuda" else "float32",
                       agent="fixed_turns", engine_args=options.engine_args)  # fmt: skip
-    args.max_response_tokens = options.turns * options.tokens + (options.turns - 1) * 64  # room for the user turns
+    longest = options.tokens + options.tokens // 2
+    args.max_response_tokens = options.turns * longest + (options.turns - 1) * 64  # room for the user turns
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
     common.start_alone()
     engine = Engine(options.model, args, device)
@@ -112,10 +131,10 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
 
     turns = options.turns
     tokenizer = AutoTokenizer.from_pretrained(engine.args.model)
-    task = SimpleNamespace(reward=calculator.reward, INTERACTIONS=[User(turns)])
     all_rows = calculator.load("train")
     rows = all_rows[: options.prompts]
-    n = len(rows) * options.group_size
+    lengths = lengths_of_turns(all_rows[: options.many or options.prompts], options)
+    task = SimpleNamespace(reward=calculator.reward, INTERACTIONS=[User(turns)], lengths=lengths)
     run = common.surroundings(engine, task, tokenizer, engine.args)
     sampling = {"temperature": 1.0, "max_tokens": options.tokens, "ignore_eos": True}
     before_user = [*rows[0]["prompt"], {"role": "assistant", "content": ""}]
@@ -123,14 +142,18 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
     suffix = turn_suffix(tokenizer, before_user, user_turn, {tokenizer.eos_token_id}, ended=False)
     idle_shares: list[float] = []
 
+    def lengths_of(rows: list[dict]) -> list[list[int]]:
+        """Returns the lengths of each trajectory's turns."""
+        return [lengths[row["extra_info"]["index"], sample] for row in rows for sample in range(options.group_size)]
+
     def rollout_phase(step: int, rows: list[dict]) -> float:
         """Returns the tokens a second of a rollout."""
         engine.core.reset_prefix_cache()
         started = time.perf_counter()
         phase = rollout(run, rows, step, options.group_size, sampling)
         seconds = time.perf_counter() - started
-        n_tokens = len(rows) * options.group_size * turns * options.tokens
-        assert phase.statistics["tokens"] == n_tokens and not phase.errors, phase.counts
+        n_tokens = phase.statistics["tokens"]
+        assert n_tokens == sum(map(sum, lengths_of(rows))) and not phase.errors, phase.counts
         idle_shares.append(phase.metrics(engine)["throughput/idle_share"])
         return n_tokens / seconds
 
@@ -140,21 +163,22 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
         prompts = []
         for row in rows:
             prompts += [render(tokenizer, row["prompt"])] * options.group_size
-        seeds = itertools.count(step * turns * n)
+        seeds = itertools.count(step * turns * len(prompts))
         parameters = []
-        for _ in range(turns):
-            of_turn = [SamplingParams(**sampling, seed=next(seeds), logprobs=0, detokenize=False) for _ in prompts]
-            parameters.append(of_turn)
-        n_sampled = 0
+        for of_turn in zip(*lengths_of(rows), strict=True):
+            parameters.append([SamplingParams(**sampling | {"max_tokens": length}, seed=next(seeds), logprobs=0,
+                                              detokenize=False) for length in of_turn])  # fmt: skip
+        n_tokens = 0
         started = time.perf_counter()
         for of_turn in parameters:
             requests = [{"prompt_token_ids": token_ids} for token_ids in prompts]
             outputs = engine.llm.generate(requests, of_turn, use_tqdm=False)
             sampled = [list(output.outputs[0].token_ids) for output in outputs]
             prompts = [prompt + tokens + suffix for prompt, tokens in zip(prompts, sampled, strict=True)]
-            n_sampled += sum(map(len, sampled))
-        assert n_sampled == n * turns * options.tokens
-        return n_sampled / (time.perf_counter() - started)
+            n_tokens += sum(map(len, sampled))
+        seconds = time.perf_counter() - started
+        assert n_tokens == sum(map(sum, lengths_of(rows)))
+        return n_tokens / seconds
 
     def compare(i: int) -> tuple[float, str]:
         ours = rollout_phase(2 * i, rows)
@@ -166,7 +190,8 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
         return ours / other, f"{line}   LLM.generate {other:9,.0f}"
 
     train.sync(engine, policy, 0)
-    print(f"{options.prompts} prompts x {options.group_size}, {turns} turns of {options.tokens} tokens, {device.type}")
+    spread = f"{options.tokens // 2} to {options.tokens + options.tokens // 2}" if options.spread else options.tokens
+    print(f"{options.prompts} prompts x {options.group_size}, {turns} turns of {spread} tokens, {device.type}")
     print_ratios(options.rounds, compare)
     print(f"idle share of the engine in a rollout: median {statistics.median(idle_shares[1:]):.3f}")
 

@@ -80,6 +80,10 @@ RUNS = {
         ["--turns", "2", "--prompts", "2", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
         ["round 1 +rollout +# tokens/s", r"median ratio # \(min #, max #\)", "idle share of the engine .*: median #"],
     ),
+    "rollout, spread": (
+        ["--turns", "2", "--spread", "--prompts", "2", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
+        ["2 turns of 2 to 6 tokens", "round 1 +rollout +# tokens/s, idle # +LLM.generate +# +ratio #"],
+    ),
     "rollout, many": (
         ["--prompts", "1", "--many", "3", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
         ["round 1 +rollout +# tokens/s, idle #   of 3 prompts +# +ratio #", r"median ratio # \(min #, max #\)"],
