@@ -1,7 +1,9 @@
 """Compares a rollout phase with plain `LLM.generate` or with a larger one, or a weight sync with a plain copy.
 
     python bench/rollout.py [--turns 1] [--model FOLDER] [--prompts 32] [--group_size 8] [--tokens 64] [--rounds 5]
-    python bench/rollout.py --turns 4 --spread          # turns of --tokens / 2 to --tokens * 3 / 2 tokens
+    python bench/rollout.py --turns 4 --spread even     # turns of --tokens / 2 to --tokens * 3 / 2 tokens
+    python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
+    python bench/rollout.py --turns 4 --width 512       # of a larger random model
     python bench/rollout.py --prompts 16 --many 1024    # a trajectory's seconds among 8,192 against those among 128
     python bench/rollout.py --sync_mb 500       # a weight sync against copying the same tensors once
 
@@ -12,7 +14,9 @@ gathering over ranks. With --turns n a simulated user, who takes no time, answer
 and --tokens is the length of each turn. `generate` is then called once a turn with all
 prompts, each with what was sampled and the same user turn behind it: all trajectories go on
 together, and the engine is never idle. With --spread turns differ in length, on both sides
-alike: `generate` then waits for the longest of a turn, and a rollout for no one.
+alike: `generate` then waits for the longest of a turn, and a rollout for no one. `even` draws
+all lengths from --tokens / 2 to --tokens * 3 / 2 with the same probability. `tail` draws them
+from the exponential distribution whose mean is --tokens, up to eight times that.
 """
 
 import argparse
@@ -64,12 +68,25 @@ class FixedTurns(ToolAgentLoop):
 
 def lengths_of_turns(rows: list[dict], options: argparse.Namespace) -> dict[tuple[int, int], list[int]]:
     """Returns {(index of a row, number in its group): the tokens of each turn}."""
-    least, most = options.tokens, options.tokens
-    if options.spread:
-        least, most = options.tokens // 2, options.tokens + options.tokens // 2
+    least, most = shortest_and_longest(options)
     drawn = random.Random(0)
-    return {(row["extra_info"]["index"], sample): [drawn.randint(least, most) for _ in range(options.turns)]
+
+    def length() -> int:
+        if options.spread == "tail":
+            return min(most, max(least, round(drawn.expovariate(1 / options.tokens))))
+        return drawn.randint(least, most)
+
+    return {(row["extra_info"]["index"], sample): [length() for _ in range(options.turns)]
             for row in rows for sample in range(options.group_size)}  # fmt: skip
+
+
+def shortest_and_longest(options: argparse.Namespace) -> tuple[int, int]:
+    """Returns the least and the most tokens of a turn."""
+    if options.spread == "even":
+        return options.tokens // 2, options.tokens + options.tokens // 2
+    if options.spread == "tail":
+        return 1, 8 * options.tokens
+    return options.tokens, options.tokens
 
 
 def main() -> None:
@@ -78,7 +95,8 @@ def main() -> None:
     parser.add_argument("--model", help="default: a random model of the built-in task's size, or of --sync_mb")
     for name, default in (("turns", 1), ("prompts", 32), ("group_size", 8), ("tokens", 64), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--spread", action="store_true", help="turns of different lengths")
+    parser.add_argument("--width", type=int, help="hidden size of the random model, which then has 6 layers")
+    parser.add_argument("--spread", choices=("even", "tail"), help="turns of different lengths")
     parser.add_argument("--many", type=int, help="prompts of a second rollout, which takes generate's place")
     parser.add_argument("--sync_mb", type=int, help="MB of float32 weights; times nothing but the sync")
     parser.add_argument("--engine_args", default="{}", help="of the engine, as in train.py")
@@ -86,7 +104,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         if not options.model:
-            options.model = common.random_model(folder, **(wide(options.sync_mb) if options.sync_mb else {}))
+            config = {"max_position_embeddings": 4096}
+            if options.sync_mb:
+                config |= wide(options.sync_mb)
+            elif options.width:
+                width = options.width
+                config |= {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 6}
+            options.model = common.random_model(folder, **config)
         measure(options)
 
 
@@ -95,7 +119,7 @@ def measure(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args = train.Args(model=options.model, dtype="bfloat16" if device.type == "cuda" else "float32",
                       agent="fixed_turns", engine_args=options.engine_args)  # fmt: skip
-    longest = options.tokens + options.tokens // 2
+    _, longest = shortest_and_longest(options)
     args.max_response_tokens = options.turns * longest + (options.turns - 1) * 64  # room for the user turns
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
     common.start_alone()
@@ -190,8 +214,11 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
         return ours / other, f"{line}   LLM.generate {other:9,.0f}"
 
     train.sync(engine, policy, 0)
-    spread = f"{options.tokens // 2} to {options.tokens + options.tokens // 2}" if options.spread else options.tokens
-    print(f"{options.prompts} prompts x {options.group_size}, {turns} turns of {spread} tokens, {device.type}")
+    least, most = shortest_and_longest(options)
+    of_turn = f"{least} to {most}" if options.spread else options.tokens
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters()) / 1e6
+    print(f"{options.prompts} prompts x {options.group_size}, {turns} turns of {of_turn} tokens, {parameters:.2f}M "
+          f"parameters, {device.type}")  # fmt: skip
     print_ratios(options.rounds, compare)
     print(f"idle share of the engine in a rollout: median {statistics.median(idle_shares[1:]):.3f}")
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from common import REPO, spread
 
-# name -> (words after the Python, what the answer's last line begins with; "": the end of the process)
+# name -> (words after the Python, what a line of the answer begins with, which ends the measurement)
 CASES = {
-    "--help": (["train.py", "--help"], ""),
-    "a refused flag": (["train.py", "--lrr", "1"], ""),
+    "--help": (["train.py", "--help"], "usage: "),
+    "a refused flag": (["train.py", "--lrr", "1"], "train.py: error: "),
     "python train.py": (["train.py", "--num_steps", "1"], "grpo: "),
     "accelerate launch train.py": (["-m", "accelerate.commands.launch", "train.py", "--num_steps", "1"], "grpo: "),
 }

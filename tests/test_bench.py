@@ -81,12 +81,15 @@ RUNS = {
         ["round 1 +rollout +# tokens/s", r"median ratio # \(min #, max #\)", "idle share of the engine .*: median #"],
     ),
     "rollout, spread": (
-        ["--turns", "2", "--spread", "--prompts", "2", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
+        ["--turns", "2", "--spread", "even", "--prompts", "2", "--group_size", "2", "--tokens", "4", "--rounds", "1",
+         *ENGINE],
         ["2 turns of 2 to 6 tokens", "round 1 +rollout +# tokens/s, idle # +LLM.generate +# +ratio #"],
     ),
     "rollout, many": (
-        ["--prompts", "1", "--many", "3", "--group_size", "2", "--tokens", "4", "--rounds", "1", *ENGINE],
-        ["round 1 +rollout +# tokens/s, idle #   of 3 prompts +# +ratio #", r"median ratio # \(min #, max #\)"],
+        ["--prompts", "1", "--many", "3", "--group_size", "2", "--tokens", "4", "--rounds", "1", "--spread", "tail",
+         "--width", "64", *ENGINE],
+        ["1 turns of 1 to 32 tokens, #M parameters",
+         "round 1 +rollout +# tokens/s, idle #   of 3 prompts +# +ratio #", r"median ratio # \(min #, max #\)"],
     ),
     "rollout, sync": (
         ["--sync_mb", "1", "--model", "MODEL", "--rounds", "1", *ENGINE],
