@@ -502,9 +502,8 @@ class MicroBatch:
         shared = [0]
         for before, position in itertools.pairwise(positions):
             shared.append(min(self.shared[before + 1 : position + 1]))
-        rows = [self.rows[position] for position in positions]
-        lengths = [self.lengths[position] for position in positions]
-        return MicroBatch(rows, lengths, shared, is_filler)
+        return MicroBatch([self.rows[position] for position in positions],
+                          [self.lengths[position] for position in positions], shared, is_filler)
 
 
 def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
@@ -570,20 +569,18 @@ def _fill_micro_batches(
     The longest run comes first, and each goes to the first micro-batch with room. Returns
     (tokens, positions) of each. Not packed, rows share nothing, and are padded to the longest
     of theirs."""
-    micros = []
     runs = sorted(_cut_into_runs(whole, max_tokens), key=lambda run: run[0], reverse=True)
+    micros = [[] for _ in runs]  # the last ones stay empty
+    room = np.full(len(runs), max_tokens)
+    padded = np.zeros_like(room)  # not packed: the length of the longest row, the first
     for tokens, run in runs:
-        for k, (micro_tokens, positions) in enumerate(micros):
-            if packed:
-                total = micro_tokens + tokens
-            else:
-                total = whole.lengths[positions[0]] * (len(positions) + 1)
-            if total <= max_tokens:
-                micros[k] = total, [*positions, *run]
-                break
-        else:
-            micros.append((tokens, [*run]))
-    return micros
+        taken = np.maximum(padded, tokens)
+        k = np.argmax((room >= taken) | (room == max_tokens))  # an empty one takes any run
+        room[k] -= taken[k]
+        micros[k] += run
+        if not packed:
+            padded[k] = taken[k]
+    return [(max_tokens - left, rows) for left, rows in zip(room, micros) if rows]
 
 
 def micro_batches_of_this_rank(batch: dict, rows: Sequence[int], max_tokens: int,
@@ -608,8 +605,7 @@ def micro_batches_of_this_rank(batch: dict, rows: Sequence[int], max_tokens: int
     micros = fill(budget)
     dealt = balance([tokens for tokens, _ in micros], n_ranks)
     mine = [whole.select(micros[k][1]) for k in dealt[dist.get_rank()]]
-    shortest = whole.lengths.index(min(whole.lengths))
-    filler = whole.select([shortest], is_filler=True)
+    filler = whole.select([np.argmin(whole.lengths)], is_filler=True)  # the shortest row
     return mine + [filler] * (max(map(len, dealt)) - len(mine))
 
 
