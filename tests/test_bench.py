@@ -86,9 +86,9 @@ RUNS = {
         ["2 turns of 2 to 6 tokens", "round 1 +rollout +# tokens/s, idle # +LLM.generate +# +ratio #"],
     ),
     "rollout, many": (
-        ["--prompts", "1", "--many", "3", "--group_size", "2", "--tokens", "4", "--rounds", "1", "--spread", "tail",
-         "--width", "64", *ENGINE],
-        ["1 turns of 1 to 32 tokens, #M parameters",
+        ["--prompts", "1", "--many", "3", "--group_size", "2", "--tokens", "4", "--rounds", "1",
+         "--width", "128", *ENGINE],
+        ["1 turns of 4 tokens, #M parameters",
          "round 1 +rollout +# tokens/s, idle #   of 3 prompts +# +ratio #", r"median ratio # \(min #, max #\)"],
     ),
     "rollout, sync": (
