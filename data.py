@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -188,8 +189,12 @@ def _measure(length: Callable[[int], int], numbers: Sequence[int], n_processes: 
         return [length(number) for number in batch]
 
     # The loader's processes are forks of this one: they have rows, tokenizer and task.
-    loader = DataLoader(numbers, batch_size=100, collate_fn=lengths, num_workers=n_processes)
-    result = np.concatenate(list(Bar(loader, "prompts", unit_scale=100)))
+    loader = DataLoader(numbers, batch_size=100, collate_fn=lengths, num_workers=n_processes,
+                        prefetch_factor=100 if n_processes else None)
+    batches = iter(loader)  # the processes start
+    if n_processes:
+        import_module("vllm.tool_parsers")  # needed later, and takes seconds: they work meanwhile
+    result = np.concatenate(list(Bar(batches, "prompts", total=len(loader), unit_scale=100)))
     # The loader's handler of this signal would wake `Stop` at each child's end.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return result

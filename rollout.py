@@ -341,9 +341,6 @@ class Engine:
         started = time.perf_counter()
         with self.lock:
             self.lock.wait_for(lambda: self.poked or self._has_work(), timeout)
-        if not self.running:
-            self._wait_for_the_whole_wave()
-        with self.lock:
             has_work = self._has_work() and not self.poked
             self.poked = False
             if has_work:
@@ -354,14 +351,6 @@ class Engine:
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
         self._advance(self._take_fitting() if has_work else (), step=has_work)
-
-    def _wait_for_the_whole_wave(self):
-        """Waits until no more requests come in. An idle engine gets many at once, and
-        starting with the first few of them would cost model steps."""
-        n_requests = 0
-        while len(self.inbox) > n_requests:
-            n_requests = len(self.inbox)
-            time.sleep(0.002)  # without the lock, for which each of them would have to wait
 
     def _take_fitting(self) -> list[_Request]:
         """Takes the requests out of the queue that start now; first come, first served.
