@@ -13,9 +13,10 @@ Seconds are the processor's, of one thread, so that other processes do not count
     pack      packing this rank's micro-batches, the shared prefixes once
     write     rollouts/*.jsonl, which the main rank alone writes
 
-The last lines compare the sum with what the update alone takes of the device: 6 floating-point
-operations for each parameter and token, by --gpus GPUs that reach 400 TFLOP/s each (an H100 in
-bfloat16 at 40%). Rollout and scoring come on top of it, so the share of a whole step is smaller.
+The last lines compare the sum with the least that rollout and update take of the device: 8
+floating-point operations for each parameter and token, 2 to sample it and 6 to train on it, by
+--gpus GPUs that reach 400 TFLOP/s each (an H100 in bfloat16 at 40%). A rollout waits for the
+memory more than for its operations, and scoring comes on top: the share of a step is smaller.
 """
 
 import argparse
@@ -124,8 +125,9 @@ def main() -> None:
     print(f"{'all':10} {total:8.2f} s; rollouts file {size / 1e6:.0f} MB")
     tokens = sum(micro.lengths[i] - micro.shared[i] for micro in micro_batches for i in range(len(micro.rows)))
     for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
-        device = 6 * n_parameters(name) * tokens / REACHED  # of this rank's share
-        print(f"{name:12} on {options.gpus} GPUs: update {device:8.2f} s, the host's share of it {total / device:.1%}")
+        device = 8 * n_parameters(name) * tokens / REACHED  # of this rank's share
+        print(f"{name:12} on {options.gpus} GPUs: rollout and update {device:8.2f} s, the host's part is "
+              f"{total / device:.1%} of it")  # fmt: skip
 
 
 if __name__ == "__main__":
