@@ -52,7 +52,7 @@ RUNS = {
     "host": (
         ["--trajectories", "16", "--tokens", "64"],
         ["write +# s", "pack +# s", "all +# s; rollouts file # MB",
-         "7B +on 8 GPUs: update +# s, the host's share of it #%"],
+         "7B +on 8 GPUs: rollout and update +# s, the host's part is #% of it"],
     ),
     "kills": (["--kills", "1", *KILLED], ["1 of 1 killed; different: nothing"]),
     "load": (
