@@ -9,12 +9,12 @@ is the whole algorithm: begin to read there.
 One process per GPU holds a vLLM engine and the policy, and switches between rollout and
 update. This file has the flags, the networks, one optimiser step and evaluation."""
 
-import gc
 import os
 
 if __name__ == "__main__":  # before torch, which takes seconds
     if os.environ.get("RANK", "0") == "0":
         print("flatrl: loading torch, transformers and vLLM", flush=True)
+    import gc
     gc.set_threshold(50_000)  # looking for garbage takes a tenth of the imports' time
     # Ranks that share cores with busy-waiting threads crawl. On a GPU vLLM sets it.
     if not os.path.exists("/dev/nvidiactl"):
