@@ -216,7 +216,7 @@ def measure_rollout(engine: Engine, policy, options: argparse.Namespace, device:
     train.sync(engine, policy, 0)
     least, most = shortest_and_longest(options)
     of_turn = f"{least} to {most}" if options.spread else options.tokens
-    parameters = sum(parameter.numel() for parameter in policy.model.parameters()) / 1e6
+    parameters = policy.model.num_parameters() / 1e6
     print(f"{options.prompts} prompts x {options.group_size}, {turns} turns of {of_turn} tokens, {parameters:.2f}M "
           f"parameters, {device.type}")  # fmt: skip
     print_ratios(options.rounds, compare)
