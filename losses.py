@@ -39,6 +39,8 @@ KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
 
+BT = Tensor
+N = Tensor
 LossAndStats = tuple[Tensor, dict[str, Tensor]]
 
 

@@ -23,7 +23,6 @@ agent loops, and the others follow its steps."""
 import asyncio
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -35,11 +34,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,15 +54,17 @@ from flatrl.bad_input import (
     check_ids, check_numbers, check_output, need, refusing, traceback_from)
 from flatrl.hints import tell
 from flatrl.metrics import describe
-from flatrl.processes import PATIENCE, Stopped, all_gather, gather_unless_stopped, memory
+from flatrl.processes import (
+    PATIENCE, Background, Stop, Stopped, all_gather, gather_unless_stopped, memory)
 from flatrl.rows import copy_containers
 from flatrl.terminal import Bar, shown
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
     load_into, never_sample, prepare_vllm, sampling_params, vllm_arguments)
 
-KV_FULL = 0.9  # share of the KV cache in use from which on no new trajectory starts
-GRADED = ("reward", "turn_rewards", "metrics")  # of an output, for a reward function to write
+KV_FULL = 0.9  # no new rollout starts while a larger share of the KV cache is in use
+MAX_CONCURRENT = 1024  # rollouts under way on one rank; one that waits for a tool decodes nothing
+REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is dropped after that
 
 
 def seed_of(*parts) -> int:
@@ -219,13 +221,13 @@ class Engine:
         self.poked = False  # by the end of an earlier rollout
         self._become("awake")
 
-    def sleep(self, level: int | None = None, keep: bool = False):
+    def sleep(self, level: int = 2, keep: bool = False):
         """Frees the memory of the KV cache and of the weights.
 
-        level: 1 copies the weights to the host, 2 drops them; default: --sleep_level. keep:
-        unfinished requests stay, and go on after the next wake under the weights of then;
-        without `keep` an unfinished request raises RuntimeError. On a CPU no memory is
-        freed, but the transitions and the resets of caches are the same."""
+        level: 1 copies the weights to the host, 2 drops them, as the next sync brings new ones.
+        keep: unfinished requests stay, and continue after the next wake under the weights of
+        that time. Without `keep` an unfinished request raises RuntimeError. On a CPU no memory
+        is freed, but the transitions and the resets of caches are the same."""
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
@@ -237,7 +239,7 @@ class Engine:
             self.mark_versions()
         else:
             self.turns.clear()
-        self.core.sleep(level or self.args.sleep_level, mode="keep" if keep else "abort")
+        self.core.sleep(level, mode="keep" if keep else "abort")
         self._become("asleep")
 
     def mark_versions(self):
@@ -350,7 +352,7 @@ class Engine:
                     arrived.sort(key=lambda request: (request.trajectory, request.turn))
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        self._advance(self._take_fitting() if has_work else (), step=has_work)
+        self._advance(self._take_fitting() if has_work else (), steps=has_work)
 
     def _take_fitting(self) -> list[_Request]:
         """Takes the requests out of the queue that start now; first come, first served.
@@ -384,66 +386,74 @@ class Engine:
                 self.waiting.append(request)
         return fitting
 
-    def _advance(self, added=(), step=False, aborted=None):
-        """Does on all ranks of a team, in lock step: aborts, additions, one model step.
+    def _advance(self, added: Iterable[_Request] = (), steps: bool = False, aborts_all=False):
+        """Sends one command to the team and carries it out: aborts, additions, a model step.
 
-        added: requests that start. step: whether a model step follows, if there is anything
-        to compute. aborted: the call_ids to abort; default: those of calls that were given
-        up. The futures of requests that ended get their results. Does nothing if there is
-        nothing to do."""
-        if aborted is None:
-            aborted = [name for name, request in self.running.items() if request.is_given_up]
-        step = step and bool(added or self.running)
-        if not (aborted or added or step):
+        added: the requests that start. steps: whether a model step follows, if there is anything
+        to compute. aborts_all: whether all requests are aborted; otherwise those that were given
+        up. The futures of requests that ended get their results. Without anything to do,
+        nothing is sent."""
+        aborted = [
+            call_id for call_id, request in self.running.items()
+            if aborts_all or request.is_given_up]
+        command = Command(aborted, list(added), steps and bool(added or self.running))
+        if not (command.aborted or command.added or command.steps):
             return
-        if self.team:
-            copies = [replace(request, future=None) for request in added]
-            self._broadcast((aborted, copies, step))
-        results = self._run(aborted, added, step)
+        self._send(command)
+        results = self._carry_out(command)
 
         def hand_out():  # on the background thread
             for request, result in results:
                 if not request.future.done():
                     request.future.set_result(result)
 
-        if results:  # the background thread is woken once a step, not once a request
-            results[0][0].future.get_loop().call_soon_threadsafe(hand_out)
+        if results:  # wake the background thread once for the whole step
+            loop = results[0][0].future.get_loop()
+            loop.call_soon_threadsafe(hand_out)
 
-    def _broadcast(self, command=None):
-        """Returns on all ranks of the team what its leader passes."""
-        commands = [command]
-        dist.broadcast_object_list(commands, group=self.team, group_src=0)
-        return commands[0]
+    def _send(self, command: "Command"):
+        """Sends a command from the leader of a team to its followers, which `follow`."""
+        if self.team:
+            added = [replace(request, future=None) for request in command.added]
+            copy = replace(command, added=added)
+            dist.broadcast_object_list([copy], group=self.team, group_src=0)
+
+    def _receive(self) -> "Command":
+        """Waits for the leader's next command."""
+        received = [None]
+        dist.broadcast_object_list(received, group=self.team, group_src=0)
+        return received[0]
 
     def follow(self):
-        """Does what the leader of the team does, until the leader calls `dismiss`."""
+        """Carries out the leader's commands until the leader calls `dismiss`."""
         while True:
-            command = self._broadcast()
-            if command is None:
+            command = self._receive()
+            if command.is_last:
                 return
-            self._run(*command)
+            self._carry_out(command)
 
     def dismiss(self):
-        """Ends a rollout phase: aborts calls given up; followers return from `follow`."""
+        """Ends a rollout: aborts the calls that were given up, and releases the followers."""
         self._advance()
-        if self.team:
-            self._broadcast()
+        self._send(Command(is_last=True))
 
-    def _run(self, aborted, added, step):
-        """Aborts, adds and steps, as `_advance` says.
+    def _carry_out(self, command: "Command") -> list[tuple]:
+        """Aborts, adds and steps.
 
-        Returns (request, result) for each request that came to its end; the result is a
-        TokenOutput, or a ValueError if vLLM refused the request."""
-        self.core.abort_request(aborted)
-        for call_id in aborted:
+        Returns (request, result) for each request that has ended. The result is a TokenOutput,
+        or a ValueError if vLLM refused the request."""
+        self.core.abort_request(command.aborted)
+        for call_id in command.aborted:
             del self.running[call_id]
+
         results = []
-        for request in added:
+        for request in command.added:
             try:
                 self._admit(request)
-            except Exception as error:  # vLLM's have no common base; the other requests go on
+            except Exception as error:  # vLLM's have no common base; the other requests stay
                 results.append((request, ValueError(str(error))))
-        if step and self.running:
+
+        if command.steps and self.running:
             for output in self.core.step():
                 if output.finished:
                     request = self.running.pop(output.request_id)
@@ -477,38 +487,180 @@ class Engine:
             token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids)
 
     def drain(self):
-        """Forgets every request, at the end of a pool, when no other pool is at work. The agent
-        loops that wait for one are cancelled by the pool: twice would end their tidying up."""
+        """Forgets every request, when a pool ends and no other is at work.
+
+        The pool has cancelled the agent loops that wait for them. Their futures are left alone:
+        a second cancellation would interrupt their tidying up."""
         with self.lock:
             for queue in (self.inbox, self.waiting, self.live):
                 queue.clear()
-        self._advance(aborted=list(self.running))
+        self._advance(aborts_all=True)
 
 
-# ---------------------------------------------------------------- one rollout
+@dataclass
+class Command:
+    """What the leader of a --tp team and its followers do next, in lock step."""
+
+    aborted: list[str] = field(default_factory=list)  # call_ids
+    added: list[_Request] = field(default_factory=list)
+    steps: bool = False  # whether a model step follows
+    is_last: bool = False  # the rollout is over: followers return
+
+
+# ---------------------------------------------------------------- the rollouts of a step
+
+
+@dataclass
+class Rollouts:
+    """The rollouts of one step, from all ranks.
+
+    outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers
+    and its row's "index". Three more keys mark an output: "filtered" if dynamic sampling skipped
+    its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
+    errors: a dict for each rollout that failed, with its traceback.
+    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
+    "cached_tokens" among those."""
+
+    outputs: list[AgentLoopOutput] = field(default_factory=list)
+    errors: list[dict] = field(default_factory=list)
+    skipped: int = 0  # rollouts whose agent loop returned []
+    statistics: Counter = field(default_factory=Counter)
+    idle_s: list[float] = field(default_factory=list)  # of each engine: seconds without work
+    seconds: float = 0.0
+    sync_s: float = 0.0  # of the weight sync before
+    graders: dict = field(default_factory=dict)  # (prompt, sample) -> this rank's running task
+
+    @property
+    def sampled(self) -> list[AgentLoopOutput]:
+        """The outputs that the policy sampled: no greedy baselines, no demonstrations."""
+        return self._without("greedy", "demonstration")
+
+    @property
+    def trained(self) -> list[AgentLoopOutput]:
+        """The outputs to learn from, demonstrations included."""
+        return self._without("greedy", "filtered")
+
+    @property
+    def compared(self) -> list[AgentLoopOutput]:
+        """The outputs to learn from by their rewards."""
+        return self._without("greedy", "filtered", "demonstration")
+
+    def _without(self, *marks):
+        """Returns the outputs that have none of these marks in `extra`."""
+        return [output for output in self.outputs if output.extra.keys().isdisjoint(marks)]
+
+    @property
+    def greedy(self) -> list[AgentLoopOutput]:
+        """ReMax's baselines."""
+        return [output for output in self.outputs if "greedy" in output.extra]
+
+    @property
+    def lost(self) -> Counter:
+        """The number of rollouts lost as "failed_agent_loop", "failed_reward" and "skipped"."""
+        return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
+
+    def sort(self):
+        """Puts outputs and errors into the order of prompts, samples and segments."""
+        self.outputs.sort(key=lambda output: (*_key(output), output.extra["segment"]))
+        self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
+
+    def require(self, condition, problem: str):
+        """Raises RuntimeError, saying which rollouts were lost and why, unless the condition
+        holds."""
+        if condition:
+            return
+        first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
+        raise RuntimeError(
+            f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}")
+
+    def metrics(self, engine: Engine | None) -> dict:
+        """Returns metrics of outputs, failures and, unless it is None, the engine."""
+        metrics = {}
+        if self.sampled:
+            metrics = describe(self.sampled, data.by_unit(self.sampled))
+        demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
+        if demonstrations:
+            metrics["rollout/demonstrations"] = len(demonstrations)
+            metrics["reward/demonstrations"] = fmean(map(total_reward, demonstrations))
+        for kind in ("failed_agent_loop", "failed_reward", "skipped"):
+            metrics[f"rollout/{kind}"] = self.lost[kind]
+        prompts = [output.extra["prompt"] for output in self.outputs]
+        prompts += [error["prompt"] for error in self.errors]
+        metrics["rollout/first_prompt"] = min(prompts)
+        metrics["rollout/last_prompt"] = max(prompts)
+        if engine is None:
+            return metrics
+
+        total = self.statistics
+        metrics |= {
+            "timing/sync_s": self.sync_s,
+            "timing/rollout_s": self.seconds,
+            "timing/idle_s": self.idle_s,
+            "throughput/tokens_per_s": total["tokens"] / self.seconds,
+            "throughput/idle_share": fmean(self.idle_s) / self.seconds,
+            "throughput/prefix_cache_hit_rate":
+                total["cached_tokens"] / max(1, total["prompt_tokens"]),
+        }
+        for state, figures in engine.memory.items():
+            for where, gb in figures.items():
+                metrics[f"memory/{state}_{where}_gb"] = gb
+        return metrics
+
+
+def _key(output: AgentLoopOutput) -> tuple[int, int]:
+    """Returns the (prompt, sample) of the rollout that an output belongs to."""
+    return output.extra["prompt"], output.extra["sample"]
+
+
+# ---------------------------------------------------------------- one rollout: loop, then reward
+
+
+@dataclass
+class Context:
+    """What every agent loop and every reward function of a run works with."""
+
+    engine: Engine
+    task: ModuleType
+    tokenizer: Any
+    processor: Any  # None for a text model
+    args: Any
+
+
+@dataclass
+class Member:
+    """One rollout of a prompt's group: its place in the run, and how it differs from others."""
+
+    name: str  # unique in the run; sampling seeds depend on it
+    prompt: int
+    sample: int  # its number in the group
+    step: int
+    validate: bool  # True in an evaluation
+    is_greedy: bool = False  # a baseline of ReMax
+    demonstration: Sequence[dict] = ()  # turns that are played instead of sampled
 
 
 @dataclass(eq=False)
 class Session:
-    """Serves one trajectory as its engine: an agent loop gets it in place of the Engine.
+    """The engine of one rollout: an agent loop gets it in place of the Engine.
 
-    Calls go out under the trajectory's name, whatever id the agent loop made up (verl's
-    loops draw a random uuid): so sampling seeds depend on (seed, step, prompt, sample,
-    turn) alone. stop_token_ids are those of --sampling_args. They end a turn, but no agent
-    loop sees them: they are no end-of-turn tokens of the template."""
+    A call's request_id is ignored, because verl's loops draw a random one: calls go out under
+    the rollout's own name, so that sampling seeds depend on (seed, step, prompt, sample, turn)
+    alone. stop_token_ids are those of --sampling_args. They end a turn but are hidden from the
+    agent loop, because they are no end-of-turn tokens of the template."""
 
-    engine: Engine
+    engine: Engine | Demonstration | None  # None once the loop is over
     name: str
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0  # seconds spent in calls
-    callers: set = field(default_factory=set)  # the tasks that await one now
+    callers: set = field(default_factory=set)  # the tasks that await a call now
 
     async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
-        """Samples one turn, as Engine.generate does. Raises RuntimeError once the agent loop is
-        over: a reward would wait for an engine that sleeps."""
+        """Samples one turn, as Engine.generate does.
+
+        Raises RuntimeError once the agent loop is over: the engine of a reward may be asleep."""
         if self.engine is None:
             raise RuntimeError("the rollout is over, and a reward has no engine: let the agent "
-                               "loop judge, while it is awake")
+                               "loop judge, while the engine is awake")
         started = time.perf_counter()
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
@@ -523,139 +675,222 @@ class Session:
             self.generate_s += time.perf_counter() - started
 
     def close(self):
-        """Gives up the calls that a finished agent loop left behind in tasks of its own."""
-        self.engine = None  # a call that comes later fails
+        """Ends the session: cancels calls that the loop left behind in tasks of its own."""
+        self.engine = None
         for caller in self.callers:
             caller.cancel()
 
 
-@dataclass
-class Phase:
-    """Holds what a rollout brought, from all ranks.
+async def run_agent_loop(
+        context: Context, member: Member, row: dict, sampling: dict) -> list[AgentLoopOutput]:
+    """Runs the agent loop of a row. Returns its outputs, checked and completed.
 
-    outputs are in (prompt, sample, segment) order. Each output.extra has these three
-    numbers and its row's "index"; "filtered" marks a group that dynamic sampling skipped,
-    "greedy" a baseline of ReMax, "demonstration" what a row had its loop say. errors has a
-    dict for each trajectory that failed, with its traceback. statistics are sums over the
-    engines: "tokens" sampled, "prompt_tokens" of all calls, "cached_tokens" among those."""
+    row: a copy that the loop may change. sampling: vLLM's parameters. Raises whatever the loop
+    raises, and ValueError or TypeError for an output that can't be trained."""
+    args = context.args
+    engine = context.engine
+    row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
+    session = Session(engine, member.name, sampling.get("stop_token_ids", ()))
+    loop_class = agent_loop_class(row, context.task, args)
+    loop = loop_class(session, context.tokenizer, context.processor, context.task, args)
 
-    outputs: list[AgentLoopOutput] = field(default_factory=list)
-    errors: list[dict] = field(default_factory=list)
-    skipped: int = 0  # trajectories whose agent loop returned []
-    statistics: Counter = field(default_factory=Counter)
-    idle_s: list[float] = field(default_factory=list)  # of each engine: seconds without work
-    seconds: float = 0.0
-    sync_s: float = 0.0
-    graders: dict = field(default_factory=dict)  # (prompt, sample) -> this rank's running task
+    # The loop may add to its own parameters, such as a stop.
+    sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
+    if sampling_params.get("ignore_eos"):
+        sampling_params["stop_token_ids"] = []
+    if member.is_greedy:
+        sampling_params["temperature"] = 0.0
 
-    @property
-    def sampled(self) -> list[AgentLoopOutput]:
-        """Returns the outputs that the policy sampled: no greedy baselines, no demonstrations."""
-        return self._without("greedy", "demonstration")
+    oldest_version = engine.version
+    turns_left = list(member.demonstration)
+    if member.demonstration:
+        oldest_version = -1
+        session.engine = Demonstration(turns_left, loop, set(engine.stop_token_ids))
 
-    @property
-    def trained(self) -> list[AgentLoopOutput]:
-        """Returns the outputs to learn from, demonstrations too."""
-        return self._without("greedy", "filtered")
+    # The built-in loops end at trajectory_timeout by themselves, and keep what they have. Any
+    # other loop is cut off some tool calls later.
+    patience = args.trajectory_timeout
+    if patience:
+        patience += 4 * args.tool_timeout
+    try:
+        outputs = await in_time(member.name, patience, loop.run(sampling_params, **row))
+    finally:
+        session.close()
+    if turns_left:
+        raise ValueError(
+            f"the agent loop ended with {len(turns_left)} turns left to demonstrate")
 
-    @property
-    def compared(self) -> list[AgentLoopOutput]:
-        """Returns the outputs to learn from by their rewards."""
-        return self._without("greedy", "filtered", "demonstration")
-
-    def _without(self, *marks):
-        """Returns the outputs that have none of these marks in `extra`."""
-        return [output for output in self.outputs if output.extra.keys().isdisjoint(marks)]
-
-    @property
-    def greedy(self) -> list[AgentLoopOutput]:
-        """Returns ReMax's baselines."""
-        return [output for output in self.outputs if "greedy" in output.extra]
-
-    def sort(self):
-        """Puts outputs and errors into the order of prompts, samples and segments."""
-        self.outputs.sort(key=lambda output: (*_key(output), output.extra["segment"]))
-        self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
-
-    @property
-    def counts(self) -> Counter:
-        """Returns how many trajectories were lost as "failed_agent_loop", "failed_reward" and
-        "skipped"."""
-        return Counter(error["kind"] for error in self.errors) + Counter(skipped=self.skipped)
-
-    def require(self, condition, problem: str):
-        """Raises RuntimeError with what was lost, and why, unless the condition holds."""
-        if not condition:
-            first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
-            raise RuntimeError(f"{problem}: {dict(self.counts)}; the first error: "
-                               f"{first.strip().splitlines()[-1]}")
-
-    def metrics(self, engine: Engine | None) -> dict:
-        """Returns metrics of trajectories, failures and, without --replay, the engine."""
-        metrics = {}
-        if self.sampled:
-            metrics = describe(self.sampled, data.by_unit(self.sampled))
-        demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
-        if demonstrations:
-            metrics["rollout/demonstrations"] = len(demonstrations)
-            metrics["reward/demonstrations"] = fmean(map(total_reward, demonstrations))
-        for kind in ("failed_agent_loop", "failed_reward", "skipped"):
-            metrics[f"rollout/{kind}"] = self.counts[kind]
-        prompts = [output.extra["prompt"] for output in self.outputs]
-        prompts += [error["prompt"] for error in self.errors]
-        metrics |= {"rollout/first_prompt": min(prompts), "rollout/last_prompt": max(prompts)}
-        if engine is None:
-            return metrics
-        total = self.statistics
-        metrics |= {
-            "timing/sync_s": self.sync_s,
-            "timing/rollout_s": self.seconds,
-            "timing/idle_s": self.idle_s,
-            "throughput/tokens_per_s": total["tokens"] / self.seconds,
-            "throughput/idle_share": fmean(self.idle_s) / self.seconds,
-            "throughput/prefix_cache_hit_rate":
-                total["cached_tokens"] / max(1, total["prompt_tokens"])}
-        for state, figures in engine.memory.items():
-            metrics |= {f"memory/{state}_{where}_gb": gb for where, gb in figures.items()}
-        return metrics
+    outputs = [*outputs] if isinstance(outputs, list | tuple) else [outputs]
+    if len(set(map(id, outputs))) < len(outputs):
+        raise ValueError(f"{loop_class.__name__}.run returned one output twice")
+    for output in outputs:
+        if not isinstance(output, AgentLoopOutput):
+            raise TypeError(
+                f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput")
+        check_output(
+            output, engine.vocab_size, oldest_version, engine.version, args.window)
+        check_images(output, context.processor)
+    outputs = [
+        complete_output(output, segment, context, member, row)
+        for segment, output in enumerate(outputs)]
+    if args.hints:
+        for output in outputs:
+            tell(output, row, loop)
+    if outputs:
+        outputs[-1].metrics["generate_s"] = session.generate_s
+    return outputs
 
 
-# What the ranks' store says of a prompt's group: a number that nobody has set is 0 there.
+def complete_output(output: AgentLoopOutput, segment: int, context: Context, member: Member,
+                    row: dict) -> AgentLoopOutput:
+    """Returns a copy of an agent loop's output with its place in `extra`, text and messages.
+
+    The loop may keep the original, and change it."""
+    output = _copy(output)
+    output.extra |= {
+        "index": row.get("index"),
+        "prompt": member.prompt,
+        "sample": member.sample,
+        "segment": segment,
+    }
+    if member.demonstration:
+        output.extra["demonstration"] = True
+    if member.is_greedy:
+        output.extra["greedy"] = True
+    if not output.text:
+        output.text = context.tokenizer.decode(output.response_ids, skip_special_tokens=True)
+    if not output.messages:
+        output.messages = [*row["prompt"], {"role": "assistant", "content": output.text}]
+    return output
+
+
+GRADED = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
+
+
+async def grade_rollout(
+        context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
+    """Computes the rewards of a rollout. Returns the fields GRADED of each output.
+
+    outputs, row: copies, to which the reward function may write whatever it likes. Raises
+    whatever it raises, and ValueError for a result that can't be used."""
+    name = f"the reward of prompt {outputs[0].extra['prompt']}"
+    await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
+    if "states" in context.args.estimator_takes:
+        # It raises where states and turns differ in number.
+        batch = data.Batch(outputs, data.collate(outputs))
+        data.turn_states(outputs, data.turns_of_units(batch))
+    graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
+    pickle.dumps(graded)  # ranks will send it to each other
+    return graded
+
+
+async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dict):
+    """Sets the terminal reward of each unit of a rollout, the same for all its outputs.
+
+    It is the reward of the unit's last output, if the loop set one. Otherwise the task's reward
+    function is asked for that output. It may also write to output.turn_rewards and
+    output.metrics. Raises ValueError if a reward is neither a finite number nor a dict with one
+    under "score", if an earlier output of a unit has another reward, which would be ignored, if a
+    unit is in two groups, and for anything that can't be placed or logged."""
+    units = defaultdict(list)
+    for output in outputs:
+        units[output.unit].append(output)
+    for unit, outputs_of_unit in units.items():
+        last = outputs_of_unit[-1]
+        for output in outputs_of_unit:
+            if output.reward not in (None, last.reward):
+                raise ValueError(
+                    f"output {outputs.index(output)} of a rollout has the reward "
+                    f"{output.reward}, but its unit {unit!r} gets that of its last output: name "
+                    "a `unit` for each output that has a reward of its own, or use turn_rewards")
+            if output.group != last.group:
+                raise ValueError(
+                    f"the outputs of unit {unit!r} are in the groups {output.group!r} and "
+                    f"{last.group!r}: a unit has one")
+        reward = last.reward
+        if reward is None:
+            reward = await call(task.reward, last, row)
+        for output in outputs_of_unit:
+            output.reward = _checked(reward)
+
+    for output in outputs:
+        # A range is indexed like a list: -1 is the last token, and an index too large raises.
+        places = range(max(1, len(output.response_ids)))
+        output.turn_rewards = [
+            (places[index], finite(value, "a turn's reward"))
+            for index, value in output.turn_rewards]
+        output.metrics = _loggable(output.metrics)
+        json.dumps([output.messages, output.extra], default=str)  # as the log does
+
+
+def _checked(reward):
+    """Returns a user's reward as a float, or as a copy of the dict with a float under "score".
+
+    Raises ValueError if it, or any number in the dict, is not finite."""
+    if isinstance(reward, dict):
+        score = finite(reward.get("score"), 'the "score" of a reward dict')
+        return _loggable({**reward, "score": score})
+    return finite(reward, "a reward")
+
+
+def _loggable(values: dict) -> dict:
+    """Returns a copy of metrics. Raises if a name is no string, or a number is infinite."""
+    json.dumps(values, default=str, sort_keys=True)
+    for name, number in numbers(values).items():
+        finite(number, name)
+    return {**values}
+
+
+def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
+    """Returns a copy of an output that shares nothing but images with it."""
+    token_lists = ("prompt_ids", *RESPONSE_LISTS)  # long, and nothing is nested in them
+    copies = {}
+    for name, value in vars(output).items():
+        copies[name] = [*value] if name in token_lists else copy_containers(value)
+    return replace(output, **copies)
+
+
+# ---------------------------------------------------------------- many rollouts: the pool
+
+# The state of a prompt's group in the ranks' store. A key that was never set reads as 0.
 RUNNING, DONE, ALIKE = range(3)
 
 
 @dataclass(kw_only=True, eq=False)
-class Group(Phase):
-    """Holds what the trajectories of one prompt brought, on the rank that runs them."""
+class Group(Rollouts):
+    """The rollouts of one prompt, on the rank that runs them."""
 
-    unfinished: int  # trajectories not yet at their end
+    unfinished: int  # rollouts that have not ended
 
 
 @dataclass(eq=False)
 class Pool:
-    """Runs groups of trajectories on the background loop, and hands them out batch by batch.
+    """Runs groups of rollouts on the background loop, and hands them out batch by batch.
 
-    Prompts have numbers and are trained in their order: a batch is the next `batch` of
-    them, and a slow prompt is waited for. So that engine and tools have work meanwhile, a
-    rollout may start prompts of the next `staleness` batches too (AReaL's capacity, arXiv
-    2505.24298, sec. 5). Those wait in `generate` while the policy trains, and go on under
-    the next weights. With batches of two and staleness 1:
+    Prompts have numbers and are trained in that order: a batch is the next `batch` of them, and
+    a slow prompt is waited for. To keep engine and tools busy meanwhile, a rollout may start
+    prompts of the next `staleness` batches, too (AReaL's capacity, arXiv 2505.24298, sec. 5).
+    Those wait in `generate` while the policy trains, and continue under the next weights. With
+    batches of two and staleness 1:
 
         step                     0      1      2      3
         its rollout may start    0-3    4-5    6-7    8-9
         it trains on             0-1    2-3    4-5    6-7
 
     A prompt starts at most `staleness` steps before the one that trains on it, so no token is
-    older. A run is resumed from one number, that of the next prompt.
+    older. One number is enough to resume a run: that of the next prompt.
 
-    Dynamic sampling skips a group whose members score alike, and one more prompt may start.
-    A step skips at most `replacements` groups; then groups alike fill the batch.
+    Dynamic sampling skips a group whose members score alike, and one more prompt may start. A
+    step skips at most `replacements` groups; after that, groups alike fill the batch.
 
-    Ranks draw the next number from a shared counter when they have room for a trajectory; with
+    Ranks draw the next prompt from a shared counter when they have room for a rollout. With
     --deterministic a prompt's rank is its number modulo the number of engines."""
 
-    run: Any  # train.Run: engine, background, task, tokenizer, processor, args, store, stop
-    kind: str  # "train" | "eval"; with step, prompt and sample the name of a trajectory
+    context: Context
+    background: Background
+    stop: Stop
+    store: dist.Store  # shared by the ranks
+    kind: str  # "train" or "eval"; part of the rollouts' names, and so of their seeds
     row_of: Callable[[int], dict]  # a prompt's number -> its row
     batch: int
     group_size: int
@@ -664,43 +899,45 @@ class Pool:
     _: KW_ONLY
     end_step: float = math.inf  # the last rollout is that of the step before
     staleness: int = 0
-    replacements: int = 0  # most groups that a rollout may skip (see `_alike`)
-    greedy: bool = False  # each group has a baseline, its last member
-    first: int = 0  # number of the first prompt of the next batch
+    replacements: int = 0  # the most groups that a rollout may skip
+    greedy: bool = False  # each group has a greedy baseline, its last member
+    first: int = 0  # the first prompt of the next batch
 
     def __post_init__(self):
-        self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.run.store)
-        self.members = self.group_size
-        if self.greedy:
-            self.members += 1
-        self.n_engines = dist.get_world_size() // self.run.args.tp
-        self.step_first = self.first  # number of the first prompt of this step's batch
+        args = self.context.args
+        self.args = args
+        self.engine = self.context.engine
+        self.store = dist.PrefixStore(f"{self.kind}-{self.step:08d}", self.store)
+        self.n_members = self.group_size + self.greedy
+        self.n_engines = dist.get_world_size() // args.tp
+        self.step_first = self.first  # the first prompt of this step's batch
+        self.drawn = self.first  # the prompts below are drawn; with --deterministic
+        self.drawn_first = self.first  # the prompt that the shared counter's 0 stands for
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
-        self.numbers = self._numbers(self.first)
-        self.room = asyncio.Semaphore(self._slots())  # for trajectories
-        self.groups = {}  # prompt -> Group, of this rank
+        self.room = asyncio.Semaphore(self._slots())  # for rollouts
+        self.groups = {}  # prompt -> Group, on this rank
         self.n_alike = 0  # groups alike, over all ranks, in the batches handed out so far
+        self.n_ended = None  # groups ended on all ranks, when it was last asked
         self.printed = set()  # kinds of failures
-        # Of this rank, for the next phase.
+        # Of this rank, for the next batch.
         self.seconds = 0.0
         self.statistics = Counter()
         self.ended = threading.Event()  # a cancelled future is done before its coroutines are
-        self.future = self.run.background.submit(self._work())
+        self.future = self.background.submit(self._work())
 
-    def _slots(self):
-        """Returns how many trajectories may be under way on this rank: its share of those
-        of all ranks, or the first rank would take all."""
-        args = self.run.args
-        if args.deterministic:
+    def _slots(self) -> int:
+        """Returns how many rollouts may be under way on this rank: its share of those of all
+        ranks, or the first rank would take all."""
+        if self.args.deterministic:
             return sys.maxsize
-        oversample = args.oversample if self.staleness else 1
-        groups = math.ceil(self.batch * oversample / self.n_engines)
-        return max(self.members, min(args.max_concurrent, groups * self.members))
+        oversample = self.args.oversample if self.staleness else 1
+        n_groups = math.ceil(self.batch * oversample / self.n_engines)
+        return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
 
     def demonstration(self, prompt: int) -> Sequence[dict]:
-        """Returns the turns that a prompt's loop gets instead of sampled ones; () without any."""
-        n_steps = self.run.args.imitation_steps
+        """Returns the turns that are played for a prompt instead of sampled ones; () for none."""
+        n_steps = self.args.imitation_steps
         if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch):
             with suppress(BadInput):  # a bad row of a large table fails in its rollout
                 return self.row_of(prompt).get("demonstration") or ()
@@ -708,294 +945,205 @@ class Pool:
 
     @property
     def needs_engine(self) -> bool:
-        """True if a prompt of the next batch is to be sampled."""
+        """True if the next batch has a prompt without a demonstration."""
         prompts = range(self.first, self.first + self.batch)
         return any(not self.demonstration(prompt) for prompt in prompts)
 
     # -- background thread
 
-    def _numbers(self, first):
-        """Yields the numbers of this rank's prompts; all ranks together get first, first+1,
-        ..."""
-        args = self.run.args
-        if args.deterministic:  # which rank runs a prompt must not depend on timing
-            for prompt in itertools.count(first):
-                if prompt % self.n_engines == dist.get_rank() // args.tp:
-                    yield prompt
-        while True:  # work is shared: the rank that has room takes the next prompt
-            yield first + self.store.add("next", 1) - 1
+    def _draw(self) -> int:
+        """Returns the next prompt for this rank; all ranks together draw each prompt once."""
+        if self.args.deterministic:  # timing must not decide which rank runs a prompt
+            mine = dist.get_rank() // self.args.tp
+            prompt = self.drawn + (mine - self.drawn) % self.n_engines
+            self.drawn = prompt + 1
+            return prompt
+        # Work is shared: the rank that has room takes the next prompt.
+        return self.drawn_first + self.store.add("next", 1) - 1
 
     async def _work(self):
-        """Starts trajectories as room and limit allow; ends when it is cancelled."""
+        """Starts rollouts as room and limit allow. Ends when it is cancelled."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
-                while self.run.engine.leader:
-                    await self.room.acquire()  # before a number is drawn: others may have room
-                    prompt = next(self.numbers)
+                while self.engine.leader:
+                    await self.room.acquire()  # before drawing: another rank may have room
+                    prompt = self._draw()
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
                         self.limit_changed.clear()
-                    turns = self.demonstration(prompt)
-                    members = 1 if turns else self.members
-                    group = Group(unfinished=members)
-                    self.groups[prompt] = group
-                    group_name = f"{self.kind}-{self.step:08d}-{prompt:06d}"
-                    for sample in range(members):
-                        if sample > 0:
-                            await self.room.acquire()
-                        name = f"{group_name}-{sample:04d}"
-                        self.run.engine.enter(name)
-                        self.tasks.create_task(
-                            self._trajectory(group, turns, name, prompt, sample))
+                    await self._start_group(prompt)
         finally:
             self.ended.set()
 
-    async def _trajectory(self, group, turns, name, prompt, sample):
-        """Runs one trajectory to its end, and ends its group if it is the last of it.
+    async def _start_group(self, prompt: int):
+        """Starts the rollouts of a prompt; there is room for the first one."""
+        demonstration = self.demonstration(prompt)
+        n_members = 1 if demonstration else self.n_members
+        group = Group(unfinished=n_members)
+        self.groups[prompt] = group
+        for sample in range(n_members):
+            if sample > 0:
+                await self.room.acquire()
+            member = Member(
+                name=f"{self.kind}-{self.step:08d}-{prompt:06d}-{sample:04d}",
+                prompt=prompt,
+                sample=sample,
+                step=self.step,
+                validate=self.kind == "eval",
+                is_greedy=sample == self.group_size,
+                demonstration=demonstration)
+            self.engine.enter(member.name)
+            self.tasks.create_task(self._run_member(group, member))
 
-        turns: see `demonstration`. name: that of the trajectory, unique in the run. Its
-        outputs, or its error, are then in the group, and its grader is started. Raises only
-        if the pool is ended meanwhile."""
+    async def _run_member(self, group: Group, member: Member):
+        """Runs one rollout and starts its grader, and ends its group if it is the last of it.
+
+        Its outputs, or its error, are then in the group. Raises only if the pool is ended."""
         try:
-            outputs = await self._outputs(list(turns), name, prompt, sample)
+            # The row is read in here, as a bad one of a large table raises.
+            row = copy_containers(self.row_of(member.prompt))
+            outputs = await run_agent_loop(self.context, member, row, self.sampling)
             if outputs:
-                copies = [replace(_copy(output), images=deepcopy(output.images))
-                          for output in outputs]
-                grader = self._grade(prompt, sample, copies)
-                group.graders[prompt, sample] = self.tasks.create_task(grader)
-                group.outputs += outputs
-                for output in outputs:
-                    output.reward = None  # until the grader has checked it
+                self._start_grader(group, member, outputs)
             else:
                 group.skipped += 1
-        except BaseException:  # CancelledError too, if an agent's own scope cancelled the task
+        except BaseException:  # also CancelledError, if an agent's own scope cancelled the task
             if self.future.cancelled():
                 raise
-            group.errors.append(self._failure("failed_agent_loop", prompt, sample))
+            group.errors.append(self._failure("failed_agent_loop", member))
         finally:
-            self.run.engine.leave(name)
+            self.engine.leave(member.name)
             self.room.release()
+
         group.unfinished -= 1
         if not group.unfinished:
             state = DONE
-            if not turns and await self._alike(group):
+            if not member.demonstration and await self._is_alike(group):
                 state = ALIKE
                 self.store.add("alike", 1)
             # "ended" is counted last: a rank that sees it grow finds the rest in the store.
-            self.store.add(str(prompt), state)
+            self.store.add(str(member.prompt), state)
             self.store.add("ended", 1)
-            self.run.engine.poke()
+            self.engine.poke()
 
-    async def _outputs(self, turns, name, prompt, sample):
-        """Runs the agent loop of one trajectory, and completes its outputs."""
-        run = self.run
-        args = run.args
-        row = copy_containers(self.row_of(prompt))
-        session = Session(run.engine, name, self.sampling.get("stop_token_ids", ()))
-        loop_class = agent_loop_class(row, run.task, args)
-        loop = loop_class(session, run.tokenizer, run.processor, run.task, args)
-        sampling = {**self.sampling, "stop_token_ids": run.engine.stop_token_ids}
-        sampling = copy_containers(sampling)  # a loop may add a stop to its own
-        if sampling.get("ignore_eos"):
-            sampling["stop_token_ids"] = []
-        marks = {"index": row.get("index"), "prompt": prompt, "sample": sample}
-        oldest_version = run.engine.version
-        if turns:
-            oldest_version = -1
-            session.engine = Demonstration(turns, loop, set(run.engine.stop_token_ids))
-            marks["demonstration"] = True
-        if sample == self.group_size:
-            sampling["temperature"] = 0.0
-            marks["greedy"] = True
-        row |= {"step": self.step, "rollout_n": sample, "validate": self.kind == "eval"}
-        # The built-in loops mind --trajectory_timeout and keep what they have. Others are
-        # cut off some tool calls later.
-        patience = args.trajectory_timeout
-        if patience:
-            patience += 4 * args.tool_timeout
-        try:
-            outputs = await in_time(name, patience, loop.run(sampling, **row))
-        finally:
-            session.close()
-        if turns:
-            raise ValueError(f"the agent loop ended with {len(turns)} turns left to demonstrate")
-        outputs = [*outputs] if isinstance(outputs, list | tuple) else [outputs]
-        if len(set(map(id, outputs))) < len(outputs):
-            raise ValueError(f"{loop_class.__name__}.run returned one output twice")
-        for segment, output in enumerate(outputs):
-            if not isinstance(output, AgentLoopOutput):
-                raise TypeError(
-                    f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput")
-            check_output(output, run.engine.vocab_size, oldest_version, run.engine.version,
-                         args.window)
-            check_images(output, run.processor)
-            output = _copy(output)  # the loop may keep, and change, its own
-            outputs[segment] = output
-            output.extra = {**output.extra, **marks, "segment": segment}
-            if args.hints:
-                tell(output, row, loop)
-            if not output.text:
-                output.text = run.tokenizer.decode(
-                    output.response_ids, skip_special_tokens=True)
-            if not output.messages:
-                output.messages = [
-                    *row["prompt"], {"role": "assistant", "content": output.text}]
-        if outputs:
-            outputs[-1].metrics["generate_s"] = session.generate_s
-        return outputs
+    def _start_grader(self, group: Group, member: Member, outputs: list[AgentLoopOutput]):
+        """Adds outputs to the group, without a reward until a grader has checked it."""
+        copies = [
+            replace(_copy(output), images=deepcopy(output.images)) for output in outputs]
+        grader = self.tasks.create_task(self._grade(member, copies))
+        group.graders[member.prompt, member.sample] = grader
+        for output in outputs:
+            output.reward = None
+        group.outputs += outputs
 
-    async def _grade(self, prompt, sample, outputs):
-        """Returns the fields of GRADED that grading wrote to each output of a rollout, or the
-        failure, a dict, if it raised."""
-        args = self.run.args
-        row = copy_containers(self.row_of(prompt))
-        if "images" in row:  # a grader may draw on them
-            row["images"] = deepcopy(row["images"])
+    async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
+        """Returns the result of `grade_rollout`, or the failure, a dict, if it raised."""
         try:
-            scoring = score(self.run.task, outputs, row, args.filter_metric)
-            await in_time(f"the reward of prompt {prompt}", args.reward_timeout, scoring)
-            # It raises where states and turns differ in number.
-            if "states" in args.estimator_takes:
-                data.turn_states(outputs, data.turns_of_units(data.collate(outputs), outputs))
-            graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
-            pickle.dumps(graded)  # as for other ranks
-            return graded
+            row = copy_containers(self.row_of(member.prompt))
+            if "images" in row:  # a grader may draw on them
+                row["images"] = deepcopy(row["images"])
+            return await grade_rollout(self.context, outputs, row)
         except BaseException:
             if self.future.cancelled():
                 raise
-            return self._failure("failed_reward", prompt, sample)
+            return self._failure("failed_reward", member)
 
-    async def _alike(self, group):
-        """Returns whether --filter_metric says the same of all members. Then there is nothing
-        to learn from the group: dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2)."""
+    async def _is_alike(self, group: Group) -> bool:
+        """Returns whether all members have the same outcome, so that there is nothing to learn
+        from the group: dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2)."""
         if not self.replacements:
             return False
-        graded = Phase(_with_rewards(group.outputs, await _results(group.graders)))
-        return not data.groups_with_signal(graded.sampled, self.run.args.filter_metric)
+        results = await _results(group.graders)
+        graded = Rollouts(_with_rewards(group.outputs, results))
+        units = data.by_unit(graded.sampled)
+        return not data.groups_with_signal(units, units.outcomes)
 
-    def _failure(self, kind, prompt, sample):
-        """Returns the present exception as an entry of Phase.errors; prints the first
-        of a kind."""
-        error = traceback_from(self.run.args.task)
+    def _failure(self, kind: str, member: Member) -> dict:
+        """Returns the present exception as an entry of Rollouts.errors.
+
+        Prints the first of a kind."""
+        error = traceback_from(self.args.task)
         if kind not in self.printed:
             self.printed.add(kind)
-            print(f"\n{kind} in step {self.step}, prompt {prompt}, sample {sample}:\n{error}",
-                  file=sys.stderr)
-        return {"prompt": prompt, "sample": sample, "kind": kind, "error": error}
+            print(
+                f"\n{kind} in step {self.step}, prompt {member.prompt}, "
+                f"sample {member.sample}:\n{error}", file=sys.stderr)
+        return {"prompt": member.prompt, "sample": member.sample, "kind": kind, "error": error}
 
     # -- main thread
 
-    def rollout(self, step: int) -> Phase:
-        """Returns the whole groups of the next batch, and those skipped, alike on every rank.
+    def rollout(self, step: int) -> Rollouts:
+        """Returns the rollouts of the next batch, and of the groups skipped, alike on all ranks.
 
-        The engine must be awake if it `needs_engine`. Rewards may still be on their way: see
-        `grade`. Raises Stopped if the run is to stop, and RuntimeError if the batch has no
-        sampled token."""
+        The engine must be awake if the pool `needs_engine`. Rewards may still be on their way:
+        see `wait_for_rewards`. Raises Stopped if the run is to stop, and RuntimeError if the
+        batch has no sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first + n_batches * self.batch
-        if self.kind == "train" and getattr(self.run.task, "sampler", None):
-            # It chooses all rows here: by now it has seen the same on every rank.
+        if self.kind == "train" and getattr(self.context.task, "sampler", None):
+            # It chooses all rows here, where it has seen the same on every rank.
             self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)
+
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
-        stopped = self._run_until(lambda: self._is_full(states, capacity),
-                                  f"{self.kind} {step}", self.batch)
-        # The followers of a --tp team have none.
+        with self._working(f"{self.kind} {step}", self.batch):
+            while self.engine.leader and not self._is_full(states):
+                if not self._wait_for_a_group():
+                    break
+                states = self._poll(states)
+                if not self._is_full(states):
+                    self._start_replacements(len(states), capacity)
+        stopped = self.engine.leader and not self._is_full(states)
+        # The followers of a --tp team have no states.
         states = gather_unless_stopped(states, stopped)[0]
+
         alike = [prompt for prompt, state in enumerate(states, self.first) if state == ALIKE]
         self.n_alike += len(alike)
         self.first += len(states)
         return self._gather(range(self.step_first, self.first), alike[: self.replacements])
 
-    def _is_full(self, states, capacity):
-        """Returns whether the next groups, in the order of their prompts, make a batch.
+    def _is_full(self, states: list[int]) -> bool:
+        """Returns whether the groups in these states make a batch. Of groups alike up to
+        `replacements` don't count."""
+        return len(states) - min(states.count(ALIKE), self.replacements) >= self.batch
 
-        states: DONE or ALIKE (all members have the same --filter_metric) for each group
-        that has ended, in that order; those that have ended since the last call are
-        appended. Of ALIKE groups up to `replacements` don't count, and so many prompts more
-        than `capacity` may start."""
-        while len(states) - min(states.count(ALIKE), self.replacements) < self.batch:
-            prompt = self.first + len(states)
-            state = self.store.add(str(prompt), 0)
+    def _poll(self, states: list[int]) -> list[int]:
+        """Returns the states with those of the next groups that have ended, up to a batch."""
+        states = [*states]
+        while not self._is_full(states):
+            state = self.store.add(str(self.first + len(states)), 0)
             if state == RUNNING:
-                # With --deterministic the time at which a group starts must not depend on
-                # others' speed: replacements start together, once all groups have ended on
-                # all ranks.
-                all_have_ended = prompt == self.limit
-                if self.replacements and (all_have_ended or not self.run.args.deterministic):
-                    n_alike = self.store.add("alike", 0) - self.n_alike
-                    self._set_limit(capacity + min(n_alike, self.replacements))
-                return False
+                break
             states.append(state)
-        return True
+        return states
 
-    def _gather(self, prompts, skipped):
-        """Returns what the groups of these prompts brought, from all ranks to all ranks."""
-        phase = Phase(seconds=self.seconds)
-        groups = []
-        for prompt in prompts:
-            group = self.groups.pop(prompt, None)
-            if group:  # this rank ran it
-                phase.graders |= group.graders
-                group.graders = {}  # tasks can't be sent
-                groups.append(group)
-                self.store.delete_key(str(prompt))  # all ranks have read it
-        for brought, statistics, leads in all_gather(
-                (groups, self.statistics, self.run.engine.leader)):
-            for group in brought:
-                phase.outputs += group.outputs
-                phase.errors += group.errors
-                phase.skipped += group.skipped
-            if leads:  # the engine of a --tp team counts once
-                phase.idle_s.append(statistics.pop("idle_s", 0.0))
-                phase.statistics += statistics
-        self.seconds = 0.0
-        self.statistics = Counter()
-        phase.sort()
-        for output in phase.outputs:
-            if output.extra["prompt"] in skipped:
-                output.extra["filtered"] = True
-        phase.require(any(1 in output.response_mask for output in phase.trained),
-                      f"{self.kind} {self.step} brought nothing to learn from")
-        return phase
+    def _start_replacements(self, n_ended: int, capacity: int):
+        """Lets as many prompts more than `capacity` start as groups are alike so far.
 
-    def first_prompt(self, steps_done: int) -> int:
-        """Returns the number of the next prompt for a run that is resumed after so many
-        steps. A step that was interrupted after its rollout takes its batch again."""
-        return self.first if steps_done > self.step else self.step_first
+        With --deterministic the time at which a group starts must not depend on the speed of
+        others: there, replacements start together, when all groups have ended on all ranks."""
+        all_have_ended = self.first + n_ended == self.limit
+        if self.replacements and (all_have_ended or not self.args.deterministic):
+            n_alike = self.store.add("alike", 0) - self.n_alike
+            self._set_limit(capacity + min(n_alike, self.replacements))
 
-    def _run_until(self, over, title, total):
-        """Steps the engine until over(), which is asked when groups have ended. A follower of
-        a --tp team does what its leader does, until that one is done.
+    @contextmanager
+    def _working(self, title: str, total: int):
+        """Counts seconds and statistics of its block, in which the engine steps.
 
-        Returns whether the run was told to stop meanwhile. Raises what ended the pool."""
-        engine = self.run.engine
+        A follower of a --tp team carries out its leader's commands instead, before the block."""
+        engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
-        n_before = self.store.add("ended", 0)
-        n_ended = None
-        stopped = False
+        self.n_ended = None
+        self.n_ended_before = self.store.add("ended", 0)
         try:
             if not engine.leader:
                 engine.follow()
-            with Bar(None, title, total=total, unit="prompt") as bar:
-                while engine.leader and not stopped:
-                    n_seen = n_ended
-                    # Mostly the one question to the store between two steps of the engine.
-                    n_ended = self.store.add("ended", 0)
-                    if n_ended != n_seen and over():
-                        break
-                    if self.future.done():
-                        self.future.result()
-                    if engine.state == "awake":
-                        engine.step(0.02)  # not longer: other ranks may end the rollout
-                    else:
-                        time.sleep(0.01)
-                    bar.n = n_ended - n_before
-                    stopped = self.run.stop.requested
-            return stopped
+            with Bar(None, title, total=total, unit="prompt") as self.bar:
+                yield
         finally:
             if engine.leader:
                 engine.dismiss()
@@ -1003,62 +1151,164 @@ class Pool:
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
 
+    def _wait_for_a_group(self) -> bool:
+        """Steps the engine until a group has ended on some rank. The first call returns at once.
+
+        Returns False if the run is told to stop meanwhile. Raises what ended the pool."""
+        while not self.stop.requested:
+            # Mostly the only question to the store between two steps of the engine.
+            n_ended = self.store.add("ended", 0)
+            if n_ended != self.n_ended:
+                self.n_ended = n_ended
+                self.bar.n = n_ended - self.n_ended_before
+                return True
+            if self.future.done():
+                self.future.result()
+            if self.engine.state == "awake":
+                self.engine.step(0.02)  # not longer: other ranks may end the rollout
+            else:
+                time.sleep(0.01)
+        return False
+
+    def _gather(self, prompts: range, skipped: list[int]) -> Rollouts:
+        """Returns the rollouts of these prompts, from all ranks to all ranks."""
+        rollouts = Rollouts(seconds=self.seconds)
+        groups = []
+        for prompt in prompts:
+            group = self.groups.pop(prompt, None)
+            if group:  # this rank ran it
+                rollouts.graders |= group.graders
+                group.graders = {}  # tasks can't be sent
+                groups.append(group)
+                self.store.delete_key(str(prompt))  # all ranks have read it
+
+        mine = groups, self.statistics, self.engine.leader
+        for groups_of_rank, statistics, leads in all_gather(mine):
+            for group in groups_of_rank:
+                rollouts.outputs += group.outputs
+                rollouts.errors += group.errors
+                rollouts.skipped += group.skipped
+            if leads:  # the engine of a --tp team counts once
+                rollouts.idle_s.append(statistics.pop("idle_s", 0.0))
+                rollouts.statistics += statistics
+        self.seconds = 0.0
+        self.statistics = Counter()
+
+        rollouts.sort()
+        for output in rollouts.outputs:
+            if output.extra["prompt"] in skipped:
+                output.extra["filtered"] = True
+        rollouts.require(
+            any(1 in output.response_mask for output in rollouts.trained),
+            f"{self.kind} {self.step} produced no sampled tokens")
+        return rollouts
+
+    def next_prompt(self, steps_done: int) -> int:
+        """Returns the prompt with which a run is resumed after so many finished steps.
+
+        A step that was interrupted after its rollout takes its batch again."""
+        return self.first if steps_done > self.step else self.step_first
+
     def settle(self):
-        """Lets what is under way come to its end, for an evaluation, and starts nothing new
+        """Lets the rollouts under way come to their end, for an evaluation, and starts no others
         until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
         groups = list(self.groups.values())
-        stopped = self._run_until(lambda: not any(group.unfinished for group in groups),
-                                  "before the evaluation", len(groups))
-        gather_unless_stopped(None, stopped)
 
-    def _set_limit(self, limit):
+        def are_done():
+            return not any(group.unfinished for group in groups)
+
+        with self._working("before the evaluation", len(groups)):
+            while self.engine.leader and not are_done() and self._wait_for_a_group():
+                pass
+        gather_unless_stopped(None, self.engine.leader and not are_done())
+
+    def _set_limit(self, limit: int):
         """Lets prompts below the limit start. From its return on, no other prompt starts."""
         async def change():
             self.limit = limit
             self.limit_changed.set()
 
         if limit != self.limit:
-            self.run.background.submit(change()).result()
+            self.background.submit(change()).result()
 
     def end(self):
-        """Gives up what is under way, on all ranks: agent loops are cancelled and release
-        their tools, graders are cancelled. Nothing happens the second time."""
-        engine = self.run.engine
-        if not engine.leader:
-            engine.follow()
+        """Gives up the rollouts under way, on all ranks: agent loops are cancelled and release
+        their tools, graders are cancelled. A second call does nothing."""
+        if not self.engine.leader:
+            self.engine.follow()
             return
         self.future.cancel()
-        engine.drain()
+        self.engine.drain()
         self.ended.wait(timeout=10)
-        engine.dismiss()
+        self.engine.dismiss()
+
+
+async def _results(graders: dict) -> dict:
+    """Awaits graders, {(prompt, sample): task}. Returns their results by the same keys.
+
+    A failed reward is a dict with its error. Nothing is raised."""
+    return dict(zip(graders, await asyncio.gather(*graders.values())))
+
+
+def _with_rewards(outputs: list[AgentLoopOutput], results: dict) -> list[AgentLoopOutput]:
+    """Writes graders' results to the outputs, and returns those whose grader did not fail.
+
+    results: (prompt, sample) -> a dict of the fields GRADED for each segment, or an error."""
+    graded = []
+    for output in outputs:
+        result = results[_key(output)]
+        if isinstance(result, list):
+            vars(output).update(result[output.extra["segment"]])
+            graded.append(output)
+    return graded
+
+
+@shown("waiting for rewards")
+def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
+    """Waits for the graders of all ranks, and writes the rewards to the outputs.
+
+    A rollout whose reward failed is dropped and counted. Raises Stopped, and RuntimeError if
+    nothing is left."""
+    future = background.submit(_results(rollouts.graders))
+    while not future.done() and not stop.requested:
+        wait([future], timeout=0.2)
+    stopped = not future.done()
+    mine = None if stopped else future.result()
+    results = {}
+    for results_of_rank in gather_unless_stopped(mine, stopped):
+        results |= results_of_rank
+    rollouts.outputs = _with_rewards(rollouts.outputs, results)
+    rollouts.errors += [result for result in results.values() if isinstance(result, dict)]
+    rollouts.sort()
+    rollouts.require(rollouts.trained, "no rollout has a reward")
 
 
 def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
-            kind: str = "train") -> Phase:
-    """Runs group_size trajectories of each row in a pool of its own; returns what they
-    brought.
+            kind: str = "train") -> Rollouts:
+    """Runs group_size rollouts of each row in a pool of its own, and returns them with rewards.
 
-    All ranks pass the same rows and get the same result. The engine must be awake, and no
-    other pool at work. A trajectory whose agent loop or reward raises is left out and
-    counted; so is one whose loop returns []. Raises Stopped, and RuntimeError if nothing
-    was sampled or nothing has a reward."""
-    pool = Pool(run, kind, rows.__getitem__, len(rows), group_size, sampling, step)
+    All ranks pass the same rows and get the same result. The engine must be awake, and no other
+    pool at work. A rollout whose agent loop or reward raises is dropped and counted, and so is
+    one whose loop returns []. Raises Stopped, and RuntimeError if nothing was sampled or nothing
+    has a reward."""
+    pool = Pool(context_of(run), run.background, run.stop, run.store, kind, rows.__getitem__,
+                len(rows), group_size, sampling, step)
     try:
-        phase = pool.rollout(step)
+        rollouts = pool.rollout(step)
         started = time.perf_counter()
-        grade(run, phase)
-        phase.seconds += time.perf_counter() - started
+        wait_for_rewards(rollouts, run.background, run.stop)
+        rollouts.seconds += time.perf_counter() - started
     except Stopped:
-        # Only Stopped is raised on all ranks. After an error of one, the others are elsewhere.
+        # Only Stopped is raised on all ranks. After an error on one, the others are elsewhere.
         pool.end()
         raise
     pool.end()
-    return phase
+    return rollouts
 
 
 def training_pool(run, step: int, first: int = 0) -> Pool:
-    """Returns the pool of a run that goes on after `step` steps with the prompt `first`.
+    """Returns the pool of a run that has finished `step` steps; `first` is its next prompt.
 
     A prompt's number is its position in the endless shuffle of data.prompt_order. If the task
     has a `sampler`, it is the position in run.history, whose rows the sampler chooses."""
@@ -1075,127 +1325,21 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         while len(run.history) <= prompt:
             with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
                 row = sampler([[*entry] for entry in run.history])
-                check_numbers([row], {int}, 0, len(rows) - 1, "what it returned")
+                check_numbers([row], {int}, 0, len(rows) - 1, "its result")
             run.history.append([row, run.done])
         return rows[run.history[prompt][0]]
 
     batch = args.prompts_per_step
-    return Pool(run, "train", row_of, batch, args.group_size, args.sampling(), step,
-                end_step=args.num_steps, staleness=args.max_staleness,
-                replacements=(args.max_gen_batches - 1) * batch, first=first,
-                greedy="baselines" in args.estimator_takes)
+    return Pool(
+        context_of(run), run.background, run.stop, run.store, "train", row_of, batch,
+        args.group_size, args.sampling(), step,
+        end_step=args.num_steps,
+        staleness=args.max_staleness,
+        replacements=(args.max_gen_batches - 1) * batch,
+        greedy="baselines" in args.estimator_takes,
+        first=first)
 
 
-@shown("waiting for rewards")
-def grade(run, phase: Phase):
-    """Waits for the rewards of a phase, and writes them to its outputs.
-
-    A rollout whose reward failed is left out and counted. Raises Stopped, and RuntimeError if
-    nothing is left."""
-    future = run.background.submit(_results(phase.graders))
-    while not future.done() and not run.stop.requested:
-        wait([future], timeout=0.2)
-    stopped = not future.done()
-    mine = None if stopped else future.result()
-    results = {}
-    for results_of_rank in gather_unless_stopped(mine, stopped):
-        results |= results_of_rank
-    phase.outputs = _with_rewards(phase.outputs, results)
-    phase.errors += [result for result in results.values() if isinstance(result, dict)]
-    phase.sort()
-    phase.require(phase.trained, "no trajectory has a reward")
-
-
-async def _results(graders):
-    """Awaits graders, a dict (prompt, sample) -> task; returns their results by the same keys.
-
-    A failed reward is a dict with its error there; nothing is raised."""
-    return dict(zip(graders, await asyncio.gather(*graders.values())))
-
-
-def _with_rewards(outputs, results):
-    """Writes graders' results to the outputs; returns those whose grader did not fail.
-
-    results: (prompt, sample) -> a dict of the fields GRADED for each segment, or that of an
-    error."""
-    graded = []
-    for output in outputs:
-        result = results[_key(output)]
-        if isinstance(result, list):
-            vars(output).update(result[output.extra["segment"]])
-            graded.append(output)
-    return graded
-
-
-def _key(output):
-    """Returns (prompt, sample): which rollout an output is of."""
-    return output.extra["prompt"], output.extra["sample"]
-
-
-def _copy(output):
-    """Returns a copy for the grader, which may write to it whatever it likes: the main
-    thread reads the output itself meanwhile. Images, and the like in `extra`, are shared."""
-    token_lists = ("prompt_ids", *RESPONSE_LISTS)  # copied at once, as they are long
-    copies = {name: [*value] if name in token_lists else copy_containers(value)
-              for name, value in vars(output).items()}
-    return replace(output, **copies)
-
-
-async def score(task, outputs: list[AgentLoopOutput], row: dict, metric: str = "outcome"):
-    """Sets the terminal rewards of a rollout's units: each its last output's own, else the
-    task's, asked for that output. The unit's earlier outputs share it.
-
-    A reward function may also write to output.turn_rewards and output.metrics. Raises
-    ValueError if a reward is not a finite number or a dict with one under "score" (and
-    under `metric`, if that is a key: --filter_metric), if an earlier output of a unit has a
-    reward that would be ignored, or if a unit is in two groups. Raises, too, for what can't
-    be placed or logged."""
-    units = defaultdict(list)
-    for output in outputs:
-        units[output.unit].append(output)
-    for unit, outputs_of_unit in units.items():
-        last = outputs_of_unit[-1]
-        for output in outputs_of_unit:
-            if output.reward not in (None, last.reward):
-                raise ValueError(
-                    f"output {outputs.index(output)} of a rollout has the reward "
-                    f"{output.reward}, but its unit {unit!r} gets that of its last output: name "
-                    "a `unit` for each output that has a reward of its own, or use turn_rewards")
-            if output.group != last.group:
-                raise ValueError(f"the outputs of unit {unit!r} are in the groups "
-                                 f"{output.group!r} and {last.group!r}: a unit has one")
-        reward = last.reward
-        if reward is None:
-            reward = await call(task.reward, last, row)
-        if metric not in ("outcome", "total"):
-            if not isinstance(reward, dict) or metric not in reward:
-                raise ValueError(f"--filter_metric {metric}: the reward is {reward!r}, "
-                                 "not a dict with this key")
-            reward = {**reward, metric: finite(reward[metric], f"--filter_metric {metric}")}
-        for output in outputs_of_unit:
-            output.reward = _checked(reward)
-    for output in outputs:
-        # A range is indexed as a list: -1 is the last token, and an index too large raises.
-        places = range(max(1, len(output.response_ids)))
-        output.turn_rewards = [(places[index], finite(value, "a turn's reward"))
-                               for index, value in output.turn_rewards]
-        output.metrics = _loggable(output.metrics)
-        json.dumps([output.messages, output.extra], default=str)  # as the log does
-
-
-def _checked(reward):
-    """Returns a user's reward as a float, or as a copy of the dict with a float under "score".
-
-    Raises ValueError if it, or any number in the dict, is not finite."""
-    if isinstance(reward, dict):
-        return _loggable(
-            {**reward, "score": finite(reward.get("score"), 'the "score" of a reward dict')})
-    return finite(reward, "a reward")
-
-
-def _loggable(values):
-    """Returns a copy of metrics. Raises if a name is no string, or a number is infinite."""
-    json.dumps(values, default=str, sort_keys=True)
-    for name, number in numbers(values).items():
-        finite(number, name)
-    return {**values}
+def context_of(run) -> Context:
+    """Returns the Context of a run (train.Run)."""
+    return Context(run.engine, run.task, run.tokenizer, run.processor, run.args)

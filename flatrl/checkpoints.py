@@ -53,10 +53,10 @@ PICKLED = set("""torch.Size torch.serialization._get_layout torch.float64 torch.
 # Flags that --resume takes with other values: they concern evaluation, log, memory and
 # speed, and do not make it another run.
 FLAGS_FREE_TO_CHANGE_ON_RESUME = set("""output_dir val_files trust_remote_code
-    tokens_per_micro_batch gradient_checkpointing shard offload oversample tp max_num_seqs
-    max_concurrent gpu_memory_utilization sleep_level engine_args deterministic eval_every
-    eval_temperature eval_top_p eval_sampling_args save_every keep_checkpoints resume
-    resume_with_changes show_every wandb_project tracker""".split())
+    tokens_per_micro_batch gradient_checkpointing shard offload oversample tp
+    gpu_memory_utilization engine_args deterministic eval_every
+    eval_sampling_args save_every keep_checkpoints resume
+    wandb_project""".split())
 
 # ---------------------------------------------------------------- the folder
 
@@ -195,8 +195,8 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
         now = json.loads(json.dumps(now))  # as it was written: a tuple is a list
         if name not in free and now != value:
             changed[name] = f"--{name} {value} -> {now}"
-    need(not changed or args.resume_with_changes, f"--resume: the run had other flags: "
-         f"{', '.join(changed.values())}; give --resume_with_changes to go on with these")
+    need(not changed or args.resume == "changed", f"--resume: the run had other flags: "
+         f"{', '.join(changed.values())}; give --resume changed to go on with these")
     return changed
 
 
@@ -242,7 +242,7 @@ def save_checkpoint(run):
         """Gives the checkpoint its name; those beyond --keep_checkpoints are to be removed."""
         about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state),
                  "history": run.history,
-                 "next_prompt": run.pool.first_prompt(run.done) if run.pool else 0}
+                 "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0}
         (temporary / "step.json").write_text(json.dumps(about))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]

@@ -1,82 +1,93 @@
-"""The machinery of flags: a dataclass whose fields carry their help text and their rules.
+"""Turns a dataclass into command-line flags: each field carries its help text and its rules.
 
-This module knows no flag by name: the dataclass and its flags' defaults are arguments."""
+This module knows no flag by name."""
 
 import argparse
 import difflib
 import re
-import sys
 from collections import namedtuple
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from types import UnionType
 from typing import Literal, get_args, get_origin
 
 from agent_loop import BadInput
 from flatrl.bad_input import need
 
-# What a number must be: the words of an error, and a function that says if a number is so.
+# What a number must be: the words of an error message, and the test itself.
 Range = namedtuple("Range", "words holds")
+
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
-NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # the rule of numbers without a rule
+NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # for numbers without a rule
 SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
-UNSET_VALUES = "0 0.0 none None False".split()
+UNSET_VALUES = ["0", "0.0", "none", "None", "False"]
 
 
-def flag(default, help: str, allowed=(), only: str = "", **more):
+def flag(default, help: str, allowed=(), only: str = "", **more) -> Field:
     """Returns the dataclass field of a flag.
 
-    allowed: a Range, or a tuple of choices; () allows every value, and numbers from 0 on. A
-    list has choices to which a task file may add: it restricts nothing before that is loaded.
-    only: the setting of another flag without which this one has no effect, or several with
-    spaces between (`check_only_rule`).
-    more: for argparse's add_argument."""
+    allowed: a Range or a tuple of choices. () allows every value, and every number from 0. A
+    list holds choices to which a task file may add, so it restricts nothing at this point.
+    only: the setting of another flag without which this one has no effect, or several settings
+    separated by spaces (see `check_only_rule`).
+    more: further arguments of argparse's add_argument."""
     if allowed and not isinstance(allowed, Range):
         help += f" ({' | '.join(map(str, allowed))})"
-    return field(default=default, metadata={"help": help, "allowed": allowed, "only": only} | more)
+    metadata = {"help": help, "allowed": allowed, "only": only, **more}
+    return field(default=default, metadata=metadata)
 
 
-def parse_flags(cls, argv: list[str] | None, description: str, shown_defaults: dict[str, str]):
-    """Returns an instance of the dataclass `cls` with the values that a command line gives.
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which reports a mistake as BadInput instead of printing all flags."""
 
-    argv: the words of the command line; None: this process's. shown_defaults: what --help
-    shows as the default of flags whose real default depends on another flag.
-    The instance's attribute `given` has the names of the flags on the command line.
-    Raises BadInput on a flag that is unknown, abbreviated or mistyped."""
+    def error(self, message: str):
+        raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
 
-    class Parser(argparse.ArgumentParser):
-        """argparse's, with our errors."""
 
-        def error(self, message):
-            """Raises BadInput; argparse would print all flags, and hide the mistake."""
-            raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
+def parse_flags(cls: type, argv: list[str] | None, headings: dict[str, str],
+                hidden: list[str], shown_defaults: dict[str, str], **texts):
+    """Returns an instance of the dataclass `cls`, filled from a command line.
 
-    # Not transformers' HfArgumentParser: its import would take a third of the time to --help.
-    parser = Parser(allow_abbrev=False, description=description,
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for entry in fields(cls):
+    argv: the words of the command line. None takes this process's.
+    headings: {first flag of a group: the group's heading in --help}.
+    hidden: fields that have no flag of their own.
+    shown_defaults: the default to show in --help where it depends on another flag.
+    texts: usage and description for argparse.
+    Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
+    # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
+    parser = Parser(
+        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **texts)
+    entries = [entry for entry in _in_order(cls) if entry.name not in hidden]
+    group = parser
+    for entry in entries:
+        if entry.name in headings:
+            group = parser.add_argument_group(headings[entry.name])
         settings = _settings(entry)
         if entry.name in shown_defaults:
-            # argparse adds "(default: None)" unless the text has %(default), of which .0
-            # prints no character.
+            # argparse adds "(default: None)" unless the text has %(default). The .0 makes it
+            # print no character of that.
             settings["help"] += f" (default: {shown_defaults[entry.name]})%(default).0s"
         names = dict.fromkeys([f"--{entry.name}", f"--{entry.name.replace('_', '-')}"])
-        parser.add_argument(*names, **settings)
+        group.add_argument(*names, **settings)
+
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        names = [f"--{entry.name}" for entry in fields(cls)]
+        names = [f"--{entry.name}" for entry in entries]
         similar = difflib.get_close_matches(unknown[0].split("=")[0], names)
         hint = f": did you mean {similar[0]}?" if similar else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
-    args = cls(**vars(values))
-    words = sys.argv if argv is None else argv
-    args.given = {word.split("=")[0][2:].replace("-", "_") for word in words if word[:2] == "--"}
-    return args
+    return cls(**vars(values))
 
 
-def _settings(entry) -> dict:
-    """Returns what argparse's add_argument takes for the field of a flag.
+def _in_order(cls) -> list[Field]:
+    """Returns a dataclass's fields: its own first, then those that it inherits."""
+    own = cls.__annotations__
+    return sorted(fields(cls), key=lambda entry: entry.name not in own)
+
+
+def _settings(entry: Field) -> dict:
+    """Returns the arguments of argparse's add_argument for the field of a flag.
 
     Its type may be bool, where `--flag` alone means True, Literal, list[X], X or X | None."""
     kind = entry.type
@@ -90,45 +101,47 @@ def _settings(entry) -> dict:
     elif get_origin(kind) is Literal:
         by_word = {str(choice): choice for choice in get_args(kind)}
         settings |= {"type": lambda word: by_word.get(word, word), "choices": get_args(kind)}
-    ours = ("allowed", "only")  # rules that argparse does not know
-    return settings | {name: x for name, x in entry.metadata.items() if name not in ours}
+    rules = ("allowed", "only")  # argparse does not know them
+    return settings | {name: x for name, x in entry.metadata.items() if name not in rules}
 
 
-def _as_bool(word):
+def _as_bool(word: str) -> bool:
     """Returns the bool that a word means. Raises ArgumentTypeError if it means none."""
-    for value, words in (True, "yes true t y 1"), (False, "no false f n 0"):
-        if word.lower() in words.split():
-            return value
+    if word.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if word.lower() in ("no", "false", "f", "n", "0"):
+        return False
     raise argparse.ArgumentTypeError(f"true or false expected, got {word!r}")
 
 
 def check_each_flag(args, defaults: dict):
-    """Raises BadInput where a flag's value breaks the flag's own rules, `allowed` and `only`.
+    """Raises BadInput where a flag breaks one of its own rules, `allowed` and `only`.
 
-    args: an instance of a dataclass of flags. defaults: the value that a flag has if the
-    user does not set it, where this is not the field's default."""
+    args: an instance of a dataclass of flags. defaults: {name: the value of a flag that the
+    user left out}, where this is not the field's default."""
     for entry in fields(args):
         name = entry.name
         value = getattr(args, name)
-        check_value(name, value, entry.metadata["allowed"])
-        # A flag that is set and has no effect is a mistake, which only results would show.
+        check_value(name, value, entry.metadata.get("allowed", ()))
+        # A flag that is set without effect is a mistake that only the results would show.
         if value != defaults.get(name, entry.default):
-            for rule in entry.metadata["only"].split():
+            for rule in entry.metadata.get("only", "").split():
                 holds, wording = check_only_rule(rule, args)
                 need(holds, f"--{name} has an effect only {wording}")
 
 
 def check_value(name: str, value, allowed):
-    """Raises BadInput unless `allowed`, a Range or a tuple of choices, allows the value, or
-    each of a list."""
-    if isinstance(value, (list, tuple)):
+    """Raises BadInput unless a flag's value, or each value of a list, is allowed.
+
+    allowed: see `flag`."""
+    if isinstance(value, list):
         for entry in value:
             check_value(name, entry, allowed)
-    if allowed and not isinstance(allowed, (Range, list)):
+    if isinstance(allowed, tuple) and allowed and not isinstance(allowed, Range):
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
     elif isinstance(value, (int, float)):
-        words, holds = allowed or NOT_NEGATIVE
-        need(holds(value), f"--{name} {value} must {words}")
+        rule = allowed if isinstance(allowed, Range) else NOT_NEGATIVE
+        need(rule.holds(value), f"--{name} {value} must {rule.words}")
         need(value < 2**31, f"--{name} {value} must be less than 2^31")
     need(value != "", f"--{name} is empty: leave it out, or give it a value")
 
@@ -136,16 +149,15 @@ def check_value(name: str, value, allowed):
 def check_only_rule(rule: str, args) -> tuple[bool, str]:
     """Evaluates a flag's `only` rule: "tp", "!replay", "policy_loss=ppo|gspo", "loss!=x".
 
-    Returns whether the rule holds, and its wording for an error: "with a --tp", "without
-    --replay", "with --policy_loss ppo or gspo", "with a --loss other than x"."""
+    Returns whether the rule holds, and its wording for an error message: "with a --tp",
+    "without --replay", "with --policy_loss ppo or gspo", "with a --loss other than x"."""
     negation, name, comparison, wanted = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
     value = str(getattr(args, name))
     if comparison == "=":
-        # The value may be a list of several: --rollout_correction tis,geo_mask.
-        holds = re.search(rf"\b({wanted})\b", value) is not None
+        holds = value in wanted.split("|")
         choices = args.__dataclass_fields__[name].metadata["allowed"]
         if isinstance(choices, list) and value not in choices:
-            holds = True  # nobody knows what a task's own choice takes into account
+            holds = True  # a task's own choice may take anything into account
         return holds, f"with --{name} {wanted.replace('|', ' or ')}"
     if comparison == "!=":
         return value != wanted, f"with a --{name} other than {wanted}"

@@ -1,7 +1,6 @@
 """A transformers model's layers, made ready for training: no dropout, its attention, LoRA."""
 
 import contextlib
-import json
 from collections.abc import Callable
 
 import torch
@@ -109,7 +108,7 @@ def add_adapters(model: nn.Module, args):
 
     Only A and B learn. Raises BadInput for settings that peft refuses, and where embeddings
     or the output head get an adapter: these are used without it."""
-    settings = {"target_modules": "all-linear", "lora_alpha": 32} | json.loads(args.lora_args)
+    settings = {"target_modules": "all-linear", "lora_alpha": 32} | {}
     torch.manual_seed(args.seed)
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()

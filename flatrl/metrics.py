@@ -121,15 +121,13 @@ def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
     return difference, batch["response_mask"].bool() & (batch["versions"] == version)
 
 
-def worst_token(run, phase, batch: dict, version: int) -> str:
-    """Describes the token of a run's batch about which engine and trainer differ most.
-
-    phase: the rollout that the batch was made of."""
+def worst_token(tokenizer, batch, version: int) -> str:
+    """Describes the token of a batch about which engine and trainer differ most."""
     difference, is_comparable = tokens_to_compare(batch, version)
     largest = difference.where(is_comparable, -1).argmax().item()
     row, position = divmod(largest, difference.shape[1])
-    output = phase.trained[row]
-    text = run.tokenizer.decode(output.response_ids[position])
+    output = batch.outputs[row]
+    text = tokenizer.decode(output.response_ids[position])
     return (f"prompt {output.extra['prompt']}, sample {output.extra['sample']}, segment "
             f"{output.extra['segment']}, position {position} of the response, {text!r}: "
             f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "

@@ -28,8 +28,7 @@ FIXED_ARGUMENTS = {
         continue_final_message padding truncation max_length return_tensors return_dict
         return_assistant_tokens_mask tokenizer_kwargs""",
     "sampling_args": "temperature seed structured_outputs",
-    "eval_sampling_args": "temperature seed structured_outputs",
-    "lora_args": ""}
+    "eval_sampling_args": "seed structured_outputs"}
 # Sampling parameters that the engine sets itself.
 FIXED_SAMPLING = {
     "n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
@@ -105,7 +104,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
     arguments = dict(
         model=model, dtype=args.dtype,
         trust_remote_code=args.trust_remote_code, seed=args.seed,
-        max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len, max_num_seqs=256,
         # Each rank's own process has an engine, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
@@ -125,7 +124,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
             block_size=32, kv_cache_memory_bytes=1 << 30,
             # A prompt is computed in one step: the longest must fit beside a full batch that
             # decodes.
-            max_num_batched_tokens=max(8192, args.max_model_len + args.max_num_seqs),
+            max_num_batched_tokens=max(8192, args.max_model_len + 256),
             enable_chunked_prefill=False)  # with request seeds vLLM's CPU build crashes on it
     engine_args = json.loads(args.engine_args or "{}")
     # The trainer's logits are float32; a bfloat16 head would round the engine's.

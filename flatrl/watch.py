@@ -49,7 +49,7 @@ class Watch:
                                "pay for answers without tools and turns?")
         if metrics.get("stop_reason/abort"):
             yield "abort", "the engine aborted answers, and they are trained"
-        may_replace = args.max_gen_batches > 1 and args.filter_metric == "total"
+        may_replace = False
         if may_replace and not metrics["rollout/filtered_groups"]:
             yield "filter", ("--filter_metric total: turn rewards nearly always differ, so dynamic "
                              "sampling replaces no group")
@@ -99,14 +99,14 @@ class Watch:
         if n_wrong and not self.args.mask_truncated:
             yield "mask", (f"response_mask is wrong at {n_wrong} tokens: sampled ones are not "
                            "trained, or others are")
-        units = batch["units"]
-        tokens = torch.zeros_like(units.rewards).index_add(0, units.index, mask.sum(-1))  # (N,)
+        units = batch.units
+        tokens = torch.zeros_like(units.outcomes).index_add(0, units.index, mask.sum(-1))  # (N,)
         if (tokens > 0).sum() != losses.count_sequences(mask, batch["unit_tokens"]).round():
             yield "weight", "a rollout of several outputs weighs more than one of a single output"
         if "groups" in self.args.estimator_takes:  # it compares the units of a group
             sums = (batch["advantages"] * mask).sum(-1)  # (B,)
             means = torch.zeros_like(tokens).index_add(0, units.index, sums) / tokens.clamp(min=1)
-            expected = losses.grpo_advantages(units.rewards, units.groups)[tokens > 0]
+            expected = losses.grpo_advantages(batch.unit_rewards, units.groups)[tokens > 0]
             found = losses.grpo_advantages(means, units.groups)[tokens > 0]
             agreement = (expected * found).sum() / expected.square().sum()
             if agreement < 0.5:  # NaN, of groups alike, is not

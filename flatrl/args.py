@@ -1,0 +1,476 @@
+"""The flags of train.py: presets, all flags with their help texts, and the rules among them."""
+
+import json
+import os
+import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+import losses
+from agent_loop import LoopArgs, agent_loop_class
+from flatrl.bad_input import need, refusing
+from flatrl.devices import device_defaults
+from flatrl.files import absolute
+from flatrl.flags import (
+    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
+from flatrl.log import steps_to_replay
+from flatrl.vllm_engine import check_arguments
+
+# The flags that --algo sets. A preset changes those of "grpo"; the user's own flags win.
+PRESETS: dict[str, dict] = {
+    "grpo": dict(
+        adv_estimator="grpo", whiten_advantages=False, gamma=1.0, turn_discount=1.0,
+        policy_loss="ppo", clip_low=0.2, clip_high=0.2, loss_agg="token-mean",
+        kl_coef=0.0, kl_in="loss", kl_kind="k3", reward_coef=1.0, hints=False,
+        overlong_buffer=0.0, max_gen_batches=1),
+    "ppo": dict(adv_estimator="gae", whiten_advantages=True),
+    "dapo": dict(clip_high=0.28, overlong_buffer=0.2, max_gen_batches=10),
+    "drgrpo": dict(adv_estimator="drgrpo", loss_agg="seq-mean-token-sum-norm"),
+    "rloo": dict(adv_estimator="rloo", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
+    "reinforce_pp": dict(
+        adv_estimator="reinforce_pp", whiten_advantages=True,
+        kl_coef=0.001, kl_in="reward", kl_kind="k1"),
+    "reinforce_pp_baseline": dict(
+        adv_estimator="drgrpo", whiten_advantages=True, kl_coef=0.001, kl_kind="k2"),
+    "remax": dict(adv_estimator="remax", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
+    "opo": dict(adv_estimator="opo", policy_loss="reinforce", loss_agg="seq-mean-token-sum"),
+    "gspo": dict(
+        policy_loss="gspo", clip_low=3e-4, clip_high=4e-4, loss_agg="seq-mean-token-mean"),
+    "gmpo": dict(policy_loss="gmpo", clip_low=0.4, clip_high=0.4, loss_agg="seq-mean-token-mean"),
+    "cispo": dict(policy_loss="cispo", clip_low=1.0, clip_high=0.28),
+    "sapo": dict(policy_loss="sapo", clip_low=1.05, clip_high=1.0, loss_agg="seq-mean-token-mean"),
+    "gigpo": dict(adv_estimator="gigpo", turn_discount=0.95),
+    "opd": dict(
+        adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0,
+        kl_coef=1.0, kl_in="reward", kl_kind="k1"),
+    "sft": dict(adv_estimator="reinforce_pp"),
+}
+PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
+
+# Headings in --help, each by the first flag below it.
+HEADINGS = {
+    "task": "task and model",
+    "algo": "algorithm",
+    "adv_estimator": "advantages",
+    "policy_loss": "objective",
+    "kl_coef": "reward and KL",
+    "critic_warmup": "critic",
+    "lr": "optimiser and memory",
+    "temperature": "sampling",
+    "max_staleness": "asynchronous rollout",
+    "tp": "engine",
+    "eval_every": "evaluation, checkpoints, log",
+    "agent": "agent loops",
+}
+# The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
+LOOP_FLAGS = [
+    "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
+    "chat_template_args", "tool_parser"]
+LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
+# The flags that hold a JSON object.
+JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
+
+
+def preset(help: str, allowed=(), only: str = ""):
+    """Returns the field of a flag whose default comes from PRESETS[--algo]."""
+    return flag(None, f"[preset] {help}", allowed, only)
+
+
+@dataclass
+class Args(LoopArgs):
+    """All flags. Each field is a flag, but for the LOOP_SETTINGS inherited from LoopArgs.
+
+    `task` to `val_files` say what is trained, `algo` how; HEADINGS has all groups."""
+
+    # Task and model
+    task: str = flag(
+        "examples/calculator.py", "Python file with load(split) and reward(output, row)")
+    model: str | None = flag(
+        None, "name at the hub, or folder; default: the model that the task's build_model makes")
+    train_files: list[str] | None = flag(
+        None, "parquet, jsonl or csv files, folders of datasets, or hub names NAME:SPLIT, in "
+        "place of load('train')")
+    val_files: list[str] | None = flag(None, "the same in place of load('val')")
+    prompt_key: str = flag("prompt", "the rows' column that holds a chat or a question")
+    replay: str | None = flag(
+        None, "output_dir of another run: train on its rollouts, without an engine",
+        only="!hints")
+    rollout_only: bool = flag(
+        False, "write rollouts of the model as it is, without training", only="!replay")
+    output_dir: str | None = flag(None, "default: runs/<name of the task file>")
+    seed: int = flag(0, "all randomness comes from the seed and the step")
+    dtype: str = flag(
+        "auto", "of the engine and of matrix products; auto is bfloat16 on CUDA, else float32",
+        ("auto", "float32", "bfloat16"))
+    allow_mismatch: bool = flag(
+        False, "train although engine and trainer disagree about the sampled tokens' logprobs",
+        only="!replay")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+
+    # Algorithm
+    algo: str = flag("grpo", "preset for the flags marked [preset]", tuple(PRESETS))
+    num_steps: int = flag(40, "training steps; each is a rollout and an update")
+    prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks", POSITIVE)
+    group_size: int = flag(8, "rollouts per prompt", POSITIVE)
+    prompts_per_mini_batch: int | None = flag(
+        None, "prompts per optimiser step; default: all of them, which is on-policy", POSITIVE)
+    epochs: int = flag(1, "passes over each rollout", POSITIVE)
+
+    # Advantages
+    adv_estimator: str = preset("advantage estimator", [*losses.ESTIMATORS])
+    whiten_advantages: bool = preset("scale to mean 0 and variance 1 over the batch's tokens")
+    gamma: float = preset("discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
+    turn_discount: float = preset(
+        "discount per turn, on top of gamma", DISCOUNT, "adv_estimator=gae|reinforce_pp|gigpo")
+    lam: float = flag(1.0, "lambda of gae", DISCOUNT, "adv_estimator=gae")
+
+    # Objective
+    policy_loss: str = preset("policy-gradient objective", [*losses.OBJECTIVES])
+    clip_low: float = preset(
+        "lower clip of the ratio: 1 - clip_low; gmpo: of its logarithm; sapo: the temperature "
+        "where A <= 0", only="policy_loss!=reinforce")
+    clip_high: float = preset(
+        "upper clip of the ratio: 1 + clip_high; gmpo: of its logarithm; sapo: the temperature "
+        "where A > 0", only="policy_loss!=reinforce")
+    clip_c: float = flag(
+        0.0, "dual clip: the largest ratio where A < 0 (3 is usual); 0: off",
+        Range("be 0, or exceed 1", lambda x: x == 0 or x > 1), "policy_loss=ppo|gspo")
+    loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    mask_truncated: bool = flag(
+        False, "no loss on rollouts that a length or turn limit cut off")
+    imitation_steps: int | None = flag(
+        None, "first steps, in which rows' demonstrations are played; default: all steps")
+    rollout_correction: str = flag(
+        None, "importance weights from the engine's logprobs to the trainer's: KIND, KIND:HIGH or "
+        "KIND:LOW:HIGH with bounds of the ratio, or several with commas, as in "
+        f"tis:2,geo_mask:0.999:1.002 ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); default: none, "
+        "with --max_staleness icepop:0:5, which is decoupled PPO")
+
+    # Reward and KL
+    kl_coef: float = preset("weight of the KL to the reference; 0: no reference is loaded")
+    ref_model: str | None = flag(
+        None, "the reference or teacher, of the same tokenizer; default: the starting model",
+        only="kl_coef !hints")
+    hints: bool = preset(
+        "the reference is the policy itself, shown a row's `hint`", only="kl_coef")
+    reward_coef: float = preset(
+        "weight of the task's reward next to the KL in the reward", only="kl_in=reward")
+    kl_in: str = preset(
+        "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"),
+        "kl_coef")
+    kl_kind: str = preset(
+        "estimate of the KL; k1 has no gradient and is for the reward", losses.KL_ESTIMATES,
+        "kl_coef")
+    kl_target: float = flag(
+        0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off",
+        only="kl_in=reward kl_coef")
+    overlong_buffer: float = preset(
+        "last share of max_response_tokens, over which the reward falls linearly by up to 1 "
+        "(DAPO: 0.2); 0: off", DISCOUNT)
+    max_gen_batches: int = preset(
+        "dynamic sampling: groups with equal outcomes are replaced by fresh prompts, until this "
+        "many times prompts_per_step are drawn; 1: off", POSITIVE)
+
+    # Critic
+    critic_warmup: int = flag(
+        0, "first steps, in which only the critic learns", only="adv_estimator=gae")
+    critic_lr: float | None = flag(
+        None, "default: 1e-5, for a task's own tiny model 1e-3", only="adv_estimator=gae")
+
+    # Optimiser and memory
+    lr: float | None = flag(
+        None, "AdamW; default: 1e-6, for a task's own tiny model 3e-4; ten times that for LoRA")
+    lr_schedule: str = flag(
+        "constant", "from lr down to 0 at num_steps", ("constant", "linear", "cosine"))
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
+    lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
+    tokens_per_micro_batch: int = flag(16384, "tokens in one pass of a rank", POSITIVE)
+    gradient_checkpointing: bool = flag(
+        None, "recompute activations: a third slower, much less memory; default: on CUDA")
+    shard: Literal[False, True, "hybrid"] = flag(
+        False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
+        "over those of a host; always on in bfloat16 on CUDA, and by accelerate's FSDP config",
+        nargs="?", const=True)
+    offload: str = flag(
+        "none", "to host memory while the engine is awake: the optimisers' states; all: critic "
+        "and reference, too", ("none", "optimizer", "all"))
+
+    # Sampling
+    temperature: float = flag(
+        1.0, "of sampling in training; the trainer's logprobs use it, too",
+        Range("be greater than 0, vLLM's least is 0.01", lambda x: x >= 0.01))
+    max_prompt_tokens: int = flag(512, "longer prompts are dropped and counted", POSITIVE)
+    sampling_args: str = flag(
+        "{}", 'more sampling parameters of vLLM, as JSON: {"stop": ["</answer>"]}',
+        only="!replay")
+
+    # Asynchronous rollout (AReaL)
+    max_staleness: int = flag(
+        0, "a rollout ends when its batch is full, and the rest continues after the update, at "
+        "most this many versions behind", only="!rollout_only")
+    oversample: float = flag(
+        1.0, "prompts under way, as a multiple of prompts_per_step; without staleness it would "
+        "favour short answers", Range("be at least 1", lambda x: x >= 1), "max_staleness")
+
+    # Engine
+    tp: int = flag(
+        1, "consecutive ranks that share one engine (tensor parallelism)", POSITIVE, "!replay")
+    gpu_memory_utilization: float = flag(
+        0.5, "the engine's share of the GPU while it is awake", SHARE)
+    engine_args: str = flag(
+        "{}", 'more arguments of vllm.LLM, as JSON: {"max_num_seqs": 512}', only="!replay")
+    deterministic: bool = flag(
+        False, "the same digits in every run on a CPU; slower with tools", only="!max_staleness")
+
+    # Evaluation, checkpoints, log
+    eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
+    eval_samples: int = flag(
+        1, "rollouts of a validation row: eval/pass@1 to pass@N", POSITIVE)
+    eval_sampling_args: str = flag(
+        "{}", "like --sampling_args, in evaluation; the temperature is 0 (greedy) by default, "
+        "and --temperature with several --eval_samples")
+    save_every: int = flag(20, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
+    resume: Literal[False, True, "changed"] = flag(
+        False, "continue from the latest whole checkpoint in output_dir; changed: although flags "
+        "differ from those of the run", nargs="?", const=True)
+    wandb_project: str | None = flag(
+        None, "log to Weights & Biases (WANDB_MODE=offline works)")
+
+    # Agent loops: their flags are inherited
+    agent_args: str = flag(
+        "{}", f"more settings of agent loops, as JSON: {', '.join(LOOP_SETTINGS)}")
+
+    MUST_BE_POSITIVE: ClassVar = [
+        "max_response_tokens", "max_model_len", "max_images", "tool_timeout",
+        "max_parallel_calls", "max_tool_response_tokens"]
+
+    def __post_init__(self):
+        self.fill(self.preset_values())
+        self.fill({"rollout_correction": "icepop:0:5" if self.max_staleness else "none"})
+        for name, value in _json_object("agent_args", self.agent_args).items():
+            need(name in LOOP_SETTINGS,
+                 f"--agent_args: {name} is not one of {', '.join(LOOP_SETTINGS)}")
+            kind = type(getattr(LoopArgs, name))
+            need(isinstance(value, (int, float) if kind is float else kind),
+                 f"--agent_args: {name} must be a {kind.__name__}, got {value!r}")
+            setattr(self, name, value)
+
+    def fill(self, values: dict):
+        """Sets the flags that are still None to these values."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def preset_values(self) -> dict:
+        """Returns the flags that --algo sets.
+
+        A --policy_loss that is not the preset's brings the clip bounds of the preset of its
+        own name."""
+        base = PRESETS["grpo"]
+        values = base | PRESETS.get(self.algo, {})
+        if self.policy_loss not in (None, values["policy_loss"]):
+            other = base | PRESETS.get(self.policy_loss, {})
+            values["clip_low"] = other["clip_low"]
+            values["clip_high"] = other["clip_high"]
+        return values
+
+    def sampling(self, validate: bool = False) -> dict:
+        """Returns vLLM's sampling parameters, in training or in an evaluation.
+
+        A `stop` is always a list. max_tokens is left to the agent loops."""
+        if validate:
+            temperature = self.temperature if self.eval_samples > 1 else 0.0
+            parameters = {"temperature": temperature} | json.loads(self.eval_sampling_args)
+        else:
+            parameters = {"temperature": self.temperature} | json.loads(self.sampling_args)
+        # vLLM takes a text or a list; agent loops may count on a list.
+        if isinstance(parameters.get("stop"), str):
+            parameters["stop"] = [parameters["stop"]]
+        return parameters
+
+    @property
+    def correction(self) -> tuple[str, list[float], list[float]]:
+        """The kinds of --rollout_correction and their bounds: (kinds, low, high).
+
+        kinds is a text with commas, low and high have a number for each kind: as
+        `losses.rollout_correction` takes them. Raises ValueError for a bound that is no
+        number, and for a lower bound of a kind that has none."""
+        kinds = []
+        lows = []
+        highs = []
+        for part in self.rollout_correction.split(","):
+            kind, *bounds = part.split(":")
+            low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
+            if self.max_staleness:
+                low = 0.0  # with staleness a small ratio is no reason to drop a token
+            match [float(bound) for bound in bounds]:
+                case []:
+                    pass
+                case [high]:
+                    pass
+                case [low, high] if not kind.endswith("tis"):
+                    pass
+                case _:
+                    raise ValueError(f"{part}: must be KIND, KIND:HIGH or, unless the kind "
+                                     "truncates (*tis), KIND:LOW:HIGH")
+            kinds.append(kind)
+            lows.append(low)
+            highs.append(high)
+        return ",".join(kinds), lows, highs
+
+    @property
+    def quantized(self) -> bool:
+        """True if --engine_args asks vLLM to quantise the engine's weights."""
+        return '"quantization"' in self.engine_args
+
+    @property
+    def window(self) -> int:
+        """The most tokens of a rollout, its prompt included."""
+        return self.max_model_len or self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def estimator_takes(self) -> list[str]:
+        """The inputs of the function behind --adv_estimator; see losses.estimator."""
+        return losses.ESTIMATORS[self.adv_estimator].takes
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """The number of optimiser steps that learn from a rollout."""
+        mini_batch = self.prompts_per_mini_batch or self.prompts_per_step
+        return self.epochs * (self.prompts_per_step // mini_batch)
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Returns the Args of a command line. Raises BadInput for a flag unknown or mistyped."""
+    defaults = {name: f"--algo's; grpo: {value}" for name, value in PRESETS["grpo"].items()}
+    return parse_flags(
+        Args, argv, HEADINGS, LOOP_SETTINGS, defaults,
+        usage="accelerate launch train.py [--FLAG VALUE ...]",
+        description="Trains a language model by reinforcement learning on the multi-turn task "
+        "of a Python file.")
+
+
+def _json_object(name: str, text: str) -> dict:
+    """Returns the object that a flag holds as JSON. Raises BadInput if it is none."""
+    with refusing(f"--{name} is not JSON"):
+        value = json.loads(text)
+    need(isinstance(value, dict), f"--{name} must be a JSON object")
+    return value
+
+
+# ------------------------------------------------------------ rules, before anything costly
+
+
+def check_args(args: Args):
+    """Raises BadInput where a flag breaks its rules, or where flags contradict each other."""
+    defaults = args.preset_values()
+    defaults |= {"rollout_correction": args.rollout_correction}
+    check_each_flag(args, defaults)
+    for name in args.MUST_BE_POSITIVE:
+        if getattr(args, name) is not None:
+            check_value(name, getattr(args, name), POSITIVE)
+    check_value("tool_response_truncate_side", args.tool_response_truncate_side,
+                ("left", "middle", "right"))
+    check_flags_together(args)
+
+    with refusing("--rollout_correction"):
+        kind, low, high = args.correction
+        losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
+    for name in JSON_FLAGS:
+        check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
+    if args.quantized and args.rollout_correction == "none":
+        warnings.warn("--engine_args quantization: the engine samples from slightly other weights "
+                      "than those that are trained; give --rollout_correction tis", stacklevel=2)
+
+
+def check_flags_together(args: Args):
+    """Raises BadInput where flags contradict each other, or break a rule too long for Args."""
+    prompts = args.prompts_per_step
+    mini_batch = args.prompts_per_mini_batch or prompts
+    need(prompts % mini_batch == 0,
+         f"--prompts_per_step {prompts} must be a multiple of "
+         f"--prompts_per_mini_batch {mini_batch}")
+    need(args.group_size > 1 or args.max_gen_batches == 1,
+         "--max_gen_batches above 1 replaces groups whose members score alike: "
+         "--group_size must be at least 2")
+    need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0,
+         "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0")
+    need(args.reward_coef > 0 or args.hints or args.ref_model,
+         "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
+    need(args.critic_warmup < max(1, args.num_steps),
+         "--critic_warmup leaves no step that trains the policy")
+    need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] > 0,
+         f"--eval_samples {args.eval_samples} would be equal at temperature 0")
+    need(args.window > args.max_prompt_tokens,
+         f"--max_model_len {args.max_model_len} leaves no room for a response to "
+         "--max_prompt_tokens")
+    # Forks and chat agents may fill the window.
+    need(args.tokens_per_micro_batch >= args.window,
+         f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
+         f"rollout: {args.window} tokens")
+    tags = args.think_tags.split()
+    need(len(set(tags)) == len(tags) == 2,
+         f"--agent_args: think_tags {args.think_tags} must be two different tags, separated by "
+         "a space")
+
+
+def check_registered(args: Args):
+    """Raises BadInput where a flag names an unknown estimator, objective or agent loop.
+
+    The task file is loaded by now, and may have registered its own. Also raises it where the
+    estimator compares rollouts and there is only one."""
+    agent_loop_class({}, None, args)
+    check_value("adv_estimator", args.adv_estimator,
+                (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))
+    check_value("policy_loss", args.policy_loss,
+                (*losses.OBJECTIVES, "or your own, by @objective in the task file"))
+    need(args.group_size > 1 or "groups" not in args.estimator_takes,
+         f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
+         "--group_size must be at least 2")
+
+
+def complete_flags(args: Args, cuda: bool):
+    """Gives each flag that the user left open its value, and makes paths absolute.
+
+    The values depend on the device, on files and on other flags. args.task and args.model are
+    left to train.check_input."""
+    vars(args).update(device_defaults(args, cuda))
+    lr = 1e-6
+    critic_lr = 1e-5
+    if not args.model:  # the task's own, a tiny one
+        lr = 3e-4
+        critic_lr = 1e-3
+    if args.lora_rank:
+        lr *= 10
+    folder = f"runs/{Path(args.task).stem}"
+    if not args.num_steps:
+        folder += "-eval"
+    args.fill({
+        "lr": lr,
+        "critic_lr": critic_lr,
+        "output_dir": folder,
+        "max_model_len": args.window,
+        "gradient_checkpointing": cuda,
+    })
+
+    args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
+    for name in ("model", "ref_model", "replay"):
+        path = getattr(args, name)
+        if path:
+            path = absolute(path)
+            setattr(args, name, path)
+            need(not Path(path).is_relative_to(args.output_dir),
+                 f"--{name} {path} is in --output_dir, which would be moved aside: give this run "
+                 "another one")
+    for name in ("train_files", "val_files"):
+        files = getattr(args, name)
+        if files:
+            setattr(args, name, list(map(absolute, files)))
+    if args.replay:
+        args.num_steps = steps_to_replay(args)
