@@ -5,6 +5,7 @@ This module knows no flag by name."""
 import argparse
 import difflib
 import re
+import sys
 from collections import namedtuple
 from dataclasses import Field, field, fields
 from types import UnionType
@@ -56,8 +57,7 @@ def parse_flags(cls: type, argv: list[str] | None, headings: dict[str, str],
     texts: usage and description for argparse.
     Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
     # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
-    parser = Parser(
-        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **texts)
+    parser = Parser(allow_abbrev=False, **texts)
     entries = [entry for entry in _in_order(cls) if entry.name not in hidden]
     group = parser
     for entry in entries:
@@ -65,13 +65,13 @@ def parse_flags(cls: type, argv: list[str] | None, headings: dict[str, str],
             group = parser.add_argument_group(headings[entry.name])
         settings = _settings(entry)
         if entry.name in shown_defaults:
-            # argparse adds "(default: None)" unless the text has %(default). The .0 makes it
-            # print no character of that.
-            settings["help"] += f" (default: {shown_defaults[entry.name]})%(default).0s"
-        names = dict.fromkeys([f"--{entry.name}", f"--{entry.name.replace('_', '-')}"])
-        group.add_argument(*names, **settings)
+            settings["help"] += f" (default: {shown_defaults[entry.name]})"
+        elif entry.default not in (None, "{}") and entry.default is not False:
+            settings["help"] += f" (default: {entry.default})"
+        group.add_argument(f"--{entry.name}", **settings)
 
-    values, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    values, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
     if unknown:
         names = [f"--{entry.name}" for entry in entries]
         similar = difflib.get_close_matches(unknown[0].split("=")[0], names)
@@ -93,16 +93,27 @@ def _settings(entry: Field) -> dict:
     kind = entry.type
     if isinstance(kind, UnionType):
         kind = get_args(kind)[0]
-    settings = {"default": entry.default, "type": kind}
+    settings = {"default": entry.default, "type": kind, "metavar": "TEXT", "help": ""}
+    if kind in (int, float):
+        settings["metavar"] = "NUMBER"
     if kind is bool:
-        settings |= {"type": _as_bool, "nargs": "?", "const": True}
+        settings |= {"type": _as_bool, "nargs": "?", "const": True, "metavar": "BOOL"}
     elif get_origin(kind) is list:
         settings |= {"type": get_args(kind)[0], "nargs": "+"}
     elif get_origin(kind) is Literal:
         by_word = {str(choice): choice for choice in get_args(kind)}
         settings |= {"type": lambda word: by_word.get(word, word), "choices": get_args(kind)}
+        settings["metavar"] = "|".join(by_word)
     rules = ("allowed", "only")  # argparse does not know them
     return settings | {name: x for name, x in entry.metadata.items() if name not in rules}
+
+
+def _with_underscores(word: str) -> str:
+    """Returns a flag in the form --num_steps where it is written --num-steps."""
+    name, equals, value = word.partition("=")
+    if name.startswith("--"):
+        name = "--" + name[2:].replace("-", "_")
+    return name + equals + value
 
 
 def _as_bool(word: str) -> bool:
