@@ -362,9 +362,22 @@ class Batch(dict):
         return self.rewards.double().sum(1).float()
 
     @property
+    def n_sampled_units(self) -> int:
+        """The number of units that are no demonstrations."""
+        last = last_outputs(self.outputs)
+        return sum("demonstration" not in output.extra for output in last)
+
+    @property
     def unit_tokens(self) -> Tensor:
         """The number of mask-1 tokens of each row's unit, (B,)."""
         return losses.group_sum(self["response_mask"].sum(-1), self.units.index)
+
+
+def make_batch(outputs: Outputs, processor=None) -> Batch:
+    """Returns outputs as a Batch; their rewards may still be missing.
+
+    processor: that of a model with vision."""
+    return Batch(outputs, collate(outputs, getattr(processor, "image_token_id", -1)))
 
 
 def select(tensors: dict, rows: list[int]) -> dict:

@@ -607,6 +607,26 @@ class Rollouts:
         return metrics
 
 
+    def group_metrics(self) -> dict:
+        """Returns metrics of the groups that are compared, once they have their rewards."""
+        units = data.by_unit(self.compared)
+        group_sizes = units.groups.unique(return_counts=True)[1]
+        signal = data.groups_with_signal(units, units.rewards)
+        filtered = {
+            output.extra["prompt"] for output in self.sampled if "filtered" in output.extra}
+        metrics = {
+            "rollout/filtered_groups": len(filtered),
+            "rollout/singleton_groups": (group_sizes == 1).sum().item(),
+            "rollout/zero_std_groups": len(group_sizes) - len(signal),
+        }
+        if self.greedy:
+            baselines = {output.extra["prompt"] for output in self.greedy}
+            prompts = set(units.prompts.tolist())
+            metrics["rollout/missing_baselines"] = len(prompts - baselines)
+            metrics["reward/greedy"] = data.by_unit(self.greedy).rewards.mean().item()
+        return metrics
+
+
 def _key(output: AgentLoopOutput) -> tuple[int, int]:
     """Returns the (prompt, sample) of the rollout that an output belongs to."""
     return output.extra["prompt"], output.extra["sample"]
@@ -777,7 +797,7 @@ async def grade_rollout(
     await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
     if "states" in context.args.estimator_takes:
         # It raises where states and turns differ in number.
-        batch = data.Batch(outputs, data.collate(outputs))
+        batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
     graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
     pickle.dumps(graded)  # ranks will send it to each other

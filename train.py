@@ -41,7 +41,7 @@ from flatrl.bad_input import need
 from flatrl.devices import move, shard, start_processes
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
-from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
+from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, gather_unless_stopped, on_main, run_as_script)
 from flatrl.terminal import Bar, quiet_libraries, shown
@@ -67,7 +67,7 @@ def main(args: Args):
             rollout_ended = time.perf_counter()
 
             # ---- 2. score the sampled tokens while the last graders work, then get the rewards
-            batch = make_batch(run, rollouts)
+            batch = data.make_batch(rollouts.trained, run.processor)
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: each only if it is used
             metrics = {"step": step + 1}
             batch = add_rewards(run, rollouts, batch, metrics)
@@ -79,27 +79,28 @@ def main(args: Args):
                 continue
 
             # ---- 3. rewards -> advantages: the lines to change
-            metrics |= set_token_rewards(batch, run.kl.coef, args)
+            metrics |= set_token_rewards(run, batch, step)
             batch["advantages"] = estimate_advantages(batch, rollouts, args)  # (B, T)
             if args.mask_truncated:
                 mask_truncated(batch)
 
             # ---- 4. update: epochs x mini-batches x packed micro-batches, over global counts
             metrics |= update(run, batch, step)
-            steer_kl(run, metrics, rollouts, step)
-            metrics |= step_metrics(rollouts, batch, step, args)
+            metrics |= rollouts.group_metrics() | batch_metrics(batch, step, args)
             check_agreement(run, batch, step, metrics["rollout/logp_diff_mean"])
             run.done = step + 1
 
             # ---- 5. log, evaluate, save
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
+            eval_is_due = args.eval_every and run.done % args.eval_every == 0
+            save_is_due = args.save_every and run.done % args.save_every == 0
             try:
-                if is_due(run, args.eval_every) or run.done == args.num_steps:
+                if eval_is_due or run.done == args.num_steps:
                     metrics |= evaluate(run)
             finally:  # also if the evaluation is told to stop
                 log.metrics(metrics, rollouts, batch)
-            if is_due(run, args.save_every):
+            if save_is_due:
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
             del rollouts, batch  # free the images of a step before those of the next one come
@@ -200,12 +201,6 @@ def offload(run: "Run", device: torch.device | str):
 # ---------------------------------------------------------------- 2. scores and rewards
 
 
-def make_batch(run: "Run", rollouts: Rollouts) -> data.Batch:
-    """Returns the outputs to learn from as a batch; their rewards may still be missing."""
-    image_token_id = getattr(run.processor, "image_token_id", -1)
-    return data.Batch(rollouts.trained, data.collate(rollouts.trained, image_token_id))
-
-
 def score_batch(run: "Run", batch: data.Batch, step: int):
     """Scores the sampled tokens by every network that the step needs.
 
@@ -275,11 +270,12 @@ def shape_rewards(units: data.Units, args: Args) -> losses.N:
     return rewards
 
 
-def set_token_rewards(batch: data.Batch, kl_coef: float, args: Args) -> dict[str, float]:
+def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Sets batch.rewards, (N, S): the shaped rewards where they fall, with --kl_in reward minus
     the KL of each token.
 
-    Returns metrics. actor/kl, which steers kl_coef, is a mean over units' means."""
+    Returns metrics. actor/kl, a mean over units' means, steers the KL's coefficient."""
+    args = run.args
     metrics = {}
     rewards = data.place_rewards(batch, shape_rewards(batch.units, args))
     batch.rewards = args.reward_coef * rewards
@@ -287,11 +283,13 @@ def set_token_rewards(batch: data.Batch, kl_coef: float, args: Args) -> dict[str
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
         kl = torch.where(mask.bool(), kl, 0)  # (B, T)
-        batch.rewards = batch.rewards - kl_coef * batch.layout.lay(kl)
+        batch.rewards = batch.rewards - run.kl.coef * batch.layout.lay(kl)
         mean_kl = losses.aggregate(
             kl, mask, "seq-mean-token-mean", unit_tokens=batch.unit_tokens)
         metrics["actor/kl"] = mean_kl.item()
-        metrics["actor/kl_coef"] = kl_coef
+        metrics["actor/kl_coef"] = run.kl.coef
+        if args.kl_target and step >= args.critic_warmup:
+            run.kl.update(mean_kl.item(), batch.n_sampled_units)
     has_tokens = batch.layout.mask.any(1)  # (N,)
     metrics["reward/shaped_mean"] = mean(batch.unit_rewards[has_tokens])
     return metrics
@@ -412,13 +410,6 @@ def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[
         for part in present[order].tensor_split(n_parts):
             if len(part):
                 yield torch.isin(prompts, part).nonzero().flatten().tolist()
-
-
-def steer_kl(run: "Run", metrics: dict, rollouts: Rollouts, step: int):
-    """Adapts kl_coef to --kl_target, after a step that trained the policy."""
-    if run.args.kl_target and step >= run.args.critic_warmup:
-        n_units = len(data.last_outputs(rollouts.compared))
-        run.kl.update(metrics["actor/kl"], n_units)
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
@@ -583,81 +574,23 @@ def total_loss(
 # ---------------------------------------------------------------- 5. metrics and evaluation
 
 
-def step_metrics(rollouts: Rollouts, batch: data.Batch, version: int, args: Args) -> dict:
-    """Returns metrics of the outputs that were trained: the agreement of engine and trainer,
-    groups, staleness, rollout correction, greedy baselines.
-
-    version: of the weights at the start of the rollout."""
-    mask = batch["response_mask"].bool()
-    difference, is_comparable = tokens_to_compare(batch, version)
-    difference = difference[is_comparable]
-    units = data.by_unit(rollouts.compared)
-    group_sizes = units.groups.unique(return_counts=True)[1]
-    signal = data.groups_with_signal(units, units.rewards)
-    filtered = {
-        output.extra["prompt"] for output in rollouts.sampled if "filtered" in output.extra}
-    metrics = {
-        "rollout/logp_diff_mean": mean(difference),
-        "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
-        "rollout/filtered_groups": len(filtered),
-        "rollout/singleton_groups": (group_sizes == 1).sum().item(),
-        "rollout/zero_std_groups": len(group_sizes) - len(signal),
-    }
-    if args.max_staleness:
-        versions = batch["versions"][mask.any(-1)]
-        # The oldest token of each row that has sampled ones. Other tokens have version -1.
-        oldest = versions.masked_fill(versions < 0, version).amin(-1)
-        age = version - oldest
-        metrics["rollout/staleness_mean"] = mean(age)
-        metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
-    if args.rollout_correction != "none":
-        kind, low, high = args.correction
-        _, stats = losses.rollout_correction(
-            kind, batch["logprobs_old"], batch["logprobs_rollout"], mask, low, high)
-        means = {name: mean(x[mask]) for name, x in stats.items()}
-        weight = means.pop("rollout_weight")
-        square = means.pop("rollout_weight_sq")
-        metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
-        metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
-        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
-    if "baselines" in args.estimator_takes:
-        baselines = {output.extra["prompt"] for output in rollouts.greedy}
-        metrics["rollout/missing_baselines"] = len(set(units.prompts.tolist()) - baselines)
-        if baselines:
-            metrics["reward/greedy"] = data.by_unit(rollouts.greedy).rewards.mean().item()
-    return metrics
-
-
 def check_agreement(run: "Run", batch: data.Batch, version: int, difference: float):
-    """Ends the run, by BadInput on all ranks, if the engine did not sample from the trainer's
-    policy.
+    """Ends the run, by BadInput on all ranks, if engine and trainer differ too much.
 
-    That is if their logprobs differ by more than 1e-3 in the mean (`difference`, from
-    `step_metrics`), or by more than 0.1 where one of them computes in less than float32. Only
-    warns, once, with --allow_mismatch, and with --sampling_args that change the engine's
-    distribution."""
+    difference: the mean of that between their logprobs. It may be 1e-3, or 0.1 where one of them
+    computes in less than float32. Only warns, once, with --allow_mismatch, and with
+    --sampling_args that change the engine's distribution."""
     args = run.args
     bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
     if not run.engine or run.mismatch_is_known or difference <= bound:
         return
-    worst = worst_token(run.tokenizer, batch, version)
-    problem = (
-        f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
-        f"{difference:.2g} in the mean, more than {bound:g} ({args.dtype}); most at {worst}. "
-        "Likely causes: a weight that went to the wrong place, a part of this model that vLLM and "
-        "the trainer compute differently, or settings of the engine that the trainer does not "
-        "know (--engine_args, --sampling_args, an agent loop's own)")
+    problem = disagreement(run.tokenizer, batch, version, difference, bound)
     if args.allow_mismatch or args.sampling().keys() - NEUTRAL_SAMPLING:
         run.log.warn_once(problem)
         run.mismatch_is_known = True
         return
     close(run)
     raise BadInput(f"{problem}; --allow_mismatch trains all the same")
-
-
-def is_due(run: "Run", every: int) -> bool:
-    """Returns True after every so many steps; 0: never."""
-    return every > 0 and run.done % every == 0
 
 
 def evaluate(run: "Run") -> dict:
@@ -706,19 +639,7 @@ class Net(nn.Module):
             attention = {"text_config": "packed", "vision_config": "sdpa"}
         elif packed:
             attention = "packed"
-        # "auto" is the type in the files: no weight is copied, the ranks of a host read the same
-        # pages, and the shards become float32.
-        self.model, info = models.from_pretrained(
-            auto_class, args, "can't be loaded for training",
-            dtype="auto" if args.shard else torch.float32,
-            attn_implementation=attention, output_loading_info=True,
-            ignore_mismatched_sizes=True)
-        for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
-            need(not info[key],
-                 f"--model {args.model} does not match its config.json: "
-                 f"{key.replace('_', ' ')} {sorted(info[key])[:3]}")
-        for name, p in self.model.named_parameters():
-            need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
+        self.model = models.load_for_training(auto_class, args, attention)
         layers.prepare_layers(self.model, args.gradient_checkpointing)
 
     def pack(self, batch: dict, micro: data.MicroBatch) -> dict:
@@ -1036,8 +957,8 @@ def finish(run: Run):
     elif run.done < args.num_steps:
         say(f"stopped after step {run.done}")
     elif run.done and checkpoints.save_policy(run, final):  # without steps: an evaluation
-        say(f"the trained policy is in {final}, the best saved checkpoint is "
-            f"{checkpoints.best_checkpoint(run.folder)}")
+        best = checkpoints.best_checkpoint(run.folder)
+        say(f"the trained policy is in {final}, the best saved checkpoint is {best}")
         saved = True
     say(notices.summary(args, run.done))
     close(run)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+import losses
 from agent_loop import AgentLoopOutput, numbers
 
 Outputs = list[AgentLoopOutput]
@@ -121,14 +122,52 @@ def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
     return difference, batch["response_mask"].bool() & (batch["versions"] == version)
 
 
-def worst_token(tokenizer, batch, version: int) -> str:
-    """Describes the token of a batch about which engine and trainer differ most."""
+def batch_metrics(batch, version: int, args) -> dict[str, float]:
+    """Returns metrics of a trained batch: agreement, staleness, rollout correction.
+
+    version: of the weights at the start of the rollout."""
+    mask = batch["response_mask"].bool()
     difference, is_comparable = tokens_to_compare(batch, version)
-    largest = difference.where(is_comparable, -1).argmax().item()
-    row, position = divmod(largest, difference.shape[1])
+    difference = difference[is_comparable]
+    metrics = {
+        "rollout/logp_diff_mean": mean(difference),
+        "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
+    }
+    if args.max_staleness:
+        versions = batch["versions"][mask.any(-1)]
+        # The oldest token of each row that has sampled ones. Other tokens have version -1.
+        oldest = versions.masked_fill(versions < 0, version).amin(-1)
+        age = version - oldest
+        metrics["rollout/staleness_mean"] = mean(age)
+        metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
+    if args.rollout_correction != "none":
+        kind, low, high = args.correction
+        _, stats = losses.rollout_correction(
+            kind, batch["logprobs_old"], batch["logprobs_rollout"], mask, low, high)
+        means = {name: mean(x[mask]) for name, x in stats.items()}
+        weight = means.pop("rollout_weight")
+        square = means.pop("rollout_weight_sq")
+        metrics |= {name.replace("_", "/", 1): x for name, x in means.items()}
+        metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
+        metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
+    return metrics
+
+
+def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
+    """Describes a difference between the logprobs of engine and trainer that exceeds its bound,
+    with the token about which they differ most."""
+    differences, is_comparable = tokens_to_compare(batch, version)
+    largest = differences.where(is_comparable, -1).argmax().item()
+    row, position = divmod(largest, differences.shape[1])
     output = batch.outputs[row]
     text = tokenizer.decode(output.response_ids[position])
-    return (f"prompt {output.extra['prompt']}, sample {output.extra['sample']}, segment "
-            f"{output.extra['segment']}, position {position} of the response, {text!r}: "
-            f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-            f"{batch['logprobs_old'][row, position]:.3g} in the trainer")
+    return (
+        f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
+        f"{difference:.2g} in the mean, more than {bound:g}; most at "
+        f"prompt {output.extra['prompt']}, sample {output.extra['sample']}, "
+        f"segment {output.extra['segment']}, position {position} of the response, {text!r}: "
+        f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
+        f"{batch['logprobs_old'][row, position]:.3g} in the trainer. Likely causes: a weight that "
+        "went to the wrong place, a part of this model that vLLM and the trainer compute "
+        "differently, or settings of the engine that the trainer does not know (--engine_args, "
+        "--sampling_args, an agent loop's own)")
