@@ -31,8 +31,17 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 import losses
 from agent_loop import (
-    AgentLoopOutput, agent_loop_class, expand, open_image, outcome, render, row_kwargs,
-    task_interaction, task_tools, templated)
+    AgentLoopOutput,
+    agent_loop_class,
+    expand,
+    open_image,
+    outcome,
+    render,
+    row_kwargs,
+    task_interaction,
+    task_tools,
+    templated,
+)
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import check_types, need, refusing
@@ -54,7 +63,11 @@ TASK_TYPES = {
     "INTERACTIONS": list | tuple,
     "sampler": Callable,
 }
-TASK_ARGUMENTS = {"load": 1, "reward": 2, "build_model": 1}  # how many each function takes
+TASK_ARGUMENTS = {
+    "load": 1,
+    "reward": 2,
+    "build_model": 1,
+}  # how many each function takes
 
 
 def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
@@ -73,23 +86,31 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
         spec.loader.exec_module(module)
 
     check_types(vars(module), TASK_TYPES, f"--task {path}")
-    with refusing(f"--task {path}: TOOLS or INTERACTIONS holds something else (a function needs "
-                  "type hints and a Google-style docstring)"):
+    with refusing(
+        f"--task {path}: TOOLS or INTERACTIONS holds something else (a function needs "
+        "type hints and a Google-style docstring)"
+    ):
         task_tools(module)
         task_interaction(module, {})
     for name in needs:
         function = getattr(module, name, None)
-        need(callable(function),
-             f"--task {path} has no function {name}: a task file defines load(split), "
-             "reward(output, row) and, unless --model gives the model, build_model(path)")
+        need(
+            callable(function),
+            f"--task {path} has no function {name}: a task file defines load(split), "
+            "reward(output, row) and, unless --model gives the model, build_model(path)",
+        )
         n_arguments = TASK_ARGUMENTS[name]
         with refusing(f"--task {path}: {name} must take {n_arguments} argument(s)"):
             inspect.signature(function).bind(*range(n_arguments))
     return module
 
 
-def load_rows(task: ModuleType, split: str, files: list[str] | None = None,
-              prompt_key: str = "prompt") -> Sequence[dict]:
+def load_rows(
+    task: ModuleType,
+    split: str,
+    files: list[str] | None = None,
+    prompt_key: str = "prompt",
+) -> Sequence[dict]:
     """Returns the rows of a split ("train" or "val"), checked, with verl's columns.
 
     files: read these in place of the task's `load`. Rows that `read_files` leaves on disk come
@@ -126,12 +147,15 @@ def demonstrated(rows: Sequence[dict], alone: bool) -> Sequence[dict]:
 
     Raises BadInput if no row has one."""
     numbers = [number for number, row in enumerate(rows) if row.get("demonstration")]
-    need(numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'")
+    need(
+        numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'"
+    )
     return Rows(rows.__getitem__, numbers) if alone else rows
 
 
 def filter_overlong(
-        rows: Sequence[dict], tokenizer, task, args, processor=None) -> Sequence[dict]:
+    rows: Sequence[dict], tokenizer, task, args, processor=None
+) -> Sequence[dict]:
     """Returns the rows whose rendered prompts have at most args.max_prompt_tokens tokens.
 
     It also checks the rows (`_prompt_length`) and the tokenizer (`check_tokenizer`). The main
@@ -145,7 +169,9 @@ def filter_overlong(
     numbers = prompt_order(n_rows, 0, 1000, args.seed) if is_sample else range(n_rows)
 
     def length(number: int) -> int:
-        return _prompt_length(rows[number], f"row {number}", templates, task, args, processor)
+        return _prompt_length(
+            rows[number], f"row {number}", templates, task, args, processor
+        )
 
     def measure() -> np.ndarray:
         return np.array([length(number) for number in Bar(numbers, "prompts")])
@@ -153,11 +179,14 @@ def filter_overlong(
     lengths = on_main(measure)  # (rows looked at,)
     on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task)
     too_long = lengths > limit
-    need(not too_long.all(),
-         f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens {limit}; "
-         f"raise it (the longest has {max(lengths)} tokens)")
+    need(
+        not too_long.all(),
+        f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens {limit}; "
+        f"raise it (the longest has {max(lengths)} tokens)",
+    )
 
     if is_sample:
+
         def next_that_fits(number: int) -> dict:
             while length(number) > limit:
                 number = (number + 1) % n_rows
@@ -177,14 +206,18 @@ def _prompt_length(row: dict, name: str, templates, task, args, processor) -> in
     interaction is unknown, or if its images can't be read, are more than args.max_images, or
     meet a text model (no processor)."""
     images = row.get("images") or []
-    need(len(images) <= args.max_images,
-         f"{name}: {len(images)} images are more than max_images {args.max_images}, which "
-         "--agent_args can raise")
+    need(
+        len(images) <= args.max_images,
+        f"{name}: {len(images)} images are more than max_images {args.max_images}, which "
+        "--agent_args can raise",
+    )
     with refusing(name):
         agent_loop_class(row, task, args)
         interaction = task_interaction(task, row_kwargs(row, "interaction_kwargs"))
-        need(row["prompt"] or interaction,
-             f"{name}: its prompt is empty, and no Interaction speaks first")
+        need(
+            row["prompt"] or interaction,
+            f"{name}: its prompt is empty, and no Interaction speaks first",
+        )
         ids = render(templates, told_prompt(row, args.hints), tool_schemas(row, task))
         return len(expand(ids, [open_image(image) for image in images], processor))
 
@@ -218,9 +251,9 @@ class Units:
 
     outcomes: Tensor  # (N,) the terminal reward, that of the unit's last output
     turn_rewards: Tensor  # (N,) the sum of the turn rewards of all its outputs
-    groups: Tensor  # (N,) a label; units with the same label are compared with each other
+    groups: Tensor  # (N,) a label; units with the same one are compared with each other
     prompts: Tensor  # (N,) the number of the unit's prompt
-    response_lengths: Tensor  # (N,) response tokens of all its outputs, tools' tokens included
+    response_lengths: Tensor  # (N,) response tokens of all its outputs, also of tools
     names: list[str]  # N names, as the agent loop calls the units
     index: Tensor  # (B,) the unit of each output
 
@@ -263,13 +296,16 @@ def by_unit(outputs: Outputs) -> Units:
         turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
     return Units(
         # Not in torch's default type, which user code may have changed.
-        outcomes=torch.tensor([outcome(output) for output in last], dtype=torch.float32),
+        outcomes=torch.tensor(
+            [outcome(output) for output in last], dtype=torch.float32
+        ),
         turn_rewards=torch.tensor(turn_rewards, dtype=torch.float32),
         groups=torch.tensor([_group_label(output) for output in last]),
         prompts=torch.tensor([output.extra["prompt"] for output in last]),
         response_lengths=torch.tensor(response_lengths),
         names=[output.unit for output in last],
-        index=torch.tensor(index))
+        index=torch.tensor(index),
+    )
 
 
 def groups_with_signal(units: Units, values: Tensor) -> set[int]:
@@ -301,8 +337,11 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
                            shares no prefix
     If an output has extra["told_prompt_ids"] (--hints):
         told               a dict like this one, for the same outputs with these prompts"""
+
     def padded(rows, dtype=np.int64, padding=0):
-        rows = [torch.from_numpy(np.fromiter(row, dtype)) for row in rows]  # fast for lists
+        rows = [
+            torch.from_numpy(np.fromiter(row, dtype)) for row in rows
+        ]  # fast for lists
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
     mask = padded([output.response_mask for output in outputs], np.float32)
@@ -311,12 +350,16 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
     response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
     tensors = {
-        "input_ids": padded([output.prompt_ids + output.response_ids for output in outputs]),
+        "input_ids": padded(
+            [output.prompt_ids + output.response_ids for output in outputs]
+        ),
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
         "response_mask": mask - imitation_mask,
-        "logprobs_rollout": padded([output.response_logprobs for output in outputs], np.float32),
+        "logprobs_rollout": padded(
+            [output.response_logprobs for output in outputs], np.float32
+        ),
         "versions": versions,
         "truncated": torch.tensor([output.truncated for output in outputs]),
     }
@@ -433,7 +476,11 @@ class EndToEnd:
             sampled = self.sampled[row, : batch["response_lengths"][row]]
 
             cut_turn = cut_turns.pop(unit, None)
-            if cut_turn is not None and sampled[:1].any() and torch.equal(prompt, cut_turn):
+            if (
+                cut_turn is not None
+                and sampled[:1].any()
+                and torch.equal(prompt, cut_turn)
+            ):
                 ends[unit] -= 1  # no empty place in the middle of a turn
             first_columns.append(ends[unit])
             ends[unit] += widths[row]
@@ -491,7 +538,9 @@ def place_rewards(batch: Batch, outcomes: Tensor) -> Tensor:
         place = batch.units.index[row] * n_places + column
         rewards.view(-1).index_add_(0, place, torch.tensor(value, dtype=rewards.dtype))
 
-    last_place = (layout.mask * torch.arange(n_places)).argmax(1)  # (N,), 0 without any token
+    last_place = (layout.mask * torch.arange(n_places)).argmax(
+        1
+    )  # (N,), 0 without any token
     rewards[torch.arange(len(outcomes)), last_place] += outcomes
     return rewards
 
@@ -512,7 +561,9 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
             continue
         states = tree_map(_array_value, given[unit_of(output)] or list(range(n_turns)))
         if len(states) != n_turns:
-            raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
+            raise ValueError(
+                f"metrics['states'] has {len(states)} states for {n_turns} turns"
+            )
         labels += [hash((_group_label(output), repr(state))) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
@@ -528,6 +579,21 @@ def _array_value(leaf):
         array = np.asarray(leaf)
         return array.shape, array.tobytes()
     return leaf
+
+
+def count_globally(batch: dict, rows: list[int], with_imitation: bool) -> dict[str, float]:
+    """Returns the counts of a mini-batch over all ranks: tokens, units, imitated tokens.
+
+    The batch has unit_tokens (B,): the mask-1 tokens of each row's unit."""
+    mask = batch["response_mask"][rows]
+    n_imitated = 0
+    if with_imitation:
+        n_imitated = batch["imitation_mask"][rows].sum().item()
+    return {
+        "tokens": mask.sum().item(),
+        "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
+        "imitated": n_imitated,
+    }
 
 
 # ---------------------------------------------------------------- packing
@@ -570,7 +636,8 @@ class MicroBatch:
             [self.rows[position] for position in positions],
             [self.lengths[position] for position in positions],
             shared,
-            is_filler)
+            is_filler,
+        )
 
 
 def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
@@ -579,7 +646,9 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
     lengths = batch["lengths"][rows]  # (R,)
     tokens = ids.int().numpy()
 
-    def as_bytes(i: int) -> bytes:  # any order of token ids will do, and bytes compare fast
+    def as_bytes(
+        i: int,
+    ) -> bytes:  # any order of token ids will do, and bytes compare fast
         return tokens[i, : lengths[i]].tobytes()
 
     order = sorted(range(len(rows)), key=as_bytes)
@@ -621,7 +690,9 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Filled]:
     runs = []
     start = 0
     while start < len(whole.rows):
-        sizes = [whole.lengths[start]]  # tokens of the first row, of the first two rows, ...
+        sizes = [
+            whole.lengths[start]
+        ]  # tokens of the first row, of the first two rows, ...
         end = start + 1
         while end < len(whole.rows) and whole.shared[end] and sizes[-1] <= max_tokens:
             sizes.append(sizes[-1] + whole.lengths[end] - whole.shared[end])
@@ -639,14 +710,18 @@ def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Filled]:
 
     The longest run comes first, and each goes to the first micro-batch with room.
     max_tokens is at least the longest row."""
-    runs = sorted(_cut_into_runs(whole, max_tokens), key=lambda run: run[0], reverse=True)
+    runs = sorted(
+        _cut_into_runs(whole, max_tokens), key=lambda run: run[0], reverse=True
+    )
     positions = [[] for _ in runs]  # of each micro-batch; the last ones stay empty
     room = np.full(len(runs), max_tokens)
     for tokens, run in runs:
         first = np.argmax(room >= tokens)
         room[first] -= tokens
         positions[first] += run
-    return [(max_tokens - left, filled) for left, filled in zip(room, positions) if filled]
+    return [
+        (max_tokens - left, filled) for left, filled in zip(room, positions) if filled
+    ]
 
 
 def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Filled]:
@@ -665,8 +740,8 @@ def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Filled]:
 
 
 def micro_batches_of_this_rank(
-        batch: dict, rows: Sequence[int], max_tokens: int,
-        packed: bool = True) -> list[MicroBatch]:
+    batch: dict, rows: Sequence[int], max_tokens: int, packed: bool = True
+) -> list[MicroBatch]:
     """Cuts rows of the global batch into micro-batches, and returns those of this rank.
 
     A micro-batch has at most max_tokens tokens that go through the network (but at least one
@@ -687,7 +762,11 @@ def micro_batches_of_this_rank(
     # no more fills them about equally.
     at_most = math.ceil(len(fill(max_tokens)) / n_ranks) * n_ranks
     budget = bisect_left(
-        range(max_tokens), True, longest, key=lambda budget: len(fill(budget)) <= at_most)
+        range(max_tokens),
+        True,
+        longest,
+        key=lambda budget: len(fill(budget)) <= at_most,
+    )
     micros = fill(budget)
     dealt = balance([tokens for tokens, _ in micros], n_ranks)
     mine = [whole.select(micros[k][1]) for k in dealt[dist.get_rank()]]
@@ -747,7 +826,9 @@ def _pack_forest(ids: Tensor, micro: MicroBatch) -> tuple[dict, Tensor]:
     if any(micro.shared):
         # The tokens that a row adds attend to keys and values of all its tokens.
         attended = [row_places for row_places, new in zip(places, added) if len(new)]
-        key_index, _, inputs["cu_seqlens_k"], _ = pack(attended, list(map(len, attended)))
+        key_index, _, inputs["cu_seqlens_k"], _ = pack(
+            attended, list(map(len, attended))
+        )
         inputs["key_index"] = key_index[0]
     return inputs, pad_sequence(places, batch_first=True)
 
@@ -814,6 +895,7 @@ def to_device(tensors, device):
 
     To a GPU they go through pinned memory, so the next micro-batch is packed while the GPU
     computes."""
+
     def copied(tensor):
         if "cuda" in str(device):
             tensor = tensor.pin_memory()

@@ -47,20 +47,40 @@ import torch.distributed as dist
 
 import data
 from agent_loop import (
-    RESPONSE_LISTS, AgentLoopOutput, BadInput, Demonstration, TokenOutput, agent_loop_class,
-    call, finite, in_time, numbers, total_reward,
+    RESPONSE_LISTS,
+    AgentLoopOutput,
+    BadInput,
+    Demonstration,
+    TokenOutput,
+    agent_loop_class,
+    call,
+    finite,
+    in_time,
+    numbers,
+    total_reward,
 )
-from flatrl.bad_input import (
-    check_ids, check_numbers, check_output, need, refusing, traceback_from)
+from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing, traceback_from
 from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import (
-    PATIENCE, Background, Stop, Stopped, all_gather, gather_unless_stopped, memory)
+    PATIENCE,
+    Background,
+    Stop,
+    Stopped,
+    all_gather,
+    gather_unless_stopped,
+    memory,
+)
 from flatrl.rows import copy_containers
 from flatrl.terminal import Bar, shown
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
-    load_into, never_sample, prepare_vllm, sampling_params, vllm_arguments)
+    load_into,
+    never_sample,
+    prepare_vllm,
+    sampling_params,
+    vllm_arguments,
+)
 
 KV_FULL = 0.9  # no new rollout starts while a larger share of the KV cache is in use
 MAX_CONCURRENT = 1024  # rollouts under way on one rank; one that waits for a tool decodes nothing
@@ -111,9 +131,15 @@ class Engine:
     other ranks of the team call `follow` meanwhile."""
 
     @shown("starting the engine")
-    def __init__(self, model: str, args, device: torch.device,
-                 stop_token_ids: Iterable[int] = (), vocab_size: int | None = None,
-                 image_token_id: int | None = None):
+    def __init__(
+        self,
+        model: str,
+        args,
+        device: torch.device,
+        stop_token_ids: Iterable[int] = (),
+        vocab_size: int | None = None,
+        image_token_id: int | None = None,
+    ):
         prepare_vllm(device, args.tp)
         from vllm import LLM
 
@@ -122,8 +148,9 @@ class Engine:
         try:
             self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         except ValueError as error:  # such as a block_size that the device does not take
-            raise BadInput(f"--engine_args {args.engine_args}: vLLM's engine does not start: "
-                           f"{error}") from error
+            raise BadInput(
+                f"--engine_args {args.engine_args}: vLLM's engine does not start: {error}"
+            ) from error
         self.core = self.llm.llm_engine
         self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         if device.type == "cpu" and args.tp > 1:
@@ -182,9 +209,11 @@ class Engine:
 
             free = min(all_gather(torch.cuda.mem_get_info()[0]))
             needed = CuMemAllocator.get_instance().get_current_usage()
-            need(needed <= free,
-                 f"the engine takes {needed / 1e9:.1f} GB of a GPU, the trainer leaves "
-                 f"{free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all")
+            need(
+                needed <= free,
+                f"the engine takes {needed / 1e9:.1f} GB of a GPU, the trainer leaves "
+                f"{free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all",
+            )
         self.core.wake_up(tags=["weights"])
         self._become("weights")
 
@@ -200,11 +229,9 @@ class Engine:
         self._require("weights")
         config = self.core.vllm_config
         with set_current_vllm_config(config):
-            self.llm.apply_model(
-                lambda model: load_into(model, named_tensors, config.model_config))
+            self.llm.apply_model(lambda model: load_into(model, named_tensors, config.model_config))
         if not self.forget_prompts():  # a request holds blocks: its keys would be stale
-            raise RuntimeError(
-                "the engine's prefix cache could not be reset after the weight sync")
+            raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.version = version
         self._become("synced")
 
@@ -232,7 +259,8 @@ class Engine:
         with self.lock:
             if self.requests and not keep:
                 raise RuntimeError(
-                    f"{len(self.requests)} requests are unfinished: end the rollout first")
+                    f"{len(self.requests)} requests are unfinished: end the rollout first"
+                )
             self.live = dict.fromkeys(self.live, 0)
         self.memory["before_sleep"] = memory()
         if keep:
@@ -264,8 +292,14 @@ class Engine:
 
     # -- background thread
 
-    async def generate(self, *, request_id: str, prompt_ids: list[int], sampling_params: dict,
-                       image_data: list | None = None) -> TokenOutput:
+    async def generate(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict,
+        image_data: list | None = None,
+    ) -> TokenOutput:
         """Samples the tokens that follow a prompt; waits while the engine sleeps or trains.
 
         request_id names the trajectory. The sampling seed is a function of --seed, this name
@@ -282,12 +316,14 @@ class Engine:
         params = {
             "seed": seed_of(self.args.seed, request_id, turn),
             "stop_token_ids": self.stop_token_ids,
-            "max_tokens": max(1, min(self.args.max_response_tokens, room))} | sampling_params
+            "max_tokens": max(1, min(self.args.max_response_tokens, room)),
+        } | sampling_params
         if "min_tokens" in params:  # of --sampling_args: a late turn may have less room
             params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         future = asyncio.get_running_loop().create_future()
-        request = _Request(f"{request_id}#{turn}", request_id, turn, prompt_ids,
-                           params, image_data, future)
+        request = _Request(
+            f"{request_id}#{turn}", request_id, turn, prompt_ids, params, image_data, future
+        )
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
@@ -394,8 +430,10 @@ class Engine:
         up. The futures of requests that ended get their results. Without anything to do,
         nothing is sent."""
         aborted = [
-            call_id for call_id, request in self.running.items()
-            if aborts_all or request.is_given_up]
+            call_id
+            for call_id, request in self.running.items()
+            if aborts_all or request.is_given_up
+        ]
         command = Command(aborted, list(added), steps and bool(added or self.running))
         if not (command.aborted or command.added or command.steps):
             return
@@ -484,7 +522,8 @@ class Engine:
         if reason not in ("stop", "length"):
             reason = "abort"
         return TokenOutput(
-            token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids)
+            token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids
+        )
 
     def drain(self):
         """Forgets every request, when a pool ends and no other is at work.
@@ -571,7 +610,8 @@ class Rollouts:
             return
         first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
         raise RuntimeError(
-            f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}")
+            f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}"
+        )
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of outputs, failures and, unless it is None, the engine."""
@@ -598,22 +638,20 @@ class Rollouts:
             "timing/idle_s": self.idle_s,
             "throughput/tokens_per_s": total["tokens"] / self.seconds,
             "throughput/idle_share": fmean(self.idle_s) / self.seconds,
-            "throughput/prefix_cache_hit_rate":
-                total["cached_tokens"] / max(1, total["prompt_tokens"]),
+            "throughput/prefix_cache_hit_rate": total["cached_tokens"]
+            / max(1, total["prompt_tokens"]),
         }
         for state, figures in engine.memory.items():
             for where, gb in figures.items():
                 metrics[f"memory/{state}_{where}_gb"] = gb
         return metrics
 
-
     def group_metrics(self) -> dict:
         """Returns metrics of the groups that are compared, once they have their rewards."""
         units = data.by_unit(self.compared)
         group_sizes = units.groups.unique(return_counts=True)[1]
         signal = data.groups_with_signal(units, units.rewards)
-        filtered = {
-            output.extra["prompt"] for output in self.sampled if "filtered" in output.extra}
+        filtered = {output.extra["prompt"] for output in self.sampled if "filtered" in output.extra}
         metrics = {
             "rollout/filtered_groups": len(filtered),
             "rollout/singleton_groups": (group_sizes == 1).sum().item(),
@@ -679,8 +717,10 @@ class Session:
 
         Raises RuntimeError once the agent loop is over: the engine of a reward may be asleep."""
         if self.engine is None:
-            raise RuntimeError("the rollout is over, and a reward has no engine: let the agent "
-                               "loop judge, while the engine is awake")
+            raise RuntimeError(
+                "the rollout is over, and a reward has no engine: let the agent "
+                "loop judge, while the engine is awake"
+            )
         started = time.perf_counter()
         if self.stop_token_ids:
             stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
@@ -689,7 +729,8 @@ class Session:
         self.callers.add(caller)
         try:
             return await self.engine.generate(
-                request_id=self.name, sampling_params=sampling_params, **call)
+                request_id=self.name, sampling_params=sampling_params, **call
+            )
         finally:
             self.callers.discard(caller)
             self.generate_s += time.perf_counter() - started
@@ -702,7 +743,8 @@ class Session:
 
 
 async def run_agent_loop(
-        context: Context, member: Member, row: dict, sampling: dict) -> list[AgentLoopOutput]:
+    context: Context, member: Member, row: dict, sampling: dict
+) -> list[AgentLoopOutput]:
     """Runs the agent loop of a row. Returns its outputs, checked and completed.
 
     row: a copy that the loop may change. sampling: vLLM's parameters. Raises whatever the loop
@@ -737,8 +779,7 @@ async def run_agent_loop(
     finally:
         session.close()
     if turns_left:
-        raise ValueError(
-            f"the agent loop ended with {len(turns_left)} turns left to demonstrate")
+        raise ValueError(f"the agent loop ended with {len(turns_left)} turns left to demonstrate")
 
     outputs = [*outputs] if isinstance(outputs, list | tuple) else [outputs]
     if len(set(map(id, outputs))) < len(outputs):
@@ -746,13 +787,14 @@ async def run_agent_loop(
     for output in outputs:
         if not isinstance(output, AgentLoopOutput):
             raise TypeError(
-                f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput")
-        check_output(
-            output, engine.vocab_size, oldest_version, engine.version, args.window)
+                f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput"
+            )
+        check_output(output, engine.vocab_size, oldest_version, engine.version, args.window)
         check_images(output, context.processor)
     outputs = [
         complete_output(output, segment, context, member, row)
-        for segment, output in enumerate(outputs)]
+        for segment, output in enumerate(outputs)
+    ]
     if args.hints:
         for output in outputs:
             tell(output, row, loop)
@@ -761,8 +803,9 @@ async def run_agent_loop(
     return outputs
 
 
-def complete_output(output: AgentLoopOutput, segment: int, context: Context, member: Member,
-                    row: dict) -> AgentLoopOutput:
+def complete_output(
+    output: AgentLoopOutput, segment: int, context: Context, member: Member, row: dict
+) -> AgentLoopOutput:
     """Returns a copy of an agent loop's output with its place in `extra`, text and messages.
 
     The loop may keep the original, and change it."""
@@ -787,8 +830,7 @@ def complete_output(output: AgentLoopOutput, segment: int, context: Context, mem
 GRADED = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
 
 
-async def grade_rollout(
-        context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
+async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
     """Computes the rewards of a rollout. Returns the fields GRADED of each output.
 
     outputs, row: copies, to which the reward function may write whatever it likes. Raises
@@ -822,11 +864,13 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
                 raise ValueError(
                     f"output {outputs.index(output)} of a rollout has the reward "
                     f"{output.reward}, but its unit {unit!r} gets that of its last output: name "
-                    "a `unit` for each output that has a reward of its own, or use turn_rewards")
+                    "a `unit` for each output that has a reward of its own, or use turn_rewards"
+                )
             if output.group != last.group:
                 raise ValueError(
                     f"the outputs of unit {unit!r} are in the groups {output.group!r} and "
-                    f"{last.group!r}: a unit has one")
+                    f"{last.group!r}: a unit has one"
+                )
         reward = last.reward
         if reward is None:
             reward = await call(task.reward, last, row)
@@ -838,7 +882,8 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         places = range(max(1, len(output.response_ids)))
         output.turn_rewards = [
             (places[index], finite(value, "a turn's reward"))
-            for index, value in output.turn_rewards]
+            for index, value in output.turn_rewards
+        ]
         output.metrics = _loggable(output.metrics)
         json.dumps([output.messages, output.extra], default=str)  # as the log does
 
@@ -1011,7 +1056,8 @@ class Pool:
                 step=self.step,
                 validate=self.kind == "eval",
                 is_greedy=sample == self.group_size,
-                demonstration=demonstration)
+                demonstration=demonstration,
+            )
             self.engine.enter(member.name)
             self.tasks.create_task(self._run_member(group, member))
 
@@ -1048,8 +1094,7 @@ class Pool:
 
     def _start_grader(self, group: Group, member: Member, outputs: list[AgentLoopOutput]):
         """Adds outputs to the group, without a reward until a grader has checked it."""
-        copies = [
-            replace(_copy(output), images=deepcopy(output.images)) for output in outputs]
+        copies = [replace(_copy(output), images=deepcopy(output.images)) for output in outputs]
         grader = self.tasks.create_task(self._grade(member, copies))
         group.graders[member.prompt, member.sample] = grader
         for output in outputs:
@@ -1087,7 +1132,9 @@ class Pool:
             self.printed.add(kind)
             print(
                 f"\n{kind} in step {self.step}, prompt {member.prompt}, "
-                f"sample {member.sample}:\n{error}", file=sys.stderr)
+                f"sample {member.sample}:\n{error}",
+                file=sys.stderr,
+            )
         return {"prompt": member.prompt, "sample": member.sample, "kind": kind, "error": error}
 
     # -- main thread
@@ -1220,7 +1267,8 @@ class Pool:
                 output.extra["filtered"] = True
         rollouts.require(
             any(1 in output.response_mask for output in rollouts.trained),
-            f"{self.kind} {self.step} produced no sampled tokens")
+            f"{self.kind} {self.step} produced no sampled tokens",
+        )
         return rollouts
 
     def next_prompt(self, steps_done: int) -> int:
@@ -1245,6 +1293,7 @@ class Pool:
 
     def _set_limit(self, limit: int):
         """Lets prompts below the limit start. From its return on, no other prompt starts."""
+
         async def change():
             self.limit = limit
             self.limit_changed.set()
@@ -1304,16 +1353,27 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     rollouts.require(rollouts.trained, "no rollout has a reward")
 
 
-def rollout(run, rows: list[dict], step: int, group_size: int, sampling: dict,
-            kind: str = "train") -> Rollouts:
+def rollout(
+    run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
+) -> Rollouts:
     """Runs group_size rollouts of each row in a pool of its own, and returns them with rewards.
 
     All ranks pass the same rows and get the same result. The engine must be awake, and no other
     pool at work. A rollout whose agent loop or reward raises is dropped and counted, and so is
     one whose loop returns []. Raises Stopped, and RuntimeError if nothing was sampled or nothing
     has a reward."""
-    pool = Pool(context_of(run), run.background, run.stop, run.store, kind, rows.__getitem__,
-                len(rows), group_size, sampling, step)
+    pool = Pool(
+        context_of(run),
+        run.background,
+        run.stop,
+        run.store,
+        kind,
+        rows.__getitem__,
+        len(rows),
+        group_size,
+        sampling,
+        step,
+    )
     try:
         rollouts = pool.rollout(step)
         started = time.perf_counter()
@@ -1351,13 +1411,22 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
 
     batch = args.prompts_per_step
     return Pool(
-        context_of(run), run.background, run.stop, run.store, "train", row_of, batch,
-        args.group_size, args.sampling(), step,
+        context_of(run),
+        run.background,
+        run.stop,
+        run.store,
+        "train",
+        row_of,
+        batch,
+        args.group_size,
+        args.sampling(),
+        step,
         end_step=args.num_steps,
         staleness=args.max_staleness,
         replacements=(args.max_gen_batches - 1) * batch,
         greedy="baselines" in args.estimator_takes,
-        first=first)
+        first=first,
+    )
 
 
 def context_of(run) -> Context:

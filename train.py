@@ -38,7 +38,7 @@ from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need
-from flatrl.devices import move, shard, start_processes
+from flatrl.devices import offload, shard, start_processes
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
@@ -68,7 +68,7 @@ def main(args: Args):
 
             # ---- 2. score the sampled tokens while the last graders work, then get the rewards
             batch = data.make_batch(rollouts.trained, run.processor)
-            score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: each only if it is used
+            score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: if they are used
             metrics = {"step": step + 1}
             batch = add_rewards(run, rollouts, batch, metrics)
             if run.engine:
@@ -181,23 +181,6 @@ def put_to_sleep(run: "Run", keep: bool = False):
         offload(run, run.accelerator.device)
 
 
-def offload(run: "Run", device: torch.device | str):
-    """Moves the optimisers' states, and with --offload all critic and reference, to a device.
-
-    The policy's weights never move."""
-    optimizers = []
-    networks = []
-    if run.args.offload != "none":
-        optimizers = [learner.optimizer for learner in run.learners.values()]
-    if run.args.offload == "all":
-        if run.critic:
-            networks.append(run.critic.net)
-        # With --hints the reference is the policy, with LoRA a function of it.
-        if isinstance(run.reference, nn.Module) and not run.args.hints:
-            networks.append(run.reference)
-    move(optimizers, networks, device)
-
-
 # ---------------------------------------------------------------- 2. scores and rewards
 
 
@@ -230,7 +213,8 @@ def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
     (B, T), 0 elsewhere."""
     result = torch.zeros_like(batch["response_mask"])
     micro_batches = data.micro_batches_of_this_rank(
-        batch, range(len(result)), args.tokens_per_micro_batch, net.packed)
+        batch, range(len(result)), args.tokens_per_micro_batch, net.packed
+    )
     # Scores stay on the device until all are computed, because reading them would wait for it.
     scores = [net(net.pack(batch, micro))[0] for micro in Bar(micro_batches, "scoring")]
     for micro, computed in zip(micro_batches, scores):
@@ -284,8 +268,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
         kl = torch.where(mask.bool(), kl, 0)  # (B, T)
         batch.rewards = batch.rewards - run.kl.coef * batch.layout.lay(kl)
-        mean_kl = losses.aggregate(
-            kl, mask, "seq-mean-token-mean", unit_tokens=batch.unit_tokens)
+        mean_kl = losses.aggregate(kl, mask, "seq-mean-token-mean", unit_tokens=batch.unit_tokens)
         metrics["actor/kl"] = mean_kl.item()
         metrics["actor/kl_coef"] = run.kl.coef
         if args.kl_target and step >= args.critic_warmup:
@@ -302,8 +285,7 @@ def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> losse
     greedy = data.by_unit(rollouts.greedy)
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
     baseline_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
-    return rewards.new_tensor(
-        [baseline_of.get(group, math.nan) for group in units.groups.tolist()])
+    return rewards.new_tensor([baseline_of.get(group, math.nan) for group in units.groups.tolist()])
 
 
 def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> losses.BT:
@@ -346,7 +328,8 @@ def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> lo
             f"--adv_estimator {args.adv_estimator} gives advantages of the shape "
             f"{tuple(advantages.shape)}: must be finite, and one for each unit, "
             f"(N,) = {tuple(units.outcomes.shape)}, or for each token, "
-            f"(N, S) = {tuple(mask.shape)}")
+            f"(N, S) = {tuple(mask.shape)}"
+        )
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
     return layout.back(advantages)
@@ -390,7 +373,8 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     metrics["actor/adam_steps"] = float(state["step"])
     if run.critic:
         metrics["critic/explained_var"] = losses.explained_variance(
-            batch["values"], batch["returns"], batch["response_mask"]).item()
+            batch["values"], batch["returns"], batch["response_mask"]
+        ).item()
     return metrics
 
 
@@ -424,7 +408,8 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
         columns.append("logprobs_old")
     # With a single update its own forward pass gives the old logprobs: the ratio is exactly 1.
     metrics, logprobs = optimise(
-        run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg)
+        run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
+    )
     if "logprobs_old" not in batch:
         batch["logprobs_old"] = all_sum(logprobs)
     unique_tokens = metrics.pop("unique_tokens")
@@ -438,15 +423,15 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     Demonstrations teach it nothing."""
     columns = ["response_mask", "unit_tokens", "values", "returns"]
     metrics, _ = optimise(
-        run.critic, value_objective, batch, columns, rows, run.args, run.accelerator)
+        run.critic, value_objective, batch, columns, rows, run.args, run.accelerator
+    )
     unique_tokens = metrics.pop("unique_tokens")
     metrics["vf_loss"] = metrics.pop("loss")
     metrics = {f"critic/{name}": x for name, x in metrics.items()}
     return metrics | {"batch/unique_tokens": unique_tokens}
 
 
-def policy_objective(
-        scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
+def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
     """Returns the policy's loss per token, (b, T), and its stats.
 
     That is --policy_loss, weighed by --rollout_correction, minus the entropy bonus, plus the KL
@@ -455,11 +440,19 @@ def policy_objective(
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
     loss, stats = losses.policy_loss(
-        args.policy_loss, logprobs, old, columns["advantages"], mask, args.clip_low,
-        args.clip_high, args.clip_c or None, entropy, args)
+        args.policy_loss,
+        logprobs,
+        old,
+        columns["advantages"],
+        mask,
+        args.clip_low,
+        args.clip_high,
+        args.clip_c or None,
+        entropy,
+        args,
+    )
     kind, low, high = args.correction
-    weights, _ = losses.rollout_correction(
-        kind, old, columns["logprobs_rollout"], mask, low, high)
+    weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
 
@@ -472,19 +465,26 @@ def policy_objective(
     return loss, stats
 
 
-def value_objective(
-        scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
+def value_objective(scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
     """Returns the critic's loss per token, (b, T), and its stats."""
     return losses.value_loss(
-        scores[0], columns["values"], columns["returns"], columns["response_mask"], VALUE_CLIP)
+        scores[0], columns["values"], columns["returns"], columns["response_mask"], VALUE_CLIP
+    )
 
 
 VALUE_CLIP = 0.5  # clip of the value update
 
 
 def optimise(
-        learner: "Learner", objective: Callable, batch: dict, columns: list[str], rows: list[int],
-        args: Args, accelerator, loss_agg: str = "token-mean") -> tuple[dict, losses.BT]:
+    learner: "Learner",
+    objective: Callable,
+    batch: dict,
+    columns: list[str],
+    rows: list[int],
+    args: Args,
+    accelerator,
+    loss_agg: str = "token-mean",
+) -> tuple[dict, losses.BT]:
     """Makes one optimiser step on some rows, the same on all ranks, which share the work.
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores are
@@ -495,9 +495,10 @@ def optimise(
 
     Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the first
     scores of this rank's tokens, (B, T)."""
-    counts = count_globally(batch, columns, rows)
+    counts = data.count_globally(batch, rows, with_imitation="imitation_mask" in columns)
     micro_batches = data.micro_batches_of_this_rank(
-        batch, rows, args.tokens_per_micro_batch, learner.net.packed)
+        batch, rows, args.tokens_per_micro_batch, learner.net.packed
+    )
     # Both stay on the device, because reading a number there would wait for the whole pass.
     sums = Counter(loss=0, unique_tokens=0)
     computed = []  # (rows, scores)
@@ -534,34 +535,33 @@ def optimise(
     return dict(zip(sums, totals)) | {"grad_norm": grad_norm}, first_scores
 
 
-def count_globally(batch: dict, columns: list[str], rows: list[int]) -> dict[str, float]:
-    """Returns the counts of a mini-batch over all ranks: tokens, units, imitated tokens."""
-    mask = batch["response_mask"][rows]
-    n_imitated = 0
-    if "imitation_mask" in columns:
-        n_imitated = batch["imitation_mask"][rows].sum().item()
-    return {
-        "tokens": mask.sum().item(),
-        "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
-        "imitated": n_imitated,
-    }
-
-
 def total_loss(
-        objective: Callable, scores: list[losses.BT], columns: dict, counts: dict, args: Args,
-        loss_agg: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    objective: Callable,
+    scores: list[losses.BT],
+    columns: dict,
+    counts: dict,
+    args: Args,
+    loss_agg: str,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the loss of a micro-batch, a scalar, and its detached shares of the metrics.
 
     Both add up over micro-batches and ranks. See `optimise`."""
     mask = columns["response_mask"]  # (b, T)
     loss_of_tokens, stats = objective(scores, columns, args)
     loss = losses.aggregate(
-        loss_of_tokens, mask, loss_agg, counts["tokens"], counts["units"],
-        args.max_response_tokens, columns["unit_tokens"])
+        loss_of_tokens,
+        mask,
+        loss_agg,
+        counts["tokens"],
+        counts["units"],
+        args.max_response_tokens,
+        columns["unit_tokens"],
+    )
     shares = {}
     if counts["imitated"]:
         imitation_loss = losses.aggregate(
-            -scores[0], columns["imitation_mask"], n_tokens=counts["imitated"])
+            -scores[0], columns["imitation_mask"], n_tokens=counts["imitated"]
+        )
         loss = loss + imitation_loss
         shares["imitation_loss"] = imitation_loss.detach()
     shares["loss"] = loss.detach()
@@ -682,9 +682,11 @@ class Policy(Net):
             auto_class = "AutoModelForImageTextToText"
         super().__init__(auto_class, args, vision, packed=bool(vision))
         self.head = [self.model.get_output_embeddings()]  # in a list: not registered twice
-        need(self.head[0].bias is None,
-             f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "
-             "implement")
+        need(
+            self.head[0].bias is None,
+            f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "
+            "implement",
+        )
         text = self.model.config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
         self.temperature = args.temperature / scale
@@ -704,8 +706,15 @@ class Policy(Net):
     def scores_from_hidden(self, hidden, targets):
         """Returns log-probabilities and entropies, (M,) each."""
         return losses.token_logprobs(
-            hidden, self.head[0].weight, targets, self.temperature, entropy=True,
-            vocab_size=self.vocab_size, banned=self.banned, softcap=self.softcap)
+            hidden,
+            self.head[0].weight,
+            targets,
+            self.temperature,
+            entropy=True,
+            vocab_size=self.vocab_size,
+            banned=self.banned,
+            softcap=self.softcap,
+        )
 
 
 class Critic(Net):
@@ -741,7 +750,8 @@ class Learner:
         for name, p in net.named_parameters():
             need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
         self.optimizer = torch.optim.AdamW(
-            net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda")
+            net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
+        )
         schedule = args.lr_schedule
         if schedule == "constant":
             schedule = "constant_with_warmup"
@@ -764,7 +774,8 @@ class Learner:
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
             raise RuntimeError(
-                f"the gradient norm is {norm}: training stops here, before the weights are spoilt")
+                f"the gradient norm is {norm}: training stops here, before the weights are spoilt"
+            )
         if not self.optimizer.state:
             # Adam makes its states now. In blocks of cached activations they would stay.
             torch.cuda.empty_cache()
@@ -859,9 +870,21 @@ def setup(args: Args) -> Run:
         engine = Engine(args.model, args, device, stops, n_ids, image_token_id)
     learner, critic, reference = build_networks(args, accelerator, policy)
     run = Run(
-        args=args, accelerator=accelerator, store=store, stop=stop, log=log, task=task,
-        tokenizer=tokenizer, processor=processor, rows=rows, engine=engine, policy=learner,
-        critic=critic, reference=reference, kl=losses.AdaptiveKL(args.kl_coef, args.kl_target))
+        args=args,
+        accelerator=accelerator,
+        store=store,
+        stop=stop,
+        log=log,
+        task=task,
+        tokenizer=tokenizer,
+        processor=processor,
+        rows=rows,
+        engine=engine,
+        policy=learner,
+        critic=critic,
+        reference=reference,
+        kl=losses.AdaptiveKL(args.kl_coef, args.kl_target),
+    )
     if checkpoint:
         run.done = state["step"]
         run.saved = run.done
@@ -908,8 +931,8 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     processor, tokenizer = models.load_tokenizer(args)
     models.check_teacher(args, tokenizer)
     rows = {
-        split: data.filter_overlong(rows[split], tokenizer, task, args, processor)
-        for split in rows}
+        split: data.filter_overlong(rows[split], tokenizer, task, args, processor) for split in rows
+    }
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # raises for an unknown --tool_parser
     return tokenizer, processor, rows

@@ -94,6 +94,23 @@ def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Modu
         network._apply(moved)  # as nn.Module.to does: of a sharded one this rank's part
 
 
+def offload(run, device: torch.device | str):
+    """Moves to a device what --offload names: the optimisers' states; with all, also critic and
+    reference. The policy's weights never move."""
+    args = run.args
+    optimizers = []
+    networks = []
+    if args.offload != "none":
+        optimizers = [learner.optimizer for learner in run.learners.values()]
+    if args.offload == "all":
+        if run.critic:
+            networks.append(run.critic.net)
+        # With --hints the reference is the policy, with LoRA a function of it.
+        if isinstance(run.reference, nn.Module) and not args.hints:
+            networks.append(run.reference)
+    move(optimizers, networks, device)
+
+
 def start_processes(args):
     """Starts this process as a rank of the launcher's, or alone. Returns its accelerator, and
     a store that all ranks share. Raises BadInput if the device can't do what args ask for."""
