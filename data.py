@@ -166,7 +166,9 @@ def filter_overlong(
     limit = args.max_prompt_tokens
     n_rows = len(rows)
     is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START
-    numbers = prompt_order(n_rows, 0, 1000, args.seed) if is_sample else range(n_rows)
+    numbers = range(n_rows)
+    if is_sample:
+        numbers = prompt_order(n_rows, 0, 1000, args.seed)
 
     def length(number: int) -> int:
         return _prompt_length(
@@ -476,11 +478,8 @@ class EndToEnd:
             sampled = self.sampled[row, : batch["response_lengths"][row]]
 
             cut_turn = cut_turns.pop(unit, None)
-            if (
-                cut_turn is not None
-                and sampled[:1].any()
-                and torch.equal(prompt, cut_turn)
-            ):
+            continues = cut_turn is not None and torch.equal(prompt, cut_turn)
+            if continues and sampled[:1].any():
                 ends[unit] -= 1  # no empty place in the middle of a turn
             first_columns.append(ends[unit])
             ends[unit] += widths[row]
@@ -652,14 +651,16 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
         return tokens[i, : lengths[i]].tobytes()
 
     order = sorted(range(len(rows)), key=as_bytes)
+    rows = [rows[i] for i in order]
     ids = ids[order]
     lengths = lengths[order]
 
     # Two rows share the tokens that are equal from the start to the end of the shorter one.
-    ends = torch.minimum(lengths[1:], lengths[:-1])[:, None]
-    equal = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1]) < ends)  # (R - 1, L)
-    shared = equal.cumprod(1, dtype=torch.int32).sum(1)
-    return MicroBatch([rows[i] for i in order], lengths.tolist(), [0, *shared.tolist()])
+    ends = torch.minimum(lengths[1:], lengths[:-1])
+    is_inside = torch.arange(ids.shape[1]) < ends[:, None]
+    is_equal = (ids[1:] == ids[:-1]) & is_inside  # (R - 1, L)
+    shared = is_equal.cumprod(1, dtype=torch.int32).sum(1)
+    return MicroBatch(rows, lengths.tolist(), [0, *shared.tolist()])
 
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
@@ -760,13 +761,13 @@ def micro_batches_of_this_rank(
 
     # Every rank computes as many as max_tokens makes necessary. The smallest budget that needs
     # no more fills them about equally.
-    at_most = math.ceil(len(fill(max_tokens)) / n_ranks) * n_ranks
-    budget = bisect_left(
-        range(max_tokens),
-        True,
-        longest,
-        key=lambda budget: len(fill(budget)) <= at_most,
-    )
+    n_necessary = len(fill(max_tokens))
+    at_most = math.ceil(n_necessary / n_ranks) * n_ranks
+
+    def is_enough(budget: int) -> bool:
+        return len(fill(budget)) <= at_most
+
+    budget = bisect_left(range(max_tokens), True, longest, key=is_enough)
     micros = fill(budget)
     dealt = balance([tokens for tokens, _ in micros], n_ranks)
     mine = [whole.select(micros[k][1]) for k in dealt[dist.get_rank()]]
@@ -872,12 +873,11 @@ def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> di
     pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (n,)
     pairs, pair = pairs.unique(return_inverse=True)  # (M,), (n,)
 
-    images = [batch["images"][i] for i in micro.rows] if "images" in batch else []
-    if any(images):
-        sequences = [row_ids[:length] for row_ids, length in zip(ids, micro.lengths)]
-        images = list(zip(sequences, images, micro.shared))
-    else:
-        images = []
+    images = []
+    if "images" in batch and any(batch["images"][row] for row in micro.rows):
+        for i, number in enumerate(micro.rows):
+            sequence = ids[i, : micro.lengths[i]]
+            images.append((sequence, batch["images"][number], micro.shared[i]))
     result = {
         "inputs": inputs,
         "source": pairs // ID_LIMIT,
