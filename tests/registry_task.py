@@ -1,4 +1,4 @@
-"""tests/tiny_task.py with estimators and an objective of its own, as a user's task file registers them."""
+"""tests/tiny_task.py with an estimator and an objective of its own, as a task file registers them."""
 
 from losses import estimator, gae, objective
 from tests.tiny_task import build_model, load, reward  # noqa: F401
@@ -19,7 +19,8 @@ def half_gae(token_rewards, values, mask, args):
 
 
 @objective("mine")
-def mine(logprobs, logprobs_old, ratio, entropy, advantages, mask, args):
-    """Clips the ratio above alone; its stats show what it got."""
-    loss = -ratio.clamp(max=1 + args.clip_high) * advantages
-    return loss, {"advantage": advantages, "surprise": entropy, "moved": logprobs - logprobs_old, "here": mask}
+def mine(logprobs, logprobs_old, ratio, entropy, advantages, mask, clip_high):
+    """Clips the ratio from above only. Its stats show its inputs."""
+    loss = -ratio.clamp(max=1 + clip_high) * advantages
+    stats = {"advantage": advantages, "moved": logprobs - logprobs_old}
+    return loss, stats | {"surprise": entropy, "here": mask}

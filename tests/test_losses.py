@@ -6,6 +6,7 @@ and results (tests/shapes.py)."""
 import math
 import statistics
 import sys
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -131,64 +132,37 @@ def test_whiten():
     assert constant.abs().max() < 1e-6
 
 
-def grpo(k, rewards, lengths):
-    std = statistics.stdev(rewards) if len(rewards) > 1 else 1
-    return drgrpo(k, rewards, lengths) / (std + 1e-6)
+def test_group_advantages_by_hand():
+    # One group of 1, 0, 0, 0 with a std of sqrt((9 + 3) / 16 / 3) = 1/2; one of 4, 2; one alone.
+    groups = torch.tensor([7, -2, 7, 7, -2, 7, 5])
+    rewards = torch.tensor([1, 4, 0, 0, 2, 0, 3])
+    lengths = torch.tensor([2, 1, 1, 1, 3, 4, 0])
+    mean = t([0.75, 1, -0.25, -0.25, -1, -0.25, 0])
+    std = t([0.5, math.sqrt(2), 0.5, 0.5, math.sqrt(2), 0.5, 1])
+    functions = {
+        losses.grpo_advantages: mean / (std + 1e-6),
+        partial(losses.grpo_advantages, eps=0.5): mean / (std + 0.5),
+        partial(losses.grpo_advantages, normalize_std=False): mean,
+        losses.rloo_advantages: mean * t([4, 6, 4, 4, 6, 4, 1]) / 3,
+        partial(losses.opo_advantages, lengths=lengths): mean + t([0, 0.5, 0, 0, 0.5, 0, 0]),
+    }
+    for function, want in functions.items():
+        close(function(rewards.double(), groups), want)
+        close(function(rewards, groups), want.float())  # whole numbers give fractions
 
 
-def drgrpo(k, rewards, lengths):
-    return rewards[k] - fmean(rewards)
-
-
-def rloo(k, rewards, lengths):
-    others = rewards[:k] + rewards[k + 1 :]
-    return rewards[k] - fmean(others or rewards)
-
-
-def opo(k, rewards, lengths):
-    if len(rewards) == 1:
-        return 0.0
-    return rewards[k] - fmean(rewards, weights=lengths)
-
-
-GROUP_ESTIMATORS = {
-    grpo: lambda rewards, groups, _: losses.grpo_advantages(rewards, groups),
-    drgrpo: lambda rewards, groups, _: losses.grpo_advantages(rewards, groups, normalize_std=False),
-    rloo: lambda rewards, groups, _: losses.rloo_advantages(rewards, groups),
-    opo: opo_advantages,
-}
-
-
-@pytest.mark.parametrize("formula", GROUP_ESTIMATORS)
-def test_group_advantages(formula):
-    estimate = GROUP_ESTIMATORS[formula]
-    rewards = [1.0, 4, 0, 7, 0, 2, 3]
-    groups = [9, -2, 9, 5, 9, -2, 9]
-    lengths = [1, 2, 3, 0, 0, 6, 7]
-    want = []
-    for i, group in enumerate(groups):
-        members = [j for j in range(7) if groups[j] == group]
-        of_group = [[column[j] for j in members] for column in (rewards, lengths)]
-        want.append(formula(members.index(i), *of_group))
-    inputs = t(rewards), torch.tensor(groups), torch.tensor(lengths)
-    close(estimate(*inputs), t(want))
-    # Whole-number rewards give fractions.
-    close(estimate(inputs[0].long(), *inputs[1:]), t(want, dtype=torch.float32))
-
-    # Without a difference there is no signal, not even a rounding error.
+def test_equal_rewards_give_no_signal():
     for dtype in (torch.float32, torch.float64):
-        equal = torch.full((9,), 0.1, dtype=dtype)
-        got = estimate(equal, torch.tensor([0] * 8 + [1]), torch.arange(9))
-        assert got.dtype == dtype
-        assert got.abs().max() < 1e-8
-
-
-def test_grpo_divides_by_the_std_and_eps():
-    rewards, groups = t([1.0, 0, 0, 0]), torch.zeros(4)
-    # std = sqrt((9 + 3) / 16 / 3) = 1/2
-    close(losses.grpo_advantages(rewards, groups, eps=0), t([1.5, -0.5, -0.5, -0.5]))
-    close(losses.grpo_advantages(rewards, groups, eps=0.5), t([0.75, -0.25, -0.25, -0.25]))
-    assert losses.grpo_advantages(groups, groups, eps=0).tolist() == [0, 0, 0, 0]
+        rewards = torch.full((9,), 0.1, dtype=dtype)
+        groups = torch.tensor([0] * 8 + [1])
+        for got in (
+            losses.grpo_advantages(rewards, groups),
+            losses.rloo_advantages(rewards, groups),
+            losses.opo_advantages(rewards, groups, torch.arange(9)),
+        ):
+            assert got.dtype == dtype
+            assert got.abs().max() < 1e-8
+    assert (losses.grpo_advantages(torch.ones(3), torch.zeros(3), eps=0) == 0).all()
 
 
 def test_remax():
@@ -203,8 +177,8 @@ def test_gigpo_compares_the_turns_that_met_one_state():
     mask = t([1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0])
     states = torch.tensor([7, 5, 7, 5, 7])
     # Returns of the turns, discounted by half: 1.5, 3; 2, 4; 3.
-    seven = [grpo(k, [1.5, 2, 3], None) for k in range(3)]
-    five = [grpo(k, [3, 4], None) for k in range(2)]
+    seven = losses.grpo_advantages(t([1.5, 2, 3]), torch.zeros(3))
+    five = losses.grpo_advantages(t([3.0, 4]), torch.zeros(2))
     want = t(
         [seven[0], 0, five[0], five[0]],
         [seven[1], 0, 0, five[1]],
@@ -326,20 +300,18 @@ def test_policy_loss_survives_huge_ratios(kind, sign):
     loss, _ = losses.policy_loss(kind, logprobs, 0 * ones, sign * ones, ones)
     assert loss.isfinite().all()
     assert grad_of(loss, logprobs)[0].isfinite().all()
-
-
-def test_the_row_ratio_of_gspo_is_at_most_e_to_the_10():
-    loss, _ = losses.policy_loss("gspo", t([[50.0]]), t([[0.0]]), t([[-1.0]]), t([[1.0]]))
-    close(loss, t([[math.exp(10)]]))
+    if kind == "gspo":  # its bound is nearer
+        far, _ = losses.policy_loss(kind, 0.025 * logprobs[:, :1], *t([[[0.0]], [[-1]], [[1]]]))
+        close(far, t([[math.exp(10)]]))
 
 
 # ---- Rollout correction -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.95, 1.05), (0.0, 2.0)])
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (0.0, 2.0)])
 @pytest.mark.parametrize("kind", ROLLOUT_CORRECTIONS)
 def test_rollout_correction(kind, low, high):
-    x = make(4)
+    x = make(5)
     old, rollout, mask = columns(x, "logprobs_old", "logprobs_rollout", "mask")
     weights, stats = losses.rollout_correction(kind, old, rollout, mask, low, high)
     for b, on in enumerate(mask[:-1]):
@@ -377,40 +349,37 @@ def test_bounds_are_inclusive():
 
 def test_a_weight_and_masks_at_once():
     """The weight has its value, the masks 0 or 1; bounds are for all, or one each."""
-    x = make(4)
+    x = make(7)
     args = columns(x, "logprobs_old", "logprobs_rollout", "mask")
 
     def alone(kind, low, high):
         return losses.rollout_correction(kind, *args, low, high)[0]
 
-    kept = (alone("geo_mask", 0.9, 1.05) > 0).double()
-    both, stats = losses.rollout_correction("tis,geo_mask", *args, 0.9, 1.05)
+    kept = alone("geo_mask", 0.9, 1.1) > 0
+    both, stats = losses.rollout_correction("tis,geo_mask", *args, 0.9, 1.1)
     assert 0 < kept.sum() < x["mask"].sum()
-    close(both, alone("tis", 0, 1.05) * kept)
-    close(stats["rollout_clipped"], (alone("tis", 0, 9) > 1.05).double())
+    close(both, alone("tis", 0, 1.1) * kept)
+    close(stats["rollout_clipped"], (alone("tis", 0, 9) > 1.1).double())
 
-    bounds = [0.8, 0, 0.6], [1.5, 2, 1.7]
+    bounds = [0.9, 0, 0.7], [1.1, 2, 1.5]
     three, stats = losses.rollout_correction("geo_mask,seq_tis,veto", *args, *bounds)
-    kept = (alone("geo_mask", 0.8, 1.5) > 0) & (alone("veto", 0.6, 1.7) > 0)
-    assert 0 < kept.sum() < (alone("geo_mask", 0.8, 1.5) > 0).sum()
-    close(three, alone("seq_tis", 0, 2) * kept)
-    close(stats["rollout_dropped"], (x["mask"] & ~kept).double())
+    both_keep = kept & (alone("veto", 0.7, 1.5) > 0)
+    assert 0 < both_keep.sum() < kept.sum()
+    close(three, alone("seq_tis", 0, 2) * both_keep)
+    close(stats["rollout_dropped"], (x["mask"] & ~both_keep).double())
 
 
-@pytest.mark.parametrize(
-    ("kind", "low", "high"),
-    [
-        ("tis,clip", 0.0, 1.0),
-        ("tis,none", 0.0, 1.0),
-        ("tis,tis", 0.0, 1.0),
-        ("tis,veto", [0.0], 1.0),
-        ("tis", 0.0, [1.0, 2.0]),
-        ("icepop", 2.0, 1.0),
-    ],
-)
-def test_wrong_corrections_are_refused(kind, low, high):
-    with pytest.raises(ValueError):
-        losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
+def test_wrong_corrections_are_refused():
+    for kind, low, high in (
+        ("tis,clip", 0, 1),
+        ("tis,none", 0, 1),
+        ("tis,tis", 0, 1),
+        ("tis,veto", [0], 1),
+        ("tis", 0, [1, 2]),
+        ("icepop", 2, 1),
+    ):
+        with pytest.raises(ValueError):
+            losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
 
 
 def test_a_token_without_a_ratio():
@@ -570,21 +539,16 @@ def test_garbage_at_mask_0_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_batch_without_tokens_gives_zeros(name):
-    x = {key: torch.full_like(column, NAN) for key, column in make(0).items()}
-    x["mask"] = torch.zeros(5, 7)
-    for value in evaluate(name, x):
-        assert (value == 0).all()
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_dtypes_are_kept_and_masks_have_any_dtype(name):
+def test_dtypes_are_kept_and_an_empty_mask_gives_zeros(name):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert {value.dtype for value in evaluate(name, make(0, dtype=dtype))} == {dtype}
     x = make(0)
     for dtype in (torch.float32, torch.long):
-        other = x | {"mask": x["mask"].to(dtype)}
-        close(evaluate(name, other), evaluate(name, x), rtol=0, atol=0)
+        mask = x["mask"].to(dtype)
+        close(evaluate(name, x | {"mask": mask}), evaluate(name, x), rtol=0, atol=0)
+    x = {key: torch.full_like(column, NAN) for key, column in x.items()}
+    for value in evaluate(name, x | {"mask": 0 * mask}):
+        assert (value == 0).all()
 
 
 def test_unknown_names_raise_and_name_the_choices():
@@ -723,12 +687,6 @@ def test_the_logits_are_never_whole(entropy):
         total = outputs[0].sum() + outputs[1].sum() if entropy else outputs.sum()
         total.backward()
     assert spy.largest <= 300 * 20_000 // 64
-
-
-def test_extreme_logits():
-    hidden, weight = t([1.0], [1.0]), t([1e4], [-1e4], [0.0])
-    outputs = losses.token_logprobs(hidden, weight, torch.tensor([0, 1]), chunk=1, entropy=True)
-    close(outputs, (t([0.0, -2e4]), t([0.0, 0.0])))
 
 
 DTYPES = [
