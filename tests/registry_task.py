@@ -1,14 +1,15 @@
 """tests/tiny_task.py with an estimator and an objective of its own, as a task file registers them."""
 
+import torch
+
 from losses import estimator, gae, objective
 from tests.tiny_task import build_model, load, reward  # noqa: F401
 
 
-@estimator("median")
-def median(rewards, groups):
-    """Rewards minus their group's median."""
-    medians = [rewards[groups == group].quantile(0.5) for group in groups]
-    return rewards - rewards.new_tensor(medians)
+@estimator("quarter")
+def quarter(rewards, groups):
+    """The same for all."""
+    return torch.full_like(rewards, 0.25)
 
 
 @estimator("half_gae")
