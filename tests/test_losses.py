@@ -166,10 +166,10 @@ def test_equal_rewards_give_no_signal():
 
 
 def test_remax():
-    advantages = losses.remax_advantages(
-        torch.tensor([1, 0, 2]), t([0.25, 1, NAN], dtype=torch.float32)
-    )
-    close(advantages, t([0.75, -1, 0], dtype=torch.float32))
+    rewards = torch.tensor([1, 0, 2])
+    baselines = t([0.25, 1, NAN], dtype=torch.float32)
+    close(losses.remax_advantages(rewards, baselines), t([0.75, -1, 0], dtype=torch.float32))
+    assert losses.remax_advantages(rewards, rewards).dtype == torch.float32
 
 
 def test_gigpo_compares_the_turns_that_met_one_state():

@@ -35,12 +35,12 @@ def test_the_reward_rises(session_engine, args, tokenizer, monkeypatch, capsys):
     monkeypatch.setattr(minimal_loop, "load", lambda model: loaded)
     monkeypatch.setattr(minimal_loop, "LEARNING_RATE", 1e-2)
     monkeypatch.setattr(calculator, "reward", digits)
-    monkeypatch.setattr(sys, "argv", ["minimal_loop.py", "--steps", "4", "--prompts_per_step", "4"])
+    monkeypatch.setattr(sys, "argv", ["minimal_loop.py", "--steps", "5", "--prompts_per_step", "4"])
     minimal_loop.main()
 
     assert session_engine.state == "asleep"
-    assert session_engine.version == 3
+    assert session_engine.version == 4
     assert all((new != old).any() for new, old in zip(policy.parameters(), before))
     steps = re.findall(LINE, capsys.readouterr().out)
-    assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4]
+    assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4, 5]
     assert float(steps[-1][1]) > float(steps[0][1]) + 0.1
