@@ -1,0 +1,180 @@
+"""The algorithm on one screen: multi-turn GRPO in one process, with the parts of train.py.
+
+    python examples/minimal_loop.py              # less than a minute on two CPU cores
+    python examples/minimal_loop.py --steps 40
+
+It trains the calculator task (examples/calculator.py). The first start builds the task's tiny
+model, in half a minute, and caches it. In 15 steps the reward rises from 0.50 to 0.98: the model
+learns to rely on its tool.
+
+Left out, to keep it short, and where to find it:
+    several ranks, sharding, offloading        train.main, flatrl/devices.py
+    trajectories that outlive a step           rollout.Pool (--max_staleness)
+    failures of tools, loops and rewards       rollout.py; here an exception ends the run
+    several updates per rollout                train.update, train.networks_to_score
+    engine and trainer that disagree           losses.rollout_correction
+    critic, reference model, reward shaping    train.Critic, train.build_reference
+    evaluation, checkpoints, resuming, log     train.evaluate, flatrl/checkpoints.py, flatrl/log.py
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+# Python looks for modules in the folder of this file, but ours are in its parent.
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+
+import torch
+
+import data
+import losses
+from agent_loop import AgentLoopOutput, ToolAgentLoop
+from examples import calculator
+from flatrl import devices, models, terminal
+from rollout import Engine, seed_of
+from train import Args, Policy
+
+SEED = 0
+GROUP_SIZE = 8  # trajectories that answer the same prompt, and are compared
+LEARNING_RATE = 3e-4
+SETTINGS = {
+    "seed": SEED,
+    "max_model_len": 128,  # tokens of a trajectory, prompt included
+    "max_response_tokens": 64,
+    "temperature": 1.0,
+    # The default cache of 1 GB would be larger than this model needs.
+    "engine_args": '{"kv_cache_memory_bytes": 100000000}',
+}
+
+
+def main() -> None:
+    flags = parse_arguments()
+    args, device, tokenizer, policy, engine = load(flags.model)
+    optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
+    rows = itertools.cycle(calculator.load("train"))
+
+    for step in range(flags.steps):
+        started = time.perf_counter()
+        prompts = list(itertools.islice(rows, flags.prompts_per_step))
+
+        # 1. Rollout: the engine gets the present weights, and samples groups of trajectories.
+        wake(engine, policy, version=step)
+        trajectories = asyncio.run(sample(engine, tokenizer, args, prompts, step))
+        engine.sleep()
+
+        # 2. Score: a reward for each trajectory.
+        rewards = score(trajectories, prompts)
+
+        # 3. Advantages: change this line to change the algorithm.
+        groups = torch.arange(len(prompts)).repeat_interleave(GROUP_SIZE)
+        advantages = losses.grpo_advantages(rewards, groups)
+
+        # 4. Update: one step of the optimiser.
+        loss = update(policy, optimizer, trajectories, advantages, args, device)
+        seconds = time.perf_counter() - started
+        print(
+            f"step {step + 1:3d}   reward {rewards.mean():.3f}   loss {loss:7.4f}   {seconds:.1f} s"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="hub name or folder; default: the task's own tiny model")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts_per_step", type=int, default=32)
+    return parser.parse_args()
+
+
+def load(model: str | None) -> tuple:
+    """Returns settings, device, tokenizer, policy and engine. The engine sleeps."""
+    terminal.quiet_libraries()
+    args = Args(model=model, **SETTINGS)
+    accelerator, _ = devices.start_processes(args)  # sets up torch.distributed, for one process
+    device = accelerator.device
+    args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if not args.model:
+        args.model = models.task_model(calculator, args)  # builds it, or finds it in the cache
+    _, tokenizer = models.load_tokenizer(args)
+    vocab_size = models.vocab_size(tokenizer)
+    data.register_packed_attention()
+    policy = accelerator.prepare_model(Policy(args, vocab_size))
+    stops = models.stop_token_ids(args, tokenizer)
+    engine = Engine(args.model, args, device, stops, vocab_size)
+    return args, device, tokenizer, policy, engine
+
+
+def wake(engine: Engine, policy: Policy, version: int) -> None:
+    """Wakes the engine with the policy's weights. It can't sample from any others."""
+    engine.wake_weights()
+    engine.load_weights(models.checkpoint_weights(policy.model, policy.dtype), version)
+    engine.wake_kv()
+
+
+async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput]:
+    """Returns GROUP_SIZE trajectories for each prompt, group by group.
+
+    While an agent loop waits for tokens or for its tool, the others continue. The engine decodes
+    for all that wait. (In train.py the loops have a thread of their own, and so continue during a
+    model step, too.)"""
+    agents = []
+    for index, row in enumerate(prompts):
+        for number in range(GROUP_SIZE):
+            # The seed makes runs repeatable.
+            seed = seed_of(SEED, step, index, number)
+            sampling = {"temperature": args.temperature, "seed": seed}
+            loop = ToolAgentLoop(engine, tokenizer, None, calculator, args)
+            system = {"role": "system", "content": calculator.SYSTEM_PROMPT}
+            columns = {**row, "prompt": [system, *row["prompt"]]}
+            agent = loop.run(
+                sampling, **columns, step=step, index=index, rollout_n=number, validate=False
+            )
+            agents.append(agent)
+    trajectories = asyncio.gather(*agents)
+    while not trajectories.done():
+        engine.step(timeout=0)
+        await asyncio.sleep(0)  # the loops take their tokens, and ask for more
+    return await trajectories
+
+
+def score(trajectories, prompts) -> torch.Tensor:
+    """Returns the task's reward for each trajectory, (N,)."""
+    rewards = []
+    for number, trajectory in enumerate(trajectories):
+        row = prompts[number // GROUP_SIZE]
+        rewards.append(calculator.reward(trajectory, row))
+    return torch.tensor(rewards)
+
+
+def update(policy, optimizer, trajectories, advantages, args, device) -> float:
+    """Makes one optimiser step; returns the loss.
+
+    Each micro-batch is divided by the counts of the WHOLE batch, so its gradients add up to
+    those of the batch, however it is cut."""
+    batch = data.collate(trajectories)
+    rows = range(len(trajectories))
+    n_tokens = batch["response_mask"].sum().item()
+    total = 0.0
+    # Rows are packed without padding, and a prompt that rows share is computed once.
+    for micro in data.micro_batches_of_this_rank(batch, rows, args.tokens_per_micro_batch):
+        logprobs, _ = policy(data.pack_rows(batch, micro, device))  # (b, T)
+        mask = batch["response_mask"][micro.rows].to(device)
+        advantage = advantages[micro.rows].to(device)[:, None].expand_as(mask)
+        # With a single update per rollout these logprobs are the old ones, too.
+        loss, _ = losses.policy_loss("ppo", logprobs, logprobs.detach(), advantage, mask)
+        loss = losses.aggregate(loss, mask, "token-mean", n_tokens)
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+if __name__ == "__main__":
+    main()
