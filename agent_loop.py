@@ -1444,10 +1444,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _error_response(self, trajectory, error):
         """Counts an error, and returns a ToolResponse that tells the model about it."""
         trajectory.count("tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors")
-        problem = type(error).__name__
-        with suppress(Exception):  # an error's own __str__ may fail
-            problem = str(error) or repr(error)
-        return ToolResponse(f"Error: {problem}")
+        return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
