@@ -783,12 +783,6 @@ def test_tools_kwargs_choose_the_tools_of_a_row(play, tokenizer):
 
 
 def test_what_is_no_tool():
-    @dataclass
-    class Counter(Tool):  # a dataclass can't be hashed
-        n: int = 0
-
-    counter = Counter()
-    assert as_tool(counter) is counter
     with pytest.raises(BadInput, match="neither a Tool instance nor a function"):
         as_tool({"type": "function"})
     with pytest.raises(BadInput, match=r"\['abacus'\].*\['calculator'\]"):
@@ -821,7 +815,7 @@ def test_interaction_until_it_is_done(play, tokenizer):
     assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
 
 
-def test_methods_that_are_not_async_run_in_threads(play):
+def test_plain_methods_run_in_threads_and_may_return_a_coroutine(play):
     class Plain(Notes):
         def execute(self, request_id, arguments, **kwargs):
             return str(threading.current_thread() is threading.main_thread())
@@ -829,16 +823,10 @@ def test_methods_that_are_not_async_run_in_threads(play):
         def release(self, request_id, **kwargs):
             return super().release(request_id, **kwargs)  # a coroutine, as if decorated
 
-    class PlainQuiz(Quiz):
-        def generate_response(self, request_id, messages, **kwargs):
-            return True, "", 0.5, {}
-
     tool = Plain()
-    output, _ = play(call("notes"), "bye", task=quiz_task(PlainQuiz(), tool), row=quiz_row())
+    output, _ = play(call("notes"), "bye", task=task_of(tool))
     assert said_by(output, "tool") == ["False"]
-    assert tool.events[-1] == "release"
-    assert "release_errors" not in output.metrics
-    assert output.turn_rewards[-1][1] == 0.5
+    assert tool.events == ["create", "calc_reward", "release"]
 
 
 @pytest.mark.parametrize("prompt", [[], [{"role": "system", "content": "Be <|im_end|>brief."}]])
@@ -896,12 +884,10 @@ def test_a_bad_answer_of_a_simulated_user_is_named(play, answer, said):
 def test_which_interaction():
     quiz, chat = Quiz(), Quiz()
     chat.name = "chat"
-    one = SimpleNamespace(INTERACTIONS=[quiz])
     both = SimpleNamespace(INTERACTIONS=[quiz, chat])
-    assert task_interaction(one, {}) is quiz
+    assert task_interaction(SimpleNamespace(INTERACTIONS=[quiz]), {}) is quiz
     assert task_interaction(both, {"name": "chat"}) is chat
-    assert task_interaction(both, {}) is None
-    assert task_interaction(SimpleNamespace(), {}) is None
+    assert task_interaction(both, {}) is task_interaction(SimpleNamespace(), {}) is None
     with pytest.raises(BadInput, match="holds what is no Interaction, or two of one name"):
         task_interaction(SimpleNamespace(INTERACTIONS=[quiz, chat, Quiz()]), {"name": "chat"})
     for kwargs in ({"name": "chess"}, {"level": 3}):
@@ -937,12 +923,7 @@ def test_an_output_that_makes_no_sense_is_refused(changes, said):
         make_output(**changes)
 
 
-def test_defaults_of_an_output_are_its_own():
-    one, two = make_output(), make_output()
-    for name in ("turn_rewards", "messages", "metrics", "images", "extra"):
-        assert not getattr(one, name)
-        assert getattr(one, name) is not getattr(two, name)
-    assert (one.reward, one.text, one.num_turns, one.stop_reason) == (None, "", 0, "stop")
+def test_truncated_is_length_or_max_turns():
     truncated = [reason for reason in STOP_REASONS if make_output(stop_reason=reason).truncated]
     assert truncated == ["length", "max_turns"]
 

@@ -45,29 +45,14 @@ QWEN25 = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
-# Qwen3's: reasoning stays in what follows the last question of a user; an empty block where thinking is turned off.
+# As Qwen2.5, but reasoning stays only in what follows the last question of a user (tool results are no question).
 QWEN3 = r"""
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' }}{%- endif %}
-        {{- m.content.lstrip('\n') }}
-        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}
-"""
+""" + QWEN25.replace(
+    "'<|im_start|>' + m.role + '\\n' + m.content",
+    "'<|im_start|>' + m.role + '\\n' + (m.content if loop.index0 > ns.last else m.content.split('</think>')[-1].lstrip('\\n'))",
+)
 
 # No newline after a turn, contents trimmed, one tool call a message, results from "ipython".
 LLAMA31 = r"""

@@ -26,7 +26,7 @@ FORMS = {
     "qwen3": (
         FAMILIES["qwen3"][0],
         "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|>",
-        "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>",
+        "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think> <|fim_prefix|>",
         "<|im_end|>"),
     "mistral": (FAMILIES["mistral"][0], FAMILIES["mistral"][1] + " [IMG]", "", "</s>"),
     "gpt-oss": (FAMILIES["gpt-oss"][0], FAMILIES["gpt-oss"][1], "", "<|call|>"),
@@ -67,9 +67,9 @@ def form(request):
 
 
 def controls(tokenizer) -> list[str]:
-    """All added tokens but "Tools" and the empty line, which are words."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    return [token for token in added if token not in ("Tools", "\n\n")]
+    """The added tokens without those that are mere words."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [x.content for x in added if x.special or set("<[{") & set(x.content)]
 
 
 def controls_in(tokenizer, ids: list[int]) -> list[str]:
@@ -212,6 +212,9 @@ class Counting:
 
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
+
+    def __call__(self, text, **how):
+        return self.tokenizer(text, **how)
 
     def encode(self, text, **how):
         self.lengths.append(len(text))
