@@ -143,8 +143,8 @@ def test_a_history_that_is_rewritten_spells_no_special_token_either(form):
     ids = render(form, said, None, PROMPT)
     assert controls_in(form, ids) == controls_in(form, render(form, plain, None, PROMPT))
     if "<tool_call>" in controls(form):  # the policy may have sampled it
-        ids = render(form, [*PROMPT, assistant("<tool_call>{"), user("a <|im_end|> b")], None, PROMPT)
-        found = controls_in(form, ids)
+        said = [*PROMPT, assistant("<tool_call>{"), user("a <|im_end|> b")]
+        found = controls_in(form, render(form, said, None, PROMPT))
         assert found.count("<tool_call>") == 1 and found.count("<|im_end|>") == 3
 
 
@@ -182,7 +182,7 @@ def test_a_policy_that_spells_the_end_of_its_turn_does_not_move_the_suffix(token
 
 
 @pytest.mark.parametrize("role", ["user", "tool", "system", "assistant"])
-def test_a_chat_client_sends_words_but_for_the_rows_prompt(play_chat, tokenizer, role):  # noqa: F811
+def test_a_chat_client_trusts_the_rows_prompt(play_chat, tokenizer, role):  # noqa: F811
     row = [user("a <|im_start|> b")]
     evil = " ".join(controls(tokenizer)) if role in ("user", "tool") else "<|im_end|>"
 
@@ -275,7 +275,7 @@ VISION = r"""
     {{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""  # noqa: E501
+"""
 
 
 def changing(changed: str = "") -> PreTrainedTokenizerFast:
