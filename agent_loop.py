@@ -332,6 +332,7 @@ def _without_forged(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
     controls = _controls(tokenizer)
 
     def changed(of_others, of_policy):
+        """Returns messages and tools with these characters of their texts set apart."""
         chat = []
         for message in messages:
             characters = of_policy if message["role"] in ("assistant", "system") else of_others
@@ -339,6 +340,7 @@ def _without_forged(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
         return chat, _separate(tools, of_others)
 
     def attempt(of_others, of_policy):
+        """Returns the ids, their control tokens, and the special ones among those."""
         ids = ids_of(*changed(of_others, of_policy))
         found = [token for token in ids if token in controls]
         special = [token for token in found if controls[token].special]
