@@ -1,29 +1,27 @@
 """What happens inside ONE rollout: agent loops, tools and interactions.
 
-An agent loop gets a row of the data set and an engine, and returns tokens: what the policy
-sampled (mask 1) and what the world answered (mask 0: tool results, user turns, template). The
-rule that everything here serves is *token in, token out*: sampled ids are appended verbatim
-and never rendered again; the turns in between are the difference of two renderings of the
-template (`turn_suffix`).
+An agent loop gets a row of the data set and an engine, and returns tokens: those that the
+policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, the
+template's own). One rule governs this file: *token in, token out*. Sampled ids are appended
+verbatim and never tokenised again. The text between two sampled turns is the difference of
+two renderings of the chat template (`turn_suffix`).
 
-Nine words, used alike in code, documents, log and flags:
-    prompt       what one row asks; it has a number
-    group        the rollouts of one prompt, which are compared with each other
-    rollout      one run of an agent loop for one prompt; it gives one or several outputs;
-                 its number within the group is called sample
-    trajectory   a rollout's messages and tokens while they grow: see `Trajectory`
-    output       one `AgentLoopOutput`: one token sequence, prompt and response
-    unit         the outputs of a rollout that share one reward and weigh one; by default all
-    segment      the number of an output within its rollout: 0, 1, ...
-    turn         what the assistant says at a time, or the answer of tools or a user to it
-    token        one id; its mask is 1 if the policy sampled it, else 0
+The words that code, documents, log and flags share:
+    prompt    the task in one row of the data set
+    group     all rollouts of one prompt, which are compared with each other
+    rollout   one run of an agent loop; its number within the group is called `sample`
+    turn      one message of the assistant, or the reply of tools or of a user
+    token     one id; its mask is 1 if the policy sampled it, else 0
+    output    one token sequence (`AgentLoopOutput`); a rollout has one or more of them,
+              which are numbered by `segment`
+    unit      the outputs of a rollout that share one reward; by default all of them
 
-To bring your own agent, subclass `AgentLoopBase` in the task file, decorate it with
-`@register("name")`, and select it with `--agent name` or a row's `agent_name`. Loops run as
-coroutines of one background thread; hundreds live at once. Names follow verl's agent loop
-(https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
+To write your own agent, subclass `AgentLoopBase` in the task file, decorate the class with
+`@register("name")`, and select it with `--agent name` or with a row's `agent_name`. Loops are
+coroutines on one background thread; hundreds are alive at once. Names follow verl's agent
+loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
 
-This file imports nothing of ours: pasted into another project, it works with `LoopArgs`."""
+This file imports nothing of ours. Pasted into another project, it works with `LoopArgs`."""
 
 import asyncio
 import contextvars
@@ -32,8 +30,8 @@ import functools
 import inspect
 import io
 import json
+import logging
 import math
-import os
 import queue
 import re
 import threading
@@ -47,32 +45,53 @@ from uuid import uuid4
 
 
 class BadInput(ValueError):
-    """The user's flags, task file, rows or model can't work; train.py shows this one line."""
+    """An error in the user's flags, task file, rows or model; train.py prints its one line."""
 
 
-# ---------------------------------------------------------------- what crosses files
+# ---------------------------------------------------------------- settings and results
+
+
+def setting(default, help: str):
+    """Returns a dataclass field with a default and a help text."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class LoopArgs:
     """The settings that agent loops read from their `args`.
 
-    train.Args has the same names and defaults; any object with such attributes will do."""
+    train.Args inherits them; any object with these attributes will do."""
 
-    agent: str | None = None  # name of the agent loop; None: see `agent_loop_class`
-    max_response_tokens: int = 128  # budget of a rollout: sampled + tool + user tokens
-    max_model_len: int | None = None  # tokens in the engine's window; None: no limit
-    max_assistant_turns: int = 8  # of a trajectory; 0: no limit
-    max_user_turns: int = 0  # answers of a simulated user; 0: no limit
-    max_images: int = 8  # of a trajectory: the prompt's and those of tools
-    chat_template_args: str = "{}"  # variables for the chat template, a JSON object
-    think_tags: str = "<think> </think>"  # around reasoning, in which no tool is called
-    tool_parser: str = "hermes"  # format of tool calls: one of vLLM's parsers
-    tool_timeout: float = 30.0  # seconds for one tool call, or one answer of a simulated user
-    trajectory_timeout: float = 0.0  # seconds for a whole trajectory; 0: no limit
-    max_parallel_calls: int = 8  # tool calls of one turn that are executed
-    max_tool_response_tokens: int = 256  # longer tool responses are cut
-    tool_response_truncate_side: str = "middle"  # side kept: left, right, both (middle)
+    agent: str | None = setting(
+        None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
+    max_response_tokens: int = setting(
+        128, "token budget of a rollout: sampled, tool and user tokens together")
+    max_model_len: int | None = setting(
+        None, "the engine's window: tokens of prompt and response together; default: no limit, "
+        "in train.py max_prompt_tokens + max_response_tokens")
+    max_assistant_turns: int = setting(
+        8, "a rollout ends after so many turns, with stop reason max_turns; 0: no limit")
+    max_user_turns: int = setting(
+        0, "a rollout ends after so many answers of a simulated user; 0: no limit")
+    max_images: int = setting(
+        8, "images in one rollout, those of the prompt and of tools together")
+    chat_template_args: str = setting(
+        "{}", 'variables for the chat template, a JSON object: {"enable_thinking": false}')
+    think_tags: str = setting(
+        "<think> </think>", "the tags around reasoning; tool calls inside it are not executed")
+    tool_parser: str = setting(
+        "hermes", "the format of tool calls: any of vLLM's parsers")
+    tool_timeout: float = setting(
+        30.0, "seconds for one tool call, or for one answer of a simulated user")
+    trajectory_timeout: float = setting(
+        0.0, "seconds for a whole rollout, which then ends with the tokens it has; "
+        "with --max_staleness this includes updates; 0: no limit")
+    max_parallel_calls: int = setting(
+        8, "tool calls executed in one turn; the model is told about the others")
+    max_tool_response_tokens: int = setting(
+        256, "longer tool responses are cut to this length")
+    tool_response_truncate_side: str = setting(
+        "middle", "which part of a long tool response is kept: left, right, or middle (both ends)")
 
 
 @dataclass
@@ -81,8 +100,8 @@ class TokenOutput:
 
     token_ids, logprobs and versions have one entry for each sampled token: its id, its
     log-probability under the sampling temperature, and the version of the weights that
-    sampled it. If a stop token was sampled, it is included. prompt_ids is the prompt as the
-    engine saw it: an image's placeholder is repeated for every token that the image takes."""
+    sampled it. A sampled stop token is included. prompt_ids is the prompt as the engine saw
+    it: an image's placeholder is repeated for every token of the image."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -97,22 +116,26 @@ RESPONSE_LISTS = ("response_ids", "response_mask", "response_logprobs", "respons
 
 @dataclass(kw_only=True)
 class AgentLoopOutput:
-    """One finished token sequence of a rollout: the one dataclass that crosses files.
+    """One finished token sequence of a rollout; the one dataclass that crosses files.
 
-    The four response_* lists have one entry for each response token. response_mask is 1 where
-    the policy sampled the token and 0 for tool, user and template tokens; there the logprob
-    is 0.0 and the version -1. turn_rewards holds (index into response_ids, reward) pairs.
-    num_turns is assistant turns + user and tool turns + 1, as in verl. images are PIL images
-    in the order of their placeholders; the ids hold one for each token of an image.
+    The four response_* lists have one entry for each response token. response_mask is 1 for
+    tokens that the policy sampled and 0 for those of tools, users and the template, whose
+    logprob is 0.0 and whose version is -1. turn_rewards holds pairs (index into response_ids,
+    reward). num_turns is the number of assistant, user and tool turns + 1, as in verl. images
+    are PIL images in the order of their placeholders; the ids repeat a placeholder for each
+    token of its image.
 
-    Outputs of one rollout with the same unit share one reward, that of the last of them, and
-    count once, in advantages and in the loss. Units of one prompt are compared with those of
-    the same group; the default is that of the same name. So a rollout is one unit if nothing
-    is said, and is compared with the other rollouts of its prompt. The sides of a game are
-    units "x" and "o"; siblings in a tree share a group with their rollout's number in it.
+    unit: outputs of one rollout with the same unit share one reward, that of the last of
+        them, and count once in advantages and in the loss. By default the whole rollout is
+        one unit.
+    group: units of one prompt are compared with those of the same group. By default the
+        group has the unit's name, so that a rollout is compared with the other rollouts of
+        its prompt.
+    The two sides of a game, for example, are units "x" and "o". Siblings in a search tree
+    share a group whose name contains the number of their rollout.
 
     Raises ValueError if the lists differ in length, or if the mask, the prompt, the stop
-    reason, the unit or the group is bad."""
+    reason, the unit or the group is invalid."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -136,9 +159,9 @@ class AgentLoopOutput:
         if len(set(lengths.values())) != 1:
             raise ValueError(f"the response lists of an output must have one length, got {lengths}")
         if not {0, 1}.issuperset(self.response_mask):
-            raise ValueError("response_mask holds 0 (not sampled) and 1 (sampled by the policy)")
+            raise ValueError("response_mask may hold only 0 (not sampled) and 1 (sampled)")
         if not self.prompt_ids:
-            raise ValueError("prompt_ids is empty: what is the first token predicted from?")
+            raise ValueError("prompt_ids is empty: the first token must be predicted from one")
         if self.stop_reason not in STOP_REASONS:
             raise ValueError(f"stop_reason {self.stop_reason!r} is not one of {STOP_REASONS}")
         if not isinstance(self.unit, str) or not isinstance(self.group, str):
@@ -146,12 +169,12 @@ class AgentLoopOutput:
 
     @property
     def truncated(self) -> bool:
-        """True if a limit of tokens or of turns cut it off; a timeout does not count."""
+        """True if a limit on tokens or turns ended the output. A timeout does not count."""
         return self.stop_reason in ("length", "max_turns")
 
 
 def outcome(output: AgentLoopOutput) -> float:
-    """Returns the terminal reward of an output; that of a dict is its key "score"."""
+    """Returns the terminal reward of an output; if that is a dict, its key "score"."""
     reward = output.reward
     if isinstance(reward, dict):
         reward = reward["score"]
@@ -159,20 +182,62 @@ def outcome(output: AgentLoopOutput) -> float:
 
 
 def total_reward(output: AgentLoopOutput) -> float:
-    """Returns the terminal reward of an output plus all its turn rewards."""
+    """Returns the terminal reward of an output plus the sum of its turn rewards."""
     return outcome(output) + sum(reward for _, reward in output.turn_rewards)
 
 
 def numbers(values: dict) -> dict[str, float]:
-    """Returns the entries of a dict that are real numbers (a bool, numpy's), as they are."""
+    """Returns the entries of a dict that are real numbers, bools and numpy's included."""
     return {name: value for name, value in values.items() if isinstance(value, Real)}
 
 
-# ------------------------------------------------------------ templates: messages -> tokens
+# ---------------------------------------------------------------- texts and numbers of user code
 
 
-def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
-                add_generation_prompt: bool = False) -> str:
+# Before a character, it makes `_tokenise` tokenise that character by itself. It is a Unicode
+# noncharacter, and `clean` removes it from all texts, so that it is always ours.
+TOKEN_BREAK = "\ufdd0"
+
+
+def clean(text: str) -> str:
+    """Returns a text that any tokenizer takes, without the file's own TOKEN_BREAK.
+
+    Lone surrogates become "?". They come from garbage bytes, or from "\\ud83d" in JSON."""
+    return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
+
+
+def words(text, name: str) -> str:
+    """Returns a str from user code, cleaned by `clean`.
+
+    Raises ValueError, which contains `name`, for anything but a str."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a str, got {text!r:.80}")
+    return clean(text)
+
+
+def finite(value, name: str) -> float:
+    """Returns a number from user code as a float.
+
+    Raises ValueError, which contains `name`, for anything but a number that is finite in
+    float32, and for a str, even if it spells a number."""
+    number = math.nan
+    if not isinstance(value, (str, bytes)):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+    if not abs(number) < 1e38:
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return number
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def render_text(
+    tokenizer,
+    messages: list[dict],
+    tools: list[dict] | None,
+    add_generation_prompt: bool = False,
+) -> str:
     """Renders a chat as text by the tokenizer's template. Raises BadInput if it has none."""
     if not tokenizer.chat_template:
         raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
@@ -180,12 +245,15 @@ def render_text(tokenizer, messages: list[dict], tools: list[dict] | None,
     if "</think>" in template and "reasoning_content" not in template:
         messages = [_inline_reasoning(message) for message in messages]
     return tokenizer.apply_chat_template(
-        messages, tools=tools or None, tokenize=False,
-        add_generation_prompt=add_generation_prompt)
+        messages,
+        tools=tools or None,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+    )
 
 
 def _inline_reasoning(message):
-    """Writes a message's reasoning into its content, as templates like DeepSeek's want it."""
+    """Moves a message's reasoning into its content, where templates like DeepSeek's read it."""
     if "reasoning_content" not in message:
         return message
     content = message.get("content") or ""
@@ -193,14 +261,20 @@ def _inline_reasoning(message):
     return {**message, "content": content}
 
 
-def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
-           trusted: Sequence[dict] | None = None,
-           add_generation_prompt: bool = True) -> list[int]:
+def render(
+    tokenizer,
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    trusted: Sequence[dict] | None = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
     """Returns the token ids of a chat, by default up to where the assistant speaks next.
 
-    Messages equal to one in `trusted` may spell control tokens; the others can't, nor can
-    tools (`_without_forged`). Default: all are trusted, as in a row's prompt. No messages
-    have no tokens: then an Interaction speaks first."""
+    trusted: messages in which a text like "<|im_end|>" becomes that control token. In all
+    other messages, and in tools, it stays text (`_without_forged`). By default all messages
+    are trusted, as in a row's prompt.
+
+    An empty chat has no tokens; an Interaction then speaks first."""
     if not messages:
         return []
 
@@ -210,15 +284,16 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None,
 
     if trusted is None:
         trusted = messages
-        if not tools:  # nothing is left that could forge
+        if not tools:  # nothing is left that could forge a token
             return ids_of(messages, tools)
     return _without_forged(tokenizer, ids_of, add_generation_prompt, messages, tools, trusted)
 
 
 @functools.lru_cache(maxsize=64)
 def templated(tokenizer, variables: str):
-    """Returns a tokenizer whose chat template gets more variables, a JSON object; without any
-    it is the tokenizer itself."""
+    """Returns a tokenizer whose chat template gets more variables, given as a JSON object.
+
+    Without variables, it is the tokenizer itself."""
     variables = json.loads(variables)
     if not variables:
         return tokenizer
@@ -227,107 +302,126 @@ def templated(tokenizer, variables: str):
     return changed
 
 
-# Put before a character, it makes `_tokenise` tokenise that one alone. No text has it (`clean`).
-TOKEN_BREAK = "\ufdd0"
-# Which characters of a text get one, as regular expressions.
-NOTHING, MARKS, ALL = TOKEN_BREAK, r"[^\w\s]|_", "(?s)."
+# Regular expressions for the characters that get a TOKEN_BREAK.
+NO_CHARACTER = TOKEN_BREAK  # a clean text has none
+PUNCTUATION = r"[^\w\s]|_"
+ANY_CHARACTER = "(?s)."
 
-# Token ids that control something in chats of neutral words, which recur.
+# The control tokens of chats with neutral words: see `_without_forged`. Chats recur.
 _NEUTRAL_CONTROLS = {}
 
 
 def _without_forged(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
-    """Returns ids_of(messages, tools), the ids of a chat in which no text forges a token.
+    """Returns ids_of(messages, tools), the ids of a chat, with no control token forged.
 
-    depends_on: what ids_of depends on beside its arguments; it can be written as JSON.
+    A control token is an added token that structures a chat, such as <|im_end|> or
+    <tool_call>. A text that spells one must not become one, even if the template changes or
+    joins texts. So the control tokens must be those of the same chat with neutral words. If
+    they are not, the punctuation of users' and tools' texts is tokenised one character at a
+    time; if that is not enough, so is every character of all texts.
 
-    Its control tokens must be those of the same chat with neutral words: what tools, users
-    and the policy say controls nothing, however the template changes or joins it. Where they
-    differ, punctuation is tokenised character by character; if that does not help, all text
-    is. Messages equal to one in `trusted` stay as they are.
+    Texts of the assistant and of system messages get more freedom: the policy may really
+    have sampled a control token such as <think>, and its history must keep it. Only special
+    tokens such as <|im_end|> are forged there: decoding drops those that were sampled, so
+    one that is still in the text was spelled out.
 
-    The policy may really have sampled a control token such as <think>, and its history must
-    keep it. It cannot have sampled a special token such as <|im_end|>: decoding drops those.
-    A special token in its text was therefore spelled out letter by letter. The same holds
-    for a system's messages. Raises ValueError if single characters control something, too."""
+    depends_on: all else that ids_of depends on, as a value that JSON can hold.
+    trusted: messages that stay as they are.
+
+    Raises ValueError if even single characters become control tokens."""
     controls = _controls(tokenizer)
 
-    def mapped(world, policy):
+    def changed(of_others, of_policy):
+        """Returns messages and tools with these characters of their texts set apart."""
         chat = []
         for message in messages:
-            alone = policy if message["role"] in ("assistant", "system") else world
-            chat.append(message if message in trusted else _map_texts(message, alone))
-        return chat, _map_texts(tools, world)
+            characters = of_policy if message["role"] in ("assistant", "system") else of_others
+            chat.append(message if message in trusted else _separate(message, characters))
+        return chat, _separate(tools, of_others)
 
-    def attempt(world, policy):
-        ids = ids_of(*mapped(world, policy))
+    def attempt(of_others, of_policy):
+        """Returns the ids, their control tokens, and the special ones among those."""
+        ids = ids_of(*changed(of_others, of_policy))
         found = [token for token in ids if token in controls]
-        return ids, found, [token for token in found if controls[token].special]
+        special = [token for token in found if controls[token].special]
+        return ids, found, special
 
-    key = tokenizer, json.dumps([depends_on, mapped(None, None)], default=str)
+    key = tokenizer, json.dumps([depends_on, changed(None, None)], default=str)
     if key not in _NEUTRAL_CONTROLS:
         if len(_NEUTRAL_CONTROLS) > 1024:
             _NEUTRAL_CONTROLS.clear()
         _NEUTRAL_CONTROLS[key] = attempt(None, None)[1:]
     neutral, neutral_special = _NEUTRAL_CONTROLS[key]
-    for world, policy in (NOTHING, NOTHING), (MARKS, NOTHING), (ALL, ALL):
-        ids, found, special = attempt(world, policy)
+    for of_others, of_policy in (
+        (NO_CHARACTER, NO_CHARACTER),
+        (PUNCTUATION, NO_CHARACTER),
+        (ANY_CHARACTER, ANY_CHARACTER),
+    ):
+        ids, found, special = attempt(of_others, of_policy)
         if found == neutral:
             return ids
-        # The policy's own words may hold control tokens such as <think>, but no special one.
-        if special == neutral_special and found == attempt(None, policy)[1]:
+        # The rest may come from the policy: is it there if the others' words are neutral?
+        if special == neutral_special and found == attempt(None, of_policy)[1]:
             return ids
     raise ValueError("the chat template makes control tokens of what messages say")
 
 
-def _map_texts(value, alone):
-    """Puts a TOKEN_BREAK before the characters `alone` of a message or a schema.
+def _separate(value, characters):
+    """Puts a TOKEN_BREAK before certain characters of all texts in a message or a schema.
 
-    Roles, types and ids stay as they are. alone=None puts a neutral word in place of each
-    text, of nine letters, as Mistral's template wants ids."""
+    characters: a regular expression. None replaces each text by a neutral word instead, of
+    nine letters because Mistral's template requires that of ids. Roles, types and ids stay."""
     if isinstance(value, dict):
-        mapped = {}
+        changed = {}
         for key, inner in value.items():
             if key not in ("role", "type", "id", "tool_call_id"):
-                inner = _map_texts(inner, alone)
-            if not key.isidentifier():  # in a schema, a key may be a text
-                key = _map_texts(key, alone)
-            mapped[key] = inner
-        return mapped
+                inner = _separate(inner, characters)
+            if not key.isidentifier():  # in a schema, a key may be free text
+                key = _separate(key, characters)
+            changed[key] = inner
+        return changed
     if isinstance(value, list):
-        return [_map_texts(inner, alone) for inner in value]
+        return [_separate(inner, characters) for inner in value]
     if not isinstance(value, str) or not value.strip():
         return value
-    return re.sub(alone, TOKEN_BREAK + r"\g<0>", clean(value)) if alone else "xxxxxxxxx"
+    if characters is None:
+        return "xxxxxxxxx"
+    return re.sub(characters, TOKEN_BREAK + r"\g<0>", clean(value))
 
 
 @functools.cache
 def _controls(tokenizer):
-    """Returns the added tokens that control something, by their ids: no words, white space or
-    single characters, unless they are special."""
-    return {number: token for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special or len(token.content) > 1 and re.search(MARKS, token.content)}
+    """Returns the tokenizer's control tokens by id.
+
+    They are the added tokens without those that are mere text: words, white space and single
+    characters, unless they are special."""
+    return {
+        number: token
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special or len(token.content) > 1 and re.search(PUNCTUATION, token.content)
+    }
 
 
 def _tokenise(tokenizer, text):
-    """Returns the ids of a rendered text; no token goes across a TOKEN_BREAK.
+    """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
 
-    The template writes every special token itself (BOS too): adding them would double them.
-    A character behind a TOKEN_BREAK becomes no control token."""
+    A character after a TOKEN_BREAK never becomes a control token. The template writes all
+    special tokens itself, BOS included, so none is added."""
     first, *pieces = text.split(TOKEN_BREAK)
     ids = tokenizer.encode(first, add_special_tokens=False)
     for piece in pieces:
-        alone = _inner_ids(tokenizer, piece[:1])
-        ids += [token for token in alone if token not in _controls(tokenizer)]
+        character_ids = _inner_ids(tokenizer, piece[:1])
+        ids += [token for token in character_ids if token not in _controls(tokenizer)]
         ids += _inner_ids(tokenizer, piece[1:])
     return ids
 
 
 @functools.lru_cache(maxsize=1024)
 def _inner_ids(tokenizer, text):
-    """Returns the ids of a text that is not the start of one, before which some put a space.
+    """Returns the ids of a text that does not begin a sequence.
 
-    It is tokenised behind a special token, which is left out again."""
+    Some tokenizers put a space before the first word. So the text is tokenised after a
+    special token, whose id is left out."""
     start = tokenizer.eos_token or ""
     ids = tokenizer.encode(start + text, add_special_tokens=False)
     return ids[1:] if start else ids
@@ -341,17 +435,23 @@ class RewritesHistory(ValueError):
     """The template changes earlier messages when new ones come: a new sequence is needed."""
 
 
-def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids: set[int],
-                ended: bool, tools: list[dict] | None = None) -> list[int]:
-    """Returns the tokens that follow an assistant turn when `new` messages come after it.
+def turn_suffix(
+    tokenizer,
+    messages: list[dict],
+    new: list[dict],
+    stop_token_ids: set[int],
+    ended: bool,
+    tools: list[dict] | None = None,
+) -> list[int]:
+    """Returns the tokens that `new` messages (of tools or users) add after an assistant turn.
 
-    They are the difference of two renderings, with and without `new` (tool or user messages),
-    from the template's last end-of-turn token on. Many templates put a newline after that
-    token. The policy does not sample it, and it would be lost if the difference were taken
-    from the end of the first rendering (verl#6501).
+    They are the difference of two renderings, with and without `new`, starting at the
+    template's last end-of-turn token. Many templates write a newline after that token. The
+    policy does not sample it, and it would be lost if the difference started at the end of
+    the first rendering (verl#6501). Texts can't forge control tokens (`_without_forged`).
 
     ended: whether the policy sampled a stop token. If not (a stop string ended its turn), the
-    end-of-turn token belongs to the suffix. Messages make no special token (`_without_forged`).
+    suffix begins with the end-of-turn token.
 
     Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning)."""
 
@@ -360,11 +460,11 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
         after = render_text(tokenizer, chat, tools, True)
         if not after.startswith(before):
             raise RewritesHistory("the chat template is not append-only: it changed a message")
-        # Nothing merges across an end-of-turn token, and what follows it is no text's start:
-        # from there on the text has the same ids as within the whole.
+        # No token spans an end-of-turn token. So the text from there on has the same ids
+        # alone as within the whole.
         starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
         start = max(starts, default=-1)
-        if start < 0:  # a template that ends turns with no token at all
+        if start < 0:  # the template ends turns without a token
             start = len(before)
         ids = _tokenise(tokenizer, after[start:])
         if not ids:
@@ -373,22 +473,22 @@ def turn_suffix(tokenizer, messages: list[dict], new: list[dict], stop_token_ids
             ids = ids[1:]
         return ids
 
-    key = [len(messages), sorted(stop_token_ids), ended]
-    return _without_forged(tokenizer, ids_of, key, messages + new, tools)
+    depends_on = [len(messages), sorted(stop_token_ids), ended]
+    return _without_forged(tokenizer, ids_of, depends_on, messages + new, tools)
 
 
 # ---------------------------------------------------------------- images
 
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # none that is a program to run, as EPS
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # not EPS and others that run programs
 MAX_PIXELS = 64_000_000  # 256 MB decoded
 
 
 def open_image(source):
     """Opens a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
 
-    Of a file only the header is read. Raises ValueError unless it is one of IMAGE_FORMATS
-    with up to MAX_PIXELS."""
+    Reads only the header of a file. Raises ValueError unless the image has one of
+    IMAGE_FORMATS and at most MAX_PIXELS."""
     from PIL import Image
 
     source = _file_of(source)
@@ -400,19 +500,19 @@ def open_image(source):
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels: more than {MAX_PIXELS:,}")
         return image
-    except Exception as error:  # PIL, the file system and a wrong type each have their own
+    except Exception as error:  # PIL, the file system and a wrong type each raise their own
         raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
 
 
 def _file_of(source):
-    """Returns the bytes or else the path of a {"bytes", "path"}; any other source as it is."""
+    """Returns the bytes or the path of a {"bytes", "path"}, and any other source as it is."""
     if isinstance(source, dict):
         return source.get("bytes") or source.get("path")
     return source
 
 
 def load_image(source):
-    """Loads what `open_image` takes, upright and in RGB; or raises ValueError."""
+    """Loads an image (see `open_image`), upright and in RGB. Raises ValueError if it can't."""
     from PIL import ImageOps
 
     image = open_image(source)
@@ -426,24 +526,25 @@ _load_file = functools.lru_cache(maxsize=64)(load_image)
 
 
 def _row_image(source):
-    """Loads an image of a row, as one object for all members of a group: it is then
-    preprocessed once. A PIL image was loaded with the rows already."""
-    if hasattr(source, "size"):
+    """Loads an image of a row.
+
+    All members of a group get the same object, so that it is preprocessed only once."""
+    if hasattr(source, "size"):  # a PIL image, which was loaded with the rows
         return source
     return _load_file(_file_of(source))
 
 
 def image_tokens(images, processor):
-    """Returns how many tokens each image takes. Raises ValueError for an impossible shape."""
+    """Returns the number of tokens of each image. Raises ValueError for an impossible shape."""
     sizes = [(image.height, image.width) for image in images]
     return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
 
 
 def expand(ids: list[int], images: Sequence, processor) -> list[int]:
-    """Repeats the one placeholder of each image for every token that the image takes.
+    """Repeats each image's placeholder for every token of the image, as the model is fed.
 
-    Returns the ids that the model is fed. Raises ValueError unless there is one placeholder
-    for each image, and each image has a shape that the model takes."""
+    Raises ValueError unless there is one placeholder for each image, and the model accepts
+    the shape of each image."""
     if processor is None:
         if images:
             raise ValueError("there are images, and this model reads text only")
@@ -455,7 +556,8 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
     counts = iter(image_tokens(images, processor))
     expanded = []
     for token in ids:
-        expanded += [token] * (next(counts) if token == placeholder else 1)
+        n = next(counts) if token == placeholder else 1
+        expanded += [token] * n
     return expanded
 
 
@@ -464,9 +566,9 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
 @dataclass
 class ToolResponse:
-    """A tool's answer: text and images (what `open_image` takes) for the model.
+    """A tool's answer: text and images (see `open_image`) for the model to read.
 
-    reward and metrics are recorded."""
+    reward and metrics are recorded, and the model does not see them."""
 
     text: str = ""
     images: list = field(default_factory=list)
@@ -477,18 +579,19 @@ class ToolResponse:
 class Tool:
     """A tool with state or resources. One instance serves all rollouts: key by `request_id`.
 
-    For each rollout that calls it: `create` once, before the first `execute`; then
-    `calc_reward` once; and `release` in every case. All may be overridden; `execute` must be.
-    Set `name` and `schema` (JSON schema of an OpenAI function) on the class or the instance."""
+    Each rollout that calls the tool runs `create` once before the first `execute`,
+    `calc_reward` once at its end, and then always `release`. Subclasses must override
+    `execute`, and set `name` and `schema` (the JSON schema of an OpenAI function) on the
+    class or the instance."""
 
     name: str
     schema: dict
 
     async def create(self, request_id: str, **create_kwargs):
-        """Makes what this rollout needs; request_id names the rollout, not the call."""
+        """Prepares the tool for one rollout. request_id names the rollout, not the call."""
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
-        """Returns a str or ToolResponse, or a tuple of it, reward and metrics."""
+        """Returns a str or a ToolResponse, or a tuple (response, reward, metrics)."""
         raise TypeError(f"{type(self).__name__} has no execute method")
 
     async def calc_reward(self, request_id: str, **kwargs) -> float:
@@ -496,18 +599,18 @@ class Tool:
         return 0.0
 
     async def release(self, request_id: str, **kwargs):
-        """Frees what `create` made for this rollout. It is always called at its end."""
+        """Frees what `create` made for this rollout, also if the rollout failed."""
 
 
 class FunctionTool(Tool):
-    """A typed, documented Python function as a tool; hints and docstring give its schema."""
+    """A Python function as a tool; its type hints and docstring give the schema."""
 
     def __init__(self, function: Callable):
         from transformers.utils import get_json_schema
 
         self.function = function
         self.name = function.__name__
-        self.schema = get_json_schema(function)  # it raises where hints or docstring lack one
+        self.schema = get_json_schema(function)  # raises if hints or the docstring lack one
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         return await call(self.function, **arguments, **execute_kwargs)
@@ -517,7 +620,7 @@ _function_tool = functools.cache(FunctionTool)
 
 
 def as_tool(tool: Tool | Callable) -> Tool:
-    """Returns a Tool as it is, or a Python function as a Tool, always the same for a function.
+    """Returns a Tool unchanged, and a function as a Tool (always the same one).
 
     Raises BadInput for anything else."""
     if isinstance(tool, Tool):
@@ -535,9 +638,9 @@ def row_kwargs(row: dict, name: str) -> dict:
 
 
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
-    """Returns a row's tools by name: those its tools_kwargs names, or else all of the task's.
+    """Returns a row's tools by name: those that its tools_kwargs name, else all of the task's.
 
-    Raises BadInput for a bad tool, and for a name that is there twice or not at all."""
+    Raises BadInput for an invalid tool, a name that two tools share, and an unknown name."""
     tools = {}
     for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
         if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
@@ -554,30 +657,30 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
 
 
 class Interaction:
-    """A simulated user or environment, which speaks when the assistant called no tool.
+    """A simulated user or environment, which answers when the assistant calls no tool.
 
     One instance serves all rollouts: key by `request_id`."""
 
     name: str = "interaction"
 
     async def start(self, request_id: str, **kwargs) -> str | None:
-        """May return the first user message, which follows the prompt of the row."""
+        """May return a first user message, which is put after the row's prompt."""
 
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Returns (done, text, reward, metrics).
 
-        text is the next user turn; reward is that of the assistant's turn before."""
+        text is the next user message; reward is for the assistant's last turn."""
         raise TypeError(f"{type(self).__name__} has no generate_response method")
 
     async def finalize(self, request_id: str):
-        """Frees what `start` made for the rollout; called at its end, whatever happened."""
+        """Frees what `start` made for this rollout, also if the rollout failed."""
 
 
 def task_interaction(task, kwargs: dict) -> Interaction | None:
-    """Returns the task's interaction that kwargs["name"] picks, or else the only one.
+    """Returns the task's interaction that kwargs["name"] names, or else the only one.
 
-    Without a name, and with none or several of them, it is None. Raises BadInput for an
-    unknown name, for a missing one among several, and for what no name can pick."""
+    Returns None if no name is given and the task has none, or several. Raises BadInput for
+    an unknown name, for other kwargs without a name, and for invalid INTERACTIONS."""
     given = getattr(task, "INTERACTIONS", None) or ()
     interactions = {each.name: each for each in given if isinstance(each, Interaction)}
     if len(interactions) < len(given):
@@ -586,49 +689,53 @@ def task_interaction(task, kwargs: dict) -> Interaction | None:
     if name is None and len(interactions) < 2:
         return next(iter(interactions.values()), None)
     if kwargs and name not in interactions:
-        raise BadInput(f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
-                       f"INTERACTIONS: {sorted(interactions)}")
+        raise BadInput(
+            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
+            f"INTERACTIONS: {sorted(interactions)}")
     return interactions.get(name)
 
 
+# ---------------------------------------------------------------- running user code
+
+
 def _failure(error):
-    """Returns the error, or a RuntimeError in place of one that asyncio could not carry: those
-    end the event loop (SystemExit), cancel tasks, or are refused (StopIteration)."""
+    """Returns the error, or a RuntimeError in its place if asyncio treats it specially.
+
+    SystemExit ends the event loop, CancelledError cancels tasks, StopIteration is refused."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(repr(error))
 
 
 async def _contained(coroutine):
-    """Awaits user code. Its exceptions pass, but a SystemExit, a StopIteration, or a
-    CancelledError that the user's code raised itself becomes a RuntimeError.
+    """Awaits user code, and raises its exceptions in a form that asyncio can carry.
 
-    A cancellation of the running task passes through."""
+    A cancellation of the running task passes through unchanged."""
     try:
         return await coroutine
-    except GeneratorExit:  # the coroutine was left behind, and the process ends
+    except GeneratorExit:  # the process ends, and the coroutine is abandoned
         raise
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-            raise  # the running task itself is cancelled
+            raise
         raise _failure(error) from None
 
 
 class CallTimeoutError(TimeoutError):
-    """User code took longer than it may."""
+    """User code took longer than its deadline."""
 
 
-# The asyncio.Timeout that user code is under. Code that has to wait for its turn may put the
-# deadline off (`reschedule`), as examples/sandbox.py does.
+# The asyncio.Timeout of the running user code. Code that must wait for its turn may postpone
+# the deadline with `reschedule`, as examples/sandbox.py does.
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
 
 async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
-    """Awaits user code for so many seconds (0: for ever), as a task called `what`.
+    """Awaits user code under a deadline (0: none), as a task named `what`.
 
-    At the deadline, or when the caller is cancelled, the task is cancelled and may take as
-    long again to tidy up. If it has not ended even then, it is left behind. Raises
-    CallTimeoutError at the deadline, and whatever the code raises."""
+    At the deadline, or if the caller is cancelled, the task is cancelled. It gets as long
+    again to tidy up; then it is left behind. Raises CallTimeoutError at the deadline, and
+    whatever the code raises."""
     try:
         async with asyncio.timeout(seconds or None) as deadline:
             previous = DEADLINE.set(deadline)
@@ -644,81 +751,53 @@ async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
     return await _contained(task)
 
 
-_IDLE_THREADS = []  # the queues from which threads without work take it
-os.register_at_fork(after_in_child=_IDLE_THREADS.clear)  # the child has no such threads
+_IDLE_THREADS: list[queue.SimpleQueue] = []  # each thread is known by the queue of its jobs
 
 
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
-    """Runs a plain function on a daemon thread, which serves again when it has returned.
+    """Runs a plain function in a daemon thread, so that it does not block the event loop.
 
-    Python would wait for asyncio.to_thread's when it exits: for ever if a tool never returns."""
+    Python waits for the threads of asyncio.to_thread when it exits: forever if a tool never
+    returns. It does not wait for daemon threads. An idle thread is reused, because starting
+    one takes far longer."""
     result = asyncio.get_running_loop().create_future()
     context = contextvars.copy_context()
     try:
-        work = _IDLE_THREADS.pop()
+        jobs = _IDLE_THREADS.pop()
     except IndexError:
-        work = queue.SimpleQueue()
-        threading.Thread(target=_work_on, args=[work], daemon=True).start()
-    work.put((result, functools.partial(context.run, function, *args, **kwargs)))
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_run_jobs, args=[jobs], daemon=True).start()
+    jobs.put((result, functools.partial(context.run, function, *args, **kwargs)))
     return await result
 
 
-def _work_on(work):
-    """Calls the functions that a queue brings, one after the other."""
-    process = os.getpid()
+def _run_jobs(jobs):
+    """The life of a thread: takes a job from its queue, runs it, becomes idle, and so on."""
     while True:
-        result, function = work.get()
+        result, function = jobs.get()
         try:
             settle = result.set_result, function()
         except BaseException as error:
             settle = result.set_exception, _failure(error)
-        if os.getpid() != process:  # the function has forked: its copy ends here
-            os._exit(1)
-        _IDLE_THREADS.append(work)
-        with suppress(RuntimeError):  # the loop may be closed by now
+        _IDLE_THREADS.append(jobs)  # before the result is known: the next call finds it idle
+        with suppress(RuntimeError):  # the event loop may be closed by now
             result.get_loop().call_soon_threadsafe(_settle, result, *settle)
 
 
 def _settle(result, settle, value):
-    """Settles a future, unless a deadline has ended the waiting for it, not the work."""
+    """Sets the result or exception of a future, unless its deadline has passed."""
     if not result.done():
         settle(value)
 
 
 async def call(function: Callable, /, *args, **kwargs) -> Any:
-    """Awaits an async function; runs a plain one in a thread, where it delays nobody else."""
+    """Awaits an async function, or runs a plain one `in_thread`."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     result = await in_thread(function, *args, **kwargs)
-    if inspect.isawaitable(result):  # of an async function that was decorated
+    if inspect.isawaitable(result):  # from a decorated async function
         return await result
     return result
-
-
-def clean(text: str) -> str:
-    """Replaces lone surrogates, which no tokenizer takes, and drops every TOKEN_BREAK.
-
-    Surrogates come from garbage bytes, or from "\\ud83d" in JSON."""
-    return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
-
-
-def words(text, name: str) -> str:
-    """Returns a text of user code, `clean`. Raises ValueError, with its name, unless it is one."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be a str, got {text!r:.80}")
-    return clean(text)
-
-
-def finite(value, name: str) -> float:
-    """Returns `value` as a float. Raises ValueError unless it is finite, also in float32, and
-    for a text, though it may spell a number."""
-    number = math.nan
-    if not isinstance(value, (str, bytes)):
-        with suppress(TypeError, ValueError, OverflowError):
-            number = float(value)
-    if not abs(number) < 1e38:
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return number
 
 
 # ---------------------------------------------------------------- agent loops
@@ -730,7 +809,7 @@ AGENT_LOOPS: dict[str, type] = {}
 def register(name: str) -> Callable:
     """Class decorator: `--agent name` or a row's agent_name then selects the loop.
 
-    Raises BadInput for a class that is no AgentLoopBase, TypeError for what is no class."""
+    Raises BadInput for a class that is no AgentLoopBase, TypeError for anything but a class."""
 
     def add(cls):
         if not issubclass(cls, AgentLoopBase):
@@ -742,7 +821,7 @@ def register(name: str) -> Callable:
 
 
 def agent_loop_class(row: dict, task, args) -> type:
-    """Returns the loop named by row["agent_name"], else by --agent.
+    """Returns the agent loop that row["agent_name"] names, else the one of --agent.
 
     Without a name it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
     "single_turn". Raises BadInput for an unknown name."""
@@ -750,47 +829,58 @@ def agent_loop_class(row: dict, task, args) -> type:
     default = "tool_agent" if has_turns else "single_turn"
     name = row.get("agent_name") or args.agent or default
     if name not in AGENT_LOOPS:
-        raise BadInput(f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
-                       f"@register({name!r}) to the task")
+        raise BadInput(
+            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
+            f"@register({name!r}) to the task")
     return AGENT_LOOPS[name]
 
 
 class Trajectory:
     """The messages and tokens of one rollout while they grow.
 
-    prompt_ids and the response lists are the current token sequence; only methods of this
-    class append to them, and to all lists alike. `fork` ends the sequence and begins another,
-    where the history was rewritten. `outputs` has one entry for each sequence.
+    prompt_ids and the four response lists are the current token sequence. Only methods of
+    this class append to them, and always to all lists alike. `fork` ends the sequence and
+    starts another, when the history was rewritten. `outputs` returns one output for each
+    sequence.
 
     engine_ids are prompt and response as `engine.generate` gets them, with one placeholder
-    for each image; prompt_ids and response_ids have one for each of its tokens (`expand`)."""
+    for each image; in prompt_ids and response_ids it is repeated for all tokens of the image
+    (`expand`). trusted: the messages that may spell control tokens (`render`), by default
+    all that are given here; messages that are appended later are not trusted."""
 
-    def __init__(self, messages: list[dict], prompt_ids: list[int], engine_ids: list[int],
-                 images: Sequence):
-        self.request_id = uuid4().hex  # names the rollout to the engine and to tools
+    def __init__(
+        self,
+        messages: list[dict],
+        prompt_ids: list[int],
+        engine_ids: list[int],
+        images: Sequence,
+        trusted: Sequence[dict] | None = None,
+    ):
+        self.request_id = uuid4().hex  # names the rollout for the engine and for tools
         self.messages = list(messages)
-        self.trusted = list(messages)  # see `render`
+        self.trusted = list(messages if trusted is None else trusted)
         self.images = list(images)
         self.metrics = {}
         self.extra = {}
         self.stop_reason = "stop"
         self.assistant_turns = 0
-        self.user_turns = 0  # of tools, too
+        self.user_turns = 0  # includes those of tools
         self.ended = True  # whether the last assistant turn ended with a stop token
         self.tool_calls = []  # of the last assistant turn, still to be executed
-        self.finished = []  # AgentLoopOutputs of sequences before the last fork
+        self.finished = []  # AgentLoopOutputs of the sequences before the last fork
         self.begin(prompt_ids, engine_ids)
 
     def begin(self, prompt_ids: list[int], engine_ids: list[int]):
-        """Makes these ids the prompt of the token sequence, with no response yet."""
+        """Starts the token sequence with this prompt and an empty response."""
         self.prompt_ids = prompt_ids
         self.engine_ids = list(engine_ids)
-        for name in ("turn_rewards", *RESPONSE_LISTS):
+        self.turn_rewards = []
+        for name in RESPONSE_LISTS:
             setattr(self, name, [])
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
-        """Ends the token sequence; begins another, whose prompt is the rewritten history."""
-        # The last output has the metrics of all of them.
+        """Ends the token sequence, and starts one whose prompt is the rewritten history."""
+        # The last output has the metrics of the whole rollout.
         self.finished.append(replace(self.output(), metrics={}))
         self.begin(prompt_ids, engine_ids)
         self.count("forks")
@@ -798,7 +888,7 @@ class Trajectory:
     def add_sampled(self, out: TokenOutput, trained: bool = True):
         """Appends an assistant turn, with mask 1.
 
-        trained=False is for one where the policy did not choose freely, with mask 0."""
+        trained=False is for a turn that the policy did not choose freely. It gets mask 0."""
         ids = out.token_ids
         if trained:
             self._add(ids, ids, [1] * len(ids), out.logprobs, out.versions)
@@ -814,25 +904,28 @@ class Trajectory:
         self._add(engine_ids or ids, ids, [0] * n, [0.0] * n, [-1] * n)
 
     def _add(self, engine_ids, *response):
-        """Appends to engine_ids, and to the lists named in RESPONSE_LISTS, in that order."""
+        """Appends to engine_ids, and to the lists of RESPONSE_LISTS in their order."""
         self.engine_ids += engine_ids
         for name, values in zip(RESPONSE_LISTS, response):
             getattr(self, name).extend(values)
 
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
-        """Records a reward, at the last token so far, and metrics of a tool or interaction.
+        """Records a reward, at the last token so far, and metrics.
 
-        Raises ValueError, which names the source, and records nothing if a number is not finite."""
+        kind and name tell where they come from: "tool", "calculator". Raises ValueError, with
+        that name, and records nothing if a number is not finite."""
         source = f"{kind} {name!r}"
         if not isinstance(metrics, dict | None):
             raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
         reward = finite(0.0 if reward is None else reward, f"the reward of {source}")
-        metrics = {key: finite(value, f"metric {key!r} of {source}")
-                   for key, value in (metrics or {}).items()}
-        for key, value in metrics.items():
+        checked = {}
+        for key, value in (metrics or {}).items():
+            checked[key] = finite(value, f"metric {key!r} of {source}")
+        for key, value in checked.items():
             self.count(f"{kind}/{key}", value)
         if reward:
-            self.turn_rewards.append((max(0, len(self.response_ids) - 1), reward))
+            last = max(0, len(self.response_ids) - 1)
+            self.turn_rewards.append((last, reward))
 
     def count(self, name: str, n: float = 1):
         """Adds n to a metric."""
@@ -841,48 +934,55 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns one output for each token sequence.
 
-        If the assistant did not speak in the last sequence, after a fork, it is left out: its
-        rewards, metrics and stop reason go to the one before."""
+        If the assistant said nothing after the last fork, that sequence is left out. Its
+        rewards, metrics and stop reason then go to the sequence before."""
         last = self.output()
-        # The assistant's turn in it may consist of untrained tokens (mask 0) alone.
+        # A turn of the assistant may consist of untrained tokens (mask 0) alone.
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
         if speaks or not self.finished:
             return [*self.finished, last]
         *earlier, before = self.finished
         end = len(before.response_ids) - 1
-        rewards = before.turn_rewards + [(end, reward) for _, reward in last.turn_rewards]
-        merged = replace(before, turn_rewards=rewards, metrics=last.metrics,
-                         stop_reason=last.stop_reason)
+        rewards = [(end, reward) for _, reward in last.turn_rewards]
+        merged = replace(
+            before,
+            turn_rewards=before.turn_rewards + rewards,
+            metrics=last.metrics,
+            stop_reason=last.stop_reason,
+        )
         return [*earlier, merged]
 
     def output(self) -> AgentLoopOutput:
-        """Returns the current token sequence: all there is, unless there was a fork.
+        """Returns the current token sequence as an output. Without forks, it is the only one.
 
-        Each field of the output is a copy of the attribute with its name."""
+        Each field of the output is a copy of the attribute with the same name."""
         self.num_turns = self.assistant_turns + self.user_turns + 1
-        names = vars(self).keys() & {field.name for field in fields(AgentLoopOutput)}
+        names = vars(self).keys() & {each.name for each in fields(AgentLoopOutput)}
         return AgentLoopOutput(**{name: copy.copy(getattr(self, name)) for name in names})
 
 
 class AgentLoopBase:
-    """One instance for each rollout. Subclasses write `run`.
+    """The base class of agent loops: subclasses write `run`. Each rollout has its own instance.
 
-    engine: anything with `async generate(*, request_id, prompt_ids, sampling_params,
-    image_data) -> TokenOutput`, the real one or a script; prompt_ids has ONE placeholder for
-    each image of image_data, a list of PIL images or None. processor: None for text models.
+    engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
+        image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
+        image_data, which is a list of PIL images or None.
+    processor: the model's image processor; None for text models.
     task: the task module.
-
-    args: train.Args, LoopArgs or any object with such attributes. It must have
-    max_response_tokens and max_model_len, or TypeError is raised. What else it lacks of
-    LoopArgs has the default there."""
+    args: train.Args, LoopArgs or any object with some of LoopArgs' attributes. Those that it
+        lacks get their defaults, except max_response_tokens and max_model_len: without them
+        TypeError is raised."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
-        missing = {field.name: field.default for field in fields(LoopArgs)
-                   if not hasattr(args, field.name)}
+        missing = {}
+        for each in fields(LoopArgs):
+            if not hasattr(args, each.name):
+                missing[each.name] = each.default
         if "max_response_tokens" in missing or "max_model_len" in missing:
-            raise TypeError(f"{type(self).__name__} needs args with max_response_tokens and "
-                            f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
-        self.args = copy.copy(args)  # a loop may set some: they are no other loop's
+            raise TypeError(
+                f"{type(self).__name__} needs args with max_response_tokens and "
+                f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
+        self.args = copy.copy(args)  # a loop may change its settings, but not those of others
         vars(self.args).update(missing)
         self.engine = engine
         self.tokenizer = templated(tokenizer, self.args.chat_template_args)
@@ -890,22 +990,28 @@ class AgentLoopBase:
         self.task = task
 
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Runs one rollout and returns its output or outputs; every subclass has its own.
+        """Runs one rollout and returns its output or outputs; every subclass writes its own.
 
-        row: the columns of the data set's row, among them index; and step, rollout_n (the
-        rollout's number within its group) and validate (True in an evaluation)."""
+        row: the columns of the data set's row, and index, step, rollout_n (the rollout's
+        number within its group) and validate (True in an evaluation)."""
         raise TypeError(f"{type(self).__name__} has no run method")
 
-    def start(self, row: dict, tools: list[dict] | None = None,
-              trusted: Sequence[dict] | None = None) -> Trajectory:
-        """Returns a trajectory that begins with row["prompt"], however long that is.
+    def start(
+        self,
+        row: dict,
+        tools: list[dict] | None = None,
+        trusted: Sequence[dict] | None = None,
+    ) -> Trajectory:
+        """Returns a trajectory that begins with row["prompt"], even if that is too long.
 
-        The row's images stand in the places of the prompt's placeholders; ValueError if
-        they are not as many. trusted: see `render`."""
+        trusted: messages that may spell control tokens; by default all of the prompt. The
+        trajectory keeps them. Raises ValueError unless the prompt has one placeholder for
+        each of the row's images."""
+        prompt = row["prompt"]
         images = [_row_image(image) for image in row.get("images") or ()]
-        engine_ids = render(self.tokenizer, row["prompt"], tools, trusted)
+        engine_ids = render(self.tokenizer, prompt, tools, trusted)
         prompt_ids = expand(engine_ids, images, self.processor)
-        return Trajectory(row["prompt"], prompt_ids, engine_ids, images)
+        return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
 
     @property
     def window(self):
@@ -915,26 +1021,35 @@ class AgentLoopBase:
     def too_long(self, messages: Sequence[dict]) -> bool:
         """Returns True if messages certainly don't fit the window, without tokenising them.
 
-        Tokenising so long a text takes long. A token hardly ever has 16 characters."""
+        Tokenising a very long text is slow, and hardly any token has 16 characters."""
         return len(str(messages)) > 16 * (64 + self.window)
 
     def room(self, trajectory: Trajectory, used: int | None = None) -> int:
-        """Returns how many more response tokens the budget and the window take.
+        """Returns how many more response tokens fit the budget and the window.
 
         used: tokens in the window; default: those of the trajectory's current sequence."""
         if used is None:
             used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        sequences = [*trajectory.finished, trajectory]
-        spent = sum(len(sequence.response_ids) for sequence in sequences)
+        spent = len(trajectory.response_ids)
+        for output in trajectory.finished:
+            spent += len(output.response_ids)
         return min(self.args.max_response_tokens - spent, self.window - used)
 
-    def append(self, trajectory: Trajectory, messages: list[dict], tools: list[dict] | None,
-               stops: set[int], images: Sequence = ()) -> bool:
-        """Appends tool or user messages, tokenised as a template suffix.
+    def append(
+        self,
+        trajectory: Trajectory,
+        messages: list[dict],
+        tools: list[dict] | None,
+        stops: set[int],
+        images: Sequence = (),
+    ) -> bool:
+        """Appends messages of tools or a user to the trajectory, with their tokens.
 
-        Where the template rewrites history, it forks the trajectory instead. stops: see
-        `stop_token_ids`. images: one for each placeholder in the messages. Returns True if
-        these and a token of reply fit; else appends nothing: the stop reason is "length"."""
+        Forks the trajectory if the template rewrites its history. Returns True if the
+        messages and one token of reply fit. If not, nothing is appended, and the stop reason
+        becomes "length".
+
+        stops: see `stop_token_ids`. images: one for each placeholder in the messages."""
         if self.too_long(messages):
             trajectory.stop_reason = "length"
             return False
@@ -961,27 +1076,32 @@ class AgentLoopBase:
         return True
 
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
-        """Samples one turn, and appends its tokens and its message (see `_read_turn`).
+        """Samples one assistant turn, and appends its tokens and its message.
 
-        Returns its text without reasoning, special tokens kept, or None if it was cut off.
-        Raises ValueError if engine and processor disagree about images."""
+        Returns its text without reasoning but with special tokens (see `_read_turn`), or None
+        if the turn was cut off. Raises ValueError if engine and processor expand an image to
+        different numbers of tokens."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
             return None
-        limit = min(sampling_params.get("max_tokens") or room, room)
+        max_tokens = min(sampling_params.get("max_tokens") or room, room)
         out = await self.engine.generate(
-            request_id=trajectory.request_id, prompt_ids=list(trajectory.engine_ids),
-            sampling_params={**sampling_params, "max_tokens": limit},
-            image_data=list(trajectory.images) or None)
+            request_id=trajectory.request_id,
+            prompt_ids=list(trajectory.engine_ids),
+            sampling_params={**sampling_params, "max_tokens": max_tokens},
+            image_data=list(trajectory.images) or None,
+        )
         prompt_ids = trajectory.prompt_ids + trajectory.response_ids
         if trajectory.images and out.prompt_ids != prompt_ids:
-            raise ValueError("the engine and the processor disagree about the tokens of the "
-                             f"images: {len(out.prompt_ids)} against {len(prompt_ids)}")
+            raise ValueError(
+                "the engine and the processor disagree about the tokens of the images: "
+                f"{len(out.prompt_ids)} against {len(prompt_ids)}")
         trajectory.add_sampled(out, trained="structured_outputs" not in sampling_params)
         trajectory.stop_reason = out.stop_reason
         content_ids = out.token_ids
-        trajectory.ended = not self.stop_token_ids(sampling_params).isdisjoint(content_ids[-1:])
+        stops = self.stop_token_ids(sampling_params)
+        trajectory.ended = not stops.isdisjoint(content_ids[-1:])
         if trajectory.ended:
             content_ids = content_ids[:-1]
         message, text = self._read_turn(prompt_ids, content_ids)
@@ -989,11 +1109,11 @@ class AgentLoopBase:
         return text if out.stop_reason == "stop" else None
 
     def _read_turn(self, prompt_ids, ids):
-        """Returns an assistant turn as a message, and its text without reasoning.
+        """Returns (message, text) for the ids of an assistant turn without its stop token.
 
-        The text keeps its special tokens. Reasoning is all up to the last end tag of
-        --think_tags, and from a start tag behind that on; it becomes the message's
-        reasoning_content. ids: the turn without its stop token."""
+        Reasoning is everything up to the last end tag of --think_tags, plus anything after a
+        later start tag. It becomes the message's reasoning_content, without special tokens.
+        text is the rest of the turn, with special tokens."""
         decode = self.tokenizer.decode
         message = {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
         text = decode(ids)
@@ -1004,9 +1124,9 @@ class AgentLoopBase:
         text, has_start, after = rest.partition(start)
         if has_end or has_start:
             reasoning = (before + after).removeprefix(start)
-            # The tags may be special tokens, so they are only now left out of both texts.
-            for name, part_text in ("content", text), ("reasoning_content", reasoning):
-                part_ids = _tokenise(self.tokenizer, part_text)
+            # The tags may be special tokens, so these are dropped only now.
+            for name, part in (("content", text), ("reasoning_content", reasoning)):
+                part_ids = _tokenise(self.tokenizer, part)
                 message[name] = decode(part_ids, skip_special_tokens=True)
         return message, text
 
@@ -1018,41 +1138,54 @@ class AgentLoopBase:
 
 @dataclass
 class Demonstration:
-    """An engine that samples nothing: each call gets the next turn of a row's demonstration.
+    """An engine that samples nothing: each call returns the next turn of a demonstration.
 
-    turns: messages of the assistant, those still to be said. loop: the agent loop that calls.
-    stops: the tokens that may end a turn. A turn's tokens have logprob 0.0 and version -1, as
-    no policy sampled them. If no turn is left, the result is empty, and its stop reason,
-    "abort", ends the trajectory."""
+    turns: the assistant's messages that are still to come.
+    loop: the agent loop that calls the engine.
+    stops: the ids that may end a turn.
+
+    No policy sampled these tokens, so their logprob is 0.0 and their version -1. If no turn
+    is left, the result is empty, and its stop reason "abort" ends the rollout."""
 
     turns: list[dict]
     loop: AgentLoopBase
     stops: set[int]
 
-    async def generate(self, *, prompt_ids: list[int], sampling_params: dict,
-                       image_data: list | None = None, **call) -> TokenOutput:
+    async def generate(
+        self,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict,
+        image_data: list | None = None,
+        **call,
+    ) -> TokenOutput:
         """Returns the next turn. Raises ValueError if it is too long, or as `turn_ids` does."""
         ids = self.turn_ids(self.turns.pop(0)) if self.turns else []
         n = len(ids)
         room = sampling_params.get("max_tokens", n)
         if n > room:
             raise ValueError(f"a turn of the demonstration has {n} tokens, with room for {room}")
-        prompt_ids = expand(prompt_ids, image_data or (), self.loop.processor)
-        return TokenOutput(ids, [0.0] * n, [-1] * n, "stop" if ids else "abort", prompt_ids)
+        return TokenOutput(
+            token_ids=ids,
+            logprobs=[0.0] * n,
+            versions=[-1] * n,
+            stop_reason="stop" if ids else "abort",
+            prompt_ids=expand(prompt_ids, image_data or (), self.loop.processor),
+        )
 
     def turn_ids(self, message: dict) -> list[int]:
-        """Returns a turn's tokens, up to and including the one that ends it in the template.
+        """Returns the ids of a turn, including the token that ends it in the template.
 
-        They are what the template writes behind its generation prompt. If the template changes
-        a text (some drop reasoning), the text itself is tokenised instead. Raises ValueError
-        if nothing is left, or if a token that ends a turn is within."""
+        They are what the template writes after its generation prompt. If the template changes
+        the text (some drop reasoning), the text itself is tokenised instead. Raises ValueError
+        if the turn is empty, or if a token that ends a turn occurs inside it."""
         tokenizer = self.loop.tokenizer
         chat = [{"role": "user", "content": "?"}]
         before = render_text(tokenizer, chat, None, True)
         said = {"content": ""} | message
         written = render_text(tokenizer, [*chat, said], None).partition(before)[2]
         ids = list(_inner_ids(tokenizer, written))
-        while ids and ids[-1] not in self.stops:  # such as a newline behind the turn's end
+        while ids and ids[-1] not in self.stops:  # such as a newline after the turn's end
             ids.pop()
         end = ids.pop() if ids else tokenizer.eos_token_id
         if "tool_calls" not in said and said["content"] not in written:
@@ -1072,12 +1205,15 @@ class SingleTurnLoop(AgentLoopBase):
         return trajectory.output()
 
 
+# ---------------------------------------------------------------- tool calls
+
+
 @functools.cache
 def tool_parser(name: str, tokenizer):
-    """Returns the tool-call parser that `vllm serve --tool-call-parser` has by this name.
+    """Returns the parser that `vllm serve --tool-call-parser` has under this name.
 
-    Raises BadInput if there is no such parser, if the tokenizer lacks the tokens of its
-    format, or if it can't parse plain text."""
+    Raises BadInput if there is none, if the tokenizer lacks the tokens of its format, or if
+    it can't parse plain text."""
     from vllm.tool_parsers import ToolParserManager
 
     try:
@@ -1086,9 +1222,9 @@ def tool_parser(name: str, tokenizer):
         return parser
     except KeyError:
         problem = f": choose from {', '.join(sorted(ToolParserManager.list_registered()))}"
-    except NotImplementedError:  # those that want vLLM's own chat server around them
+    except NotImplementedError:  # it needs vLLM's own chat server
         problem = " does not parse plain text: choose another"
-    except (RuntimeError, ValueError) as error:  # the tokenizer has no token of this format
+    except (RuntimeError, ValueError) as error:  # the tokenizer lacks a token of its format
         problem = f" does not fit the model: {error}"
     raise BadInput(f"--tool_parser {name}{problem}")
 
@@ -1097,29 +1233,36 @@ def tool_parser(name: str, tokenizer):
 def _parser_request(schemas):
     """Returns the chat request in which some parsers look up the tools.
 
-    schemas: a JSON list, so that requests can be cached."""
+    schemas: the tools' schemas as a JSON list, so that requests can be cached."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    messages = [{"role": "user", "content": ""}]
-    return ChatCompletionRequest(messages=messages, tools=json.loads(schemas) or None)
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": ""}],
+        tools=json.loads(schemas) or None,
+    )
 
 
 def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
-    """Returns the text beside a turn's tool calls, and [{"name", "arguments", "error"}, ...].
+    """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
 
-    arguments is a dict. error is None, or says to the model why the call can't be executed."""
+    arguments is a dict. error is None, or tells the model why the call can't be executed."""
+    # The model reads what is wrong with a call. vLLM would log it, with a traceback. This is
+    # set each time because a new vLLM engine resets it.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     parser = tool_parser(parser_name, tokenizer)
-    malformed = [{"name": "", "arguments": {},
-                  "error": "the tool call is not valid JSON with name and arguments"}]
+    malformed = {
+        "name": "",
+        "arguments": {},
+        "error": "the tool call is not valid JSON with name and arguments",
+    }
     try:
         parsed = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
-    except Exception:  # most parsers catch what a model can write, some don't
-        return text, malformed
+    except Exception:  # some parsers don't catch all that a model can write
+        return text, [malformed]
     if not parsed.tools_called:
         start = getattr(parser, "tool_call_start_token", None)
-        if start and start in text:
-            return text, malformed
-        return text, []
+        is_malformed = start and start in text
+        return text, [malformed] if is_malformed else []
     calls = []
     for call in parsed.tool_calls:
         arguments = {}
@@ -1134,46 +1277,54 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
 
 def _parse_arguments(text):
     """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError."""
-    # `clean` sees a surrogate as a character, not as the escape that JSON may have for it.
-    arguments = json.loads(clean(json.dumps(json.loads(text), ensure_ascii=False)))
+    # `clean` would miss a surrogate in JSON's escaped form, so the text is unescaped first.
+    unescaped = json.dumps(json.loads(text), ensure_ascii=False)
+    arguments = json.loads(clean(unescaped))
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be a JSON object")
     return arguments
 
 
 def _call_id(turn, number):
-    """Returns the id of a turn's call: nine characters, as Mistral's template wants. It is the
-    same in every run."""
+    """Returns the id of a turn's call: nine characters, as Mistral's template requires.
+
+    It is the same in every run."""
     return f"{turn:06d}{number:03d}"
 
 
 def function_call(id: str, name: str, arguments: dict) -> dict:
-    """Returns a tool call for an assistant's message, as chat templates want it."""
-    return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
+    """Returns a tool call for an assistant's message, in the form that chat templates read."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": id, "function": function}
 
 
 def make_calls(message: dict, content: str, calls: list[dict], turn: int):
-    """Turns an assistant's message into one that makes these calls (of `parse_tool_calls`)."""
+    """Puts calls, as from `parse_tool_calls`, into an assistant's message.
+
+    content: the text that remains. turn: the number of the assistant's turn, for the ids."""
     message["content"] = content
     message["tool_calls"] = [
         function_call(_call_id(turn, number), call["name"], call["arguments"])
-        for number, call in enumerate(calls)]
+        for number, call in enumerate(calls)
+    ]
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Turns of sampling, tool calls and simulated users: a state machine, as verl's.
+    """Turns of sampling, tool calls and simulated users: a state machine, as in verl.
 
         pending -> generating -> processing_tools -> generating ...   the model calls tools
                               -> interacting -> generating ...        a simulated user answers
                               -> None                                 the end
 
-    A state is a method that gets the trajectory and returns the next state; a subclass adds
-    one by returning it from another: `return self.reflecting`. A tool that raises, passes its
-    deadline or is called wrongly becomes a message the model reads, and a counter."""
+    A state is a method that gets the trajectory and returns the next state. A subclass adds
+    one by returning it from another: `return self.reflecting`. If a tool raises, passes its
+    deadline or is called wrongly, the model reads a message about it, and a metric counts it."""
 
-    async def run(self, sampling_params, **row):
-        """Runs one rollout of a row: sets up its tools and user, goes from state to state."""
+    async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
+
+        Returns one output, or a list of several if the template rewrote the history."""
         self.sampling_params = sampling_params
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
         self.tools = task_tools(self.task, self.tools_kwargs)
@@ -1182,14 +1333,14 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
         self.user_answers = 0
-        self.created = {}  # tool name -> the task of its `create`
+        self.created = {}  # by tool name, the asyncio task that runs its `create`
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
             for name, created in self.created.items():
                 if created.done() and not created.exception():
-                    reward = self._in_time(self._tool_method, trajectory, name, "calc_reward")
-                    trajectory.record("tool", name, await reward, None)
+                    reward = await self._end_tool(trajectory, name, "calc_reward")
+                    trajectory.record("tool", name, reward, None)
         finally:
             await self.close(trajectory)
         return trajectory.outputs() if trajectory.finished else trajectory.output()
@@ -1202,15 +1353,15 @@ class ToolAgentLoop(AgentLoopBase):
                 while state:
                     state = await state(trajectory)
         except TimeoutError:
-            if not budget.expired():  # it is a tool's or an interaction's own error: a failure
+            if not budget.expired():  # a TimeoutError of a tool or an interaction: a failure
                 raise
-            trajectory.stop_reason = "timeout"  # what it has so far is kept, and graded
+            trajectory.stop_reason = "timeout"  # the tokens so far are kept and graded
 
     async def pending(self, trajectory):
         """Lets the interaction speak first, if there is one and it wants to."""
         text = None
         if self.interaction:
-            text = await self._in_time(
+            text = await self._ask_interaction(
                 self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
         if text is not None:
             text = words(text, f"the text of interaction {self.interaction.name!r}")
@@ -1224,7 +1375,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self.generating
 
     async def generating(self, trajectory):
-        """Samples an assistant turn; then its tools are called, or the user answers."""
+        """Samples an assistant turn. Next, its tools are called, or else the user answers."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
         if text is None:
             return None
@@ -1236,9 +1387,10 @@ class ToolAgentLoop(AgentLoopBase):
         return self.processing_tools
 
     def _out_of_turns(self, trajectory, user_answers=0):
-        """Returns whether a limit of turns is reached, and makes that the stop reason."""
-        reached = (0 < self.args.max_assistant_turns <= trajectory.assistant_turns
-                   or 0 < self.args.max_user_turns <= user_answers)
+        """Returns whether a limit on turns is reached; if so, sets the stop reason."""
+        reached = (
+            0 < self.args.max_assistant_turns <= trajectory.assistant_turns
+            or 0 < self.args.max_user_turns <= user_answers)
         if reached:
             trajectory.stop_reason = "max_turns"
         return reached
@@ -1246,21 +1398,23 @@ class ToolAgentLoop(AgentLoopBase):
     def parse(self, trajectory, text):
         """Returns the calls of a turn, malformed ones too (see `parse_tool_calls`).
 
-        Unless none has a name, the trajectory's last message becomes one with tool_calls."""
+        Puts them into the trajectory's last message if at least one has a name."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(call["name"] for call in calls):
             make_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
         return calls
 
     async def processing_tools(self, trajectory):
-        """Executes the turn's tool calls side by side, and answers them in their order."""
+        """Executes the turn's tool calls concurrently; answers them in their order."""
         calls = trajectory.tool_calls
         limit = self.args.max_parallel_calls
         for call in calls[limit:]:
             call["error"] = f"only {limit} tool calls at a time are executed"
         started = time.perf_counter()
         responses = await asyncio.gather(
-            *(self.call_tool(trajectory, call) for call in calls), return_exceptions=True)
+            *(self.call_tool(trajectory, call) for call in calls),
+            return_exceptions=True,
+        )
         trajectory.count("tool_s", time.perf_counter() - started)
         trajectory.count("tool_calls", len(calls))
         messages = []
@@ -1270,30 +1424,32 @@ class ToolAgentLoop(AgentLoopBase):
                 if isinstance(response, Exception):
                     raise response
                 trajectory.record("tool", call["name"], response.reward, response.metrics)
-                n_images = len(trajectory.images + images)
-                n_new = len(response.images)
-                if n_images + n_new > self.args.max_images:
-                    raise ValueError(f"no room for {n_new} more images: {n_images} of "
-                                     f"{self.args.max_images} are there")
-            except Exception as error:  # the model reads it, and the run goes on
+                self._check_room_for_images(trajectory.images + images, response.images)
+            except Exception as error:  # the model reads it, and the rollout continues
                 response = self._error_response(trajectory, error)
             messages.append({
-                "role": "tool", "name": call["name"], "content": self._content(response),
-                # A malformed call has an id, too.
-                "tool_call_id": _call_id(trajectory.assistant_turns, number)})
+                "role": "tool",
+                "name": call["name"],
+                "content": self._content(response),
+                "tool_call_id": _call_id(trajectory.assistant_turns, number),
+            })
             images += response.images
         return self.answer(trajectory, messages, images)
 
+    def _check_room_for_images(self, images, new):
+        """Raises ValueError if `new` images would exceed --max_images."""
+        limit = self.args.max_images
+        if len(images) + len(new) > limit:
+            raise ValueError(
+                f"no room for {len(new)} more images: {len(images)} of {limit} are there")
+
     def _error_response(self, trajectory, error):
-        """Returns a ToolResponse that tells the model of an error, which is counted."""
+        """Counts an error, and returns a ToolResponse that tells the model about it."""
         trajectory.count("tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors")
-        problem = type(error).__name__
-        with suppress(Exception):  # an error's own text may fail, too
-            problem = str(error) or repr(error)
-        return ToolResponse(f"Error: {problem}")
+        return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
-        """Returns the content of a tool's message: text, or parts if there are images."""
+        """Returns the content of a tool's message: a text, or a list of parts with images."""
         text = self._shorten(response.text)
         if not response.images:
             return text
@@ -1315,39 +1471,46 @@ class ToolAgentLoop(AgentLoopBase):
         execution = self._execute(trajectory, name, call["arguments"])
         return await in_time(name, self.args.tool_timeout, execution)
 
-    async def _tool_method(self, trajectory, name, method, *arguments):
-        """Calls a tool's method with the keyword arguments that the row has for it."""
-        kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
-        method = getattr(self.tools[name], method)
-        return await call(method, trajectory.request_id, *arguments, **kwargs)
-
     async def _execute(self, trajectory, name, arguments):
-        """Returns a tool's ToolResponse, its images loaded. Raises what the tool raises."""
+        """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
         if name not in self.created:
             create = self._tool_method(trajectory, name, "create")
             self.created[name] = asyncio.ensure_future(_contained(create))
         await asyncio.shield(self.created[name])  # parallel calls wait for the same one
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
-        if not isinstance(response, tuple):
-            response = response, None, None
-        response, reward, metrics = response
+        reward = metrics = None
+        if isinstance(response, tuple):
+            response, reward, metrics = response
         if not isinstance(response, ToolResponse):
             response = ToolResponse(response)
         if response.images and self.processor is None:
             raise ValueError("the tool returned an image, and this agent reads text only")
         images = [load_image(image) for image in response.images]
         if images:
-            # Raises for a shape that the model does not take.
-            image_tokens(images, self.processor)
-        if reward is None:
-            reward = response.reward
-        metrics = {**response.metrics, **(metrics or {})}
-        return ToolResponse(str(response.text), images, reward, metrics)
+            image_tokens(images, self.processor)  # raises if the model does not accept a shape
+        return ToolResponse(
+            text=str(response.text),
+            images=images,
+            reward=response.reward if reward is None else reward,
+            metrics={**response.metrics, **(metrics or {})},
+        )
 
-    async def _in_time(self, function, *args, **kwargs):
-        """Awaits a method of a tool or an interaction under the deadline of a tool call."""
-        what = function.__qualname__
-        return await in_time(what, self.args.tool_timeout, call(function, *args, **kwargs))
+    async def _tool_method(self, trajectory, name, method, *arguments):
+        """Calls a method of a tool with the keyword arguments that the row has for it."""
+        kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
+        function = getattr(self.tools[name], method)
+        return await call(function, trajectory.request_id, *arguments, **kwargs)
+
+    async def _end_tool(self, trajectory, name, method):
+        """Calls `calc_reward` or `release` of a tool, under the deadline of a tool call."""
+        what = f"{method} of tool {name!r}"
+        coroutine = self._tool_method(trajectory, name, method)
+        return await in_time(what, self.args.tool_timeout, coroutine)
+
+    async def _ask_interaction(self, method, *args, **kwargs):
+        """Calls a method of the interaction, under the deadline of a tool call."""
+        coroutine = call(method, *args, **kwargs)
+        return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
 
     def _shorten(self, text):
         """Cuts a text to max_tool_response_tokens tokens and "...", as verl does.
@@ -1355,9 +1518,9 @@ class ToolAgentLoop(AgentLoopBase):
         tool_response_truncate_side "left" keeps its start, "right" its end, "middle" both."""
         limit = self.args.max_tool_response_tokens
         text = clean(text)
-        if len(text.encode()) <= limit:  # a token is a byte at least
+        if len(text.encode()) <= limit:  # a token has at least one byte
             return text
-        # Of a longer text only so many characters at either end are tokenised.
+        # Tokenising a huge text is slow, so only this many characters at either end are.
         reach = 64 * limit
         if len(text) > 2 * reach:
             text = f"{text[:reach]}...{text[-reach:]}"
@@ -1366,18 +1529,24 @@ class ToolAgentLoop(AgentLoopBase):
             return text
         n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
         n_head = n_heads[self.args.tool_response_truncate_side]
-        decode = self.tokenizer.decode
-        return f"{decode(ids[:n_head])}...{decode(ids[len(ids) - limit + n_head :])}"
+        n_tail = limit - n_head
+        head = self.tokenizer.decode(ids[:n_head])
+        tail = self.tokenizer.decode(ids[len(ids) - n_tail :])
+        return f"{head}...{tail}"
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer, and reward, the assistant's turn."""
-        answer = await self._in_time(
-            self.interaction.generate_response, trajectory.request_id,
-            copy.deepcopy(trajectory.messages), **self.interaction_kwargs)
+        answer = await self._ask_interaction(
+            self.interaction.generate_response,
+            trajectory.request_id,
+            copy.deepcopy(trajectory.messages),
+            **self.interaction_kwargs,
+        )
         name = self.interaction.name
         if not isinstance(answer, Sequence) or len(answer) != 4 or answer[0] not in (True, False):
-            raise ValueError(f"interaction {name!r} returned {answer!r:.80}: must be (done, text, "
-                             "reward, metrics), and done True or False")
+            raise ValueError(
+                f"interaction {name!r} returned {answer!r:.80}: must be (done, text, "
+                "reward, metrics), and done True or False")
         done, text, reward, metrics = answer
         trajectory.record("interaction", name, reward, metrics)
         if done and text is None:
@@ -1390,21 +1559,21 @@ class ToolAgentLoop(AgentLoopBase):
         return self.answer(trajectory, [{"role": "user", "content": text}])
 
     def answer(self, trajectory, messages, images=()):
-        """Appends messages; returns the next state, generating if they and a reply fit."""
+        """Appends messages; returns the next state: `generating` if they and a reply fit."""
         stops = self.stop_token_ids(self.sampling_params)
         fits = self.append(trajectory, messages, self.schemas, stops, images)
         return self.generating if fits else None
 
     async def close(self, trajectory):
-        """Releases what was created, also after a cancellation or failure.
+        """Releases what was created, also after a failure or a cancellation.
 
-        What fails is counted."""
+        Errors are counted, and not raised."""
         for create in self.created.values():
-            create.cancel()  # one that outlived its deadline
-        closers = [self._in_time(self._tool_method, trajectory, name, "release")
-                   for name in self.created]
+            create.cancel()  # it may have outlived its deadline
+        closers = [self._end_tool(trajectory, name, "release") for name in self.created]
         if self.interaction:
-            closers.append(self._in_time(self.interaction.finalize, trajectory.request_id))
+            finalize = self.interaction.finalize
+            closers.append(self._ask_interaction(finalize, trajectory.request_id))
         for result in await asyncio.gather(*closers, return_exceptions=True):
             if isinstance(result, BaseException):
                 trajectory.count("release_errors")

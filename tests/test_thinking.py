@@ -1,17 +1,32 @@
-"""Models that reason before they answer: templates in Qwen3's and DeepSeek's form, tags of other names, on and off.
+"""Models that reason before they answer: templates in Qwen3's and DeepSeek's form, other tags.
 
-What the engine saw and said is checked token by token; a tool call inside a reasoning block is reasoning.
+A tool call inside a reasoning block is reasoning.
 """
 
 # ruff: noqa: E501  a line of a template is a line
 
 import asyncio
 import copy
-import json
 
 import pytest
-from test_agent_loop import ANSWER, END, PROMPT, SUM, Quiz, Script, called, encode, quiz_row, quiz_task, task_of
-from test_templates import play
+from test_agent_loop import (
+    ANSWER,
+    ASKED,
+    ASSISTANT,
+    CALCULATOR,
+    END,
+    PROMPT,
+    ROW,
+    SUM,
+    Quiz,
+    Script,
+    called,
+    encode,
+    quiz_row,
+    quiz_task,
+    task_of,
+)
+from test_templates import AGAIN, ONE_ANSWER, play
 from tokenizers import AddedToken
 
 from agent_loop import BadInput, render
@@ -54,6 +69,7 @@ DEEPSEEK = r"""
 """
 OFF = '{"enable_thinking": false}'
 EMPTY = "<think>\n\n</think>\n\n"
+TOOL = "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
 
 
 @pytest.fixture
@@ -63,53 +79,47 @@ def thinker(tokenizer):
     return other
 
 
-def whole(output) -> list[int]:
-    return output.prompt_ids + output.response_ids
-
-
 def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(thinker):
-    """A call inside the block is not made; the one behind it is. Two questions: the second forks."""
-    quiz = Quiz((False, "And again?", 0.25, {}), (True, "", 0.5, {}))
-    first, second = f"<think>\nperhaps {SUM}\n</think>\n\n{SUM}", f"<think>\nit is 2\n</think>\n\n{ANSWER}"
-    lines = [first, second, "It is 2"]
-    outputs, engine = play(thinker, quiz_task(quiz, calculator.calculator), quiz_row(), [thinker.eos_token_id], *lines)
-    start = encode(thinker, "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
-    tool = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert engine.prompts[0] == start
-    assert engine.prompts[1] == start + encode(thinker, first + END) + encode(thinker, tool)
-    again = ("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n" + f"\n{SUM}"
-             + "<|im_end|>" + tool + ANSWER + "<|im_end|>\n<|im_start|>user\nAnd again?<|im_end|>\n<|im_start|>assistant\n")  # fmt: skip
-    assert thinker.decode(engine.prompts[2]) == again and engine.prompts[2] == encode(thinker, again)
-    assert [whole(o) for o in outputs] == [
+    """A call inside the block is not made; the one after it is. The second question forks."""
+    task = quiz_task(Quiz(AGAIN, ONE_ANSWER), calculator.calculator)
+    first = f"<think>\nperhaps {SUM}\n</think>\n\n{SUM}"
+    second = f"<think>\nit is 2\n</think>\n\n{ANSWER}"
+    stops = [thinker.eos_token_id]
+    outputs, engine = play(thinker, task, quiz_row(), stops, first, second, "It is 2")
+    again = f"<|im_start|>user\nAnd again?{END}\n{ASSISTANT}"
+    prompts = [
+        ASKED,
+        f"{ASKED}{first}{END}\n{TOOL}{ASSISTANT}",
+        f"{ASKED}\n{SUM}{END}\n{TOOL}{ASSISTANT}{ANSWER}{END}\n{again}",
+    ]
+    assert engine.prompts == [encode(thinker, prompt) for prompt in prompts]
+    assert [output.prompt_ids + output.response_ids for output in outputs] == [
         engine.prompts[1] + encode(thinker, second + END),
         engine.prompts[2] + encode(thinker, "It is 2" + END),
     ]
     assert outputs[-1].metrics["tool_calls"] == 1 and outputs[-1].metrics["forks"] == 1
     _, calling, _, answering, _, last = outputs[-1].messages
-    made = called(("calculator", {"expression": "1+1"}))
     assert calling == {
         "role": "assistant",
         "content": "\n\n",
         "reasoning_content": f"\nperhaps {SUM}\n",
-        "tool_calls": made,
+        "tool_calls": called(("calculator", {"expression": "1+1"})),
     }
-    assert answering == {"role": "assistant", "content": f"\n\n{ANSWER}", "reasoning_content": "\nit is 2\n"}
+    assert answering["content"] == f"\n\n{ANSWER}"
+    assert answering["reasoning_content"] == "\nit is 2\n"
     assert last == {"role": "assistant", "content": "It is 2"}
 
 
 def test_turned_off_in_every_rendering(thinker):
-    """Qwen3 takes the empty block out of a turn that is not the last: the history is rewritten, by its template."""
-    task = quiz_task(Quiz((True, "", 0.0, {})), calculator.calculator)
+    """Qwen3 takes the empty block out of a turn that is not the last: a fork."""
     stops = [thinker.eos_token_id]
-    outputs, engine = play(thinker, task, quiz_row(), stops, SUM, ANSWER, chat_template_args=OFF)
-    start = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
-    called_once = f"{start}\n{SUM}<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
-    assert [thinker.decode(prompt) for prompt in engine.prompts] == [
-        start + EMPTY, called_once + "<|im_start|>assistant\n" + EMPTY]  # fmt: skip
-    assert len(outputs) == 2 and "reasoning_content" not in outputs[1].messages[-1]
-    assert outputs[1].messages[-1]["content"] == ANSWER
+    outputs, engine = play(thinker, CALCULATOR, {}, stops, SUM, ANSWER, chat_template_args=OFF)
+    prompts = [ASKED + EMPTY, f"{ASKED}\n{SUM}{END}\n{TOOL}{ASSISTANT}{EMPTY}"]
+    assert [thinker.decode(prompt) for prompt in engine.prompts] == prompts
+    assert len(outputs) == 2
+    assert outputs[1].messages[-1] == {"role": "assistant", "content": ANSWER}
 
-    # the length of prompts is that of what is sent
+    # The length of a prompt is that of what is sent.
     args = Args(max_prompt_tokens=len(engine.prompts[0]), chat_template_args=OFF)
     rows = [{"prompt": PROMPT}]
     assert filter_overlong(rows, thinker, task_of(), args) == rows
@@ -118,7 +128,7 @@ def test_turned_off_in_every_rendering(thinker):
         filter_overlong(rows, thinker, task_of(), args)
 
 
-@pytest.mark.parametrize(("said", "reasoning", "content", "calls"), [
+@pytest.mark.parametrize("said, reasoning, content, calls", [
     (f"{SUM}", f"{SUM}", "", 0),  # the prompt has opened it, and it is never closed
     (f"hm</think>{SUM}", "hm", "", 1),
     (f"hm</think>now <think>{SUM}", f"hm{SUM}", "now ", 0),  # opened again
@@ -127,28 +137,28 @@ def test_turned_off_in_every_rendering(thinker):
 def test_a_block_that_the_prompt_opened(said, reasoning, content, calls, tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = DEEPSEEK.strip()
-    task = task_of(calculator.calculator)
     lines = [said, f"</think>{ANSWER}"][: 1 + calls]
-    (output,), engine = play(other, task, {}, [other.eos_token_id], *lines)
-    assert engine.prompts[0][-8:] == encode(other, "<think>\n")
+    (output,), engine = play(other, CALCULATOR, {}, [], *lines)
+    for prompt in engine.prompts:
+        assert prompt[-8:] == encode(other, "<think>\n")
     message = output.messages[1]
     assert (message["reasoning_content"], message["content"]) == (reasoning, content)
-    assert ("tool_calls" in message) == bool(calls) and output.metrics.get("tool_calls", 0) == calls
+    assert output.metrics["tool_calls"] == len(message.get("tool_calls", ())) == calls
     if calls:
-        assert output.messages[-1]["content"] == ANSWER and output.messages[-1]["reasoning_content"] == ""
-        assert engine.prompts[1][-8:] == encode(other, "<think>\n")
-    assert 0 not in output.response_mask if not calls else 0 in output.response_mask
+        assert output.messages[-1]["content"] == ANSWER
+        assert output.messages[-1]["reasoning_content"] == ""
 
 
 def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     other = copy.deepcopy(tokenizer)
-    other.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")])
+    tags = [AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")]
+    other.add_tokens(tags)
     said = f"[THINK]{SUM}[/THINK]{ANSWER}"
-    task = task_of(calculator.calculator)
-    (output,), _ = play(other, task, {}, [other.eos_token_id], said, think_tags="[THINK] [/THINK]")
-    assert output.messages[1:] == [{"role": "assistant", "content": ANSWER, "reasoning_content": SUM}]
-    assert output.metrics.get("tool_calls", 0) == 0
-    (output,), _ = play(other, task, {}, [other.eos_token_id], said, ANSWER)  # to the default tags this is no block
+    (output,), _ = play(other, CALCULATOR, {}, [], said, think_tags="[THINK] [/THINK]")
+    thought = {"role": "assistant", "content": ANSWER, "reasoning_content": SUM}
+    assert output.messages[1:] == [thought]
+    assert output.metrics["tool_calls"] == 0
+    (output,), _ = play(other, CALCULATOR, {}, [], said, ANSWER)  # no block of the default tags
     assert output.metrics["tool_calls"] == 1
     for tags in ("<think>", "<a> <a>", "a b a"):
         with pytest.raises(BadInput, match=f"--think_tags {tags} must be two different tags"):
@@ -161,30 +171,28 @@ def test_a_chat_agent_may_override_it_in_a_request(thinker):
     """And gets the reasoning; a history in another mode is a token sequence of its own."""
     lines = (f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well")
     engine, seen = Script(thinker, lines), []
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
 
     class Agent(ChatAgentLoop):
         async def chat(self, client, **row):
-            async def ask(messages, **how):
-                completion = await client.chat.completions.create(messages=messages, tools=[{}], **how)
+            more = [*PROMPT, {"role": "assistant", "content": "No"}, *PROMPT]
+            for messages, how in (
+                (PROMPT, {}),
+                (PROMPT, {"extra_body": off}),
+                (more, off),
+                (more, {}),
+            ):
+                create = client.chat.completions.create
+                completion = await create(messages=messages, tools=[{}], **how)
                 seen.append(completion.choices[0].message)
-                return json.loads(completion.model_dump_json())["choices"][0]["message"]
-
-            await ask(PROMPT)
-            off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
-            answer = await ask(PROMPT, **off)
-            more = [*PROMPT, answer, {"role": "user", "content": "Sure?"}]
-            await ask(more, chat_template_kwargs={"enable_thinking": False})
-            await ask(more)
 
     loop = Agent(engine, thinker, None, task_of(), Args(max_response_tokens=1000))
-    row = {"prompt": PROMPT, "step": 0, "index": 0, "rollout_n": 0, "validate": False}
-    asyncio.run(loop.run({"stop_token_ids": [thinker.eos_token_id]}, **row))
-    assert seen[0].reasoning_content == f"\nhm {SUM}\n" and seen[0].content == "\n\nYes" and not seen[0].tool_calls
-    assert not hasattr(seen[1], "reasoning_content")
-    start = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
-    asked = "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    assert [thinker.decode(prompt) for prompt in engine.prompts] == [
-        start, start + EMPTY, f"{start}No{asked}{EMPTY}", f"{start}No{asked}"]  # fmt: skip
-    # reasoning that a client sends with a history is rendered
+    asyncio.run(loop.run({}, **ROW))
+    assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "\n\nYes")
+    assert not seen[0].tool_calls and not hasattr(seen[1], "reasoning_content")
+    more = f"{ASKED}No{END}\n{ASKED}"
+    prompts = [ASKED, ASKED + EMPTY, more + EMPTY, more]
+    assert [thinker.decode(prompt) for prompt in engine.prompts] == prompts
+    # Reasoning that a client sends with a history is rendered.
     history = [*PROMPT, {"role": "assistant", "content": "2", "reasoning_content": "sum"}]
     assert "<think>\nsum\n</think>\n\n2" in thinker.decode(render(thinker, history))
