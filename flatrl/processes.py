@@ -70,22 +70,24 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def on_main(function, *args):
+def on_main(function: Callable, *args):
     """Calls a function on the main rank, and returns its result on all ranks.
 
-    Raises BadInput on all ranks for a BadInput, and for what could not be read or written."""
+    If it raises BadInput, or can't read or write a file, all ranks raise BadInput."""
     if not dist.is_initialized():
         return function(*args)
-    result = ["", None]  # the error's text, and what the function returned
+    problem = None
+    value = None
     if dist.get_rank() == 0:
         try:
-            result[1] = function(*args)
+            value = function(*args)
         except (BadInput, OSError, SafetensorError) as error:
-            # torch.distributed puts the stack before an error of another rank.
-            result[0] = str(error).rpartition("BadInput: ")[2].strip()
-    dist.broadcast_object_list(result)
-    need(not result[0], result[0])
-    return result[1]
+            problem = str(error) or repr(error)
+    answer = [problem, value]
+    dist.broadcast_object_list(answer)
+    problem, value = answer
+    need(problem is None, problem)
+    return value
 
 
 def ranks_of_host() -> int:
