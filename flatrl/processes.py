@@ -42,8 +42,7 @@ stop_signal && { timeout 1 cat; stop_signal && kill -9 $PPID; }"""
 
 
 class Stopped(Exception):
-    """The run is to stop; raised on all ranks together, caught once in train.main, and raised
-    again when all is saved."""
+    """The run was told to stop. All ranks raise it together; train.main saves and raises it again."""
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -99,38 +98,44 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Notes Ctrl-C, SIGTERM, SIGHUP and the launcher's death on any rank: all ranks end
-    after the present step. A second signal ends a process at once."""
+    """Watches for Ctrl-C, SIGTERM, SIGHUP and the launcher's death on every rank.
+
+    After the first signal all ranks finish the present step, save and end. A second signal
+    ends a process at once."""
 
     def __init__(self):
-        self.requested = False  # that this run stops: on any rank
+        self.requested = False  # on any rank
         self.finished = threading.Event()  # this rank's run is over: set by train.close
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has SIGHUP ignored already, and it stays so.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._signalled)
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end)
-        subprocess.Popen(["sh", "-c", SECOND_SIGNAL], stdin=read_end, start_new_session=True)
+        self.signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
+            self.signals.append(signal.SIGHUP)
+        self._handle(self._signalled)
         name = f"{os.uname().nodename}: rank {dist.get_rank()} (process {os.getpid()})"
         names = dict(enumerate(all_gather(name)))
         group = dist.new_group(backend="gloo", timeout=PATIENCE / 8)
         self.thread = threading.Thread(target=self._watch, args=(names, group), daemon=True)
         self.thread.start()
 
+    def _handle(self, handler):
+        for number in self.signals:
+            signal.signal(number, handler)
+
     def _signalled(self, *_):
-        if not self.requested and dist.get_rank() == 0:
-            print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
         self.requested = True
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+                print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
+        # Launchers pass on the Ctrl-C that the terminal has sent to this process, too.
+        self._handle(lambda *_: None)
+        time.sleep(1)
+        self._handle(signal.SIG_DFL)
 
     def _watch(self, names, group):
-        """Exchanges two bits with all ranks, once a second, until all have finished.
+        """Exchanges two bits with all ranks once a second, until all have finished.
 
-        names: {rank: its name in a message}. Ends this process if another one is gone,
-        for which it would wait in vain: kernels close a dead process's connections, and
-        give up those to a lost host. Stops the run if the launcher is gone: accelerate's
-        leaves its processes."""
+        names: {rank: its name in a message}. Ends this process if another rank is gone, because
+        it would wait for that rank in vain. Stops the run if the launcher is gone: accelerate's
+        leaves its processes behind."""
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
         launcher_pid = os.getppid()  # without a launcher it may be a shell, which may close
         my_name = names.pop(dist.get_rank())
@@ -143,7 +148,7 @@ class Stop:
             my_state = torch.tensor([self.requested, self.finished.is_set()])
             all_finished = my_state[1]
             lost_ranks = []
-            # Ranks leave this loop in the same round: none waits for one that has left.
+            # All ranks leave this loop in the same round, so none waits for one that has left.
             for rank, name in names.items():
                 their_state = my_state.clone()
                 try:
