@@ -167,41 +167,24 @@ class Stop:
 
 
 def run_as_script(main: Callable, parse: Callable):
-    """Calls main(parse()) in this process, which returns 0 only if that came to its end.
+    """Calls main(parse()), then ends this process with an exit code.
 
-    It returns 2 for BadInput, 130 for Stopped and Ctrl-C, and 1 for anything else, also if user
-    code calls sys.exit(0) or os._exit(0) in it; C code that ends the process can't be kept from
-    doing so. Python waits at its end for threads and processes that user code left: here for
-    LEFT_BEHIND_S seconds."""
-    for name in ("stdout", "stderr"):
-        # A tool may close the stream, or its file's number, which another file then gets.
-        old = getattr(sys, name)
-        stream = open(os.dup(old.fileno()), "w", 1, old.encoding, "backslashreplace")
-        stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
-        stream.close = stream.flush
-        setattr(sys, name, stream)
-    pid = os.getpid()
-    leave = os._exit
-    status = 0
-
-    def leave_early(code):
-        """Ends a process; not with 0 if it is this one, whose run has not come to its end."""
-        if os.getpid() == pid and code == 0:
-            traceback.print_stack()
-            print("os._exit(0) ends the run before its end: it returns 1", file=sys.stderr)
-            code = 1
-        leave(code)
-
+    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: anything else, also
+    sys.exit(0) in user code. Python waits for threads and processes that user code has left
+    behind: here for LEFT_BEHIND_S seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        # Each line appears at once, also in a file, whatever the terminal's encoding.
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    args = None
+    status = 1
     try:
-        args = parse()  # --help ends here
-        status = 1
-        os._exit = leave_early
-        try:
-            main(args)
-        except SystemExit as error:
-            raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
+        args = parse()
+        main(args)
         status = 0
-        os._exit = leave
+    except SystemExit as error:
+        if args is None:  # --help
+            raise
+        raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
     except Stopped:
         status = 130
     except KeyboardInterrupt:  # before a run's Stop is there, which says what was saved
@@ -212,7 +195,7 @@ def run_as_script(main: Callable, parse: Callable):
             print(f"train.py: error: {error}", file=sys.stderr)
         status = 2
     finally:
-        timer = threading.Timer(LEFT_BEHIND_S, leave, [status])
+        timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])
         timer.daemon = True
         timer.start()
     sys.exit(status)
@@ -303,7 +286,7 @@ class Background:
                 traceback.print_stack(sys._current_frames()[self.thread])
 
 
-# ---------------------------------------------------------------- memory, and what is printed
+# ---------------------------------------------------------------- memory
 
 
 def memory() -> dict[str, float]:
@@ -314,11 +297,3 @@ def memory() -> dict[str, float]:
         figures["device"] = (total - free) / 1e9
     return figures
 
-
-def never_fails(write: Callable) -> Callable:
-    """Returns a `write` that a terminal that is gone, or a full disk, does not make raise."""
-    def attempt(*text):
-        # RuntimeError: a signal came meanwhile. ValueError: the stream is closed.
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            return write(*text)
-    return attempt
