@@ -4,10 +4,8 @@ import asyncio
 import atexit
 import contextlib
 import datetime
-import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,22 +21,12 @@ from safetensors import SafetensorError
 from agent_loop import BadInput
 from flatrl.bad_input import need
 
-# A rank may wait so long for another one's rollouts.
+# How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
-LEFT_BEHIND_S = 30  # what user code has left may take so long to end when the run has ended
-
-# The second Ctrl-C ends a run also where a tool holds the interpreter and no Python gets to
-# run: C code writes the number of each signal that has a handler to this process's input.
-# Others than the three, such as a data loader's SIGCHLD, don't count. Within a second of
-# the first, launchers pass on the Ctrl-C that we got already.
-SECOND_SIGNAL = """exec >/dev/null 2>&1
-stop_signal() {
-    while number=$(head -c 1 | od -An -tu1) && [ "$number" ]; do
-        case $((number)) in 1|2|15) return 0;; esac
-    done
-    return 1
-}
-stop_signal && { timeout 1 cat; stop_signal && kill -9 $PPID; }"""
+# At the end of a run, threads and processes of user code may take so long to end.
+LEFT_BEHIND_S = 30
+# A task that blocks the event loop for longer is named.
+BLOCKED_S = 1.5
 
 
 class Stopped(Exception):
@@ -205,19 +193,16 @@ def run_as_script(main: Callable, parse: Callable):
 
 
 class Background:
-    """One daemon thread running one event loop from the start of the run to its end.
+    """A daemon thread that runs one event loop from the start of the run to its end.
 
-    The loop's time stands still a quarter of a second after its last `tick`: while a tool
-    blocks the loop, or all of Python, nobody else's deadline passes."""
+    A second thread names a task that blocks the loop."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.closed = False
-        self.ticked = time.monotonic()  # at the last tick, and the loop's time then
-        self.loop_time_then = self.ticked
-        self.loop.time = self.loop_time
-        for work in (self.run, self.watch):
-            threading.Thread(target=work, daemon=True).start()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        threading.Thread(target=self.watch, daemon=True).start()
         atexit.register(self.close)  # a run that failed says nothing more
 
     def submit(self, coroutine: Coroutine) -> Future:
@@ -225,65 +210,29 @@ class Background:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self):
-        """Ends both threads; what runs on the loop is left as it is."""
+        """Ends both threads. Tasks on the loop are left as they are."""
         self.closed = True
-        faulthandler.cancel_dump_traceback_later()  # `watch` may get no more turn
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def loop_time(self):
-        """Returns the loop's time, in seconds."""
-        return self.loop_time_then + min(0.25, time.monotonic() - self.ticked)
-
-    def tick(self):
-        """Lets the loop's time go on. The loop calls it every 0.1 s while nothing blocks."""
-        self.loop_time_then = self.loop_time()
-        self.ticked = time.monotonic()
-        self.loop.call_later(0.1, self.tick)
-
     def run(self):
-        """Runs the loop. A task in which user code raises SystemExit ends run_forever.
-
-        Without the loop the run would wait for ever: what ends it, ends the process."""
-        self.thread = threading.get_ident()
-        os.register_at_fork(after_in_child=self.forked)
-        self.loop.call_soon(self.tick)
+        """Runs the loop. sys.exit in a task of user code ends run_forever, but not the loop."""
         while not self.closed:
-            try:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):
-                pass
-            except BaseException:
-                self.leave(traceback.format_exc())
-
-    def forked(self):
-        """Lets a copy of this process, which user code has forked, end where it would go on as
-        a second trainer: where the copy of the loop's thread comes back from that code."""
-        if threading.get_ident() == self.thread:
-            task = asyncio.current_task(self.loop)
-            self.loop._ready.clear()  # what others are about to do is the first process's
-            self.loop.call_soon(
-                self.leave, f"{task and task.get_name()} has forked this process: its copy ends")
-
-    def leave(self, why: str):
-        """Ends this process, with 1, and says why."""
-        print(f"\n{why}", file=sys.stderr)
-        os._exit(1)
 
     def watch(self):
-        """Says what blocks the loop, once each time.
-
-        Where no Python gets to run, as under a regular expression, a thread of C prints all
-        stacks. While other threads run, that could crash: this thread puts it off."""
-        reported_tick = 0.0
+        """Prints the stack of a task that blocks the loop, once each time."""
         while not self.closed:
-            faulthandler.dump_traceback_later(1.8, file=2)
+            turn = threading.Event()
+            self.loop.call_soon_threadsafe(turn.set)
+            if not turn.wait(BLOCKED_S):
+                task = asyncio.current_task(self.loop)
+                if task and not self.closed:
+                    print(f"\n{task} blocks all others: it must await, or be a plain function. "
+                          "It is here:", file=sys.stderr)
+                    traceback.print_stack(sys._current_frames()[self.thread.ident])
+                turn.wait()
             time.sleep(0.2)
-            task = asyncio.current_task(self.loop)
-            if task and reported_tick < self.ticked < time.monotonic() - 1.2:
-                reported_tick = self.ticked
-                print(f"\n{task} blocks all others: it must await, or be a plain function. "
-                      "It is here:", file=sys.stderr)
-                traceback.print_stack(sys._current_frames()[self.thread])
 
 
 # ---------------------------------------------------------------- memory
