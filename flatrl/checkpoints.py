@@ -4,7 +4,6 @@ Plain and sharded networks have one checkpoint format, torch.distributed.checkpo
 resumes on any number of ranks, with or without --shard. All randomness and every learning rate
 are functions of --seed and the step, so no state of a generator or schedule is saved."""
 
-import atexit
 import fcntl
 import itertools
 import json
@@ -108,7 +107,6 @@ def claim_folder(args):
 
 def _lock(folder):
     """Locks a folder for the life of this process (lockf: a child does not inherit the lock)."""
-    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock
     try:
@@ -117,12 +115,6 @@ def _lock(folder):
         raise BadInput(
             f"another run is writing to {folder}: choose another --output_dir, or wait for its end"
         ) from None
-
-    @atexit.register
-    def remove_unused():
-        """Removes what a run has made that was refused before it wrote anything."""
-        if is_new and [*folder.glob("*")] == [folder / ".lock"]:
-            shutil.rmtree(folder)
 
 
 def prepare_folder(args) -> tuple[Path | None, dict]:
