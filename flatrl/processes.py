@@ -30,7 +30,7 @@ BLOCKED_S = 1.5
 
 
 class Stopped(Exception):
-    """The run was told to stop. All ranks raise it together; train.main saves and raises it again."""
+    """The run was told to stop. All ranks raise it together; train.main saves, then re-raises."""
 
 
 # ---------------------------------------------------------------- what ranks tell each other
