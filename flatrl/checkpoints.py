@@ -26,24 +26,6 @@ from flatrl.models import whole, whole_weights
 from flatrl.processes import all_gather, on_main
 from flatrl.terminal import shown
 
-# What a run writes into its folder, and the notes that a reader keeps there.
-RUN_FILES = {
-    ".lock",
-    "args.json",
-    ".args.json",
-    "metrics.jsonl",
-    ".metrics.jsonl",
-    "rollouts",
-    "learned",
-    "checkpoints",
-    "final",
-    ".final",
-    "wandb",
-    "report.html",
-    ".report.html",
-    "notes.jsonl",
-}
-
 # Flags that may differ with --resume: they concern evaluation, log, memory and speed, and don't
 # make it another run.
 FLAGS_FREE_TO_CHANGE_ON_RESUME = {
@@ -88,20 +70,18 @@ def claim_for_all_hosts(args):
 def claim_folder(args):
     """Locks --output_dir for this process, before anything costly starts.
 
-    Raises BadInput if another run is writing there, if the folder has files that are not a
-    run's, or if --resume finds no checkpoint; OSError if the folder can't be written."""
+    Raises BadInput if another run is writing there, if the folder has files but
+    no run, or if --resume finds no checkpoint; OSError if the folder can't be written."""
     folder = Path(args.output_dir)
     if args.resume:
         need(checkpoints(folder),
              f"--resume: no checkpoint in {folder}; start without --resume, or give the "
              "run's --output_dir")
     elif folder.is_dir():
-        names = {*os.listdir(folder), ".lock"}
-        is_empty = names == {".lock"}
-        is_a_run = "args.json" in names and names <= RUN_FILES
-        need(is_empty or is_a_run,
-             f"--output_dir {folder} is no run's own, to be moved aside: it holds "
-             f"{min(names - RUN_FILES, default='no args.json')}")
+        names = {*os.listdir(folder)} - {".lock"}
+        need(not names or "args.json" in names,
+             f"--output_dir {folder} holds {min(names, default='')}, but no run: it has no "
+             "args.json, and is not moved aside")
     _lock(folder)
 
 
