@@ -1,8 +1,7 @@
-"""What of the CUDA path a CPU can show: the choices made for it, --offload, the check of its memory. The rest is in
-tests/gpu."""
+"""The parts of the CUDA path that a CPU can run: defaults, --offload, the tried micro-batch.
 
-import argparse
-import ast
+The rest is in tests/gpu."""
+
 import contextlib
 import dataclasses
 import importlib.util
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from conftest import REPO
 from gradient_worker import batch_of, gradients
 from test_attention import saved
@@ -27,8 +27,7 @@ from agent_loop import BadInput
 from flatrl import devices, layers
 from train import Args
 
-sys.path.append(str(REPO / "bench"))
-import gpu
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(("flags", "cuda", "expected"), [
@@ -47,19 +46,16 @@ def test_what_the_device_decides(flags, cuda, expected):
     assert (args.dtype, args.gradient_checkpointing, args.shard) == expected
 
 
-def test_a_folder_in_the_users_home(monkeypatch, tmp_path):
-    """A shell leaves the ~ of --output_dir=~/x as it is."""
+@pytest.mark.parametrize("flags, folder", [
+    ({"output_dir": "~/x"}, "{home}/x"),  # a shell leaves the ~ of --output_dir=~/x as it is
+    ({}, "{here}/runs/tiny_task"),
+    ({"num_steps": 0}, "{here}/runs/tiny_task-eval"),
+])  # fmt: skip
+def test_the_output_folder(flags, folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    args = Args(output_dir="~/x")
+    args = Args(task="tests/tiny_task.py", **flags)
     train.complete_flags(args, cuda=False)
-    assert args.output_dir == f"{tmp_path.resolve()}/x"
-
-
-@pytest.mark.parametrize("num_steps, folder", [(1, "runs/tiny_task"), (0, "runs/tiny_task-eval")])
-def test_an_evaluation_has_a_folder_of_its_own(num_steps, folder):
-    args = Args(task="tests/tiny_task.py", num_steps=num_steps)
-    train.complete_flags(args, cuda=False)
-    assert args.output_dir == str(Path(folder).resolve())
+    assert args.output_dir == folder.format(home=tmp_path.resolve(), here=Path.cwd())
 
 
 @pytest.mark.parametrize("flags, lr, critic_lr", [
@@ -86,16 +82,6 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
         devices.device_defaults(Args(), cuda=True)
     monkeypatch.setenv("CC", sys.executable)  # any program
     devices.device_defaults(Args(), cuda=True)
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_threads_are_left_alone_beside_a_gpu(gpu):
-    (first,) = (node for node in ast.parse((REPO / "train.py").read_text()).body if isinstance(node, ast.If)
-                and "OMP_NUM_THREADS" in ast.unparse(node))  # fmt: skip
-    path = types.SimpleNamespace(exists=lambda path: gpu and path == "/dev/nvidiactl")
-    fake = types.SimpleNamespace(environ={"LOCAL_WORLD_SIZE": "2"}, path=path, sched_getaffinity=lambda _: range(16))
-    exec(compile(ast.Module([first], []), "train.py", "exec"), {"os": fake, "__name__": "__main__"})
-    assert fake.environ.get("OMP_NUM_THREADS") == (None if gpu else "8")
 
 
 # ---------------------------------------------------------------- attention
@@ -240,32 +226,36 @@ def test_the_cache_is_emptied_before_adams_states_are_made(args, process_group, 
     assert seen == [0] and len(learner.optimizer.state) > 0
 
 
-def test_numbers_are_read_once_a_step_and_not_of_every_micro_batch(tiny_model, process_group, monkeypatch):
-    from accelerate import Accelerator
-
-    read, item = [], torch.Tensor.item
+def test_numbers_are_read_once_a_step_and_not_of_every_micro_batch(
+    tiny_model, process_group, monkeypatch
+):
+    read = []
+    item = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda x: read.append(x) or item(x))
-    counts, metrics = [], []
+    accelerator = Accelerator(cpu=True)
+    counts = []
     for tokens in (60, 4096):
         read.clear()
-        metrics.append(gradients(Accelerator(cpu=True), tiny_model, tokens, "token-mean", on_policy=True)["metrics"])
+        gradients(accelerator, tiny_model, tokens, "token-mean", on_policy=True)
         counts.append(len(read))
     assert counts[0] == counts[1] > 0
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
 
 
-def test_a_micro_batch_goes_to_the_gpu_through_pinned_memory_and_nobody_waits(monkeypatch):
+def test_a_micro_batch_goes_to_the_gpu_through_pinned_memory(monkeypatch):
     batch = batch_of(9)
-    there = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")
-    pinned, sent = [], []
+    packed = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")
+    pinned = []
+    sent = []
+
+    def to(tensor, device, non_blocking):
+        sent.append((id(tensor), device, non_blocking))
+
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(id(x)) or x)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: sent.append((id(x), device, non_blocking)))
-    data.to_device(there, "cuda:1")
-    tensors = [x for x in tree_leaves(there) if isinstance(x, torch.Tensor)]
-    assert len(tensors) >= 9 and pinned == list(map(id, tensors))
-    assert sent == [(id(x), "cuda:1", True) for x in tensors]
-    data.to_device(there, "cpu")
-    assert len(pinned) == len(tensors)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    data.to_device(packed, "cuda:1")
+    tensors = [id(x) for x in tree_leaves(packed) if isinstance(x, torch.Tensor)]
+    assert len(tensors) >= 9 and pinned == tensors
+    assert sent == [(x, "cuda:1", True) for x in tensors]
 
 
 def test_scores_are_read_when_all_are_computed(args, process_group, monkeypatch):
@@ -309,6 +299,84 @@ def test_the_reference_is_kept_as_it_is_stored_and_what_learns_in_float32(tiny_m
     assert torch.equal(*scores) and scores[0].abs().sum() > 1  # FSDP casts before it gathers: the same numbers
 
 
+# ---------------------------------------------------------------- the largest micro-batch
+
+
+class TooLittleMemory:
+    """Lets a network run out of memory above n tokens, forward or backward."""
+
+    def __init__(self, net, n_tokens: int, backward: bool):
+        self.tried = []
+        self.n_tokens = n_tokens
+        self.backward = backward
+        net.register_forward_pre_hook(self.note)
+        last = net.model.base_model.layers[0]
+        last.register_forward_hook(self.run_out)
+
+    def note(self, _, inputs):
+        (packed,) = inputs
+        self.tried.append(packed["inputs"]["input_ids"].numel())
+
+    def fail(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def run_out(self, module, inputs, output):
+        if self.tried[-1] > self.n_tokens:
+            if not self.backward:
+                self.fail()
+            output.register_hook(self.fail)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
+    args, process_group, shard, backward
+):
+    data.register_packed_attention()
+    flags = dict(shard=shard, lr=1e-3, tokens_per_micro_batch=1000)
+    args = dataclasses.replace(args, **flags)  # its window has 128 tokens
+    said = []
+    metrics = []
+    batch = batch_of(19)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+    for memory in (1000, 300):
+        learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
+        hooks = TooLittleMemory(learner.net, memory, backward)
+        devices.fit_micro_batch({"policy": learner}, args, CUDA, said.append)
+        assert all(p.grad is None for p in learner.net.parameters())
+        assert not learner.optimizer.state
+        assert hooks.tried == ([1000] if memory == 1000 else [1000, 500, 250])
+        whole, _ = train.optimise(
+            learner, train.policy_objective, batch, range(19), args, Accelerator(cpu=True))
+        metrics.append({name: whole[name] for name in ("loss", "grad_norm", "entropy")})
+    assert args.tokens_per_micro_batch == 250
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
+    assert [line.split(": ")[1] for line in said] == [
+        "--tokens_per_micro_batch 500", "--tokens_per_micro_batch 250"]
+
+
+def test_all_ranks_halve_the_micro_batch_if_one_has_too_little_memory(
+    args, process_group, monkeypatch
+):
+    """It stays as large as the window. If that does not fit, the run is refused."""
+    args = dataclasses.replace(args, tokens_per_micro_batch=200)
+    learners = {"policy": learner_of(args), "critic": learner_of(args)}
+    others = [True, False, True]
+    monkeypatch.setattr(devices, "all_gather", lambda x, group: [x, others.pop(0)])
+    devices.fit_micro_batch(learners, args, CUDA, lambda text: None)
+    assert args.tokens_per_micro_batch == 128 and others == []
+    others = [False]
+    with pytest.raises(BadInput, match="the policy has too little GPU memory .* 128 tokens"):
+        devices.fit_micro_batch(learners, args, CUDA, lambda text: None)
+
+
+@pytest.mark.parametrize("flags", [{"num_steps": 0}, {"rollout_only": True}, {}])
+def test_nothing_is_tried_without_training_or_on_a_cpu(args, flags):
+    device = CUDA if flags else torch.device("cpu")
+    args = dataclasses.replace(args, **flags)
+    devices.fit_micro_batch({"policy": None}, args, device, None)
+
+
 # ---------------------------------------------------------------- --offload
 
 
@@ -316,8 +384,6 @@ def test_the_reference_is_kept_as_it_is_stored_and_what_learns_in_float32(tiny_m
 @pytest.mark.parametrize("what", ["none", "optimizer", "all"])
 def test_offload(tiny_model, process_group, monkeypatch, what, shard):
     """Other memory while the engine is awake, and again after it; the same values; training and scoring go on."""
-    from accelerate import Accelerator
-
     args = Args(model=tiny_model, dtype="float32", shard=shard, kl_coef=0.1, algo="ppo", offload=what, lr=1e-3,
                 critic_lr=1e-3)  # fmt: skip
     data.register_packed_attention()
@@ -395,47 +461,7 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monke
                                  "--gpu_memory_utilization, or give --offload all")  # fmt: skip
 
 
-# ---------------------------------------------------------------- bench/gpu.py, tests/gpu
-
-
-def test_what_they_start_is_no_rank_of_theirs(monkeypatch):
-    from common import environment_of_no_rank
-
-    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what flatrl.vllm_engine sets
-    for name in (*names, "ELSE"):
-        monkeypatch.setenv(name, "7")
-    given = environment_of_no_rank()
-    assert not names & given.keys() and given["ELSE"] == "7"
-
-
-def test_what_a_vllm_lacks_is_named():
-    """Of the installed one's sources: a method renamed, an argument, a field, a module, a name that is imported."""
-    import symbols
-
-    version = symbols.Version(symbols.installed())
-    read, lost = version.read, "vllm/device_allocator/cumem.py"
-    changes = {
-        "vllm/v1/engine/llm_engine.py": [("def reset_encoder_cache", "def forget"), ("up(self, tags", "up(self, t")],
-        "vllm/engine/arg_utils.py": [("enable_sleep_mode:", "enable_nap:")],
-        "vllm/model_executor/model_loader/reload/layerwise.py": [("def finalize_layerwise_reload", "def finish")],
-    }
-
-    def changed(path):
-        text = None if path == lost else read(path)
-        for before, after in changes.get(path, ()):
-            assert before in text
-            text = text.replace(before, after)
-        return text
-
-    assert symbols.missing(version) == []
-    version = symbols.Version(symbols.installed())
-    version.read = changed
-    found = "\n".join(symbols.missing(version))
-    for line in ("LLMEngine.reset_encoder_cache", "LLMEngine.wake_up: no argument tags",
-                 "EngineArgs: no field enable_sleep_mode", "module vllm.device_allocator.cumem (rollout.py)",
-                 "layerwise.finalize_layerwise_reload (flatrl/vllm_engine.py)"):  # fmt: skip
-        assert line in found, found
-    assert found.count("\n") == 4
+# ---------------------------------------------------------------- tests/gpu
 
 
 def test_the_learner_of_tests_gpu_makes_a_step(tiny_model, process_group):
@@ -447,14 +473,3 @@ def test_the_learner_of_tests_gpu_makes_a_step(tiny_model, process_group):
     before = [x.clone() for x in tests_gpu.states_of(learner)]
     learner.update()
     assert before and not any(torch.equal(x, y) for x, y in zip(before, tests_gpu.states_of(learner), strict=True))
-
-
-def test_kernels_against_float64():
-    rows = dict(gpu.kernels(argparse.Namespace(device="cpu", tiny=True), "tiny"))
-    assert len(rows) == 3 and any("window" in what for what in rows)
-    for figure in rows.values():
-        forward, gradients = (float(part.split()[1]) for part in figure.split(", "))
-        assert 0 < forward < 1e-5 and 0 < gradients < 1e-5
-    exact = [torch.ones(2, 2, dtype=torch.float64).requires_grad_() for _ in range(2)]
-    with pytest.raises(AssertionError):
-        gpu.errors(exact[0] * 1.1, exact[1] * 1.0, exact[:1], exact[1:])
