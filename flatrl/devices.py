@@ -104,7 +104,19 @@ def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Modu
         network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
 
 
-# ---------------------------------------------------------------- the largest micro-batch
+# ---------------------------------------------------------------- memory
+
+
+def check_memory(policy, args, device: torch.device):
+    """Raises BadInput if parameters, gradients and Adam's states exceed a GPU's memory."""
+    if device.type != "cuda" or args.rollout_only or not args.num_steps:
+        return
+    n_ranks = dist.get_world_size() if args.shard else 1
+    needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
+    _, total = torch.cuda.mem_get_info()
+    need(needed < total,
+         f"--model {args.model}: parameters, gradients and Adam's states take "
+         f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank")
 
 
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):

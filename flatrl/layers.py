@@ -4,11 +4,9 @@ import contextlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from agent_loop import BadInput
-from flatrl.attention import packed_attention, register_packed_attention
 from flatrl.bad_input import need, refusing
 from flatrl.processes import on_main
 
@@ -75,38 +73,6 @@ def _try_attentions(policy, args):
                     return attention, is_packed
     raise BadInput(f"--model {args.model} makes logits in a way that token_logprobs doesn't "
                    "implement: only a product, a scale and a soft cap are")
-
-
-def try_device(policy, args, device: torch.device):
-    """Tries whether the device can train a train.Policy, which is still on the host.
-
-    Raises BadInput if parameters, gradients and Adam's states exceed a GPU's memory, or if the
-    layers' attention fails for a few tokens in --dtype, forward or backward: the kernel is missing,
-    or does not implement the head size."""
-    if device.type == "cuda" and args.num_steps and not args.rollout_only:
-        n_ranks = distributed.get_world_size() if args.shard else 1
-        needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
-        _, total = torch.cuda.mem_get_info()
-        need(needed < total, f"--model {args.model}: parameters, gradients and Adam's states take "
-             f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank")
-
-    def on_device(tensor):
-        if not tensor.is_floating_point():
-            return tensor.to(device)
-        return tensor.detach().to(device, getattr(torch, args.dtype)).requires_grad_()
-
-    def attend(*tensors, **settings):
-        """Computes one layer's attention on the device, and returns it to the host."""
-        copies, options = tree_map_only(Tensor, on_device, (tensors, settings))
-        attended, _ = packed_attention(*copies, **options)
-        attended.sum().backward()
-        return attended.detach().to(tensors[1]), None
-
-    register_packed_attention(attend)
-    with refusing(f"--model {args.model}: its attention can't be trained in {args.dtype} on "
-                  f"{device}; try --dtype float32"):
-        policy(policy.pack_probe())
-    register_packed_attention()
 
 
 def add_adapters(model: nn.Module, args):
