@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from agent_loop import BadInput
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import refusing
 from flatrl.processes import on_main
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank

@@ -236,28 +236,6 @@ def test_training_by_accelerates_fsdp2_config(tmp_path):
     assert (tmp_path / "run/checkpoints/step_000002/.metadata").is_file()
 
 
-@pytest.mark.parametrize("head_dim", [64, 12, 264])
-def test_attention_that_this_gpu_lacks_is_refused_before_the_engine_starts(tmp_path, process_group, head_dim):
-    """Flash attention's own word: head sizes up to 256, multiples of 8."""
-    import contextlib
-
-    from test_attention import saved
-
-    import data
-    import train
-    from agent_loop import BadInput
-    from flatrl import layers
-
-    data.register_packed_attention()
-    saved(tmp_path, "qwen2", head_dim=head_dim)
-    args = train.Args(model=str(tmp_path), dtype="bfloat16", shard=True)
-    refused = contextlib.nullcontext()
-    if head_dim != 64:
-        refused = pytest.raises(BadInput, match="its attention can't be trained in bfloat16 on cuda")
-    with refused:
-        layers.try_device(train.Policy(args), args, torch.device("cuda"))
-
-
 def test_packed_attention_forward_and_backward_against_eager(process_group):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
