@@ -1,5 +1,5 @@
-"""What a run writes about itself: metrics.jsonl, rollouts/*.jsonl, args.json, the table on the
-terminal, and Weights & Biases. Only the main rank writes."""
+"""What a run writes about itself: metrics.jsonl, rollouts/*.jsonl, args.json, and the table on
+the terminal. Only the main rank writes."""
 
 import contextlib
 import functools
@@ -18,7 +18,6 @@ from flatrl import notices
 from flatrl.bad_input import need, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
 
-LOGGED_ROLLOUTS = 64  # outputs of a step in W&B's table
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 
 
@@ -43,7 +42,7 @@ def or_warn(*errors: type[Exception]) -> Callable:
 
 
 class Log:
-    """The files and the table of a run. It owns the notices (report, warnings)."""
+    """The files and the table of a run. It owns the notices (report, W&B, warnings)."""
 
     # title (as wide as the column), metric and format
     COLUMNS = [
@@ -85,12 +84,6 @@ class Log:
                 if isinstance(row.get("step"), int) and row["step"] <= steps_done]
         if rows:
             write_whole(file, to_json_lines(rows))
-        self.wandb = None
-        if args.wandb_project:
-            import wandb
-
-            self.wandb = wandb.init(
-                project=args.wandb_project, dir=args.output_dir, config=about)
         self.notices = notices.Notices(self, about, rows)
 
     @or_warn(Exception)
@@ -107,8 +100,6 @@ class Log:
             n_written = file.write(self.unwritten)
             self.unwritten = self.unwritten[n_written:]
         self.notices.step(metrics, *learned)
-        if self.wandb:
-            self._to_wandb(metrics, learned[0].outputs if learned else [])
 
     def _say_table_line(self, metrics):
         """Prints a step's line of the table, and the titles above every 20th."""
@@ -123,21 +114,6 @@ class Log:
             self.say(titles)
         self.n_lines += 1
         self.say(line)
-
-    def _to_wandb(self, metrics, outputs):
-        """Logs a step's metrics, and a table of its first trajectories, to Weights & Biases."""
-        import wandb
-
-        values = numbers(metrics)
-        del values["step"]
-        if outputs:
-            table = wandb.Table(["prompt", "sample", "reward", "trajectory"])
-            for output in outputs[:LOGGED_ROLLOUTS]:
-                text = self.tokenizer.decode(output.prompt_ids + output.response_ids)
-                table.add_data(
-                    output.extra["prompt"], output.extra["sample"], total_reward(output), text)
-            values["rollouts"] = table
-        self.wandb.log(values, step=metrics["step"])
 
     @or_warn(Exception)
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
@@ -170,8 +146,6 @@ class Log:
     @or_warn(Exception)
     def close(self):
         self.notices.close()
-        if self.wandb:
-            self.wandb.finish()
 
 
 class SilentLog:

@@ -1,4 +1,4 @@
-"""The log: the files of a run, its table, Weights & Biases, and how a resumed run starts."""
+"""The log: the files of a run, its table, and how a resumed run starts."""
 
 import inspect
 import io
@@ -147,47 +147,6 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     assert public >= {"metrics", "rollouts", "say", "warn_once", "close"}
     assert all(getattr(log, name)(1, 2) is None for name in public)
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
-
-
-class Wandb(SimpleNamespace):
-    """The parts of wandb that are used. It is module, run and table in one."""
-
-    def init(self, **settings):
-        self.settings, self.logged, self.rows = settings, [], []
-        return self
-
-    def Table(self, columns):
-        self.columns = columns
-        return self
-
-    def add_data(self, *row):
-        self.rows.append(row)
-
-    def log(self, values, step):
-        self.logged.append((values, step))
-
-    def finish(self):
-        self.logged.append("finished")
-
-
-def test_wandb_gets_numbers_and_a_table_of_trajectories(args, monkeypatch):
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    args.wandb_project = "p"
-    log = Log(args, SimpleNamespace(decode=str, added_tokens_decoder={}), 0)
-    monkeypatch.setattr(log.notices, "step", lambda *_: None)
-    outputs = [an_output(reward=0.5, turn_rewards=[(0, 0.25)], extra={"prompt": n, "sample": 0})
-               for n in range(70)]  # fmt: skip
-    log.metrics({"step": 0, "eval/reward": 0.5})
-    log.metrics({"step": 1, "reward/mean": 0.5, "timing/idle_s": [1.0]},
-                SimpleNamespace(outputs=outputs))  # fmt: skip
-    log.close()
-    assert (wandb.settings["project"], wandb.settings["dir"]) == ("p", args.output_dir)
-    assert wandb.settings["config"]["args"]["num_steps"] == 30
-    second = {"reward/mean": 0.5, "rollouts": wandb}
-    assert wandb.logged == [({"eval/reward": 0.5}, 0), (second, 1), "finished"]
-    assert wandb.columns == ["prompt", "sample", "reward", "trajectory"]
-    assert len(wandb.rows) == 64 and wandb.rows[3] == (3, 0, 0.75, "[1, 2, 7, 8]")
 
 
 def evaluated(*scores: list) -> list[AgentLoopOutput]:
