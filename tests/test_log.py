@@ -36,7 +36,7 @@ def args(tmp_path):
 
 @pytest.fixture
 def log(args):
-    return Log(args, SimpleNamespace(decode=decode, added_tokens_decoder={}), 0)
+    return Log(args, None, 0)
 
 
 def read(file) -> list[dict]:
@@ -130,7 +130,8 @@ def test_a_step_without_any_rollout_has_no_file(log, tmp_path):
 
 
 def test_a_trajectory_is_shown_and_a_warning_is_printed_once(log, capsys):
-    log.say(notices.whole_text(an_output(reward=0.5, stop_reason="length"), log.tokenizer))
+    output = an_output(reward=0.5, stop_reason="length")
+    log.say(notices.whole_text(output, SimpleNamespace(decode=decode)))
     for text in ("odd", "odd", "even"):
         log.warn_once(text)
     log.close()
