@@ -35,7 +35,7 @@ def args(tmp_path):
 
 
 @pytest.fixture
-def log(args):
+def log(args, capsys):  # it prints to the stdout of its beginning: to that of capsys
     return Log(args, None, 0)
 
 
