@@ -222,7 +222,7 @@ class Engine:
     def sleep(self, level: int | None = None, keep: bool = False):
         """Frees the memory of the KV cache and of the weights.
 
-        level: 1 copies the weights to the host, 2 drops them; default: --sleep_level. keep:
+        level: 1 copies the weights to the host, 2 drops them; the default. keep:
         unfinished requests stay, and go on after the next wake under the weights of then;
         without `keep` an unfinished request raises RuntimeError. On a CPU no memory is
         freed, but the transitions and the resets of caches are the same."""
@@ -237,7 +237,7 @@ class Engine:
             self.mark_versions()
         else:
             self.turns.clear()
-        self.core.sleep(level or self.args.sleep_level, mode="keep" if keep else "abort")
+        self.core.sleep(level or 2, mode="keep" if keep else "abort")
         self._become("asleep")
 
     def mark_versions(self):
@@ -993,7 +993,7 @@ class Pool:
                         engine.step(0.02)  # not longer: other ranks may end the rollout
                     else:
                         time.sleep(0.01)
-                    bar.n = n_ended - n_before
+                    bar.update(n_ended - n_before - bar.n)
                     stopped = self.run.stop.requested
             return stopped
         finally:

@@ -49,15 +49,15 @@ from flatrl.bad_input import need, refusing
 from flatrl.checkpoints import (
     best_checkpoint, check_changes, claim_for_all_hosts, load_checkpoint, prepare_folder,
     save_checkpoint, save_policy)
-from flatrl.devices import device_defaults, move, shard, start_processes
+from flatrl.devices import (
+    check_memory, device_defaults, fit_micro_batch, move, shard, start_processes)
 from flatrl.files import absolute
 from flatrl.flags import (
     DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
 from flatrl.hints import require_hints, seen_by
 from flatrl.layers import (
-    PROBE, add_adapters, choose_attention, prepare_layers, try_device, without_adapters)
+    PROBE, add_adapters, choose_attention, prepare_layers, without_adapters)
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file, steps_to_replay
-from flatrl.memory import fill_by_plan
 from flatrl.metrics import describe_eval, mean, tokens_to_compare, worst_token
 from flatrl.models import (
     check_teacher, checkpoint_weights, from_pretrained, load_tokenizer, stop_token_ids,
@@ -212,17 +212,15 @@ class Args:
     # optimiser
     lr: float | None = flag(None, "AdamW; default: 1e-6, a task's own model 3e-4; LoRA: x 10")
     lora_rank: int = flag(0, "LoRA by peft: train adapters of this rank alone; 0: all weights")
-    lora_args: str = flag(
-        "{}", '{"target_modules":"all-linear", "lora_alpha":32}', (), "lora_rank")
     lr_schedule: str = flag(
         "constant", "down to 0 at num_steps", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up")
     weight_decay: float = flag(0.0, "AdamW")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     tokens_per_micro_batch: int = flag(
-        16384, "tokens in one pass of a rank; on CUDA by the plan, docs/scaling.md", POSITIVE)
+        16384, "tokens in one pass of a rank; halved where a GPU has too little memory", POSITIVE)
     gradient_checkpointing: bool = flag(
-        None, "recompute activations; a third slower; on CUDA by the plan")
+        None, "recompute activations; a third slower; default: on CUDA")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; so it is in bfloat16 on CUDA, and by accelerate's FSDP config",
@@ -271,15 +269,11 @@ class Args:
         8, "images in one trajectory: the prompt's and those of tools", POSITIVE)
     tp: int = flag(1, "ranks in a row that share one engine (tensor parallelism)", POSITIVE,
                    "!replay")
-    max_num_seqs: int = flag(
-        256, "trajectories that one engine decodes at once; on CUDA by the plan", POSITIVE)
     max_concurrent: int = flag(
         1024, "trajectories under way on one rank; one that waits for a tool decodes nothing",
         POSITIVE)
     gpu_memory_utilization: float = flag(
         0.5, "the engine's share of the GPU while awake", SHARE)
-    sleep_level: int = flag(
-        2, "while training: 1 keeps the engine's weights in host memory, 2 drops them", (1, 2))
     engine_args: str = flag(
         "{}", "more arguments of vllm.LLM, as a JSON object", only="!replay")
     deterministic: bool = flag(False, "same digits in every run on a CPU; slower with tools",
@@ -295,16 +289,13 @@ class Args:
     eval_sampling_args: str = flag("{}", "like --sampling_args, in evaluation")
     save_every: int = flag(20, "steps between checkpoints; 0: none but at the end")
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
-    resume: bool = flag(False, "go on from the latest whole checkpoint in output_dir")
-    resume_with_changes: bool = flag(
-        False, "... although flags differ from those of the run: they take effect from here on",
-        only="resume")
+    resume: Literal[False, True, "changed"] = flag(
+        False, "from the latest whole checkpoint in output_dir; changed: although flags differ",
+        nargs="?", const=True)
     show_every: int = flag(20, "print one whole trajectory every so many steps; 0: never")
     wandb_project: str | None = flag(
         None, "log to Weights & Biases (WANDB_MODE=offline works)")
-    tracker: str = flag(
-        "wandb", "or trackio, where wandb_project goes then", ("wandb", "trackio"),
-        "wandb_project")
+    agent_args: str = flag("{}", "settings of the agent loop, as a JSON object")
 
     def __post_init__(self):
         self.fill(self.preset_values())
@@ -531,7 +522,8 @@ class Policy(Net):
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
         if not vision:
-            choose_attention(self, args)
+            attention, self.packed = choose_attention(self, args)
+            self.model.set_attn_implementation(attention)
         if args.lora_rank:
             add_adapters(self.model, args)
 
@@ -912,7 +904,7 @@ def complete_flags(args: Args, cuda: bool):
 
 
 def check_input(args: Args) -> tuple:
-    """Checks flags, task and rows, and raises BadInput; completes args, but for `fill_by_plan`.
+    """Checks flags, task and rows, and raises BadInput; completes args.
     Returns the accelerator, the ranks' store, the task and its rows by split."""
     check_args(args)
     accelerator, store = start_processes(args)  # first: a host that fails later is heard of
@@ -958,7 +950,6 @@ def setup(args: Args) -> Run:
     accelerator, store, task, all_rows = check_input(args)
     device = accelerator.device
     tokenizer, processor, rows = load_files(args, task, all_rows)
-    planned = fill_by_plan(args, device)
 
     # What the engine can't run, what can't be trained and what can't be resumed is refused.
     n_ids = vocab_size(tokenizer)
@@ -966,7 +957,7 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    try_device(policy, args, device)
+    check_memory(policy, args, device)
     changed = {}
     if args.resume:
         changed = on_main(check_changes, args, task_builds_model)
@@ -977,7 +968,7 @@ def setup(args: Args) -> Run:
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0))
         # It comes now, because an engine starts for seconds or minutes.
-        log.notices.start(rows, all_rows, policy, device, planned)
+        log.notices.start(rows, all_rows, policy, device)
     engine = None
     if not args.replay:
         engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), n_ids,
@@ -995,6 +986,7 @@ def setup(args: Args) -> Run:
         if args.kl_target and "kl_coef" not in changed:
             run.kl.coef = state["kl_coef"]
         load_checkpoint(run, checkpoint, state["parts"])
+    fit_micro_batch(run.learners, args, device, log.say)
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
     return run

@@ -40,17 +40,16 @@ class Notices:
         self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
         self.tracker = None
         if args.wandb_project:
-            self.tracker = Tracker(args.tracker, args.wandb_project, args.output_dir, about)
+            self.tracker = Tracker(args.wandb_project, args.output_dir, about)
         self.is_learning = True  # whether the last step taught something
 
-    def start(self, rows: dict, rows_read: dict, network, device, planned: str):
+    def start(self, rows: dict, rows_read: dict, network, device):
         """Says what is about to be trained, and warns of what makes that pointless.
 
         rows: those of "train" and of "val"; rows_read: the same before overlong ones were
-        dropped; network: the policy; device: on which it is going to be; planned: what
-        `fill_by_plan` says."""
+        dropped; network: the policy; device: on which it is going to be."""
         args = self.log.args
-        self.log.say(banner(args, rows, rows_read, network, device, self.log.steps_done, planned))
+        self.log.say(banner(args, rows, rows_read, network, device, self.log.steps_done))
         if (args.dtype == "bfloat16" and device.type == "cpu"
                 and not torch.cpu._is_avx512_bf16_supported()):
             self.log.warn_once("this processor has no instructions for bfloat16: a step may take "
@@ -91,8 +90,7 @@ class Notices:
 # ---------------------------------------------------------------- the start
 
 
-def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int,
-           planned: str) -> str:
+def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) -> str:
     """Returns the lines that say what is about to be trained. See `Notices.start`."""
     train, val = rows["train"], rows["val"]
     lines = [
@@ -104,7 +102,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int,
     model += f"{dist.get_world_size()} x {device.type}"
     if not network.packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
-    lines.append(model + planned)
+    lines.append(model)
     if not args.num_steps:
         lines.append(
             f"evaluation: {args.eval_samples} trajectories a validation row, at temperature "
