@@ -210,7 +210,7 @@ def save_checkpoint(run):
             "kl_coef": run.kl.coef,
             "parts": list(state),
             "history": run.history,
-            "next_prompt": run.pool.first_prompt(run.done) if run.pool else 0,
+            "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
         }
         (temporary / "step.json").write_text(json.dumps(about))
         temporary.rename(folder / f"step_{run.done:06d}")

@@ -104,6 +104,24 @@ def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Modu
         network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
 
 
+def offload(run, device: torch.device | str):
+    """Moves to a device what --offload names. The policy's weights never move.
+
+    These are the optimisers' states; with "all", also critic and reference."""
+    args = run.args
+    optimizers = []
+    networks = []
+    if args.offload != "none":
+        optimizers = [learner.optimizer for learner in run.learners.values()]
+    if args.offload == "all":
+        if run.critic:
+            networks.append(run.critic.net)
+        # With --hints the reference is the policy, with LoRA a function of it.
+        if isinstance(run.reference, nn.Module) and not args.hints:
+            networks.append(run.reference)
+    move(optimizers, networks, device)
+
+
 # ---------------------------------------------------------------- memory
 
 

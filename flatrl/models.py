@@ -61,6 +61,28 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
             args.model, trust_remote_code=args.trust_remote_code, **settings)
 
 
+def load_for_training(auto_class: str, args, attention) -> nn.Module:
+    """Loads args.model for training, in float32.
+
+    attention: transformers' attn_implementation. Raises BadInput if the weights in the files are
+    not all that the model needs, or if some are not finite."""
+    model, info = from_pretrained(
+        auto_class, args, "can't be loaded for training",
+        # "auto" is the type in the files: no weight is copied, the ranks of a host read the same
+        # pages, and the shards become float32.
+        dtype="auto" if args.shard else torch.float32,
+        attn_implementation=attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True)
+    for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
+        need(not info[key],
+             f"--model {args.model} does not match its config.json: "
+             f"{key.replace('_', ' ')} {sorted(info[key])[:3]}")
+    for name, p in model.named_parameters():
+        need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
+    return model
+
+
 def load_config(args):
     """Loads the model's configuration.
 

@@ -39,7 +39,6 @@ FIXED_ARGUMENTS = {
     "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
     "sampling_args": ["temperature", "seed", "structured_outputs"],
     "eval_sampling_args": ["seed", "structured_outputs"],
-    "agent_args": [],
 }
 # Sampling parameters that the engine sets itself.
 FIXED_SAMPLING = {

@@ -353,7 +353,7 @@ def change_a_size(folder: Path, name: str, add: int) -> None:
 
 @pytest.mark.parametrize("spoil, message", [
     (lambda folder: change_a_size(folder, "intermediate_size", 64),
-     "is not what its config.json says: mismatched keys "),
+     "its config.json: mismatched keys "),
     (lambda folder: change_a_size(folder, "vocab_size", -1),
      "its tokenizer has more tokens than its config.json has in vocab_size"),
     (lambda folder: change_a_tensor(folder, lambda tensors, name: tensors.pop(name)),
