@@ -62,9 +62,11 @@ def claim_for_all_hosts(args):
     folder_is_shared = os.path.exists(f"{args.output_dir}/.lock")
     mine = sys.argv[1:], folder_is_shared or args.shard is not True
     hosts = {str(host) for host in all_gather(mine)}
-    need(len(hosts) == 1,
-         "hosts need the same flags; with --shard, but not --shard hybrid, one "
-         "--output_dir that all see: each writes a part of a checkpoint")
+    need(
+        len(hosts) == 1,
+        "hosts need the same flags; with --shard, but not --shard hybrid, one "
+        "--output_dir that all see: each writes a part of a checkpoint",
+    )
 
 
 def claim_folder(args):
@@ -74,14 +76,18 @@ def claim_folder(args):
     no run, or if --resume finds no checkpoint; OSError if the folder can't be written."""
     folder = Path(args.output_dir)
     if args.resume:
-        need(checkpoints(folder),
-             f"--resume: no checkpoint in {folder}; start without --resume, or give the "
-             "run's --output_dir")
+        need(
+            checkpoints(folder),
+            f"--resume: no checkpoint in {folder}; start without --resume, or give the "
+            "run's --output_dir",
+        )
     elif folder.is_dir():
         names = {*os.listdir(folder)} - {".lock"}
-        need(not names or "args.json" in names,
-             f"--output_dir {folder} holds {min(names, default='')}, but no run: it has no "
-             "args.json, and is not moved aside")
+        need(
+            not names or "args.json" in names,
+            f"--output_dir {folder} holds {min(names, default='')}, but no run: it has no "
+            "args.json, and is not moved aside",
+        )
     _lock(folder)
 
 
@@ -115,7 +121,8 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
         except Exception as error:  # json and pickle raise many kinds
             print(
                 f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
-                flush=True)
+                flush=True,
+            )
     raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
 
 
@@ -159,9 +166,11 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
         now = json.loads(json.dumps(now))  # as it was written: a tuple is a list
         if name not in free and now != value:
             changed[name] = f"--{name} {value} -> {now}"
-    need(not changed or args.resume == "changed",
-         f"--resume: the run had other flags: {', '.join(changed.values())}; give --resume "
-         "changed to resume with these")
+    need(
+        not changed or args.resume == "changed",
+        f"--resume: the run had other flags: {', '.join(changed.values())}; give --resume "
+        "changed to resume with these",
+    )
     return changed
 
 
@@ -179,8 +188,7 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
     for name, learner in run.learners.items():
         state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
-            state[f"{name}_optimizer"] = get_optimizer_state_dict(
-                learner.net, learner.optimizer)
+            state[f"{name}_optimizer"] = get_optimizer_state_dict(learner.net, learner.optimizer)
     return state
 
 
@@ -221,8 +229,11 @@ def save_checkpoint(run):
     on_main(remove_incomplete)
     try:
         # The first rank writes what several ranks have: another host's disk may not be shared.
-        save(state, checkpoint_id=temporary,
-             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+        save(
+            state,
+            checkpoint_id=temporary,
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
         on_main(complete)
     except CheckpointException as error:  # on all ranks, too
         raise BadInput(str(error)) from None
@@ -261,11 +272,13 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         raise BadInput(
             f"--resume: {folder} does not load ({reason}): it is damaged, has other networks, or "
             "is not on every host. Move it away to resume from the checkpoint before it: "
-            f"{before[-1] if before else 'there is none'}") from None
+            f"{before[-1] if before else 'there is none'}"
+        ) from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
             state_dict.set_optimizer_state_dict(
-                learner.net, learner.optimizer, state[f"{name}_optimizer"])
+                learner.net, learner.optimizer, state[f"{name}_optimizer"]
+            )
             for group in learner.optimizer.param_groups:
                 group |= learner.optimizer.defaults  # by the present flags
 
@@ -286,8 +299,11 @@ def save_policy(run, folder: Path):
     for name, tensor in whole_weights(model, torch.float32):  # all ranks take part in the gathering
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
-    adapter = {f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
-               for name, parameter in model.named_parameters() if ".lora_" in name}
+    adapter = {
+        f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
     temporary = folder.with_name(f".{folder.name}")
 
     def write():

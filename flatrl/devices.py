@@ -38,8 +38,7 @@ def sharding(args) -> bool | str:
         return args.shard
     for name, allowed in FSDP_OPTIONS.items():
         value = os.environ.get(name, allowed).lower()
-        need(value == allowed,
-             f"accelerate's config has {name.lower()} {value}: must be {allowed}")
+        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
     return args.shard or True
 
 
@@ -48,15 +47,19 @@ def device_defaults(args, cuda: bool) -> dict:
 
     bfloat16 on CUDA is FSDP2's, even on one rank, because autocast keeps activations in
     float32, unlike vLLM. Raises BadInput if the device can't do what args ask for."""
-    need(cuda or not torch.version.cuda,
-         "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
-         "580 or later (nvidia-smi), or without a GPU source install.sh")
+    need(
+        cuda or not torch.version.cuda,
+        "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
+        "580 or later (nvidia-smi), or without a GPU source install.sh",
+    )
     if cuda:
         header = Path(sysconfig.get_path("include"), "Python.h")
         compilers = [os.environ.get("CC", "gcc"), "clang"]  # as Triton looks
-        need(header.is_file() and any(map(shutil.which, compilers)),
-             f"vLLM's kernels need a C compiler and {header}: install gcc (or name another "
-             "compiler in CC) and Python's headers")
+        need(
+            header.is_file() and any(map(shutil.which, compilers)),
+            f"vLLM's kernels need a C compiler and {header}: install gcc (or name another "
+            "compiler in CC) and Python's headers",
+        )
         need(not args.deterministic, "--deterministic: on CUDA attention's gradients vary")
     dtype = args.dtype
     if dtype == "auto":
@@ -75,25 +78,31 @@ def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
 
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
-    need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
-         "_no_split_modules; --dtype float32 needs none")
+    need(
+        layers,
+        f"--shard: the code of --model {args.model} doesn't name its layers in "
+        "_no_split_modules; --dtype float32 needs none",
+    )
     shape = {"shard": dist.get_world_size()}
     if args.shard == "hybrid":
         n_hosts = dist.get_world_size() // ranks_of_host()
         shape = {"replicate": n_hosts, "shard": ranks_of_host()}
-    mesh = dist.init_device_mesh(
-        device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
     for module in (*layers, net):  # the root, too, is resharded: nothing may stay whole
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     return net
 
 
-def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Module],
-         device: torch.device | str):
+def move(
+    optimizers: Iterable[torch.optim.Optimizer],
+    networks: Iterable[nn.Module],
+    device: torch.device | str,
+):
     """Moves the states of optimisers, and the parameters and buffers of networks, to a device.
 
     On the host they are in pinned memory if there is CUDA."""
+
     def moved(tensor):
         pinned = device == "cpu" and torch.cuda.is_available()
         return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)
@@ -132,9 +141,11 @@ def check_memory(policy, args, device: torch.device):
     n_ranks = dist.get_world_size() if args.shard else 1
     needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
     _, total = torch.cuda.mem_get_info()
-    need(needed < total,
-         f"--model {args.model}: parameters, gradients and Adam's states take "
-         f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank")
+    need(
+        needed < total,
+        f"--model {args.model}: parameters, gradients and Adam's states take "
+        f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank",
+    )
 
 
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
@@ -150,13 +161,17 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
     for name in learners:
         while not all(all_gather(_fits(name, learners, args), group)):
             tokens = args.tokens_per_micro_batch
-            need(tokens > args.window,
-                 f"the {name} has too little GPU memory to learn from one trajectory of "
-                 f"{args.window} tokens: lower --max_response_tokens, or give "
-                 "--gradient_checkpointing, --lora_rank or more GPUs")
+            need(
+                tokens > args.window,
+                f"the {name} has too little GPU memory to learn from one trajectory of "
+                f"{args.window} tokens: lower --max_response_tokens, or give "
+                "--gradient_checkpointing, --lora_rank or more GPUs",
+            )
             args.tokens_per_micro_batch = max(args.window, tokens // 2)
-            say(f"a micro-batch of {tokens} tokens takes more than the GPU's memory: "
-                f"--tokens_per_micro_batch {args.tokens_per_micro_batch}")
+            say(
+                f"a micro-batch of {tokens} tokens takes more than the GPU's memory: "
+                f"--tokens_per_micro_batch {args.tokens_per_micro_batch}"
+            )
     torch.cuda.empty_cache()
 
 
@@ -215,8 +230,10 @@ def start_processes(args):
     dtype = device_defaults(args, not cpu_only)["dtype"]
     precision = "bf16" if dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
-    need(ranks_of_host() % args.tp == 0,
-         f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host")
+    need(
+        ranks_of_host() % args.tp == 0,
+        f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host",
+    )
     if dist.get_world_size() == 1:
         return accelerator, dist.HashStore()
     return accelerator, dist.distributed_c10d._get_default_store()

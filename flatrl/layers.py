@@ -15,11 +15,13 @@ LORA_ALPHA = 32  # adapters are scaled by this over their rank
 # A batch of three sequences to try a network on. Two have a common prefix; all tokens but the first
 # are sampled.
 PROBE = {
-    "input_ids": torch.tensor([
-        [1, 2, 3, 4, 5, 6],
-        [1, 2, 3, 7, 8, 9],
-        [9, 8, 7, 6, 5, 4],
-    ]),
+    "input_ids": torch.tensor(
+        [
+            [1, 2, 3, 4, 5, 6],
+            [1, 2, 3, 7, 8, 9],
+            [9, 8, 7, 6, 5, 4],
+        ]
+    ),
     "lengths": torch.full((3,), 6),
     "prompt_lengths": torch.full((3,), 1),
     "response_mask": torch.ones(3, 5),
@@ -71,8 +73,10 @@ def _try_attentions(policy, args):
                 found = policy(policy.pack_probe())[0].flatten()
                 if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
                     return attention, is_packed
-    raise BadInput(f"--model {args.model} makes logits in a way that token_logprobs doesn't "
-                   "implement: only a product, a scale and a soft cap are")
+    raise BadInput(
+        f"--model {args.model} makes logits in a way that token_logprobs doesn't "
+        "implement: only a product, a scale and a soft cap are"
+    )
 
 
 def add_adapters(model: nn.Module, args):
@@ -83,8 +87,7 @@ def add_adapters(model: nn.Module, args):
     with refusing("--lora_rank (which needs peft: pip install peft)"):
         from peft import LoraConfig, inject_adapter_in_model
 
-        config = LoraConfig(
-            r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+        config = LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
         inject_adapter_in_model(config, model)
 
 

@@ -26,6 +26,7 @@ def or_warn(*errors: type[Exception]) -> Callable:
 
     The decorated function returns True if it succeeded. If one of `errors` is raised, it logs a
     warning and returns False. Its first argument is a Log, or has the attribute `log`."""
+
     def decorate(write):
         @functools.wraps(write)
         def attempt(self, *args):
@@ -37,7 +38,9 @@ def or_warn(*errors: type[Exception]) -> Callable:
                 reason = str(error).strip().split("\n")[-1]
                 log.say(f"warning: {write.__name__}: {type(error).__name__}: {reason}")
                 return False
+
         return attempt
+
     return decorate
 
 
@@ -80,8 +83,11 @@ class Log:
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        rows = [row for row in read_json_lines(file)
-                if isinstance(row.get("step"), int) and row["step"] <= steps_done]
+        rows = [
+            row
+            for row in read_json_lines(file)
+            if isinstance(row.get("step"), int) and row["step"] <= steps_done
+        ]
         if rows:
             write_whole(file, to_json_lines(rows))
         self.notices = notices.Notices(self, about, rows)
@@ -129,7 +135,8 @@ class Log:
             lines.append(line)
         if outputs or errors:
             write_whole(
-                self.folder / "rollouts" / f"{name}.jsonl", to_json_lines([*lines, *errors]))
+                self.folder / "rollouts" / f"{name}.jsonl", to_json_lines([*lines, *errors])
+            )
 
     def say(self, text: str):
         """Prints a text on the terminal, above the progress bars."""
@@ -167,7 +174,8 @@ def git_hash() -> str:
     It is empty outside a checkout, and without git."""
     with contextlib.suppress(OSError):
         return subprocess.run(
-            GIT, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+            GIT, cwd=Path(__file__).parent, capture_output=True, text=True
+        ).stdout.strip()
     return ""
 
 

@@ -58,7 +58,8 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
 
     with refusing(f"--model {args.model} {problem}"):
         return getattr(transformers, auto_class).from_pretrained(
-            args.model, trust_remote_code=args.trust_remote_code, **settings)
+            args.model, trust_remote_code=args.trust_remote_code, **settings
+        )
 
 
 def load_for_training(auto_class: str, args, attention) -> nn.Module:
@@ -67,17 +68,22 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
     attention: transformers' attn_implementation. Raises BadInput if the weights in the files are
     not all that the model needs, or if some are not finite."""
     model, info = from_pretrained(
-        auto_class, args, "can't be loaded for training",
+        auto_class,
+        args,
+        "can't be loaded for training",
         # "auto" is the type in the files: no weight is copied, the ranks of a host read the same
         # pages, and the shards become float32.
         dtype="auto" if args.shard else torch.float32,
         attn_implementation=attention,
         output_loading_info=True,
-        ignore_mismatched_sizes=True)
+        ignore_mismatched_sizes=True,
+    )
     for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
-        need(not info[key],
-             f"--model {args.model} does not match its config.json: "
-             f"{key.replace('_', ' ')} {sorted(info[key])[:3]}")
+        need(
+            not info[key],
+            f"--model {args.model} does not match its config.json: "
+            f"{key.replace('_', ' ')} {sorted(info[key])[:3]}",
+        )
     for name, p in model.named_parameters():
         need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
     return model
@@ -88,25 +94,36 @@ def load_config(args):
 
     Raises BadInput if there is none, or if the trainer doesn't implement such a model. vLLM
     checks the window, see `check_model`."""
-    config = from_pretrained("AutoConfig", args,
-                             "is neither a model folder nor a model that can be loaded")
-    need(not config.is_encoder_decoder,
-         f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone")
-    need(not getattr(config, "quantization_config", None),
-         f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
-         "a version that has them")
+    config = from_pretrained(
+        "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
+    )
+    need(
+        not config.is_encoder_decoder,
+        f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone",
+    )
+    need(
+        not getattr(config, "quantization_config", None),
+        f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
+        "a version that has them",
+    )
     text = config.get_text_config()
-    need(args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
-         f"--model {args.model} has multi-head latent attention, in which engine and trainer "
-         "were seen to disagree: choose another, or --allow_mismatch")
+    need(
+        args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
+        f"--model {args.model} has multi-head latent attention, in which engine and trainer "
+        "were seen to disagree: choose another, or --allow_mismatch",
+    )
     for name, value in json.loads(args.engine_args).get("hf_overrides", {}).items():
-        need(getattr(config, name, value) == value,
-             f"--engine_args: hf_overrides has {name} {value}, but the trainer's model has "
-             f"{getattr(config, name, None)}: change it in the model's config.json")
+        need(
+            getattr(config, name, value) == value,
+            f"--engine_args: hf_overrides has {name} {value}, but the trainer's model has "
+            f"{getattr(config, name, None)}: change it in the model's config.json",
+        )
     # vLLM checks the other heads. Fewer key-value heads than ranks are copied.
     kv_heads = getattr(text, "num_key_value_heads", None) or args.tp
-    need(kv_heads % args.tp == 0 or args.tp % kv_heads == 0,
-         f"--tp {args.tp} does not divide the model's {kv_heads} key-value heads")
+    need(
+        kv_heads % args.tp == 0 or args.tp % kv_heads == 0,
+        f"--tp {args.tp} does not divide the model's {kv_heads} key-value heads",
+    )
     return config
 
 
@@ -125,9 +142,11 @@ def stop_token_ids(args, tokenizer) -> list[int]:
                 raise
     others = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *others} - {None}
-    need(ids and ids <= {*range(len(tokenizer))},
-         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
-         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}")
+    need(
+        ids and ids <= {*range(len(tokenizer))},
+        f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
+        f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
+    )
     return sorted(ids)
 
 
@@ -145,11 +164,12 @@ def load_tokenizer(args) -> tuple:
     if processor:
         tokenizer = processor.tokenizer
     else:
-        tokenizer = from_pretrained(
-            "AutoTokenizer", args, "has no tokenizer that can be loaded")
-    need(vocab_size(tokenizer) <= config.get_text_config().vocab_size,
-         f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
-         "vocab_size: it is another model's, or was added to")
+        tokenizer = from_pretrained("AutoTokenizer", args, "has no tokenizer that can be loaded")
+    need(
+        vocab_size(tokenizer) <= config.get_text_config().vocab_size,
+        f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
+        "vocab_size: it is another model's, or was added to",
+    )
     return processor, tokenizer
 
 
@@ -157,9 +177,11 @@ def check_teacher(args, tokenizer):
     """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
     if args.ref_model:
         _, tokenizer_of_teacher = load_tokenizer(replace(args, model=args.ref_model))
-        need(tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-             "ids mean other tokens")
+        need(
+            tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
+            f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
+            "ids mean other tokens",
+        )
 
 
 def load_processor(args, config):
@@ -171,16 +193,21 @@ def load_processor(args, config):
 
     if getattr(config, "vision_config", None) is None:
         return None
-    need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-         f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported")
+    need(
+        hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
+        f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
+    )
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    processor = from_pretrained("AutoProcessor", args,
-                                "has vision, but its processor can't be loaded", **settings)
+    processor = from_pretrained(
+        "AutoProcessor", args, "has vision, but its processor can't be loaded", **settings
+    )
     # min_pixels and max_pixels are no attributes: they set `size`.
     allowed = {*vars(processor.image_processor), "min_pixels", "max_pixels"}
     for name in settings:
-        need(name in allowed,
-             f"--engine_args: mm_processor_kwargs has {name}, no setting of the image processor")
+        need(
+            name in allowed,
+            f"--engine_args: mm_processor_kwargs has {name}, no setting of the image processor",
+        )
     tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return processor

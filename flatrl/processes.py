@@ -228,8 +228,11 @@ class Background:
             if not turn.wait(BLOCKED_S):
                 task = asyncio.current_task(self.loop)
                 if task and not self.closed:
-                    print(f"\n{task} blocks all others: it must await, or be a plain function. "
-                          "It is here:", file=sys.stderr)
+                    print(
+                        f"\n{task} blocks all others: it must await, or be a plain function. "
+                        "It is here:",
+                        file=sys.stderr,
+                    )
                     traceback.print_stack(sys._current_frames()[self.thread.ident])
                 turn.wait()
             time.sleep(0.2)
@@ -245,4 +248,3 @@ def memory() -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
         figures["device"] = (total - free) / 1e9
     return figures
-

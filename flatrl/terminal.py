@@ -31,8 +31,7 @@ class Bar(tqdm):
         if not items and not settings.get("total"):
             settings["bar_format"] = "{desc}"
         # Under script and in CI a terminal may have no rows: tqdm would draw nothing.
-        super().__init__(
-            items, title, leave=False, mininterval=1, miniters=0, nrows=20, **settings)
+        super().__init__(items, title, leave=False, mininterval=1, miniters=0, nrows=20, **settings)
         if getattr(self, "ncols", None) == -1:  # ... and no columns
             self.ncols = 79
 

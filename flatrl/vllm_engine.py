@@ -41,8 +41,7 @@ FIXED_ARGUMENTS = {
     "eval_sampling_args": ["seed", "structured_outputs"],
 }
 # Sampling parameters that the engine sets itself.
-FIXED_SAMPLING = {
-    "n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
+FIXED_SAMPLING = {"n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
 # Sampling parameters that leave the distribution of a token as it is.
 NEUTRAL_SAMPLING = {
     "temperature",
@@ -73,13 +72,18 @@ def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
     of parameters that change the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
     fixed = sorted(arguments.keys() & set(FIXED_ARGUMENTS[name]))
-    need(not fixed, f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
-         "loop's, or flatrl's own")
+    need(
+        not fixed,
+        f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
+        "loop's, or flatrl's own",
+    )
     if name == "engine_args":
         for key in arguments:
             need(key not in our_flags, f"--engine_args: {key} is --{key}")
-        need(isinstance(arguments.get("hf_overrides", {}), dict),
-             "--engine_args: hf_overrides must be an object")
+        need(
+            isinstance(arguments.get("hf_overrides", {}), dict),
+            "--engine_args: hf_overrides must be an object",
+        )
     if "sampling" in name and arguments:  # this imports vLLM, which takes seconds
         with refusing(f"--{name}"):
             sampling_params(arguments)
@@ -88,7 +92,9 @@ def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
         warnings.warn(
             f"--sampling_args {', '.join(others)}: the engine samples from another distribution "
             "than the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
-            "consider --rollout_correction", stacklevel=2)
+            "consider --rollout_correction",
+            stacklevel=2,
+        )
 
 
 def sampling_params(parameters: dict, vocab_size: float = math.inf):
@@ -173,8 +179,10 @@ def check_model(args, device: torch.device, vocab_size: int):
 
     arguments = vllm_arguments(args.model, args, device)
     arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
-    with refusing(f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
-                  f"text with them, in a window of {args.max_model_len} tokens"):
+    with refusing(
+        f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
+        f"text with them, in a window of {args.max_model_len} tokens"
+    ):
         EngineArgs(**arguments).create_engine_config()
     for validate, kind in enumerate(("", "eval_")):
         with refusing(f"--{kind}sampling_args"):
@@ -282,14 +290,14 @@ def load_into(model, named_tensors, config):
             for module in model.modules():
                 layerwise.get_layerwise_info(module).load_numel = 0
             problem = str(error) or repr(error)
-            raise RuntimeError(
-                f"weight sync failed at {arrivals.current}: {problem}") from error
+            raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
     for pair in arrivals.not_loaded.items():
         arrivals.n_elements.update(model.load_weights([pair]))
     missing = arrivals.missing()
     if missing:
-        raise RuntimeError("weight sync incomplete, these parameters of the engine got no "
-                           f"tensor: {missing}")
+        raise RuntimeError(
+            f"weight sync incomplete, these parameters of the engine got no tensor: {missing}"
+        )
 
 
 class _Arrivals:
@@ -316,6 +324,7 @@ class _Arrivals:
 
     def watched(self, parameter, loader):
         """Returns the parameter's loader, which now counts what it loads."""
+
         @functools.wraps(loader)
         def load(*args, **kwargs):
             # A tensor of k_proj.bias is for that part of the parameter qkv_proj.bias.
