@@ -961,7 +961,7 @@ class Pool:
                       f"{self.kind} {self.step} brought nothing to learn from")
         return phase
 
-    def first_prompt(self, steps_done: int) -> int:
+    def next_prompt(self, steps_done: int) -> int:
         """Returns the number of the next prompt for a run that is resumed after so many
         steps. A step that was interrupted after its rollout takes its batch again."""
         return self.first if steps_done > self.step else self.step_first

@@ -467,7 +467,7 @@ class Net(nn.Module):
             attn_implementation=attention, output_loading_info=True,
             ignore_mismatched_sizes=True)
         for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
-            need(not info[key], f"--model {args.model} is not what its config.json says: "
+            need(not info[key], f"--model {args.model} does not match its config.json: "
                  f"{key.replace('_', ' ')} {sorted(info[key])[:3]}")
         for name, p in self.model.named_parameters():
             need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
