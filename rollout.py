@@ -1227,7 +1227,7 @@ class Pool:
             n_ended = self.store.add("ended", 0)
             if n_ended != self.n_ended:
                 self.n_ended = n_ended
-                self.bar.n = n_ended - self.n_ended_before
+                self.bar.update(n_ended - self.n_ended_before - self.bar.n)
                 return True
             if self.future.done():
                 self.future.result()

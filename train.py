@@ -38,7 +38,7 @@ from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need
-from flatrl.devices import offload, shard, start_processes
+from flatrl.devices import check_memory, fit_micro_batch, offload, shard, start_processes
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
@@ -695,7 +695,8 @@ class Policy(Net):
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
         if not vision:
-            layers.choose_attention(self, args)
+            attention, self.packed = layers.choose_attention(self, args)
+            self.model.set_attn_implementation(attention)
         if args.lora_rank:
             layers.add_adapters(self.model, args)
 
@@ -851,7 +852,7 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    layers.try_device(policy, args, device)
+    check_memory(policy, args, device)
     changed = {}
     if args.resume:
         changed = on_main(checkpoints.check_changes, args, task_builds_model)
@@ -892,6 +893,7 @@ def setup(args: Args) -> Run:
         if args.kl_target and "kl_coef" not in changed:
             run.kl.coef = state["kl_coef"]
         checkpoints.load_checkpoint(run, checkpoint, state["parts"])
+    fit_micro_batch(run.learners, args, device, log.say)
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))
     return run

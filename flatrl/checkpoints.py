@@ -1,21 +1,16 @@
-"""A run's folder: its lock, its checkpoints, how it is resumed, and the trained policy.
+"""A run's folder: its lock, its checkpoints, resuming, and the trained policy.
 
-There is one checkpoint format for plain and sharded networks,
-torch.distributed.checkpoint, so --resume works on any number of ranks, with or without
---shard. All randomness and every learning rate are functions of --seed and the step: no
-generator's and no schedule's state is saved."""
+Plain and sharded networks have one checkpoint format, torch.distributed.checkpoint's: a run
+resumes on any number of ranks, with or without --shard. All randomness and every learning rate
+are functions of --seed and the step, so no state of a generator or schedule is saved."""
 
-import atexit
 import fcntl
-import io
 import itertools
 import json
 import math
 import os
-import pickle
 import shutil
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,32 +26,28 @@ from flatrl.models import whole, whole_weights
 from flatrl.processes import all_gather, on_main
 from flatrl.terminal import shown
 
-# All that a run writes into its folder, and the notes that its reader puts there.
-RUN_FILES = set(""".lock args.json .args.json metrics.jsonl .metrics.jsonl rollouts learned
-    checkpoints final .final wandb report.html .report.html notes.jsonl""".split())
-
-# All that a checkpoint's .metadata, a pickle, is made of: torch's and Python's own.
-PICKLED = set("""torch.Size torch.serialization._get_layout torch.float64 torch.float32
-    torch.bfloat16 torch.float16 torch.int64 torch.int32 torch.int16 torch.int8 torch.uint8
-    torch.bool
-    torch.distributed.checkpoint.filesystem._StorageInfo
-    torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
-    torch.distributed.checkpoint.metadata.BytesStorageMetadata
-    torch.distributed.checkpoint.metadata.ChunkStorageMetadata
-    torch.distributed.checkpoint.metadata.Metadata
-    torch.distributed.checkpoint.metadata.MetadataIndex
-    torch.distributed.checkpoint.metadata.StorageMeta
-    torch.distributed.checkpoint.metadata.TensorProperties
-    torch.distributed.checkpoint.metadata.TensorStorageMetadata
-    pathlib.PosixPath pathlib._local.PosixPath""".split())
-
-# Flags that --resume takes with other values: they concern evaluation, log, memory and
-# speed, and do not make it another run.
-FLAGS_FREE_TO_CHANGE_ON_RESUME = set("""output_dir val_files trust_remote_code
-    tokens_per_micro_batch gradient_checkpointing shard offload oversample tp
-    gpu_memory_utilization engine_args deterministic eval_every
-    eval_sampling_args save_every keep_checkpoints resume
-    wandb_project""".split())
+# Flags that may differ with --resume: they concern evaluation, log, memory and speed, and don't
+# make it another run.
+FLAGS_FREE_TO_CHANGE_ON_RESUME = {
+    "output_dir",
+    "val_files",
+    "trust_remote_code",
+    "tokens_per_micro_batch",
+    "gradient_checkpointing",
+    "shard",
+    "offload",
+    "oversample",
+    "tp",
+    "gpu_memory_utilization",
+    "engine_args",
+    "deterministic",
+    "eval_every",
+    "eval_sampling_args",
+    "save_every",
+    "keep_checkpoints",
+    "resume",
+    "wandb_project",
+}
 
 # ---------------------------------------------------------------- the folder
 
@@ -64,44 +55,44 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = set("""output_dir val_files trust_remote_code
 def claim_for_all_hosts(args):
     """Locks --output_dir for this run, and makes the folder on every host.
 
-    Raises BadInput on all ranks as `claim_folder` does, or if the hosts have other flags
-    or, where they need one, no common folder."""
+    Raises BadInput on all ranks as `claim_folder` does, if the hosts have different flags, or
+    if they lack the common folder that --shard needs."""
     on_main(claim_folder, args)
     os.makedirs(args.output_dir, exist_ok=True)  # NFS then shows the lock in it
     folder_is_shared = os.path.exists(f"{args.output_dir}/.lock")
     mine = sys.argv[1:], folder_is_shared or args.shard is not True
     hosts = {str(host) for host in all_gather(mine)}
-    need(len(hosts) == 1,
-         "hosts need the same flags; with --shard, but not --shard hybrid, one "
-         "--output_dir that all see: each writes a part of a checkpoint")
+    need(
+        len(hosts) == 1,
+        "hosts need the same flags; with --shard, but not --shard hybrid, one "
+        "--output_dir that all see: each writes a part of a checkpoint",
+    )
 
 
 def claim_folder(args):
     """Locks --output_dir for this process, before anything costly starts.
 
-    Raises BadInput if another run writes there now, if something else than a run's files is
-    there, or if --resume finds no checkpoint; OSError if the folder can't be written."""
+    Raises BadInput if another run is writing there, if the folder has files but
+    no run, or if --resume finds no checkpoint; OSError if the folder can't be written."""
     folder = Path(args.output_dir)
     if args.resume:
-        need(checkpoints(folder),
-             f"--resume: no checkpoint in {folder}; start without --resume, or give the "
-             "run's --output_dir")
+        need(
+            checkpoints(folder),
+            f"--resume: no checkpoint in {folder}; start without --resume, or give the "
+            "run's --output_dir",
+        )
     elif folder.is_dir():
-        names = {*os.listdir(folder), ".lock"}
-        is_empty = names == {".lock"}
-        is_a_run = "args.json" in names and names <= RUN_FILES
-        need(is_empty or is_a_run,
-             f"--output_dir {folder} is no run's own, to be moved aside: it holds "
-             f"{min(names - RUN_FILES, default='no args.json')}")
+        names = {*os.listdir(folder)} - {".lock"}
+        need(
+            not names or "args.json" in names,
+            f"--output_dir {folder} holds {min(names, default='')}, but no run: it has no "
+            "args.json, and is not moved aside",
+        )
     _lock(folder)
 
 
 def _lock(folder):
-    """Locks a folder for the life of this process.
-
-    It is locked by lockf, not by flock: a process that a tool forked and that outlives the run
-    would keep a lock of flock."""
-    is_new = not folder.exists()
+    """Locks a folder for the life of this process (lockf: a child does not inherit the lock)."""
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: that would unlock
     try:
@@ -111,19 +102,13 @@ def _lock(folder):
             f"another run is writing to {folder}: choose another --output_dir, or wait for its end"
         ) from None
 
-    @atexit.register
-    def remove_unused():
-        """Removes what a run has made that was refused before it wrote anything."""
-        if is_new and [*folder.glob("*")] == [folder / ".lock"]:
-            shutil.rmtree(folder)
-
 
 def prepare_folder(args) -> tuple[Path | None, dict]:
-    """Makes the run's folder ready, and finds the checkpoint to go on from.
+    """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest whole checkpoint and the dict in its step.json;
-    broken ones are moved aside. Without it, an earlier run in the folder is moved aside:
-    returns (None, {})."""
+    With --resume, returns the latest whole checkpoint and the contents of its step.json;
+    broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
+    and (None, {}) is returned."""
     folder = Path(args.output_dir)
     if not args.resume:
         if len(os.listdir(folder)) > 1:
@@ -136,34 +121,21 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
         except Exception as error:  # json and pickle raise many kinds
             print(
                 f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
-                flush=True)
+                flush=True,
+            )
     raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
 
 
 def _read_step(checkpoint):
-    """Returns a checkpoint's step.json; raises if a file of it is missing, garbage, cut off, has
-    a byte that was changed, or would run code when it is loaded."""
-    state = dict(json.loads((checkpoint / "step.json").read_text()))
-    need(checkpoint.name == f"step_{state['step']:06d}"
-         and {"history", "parts", "next_prompt"} <= state.keys(), "its step.json is not its own")
-    metadata = _Unpickler((checkpoint / ".metadata").open("rb")).load()
-    for stored in metadata.storage_data.values():
-        with (checkpoint / stored.relative_path).open("rb") as stream:
-            stream.seek(stored.offset)
-            archive = io.BytesIO(stream.read(stored.length))  # it has checksums
-        with refusing(f"{stored.relative_path} is cut off, was changed, or would run code"):
-            torch.load(archive, "meta", weights_only=True)  # it reads no numbers
-            if zipfile.ZipFile(archive).testzip():
-                raise ValueError("a checksum is wrong")
+    """Returns a checkpoint's step.json. Raises if one of its files is missing or cut off."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    state = json.loads((checkpoint / "step.json").read_text())
+    need({"step", "history", "parts", "next_prompt"} <= {*state}, "its step.json lacks keys")
+    for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
+        file = checkpoint / stored.relative_path
+        need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
     return state
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads a pickle that is made of PICKLED alone; raises BadInput before it calls others."""
-
-    def find_class(self, module, name):
-        need(f"{module}.{name}" in PICKLED, f"its .metadata would call {module}.{name}")
-        return super().find_class(module, name)
 
 
 def _move_aside(folder):
@@ -175,12 +147,11 @@ def _move_aside(folder):
 
 
 def check_changes(args, own_model: bool) -> dict[str, str]:
-    """Compares the flags with those of the run to --resume; returns those that differ.
+    """Compares the flags with those of the run to resume: {name: "--name before -> now"}.
 
-    Returns {name: "--name before -> now"}. Left out are FLAGS_FREE_TO_CHANGE_ON_RESUME,
-    num_steps at a constant rate, and, where the task builds the model itself (own_model),
-    the place in which it was built. Raises BadInput if a flag differs, unless
-    --resume_with_changes is given."""
+    Not compared are FLAGS_FREE_TO_CHANGE_ON_RESUME, num_steps at a constant rate and, if the
+    task builds the model itself (own_model), the folder in which it was built. Raises BadInput
+    if a flag differs, unless --resume is "changed"."""
     with refusing(f"--resume: {args.output_dir}/args.json is damaged"):
         before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
         own_model = own_model and Path(before["model"]).parent == Path(args.model).parent
@@ -191,12 +162,15 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
         free.add("model")
     changed = {}
     for name, value in before.items():
-        now = getattr(args, name, value)  # it may be an older version's flag
+        now = getattr(args, name, value)  # an older version's flag may be gone
         now = json.loads(json.dumps(now))  # as it was written: a tuple is a list
         if name not in free and now != value:
             changed[name] = f"--{name} {value} -> {now}"
-    need(not changed or args.resume == "changed", f"--resume: the run had other flags: "
-         f"{', '.join(changed.values())}; give --resume changed to go on with these")
+    need(
+        not changed or args.resume == "changed",
+        f"--resume: the run had other flags: {', '.join(changed.values())}; give --resume "
+        "changed to resume with these",
+    )
     return changed
 
 
@@ -206,16 +180,15 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
 def training_state(run, saved: Sequence[str] = ()) -> dict:
     """Returns the state dicts of the networks that learn, and of their optimisers.
 
-    An optimiser that has made no step yet (--critic_warmup) has no state; it is left out
-    unless its name is in `saved`, the names in a checkpoint that is about to be loaded."""
+    An optimiser without a step (--critic_warmup) has no state. It is left out, unless its name is
+    in `saved`: the parts of a checkpoint that is about to be loaded."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     state = {}
     for name, learner in run.learners.items():
         state[name] = {path: p for path, p in learner.net.named_parameters() if p.requires_grad}
         if learner.optimizer.state or f"{name}_optimizer" in saved:
-            state[f"{name}_optimizer"] = get_optimizer_state_dict(
-                learner.net, learner.optimizer)
+            state[f"{name}_optimizer"] = get_optimizer_state_dict(learner.net, learner.optimizer)
     return state
 
 
@@ -224,8 +197,8 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
 def save_checkpoint(run):
     """Saves the training state after run.done steps, unless it is saved already.
 
-    A checkpoint is complete or is not there at all: it is written under another name, which is
-    changed last, and an old one is renamed before it is deleted."""
+    A kill never leaves half a checkpoint: a new one gets its name last, and an old one is
+    renamed before it is deleted."""
     from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, save
 
     if run.saved == run.done:
@@ -234,15 +207,19 @@ def save_checkpoint(run):
     temporary = folder / f".step_{run.done:06d}"
     state = training_state(run)
 
-    def remove_incomplete():  # also what a run left behind that was killed in here
+    def remove_incomplete():  # also those of a run that was killed
         for path in folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def complete():
-        """Gives the checkpoint its name; those beyond --keep_checkpoints are to be removed."""
-        about = {"step": run.done, "kl_coef": run.kl.coef, "parts": list(state),
-                 "history": run.history,
-                 "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0}
+        """Gives the checkpoint its name, and renames those beyond --keep_checkpoints."""
+        about = {
+            "step": run.done,
+            "kl_coef": run.kl.coef,
+            "parts": list(state),
+            "history": run.history,
+            "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
+        }
         (temporary / "step.json").write_text(json.dumps(about))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
@@ -251,9 +228,12 @@ def save_checkpoint(run):
 
     on_main(remove_incomplete)
     try:
-        # The first rank writes what several have: the disks of other hosts don't count.
-        save(state, checkpoint_id=temporary,
-             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+        # The first rank writes what several ranks have: another host's disk may not be shared.
+        save(
+            state,
+            checkpoint_id=temporary,
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
         on_main(complete)
     except CheckpointException as error:  # on all ranks, too
         raise BadInput(str(error)) from None
@@ -263,21 +243,22 @@ def save_checkpoint(run):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns a run's checkpoints, oldest first, without broken ones that were moved aside."""
+    """Returns a run's checkpoints, oldest first, without those moved aside as broken."""
     return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint with the highest eval/reward, of equal ones the latest; None
-    if the run has no checkpoint."""
+    """Returns the checkpoint with the highest eval/reward, the latest of equals, or None."""
     rewards = logged(folder, "eval/reward")
-    found = [(rewards.get(int(path.name.removeprefix("step_")), -math.inf), path)
-             for path in checkpoints(folder)]
-    return max(found, default=(0, None))[1]
+
+    def reward_of(path):
+        return rewards.get(int(path.name.removeprefix("step_")), -math.inf)
+
+    return max(reversed(checkpoints(folder)), key=reward_of, default=None)
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
-    """Loads what `save_checkpoint` saved, in place; parts: the names in its step.json.
+    """Loads a checkpoint in place. parts: those named in its step.json.
 
     Raises BadInput if it does not load."""
     from torch.distributed.checkpoint import CheckpointException, load, state_dict
@@ -286,16 +267,20 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
     try:
         load(state, checkpoint_id=folder)
     except CheckpointException as error:
+        reason = str(error).strip().splitlines()[-1]
+        before = [path.name for path in checkpoints(run.folder) if path < folder]
         raise BadInput(
-            f"--resume: {folder} does not load ({str(error).strip().splitlines()[-1]}): "
-            "broken, another model's, of other flags, or not on every host; moved away, "
-            "the one before is taken") from None
+            f"--resume: {folder} does not load ({reason}): it is damaged, has other networks, or "
+            "is not on every host. Move it away to resume from the checkpoint before it: "
+            f"{before[-1] if before else 'there is none'}"
+        ) from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:
             state_dict.set_optimizer_state_dict(
-                learner.net, learner.optimizer, state[f"{name}_optimizer"])
+                learner.net, learner.optimizer, state[f"{name}_optimizer"]
+            )
             for group in learner.optimizer.param_groups:
-                group |= learner.optimizer.defaults  # the present flags', not those of before
+                group |= learner.optimizer.defaults  # by the present flags
 
 
 # ---------------------------------------------------------------- the trained policy
@@ -306,16 +291,19 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
 def save_policy(run, folder: Path):
     """Writes the policy in Hugging Face format, with its tokenizer or processor.
 
-    With --lora_rank the weights are those with the adapter merged; the adapter alone is in
-    the folder `adapter`, in peft's format. All ranks call this, the main rank writes: a
-    sharded policy is gathered, in float32, into host memory."""
+    With --lora_rank the adapter is merged into the weights, and is also in the folder `adapter`
+    in peft's format. All ranks call this, because a sharded policy is gathered, in float32, into
+    host memory. The main rank writes."""
     model = run.policy.net.model
     weights = {}
     for name, tensor in whole_weights(model, torch.float32):  # all ranks take part in the gathering
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
-    adapter = {f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
-               for name, parameter in model.named_parameters() if ".lora_" in name}
+    adapter = {
+        f"base_model.model.{name.replace('.default', '')}": whole(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
     temporary = folder.with_name(f".{folder.name}")
 
     def write():

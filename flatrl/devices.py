@@ -1,10 +1,12 @@
-"""The device of each process: its start, what it can do, sharding, and host memory."""
+"""The device of each process: its start, what it can do, sharding, memory."""
 
+import datetime
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,40 +16,51 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from flatrl.bad_input import need
-from flatrl.processes import PATIENCE, ranks_of_host
+from flatrl.processes import PATIENCE, all_gather, ranks_of_host
+
+# Options of accelerate's FSDP config that are implemented with one value only.
+FSDP_OPTIONS = {
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+# How long a rank waits for the others to try a micro-batch.
+TRIAL_PATIENCE = datetime.timedelta(minutes=5)
 
 
 def sharding(args) -> bool | str:
-    """Returns the value of --shard; it is True also if accelerate's config asks for FSDP.
+    """Returns the value of --shard; True also if accelerate's config asks for FSDP.
 
     Raises BadInput if that config has options that are not implemented here."""
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return args.shard
-    for setting in """FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true
-            FSDP_OFFLOAD_PARAMS=false FSDP_CPU_RAM_EFFICIENT_LOADING=false
-            FSDP_ACTIVATION_CHECKPOINTING=false""".split():
-        name, allowed = setting.split("=")
+    for name, allowed in FSDP_OPTIONS.items():
         value = os.environ.get(name, allowed).lower()
-        need(value == allowed,
-             f"accelerate's config has {name.lower()} {value}: must be {allowed}")
+        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
     return args.shard or True
 
 
 def device_defaults(args, cuda: bool) -> dict:
-    """Returns {flag: value} of the flags left to the device. BadInput: it can't do that.
+    """Returns {flag: value} for the flags left to the device.
 
-    bfloat16 on CUDA is FSDP2's, even on one rank: autocast's float32 residual stream is
-    larger and unlike vLLM's."""
-    need(cuda or not torch.version.cuda,
-         "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
-         "580 or later (nvidia-smi), or without a GPU source install.sh")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    need(not cuda or header.is_file()
-         and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))),  # as Triton looks
-         f"vLLM's kernels need a C compiler and {header}: install gcc (or name another compiler "
-         "in CC) and Python's headers")
-    need(not cuda or not args.deterministic,
-         "--deterministic: on CUDA attention's gradients vary")
+    bfloat16 on CUDA is FSDP2's, even on one rank, because autocast keeps activations in
+    float32, unlike vLLM. Raises BadInput if the device can't do what args ask for."""
+    need(
+        cuda or not torch.version.cuda,
+        "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
+        "580 or later (nvidia-smi), or without a GPU source install.sh",
+    )
+    if cuda:
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        compilers = [os.environ.get("CC", "gcc"), "clang"]  # as Triton looks
+        need(
+            header.is_file() and any(map(shutil.which, compilers)),
+            f"vLLM's kernels need a C compiler and {header}: install gcc (or name another "
+            "compiler in CC) and Python's headers",
+        )
+        need(not args.deterministic, "--deterministic: on CUDA attention's gradients vary")
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
@@ -55,35 +68,41 @@ def device_defaults(args, cuda: bool) -> dict:
 
 
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
-    """Shards a network in place, over all ranks or over those of each host (hybrid).
+    """Shards a network in place by FSDP2, over all ranks or over those of each host (hybrid).
 
-    torch's FSDP2 does it. Each decoder layer is a unit, whole only while it computes. The root
-    has the rest: embeddings, last norm and head, which `forward` uses directly.
-
-    Parameters stay float32; for bfloat16 they are cast before they are gathered, and
-    gradients are summed in float32 (by accelerate.prepare in bfloat16). BadInput: the model
-    names no layers."""
+    Each decoder layer is a unit, whole only while it computes. The root has the rest:
+    embeddings, last norm and head, which `forward` uses directly. Parameters and the sums of
+    gradients are float32; for bfloat16 parameters are cast before they are gathered, and
+    accelerate.prepare sends gradients in bfloat16. Raises BadInput if the model names no layers."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}
     layers = [module for module in net.modules() if type(module).__name__ in names]
-    need(layers, f"--shard: the code of --model {args.model} doesn't name its layers in "
-         "_no_split_modules; --dtype float32 needs none")
-    n = dist.get_world_size()
-    shape = (n // ranks_of_host(), ranks_of_host()) if args.shard == "hybrid" else (n,)
-    mesh = dist.init_device_mesh(device.type, shape,
-                                 mesh_dim_names=("replicate", "shard")[-len(shape):])
+    need(
+        layers,
+        f"--shard: the code of --model {args.model} doesn't name its layers in "
+        "_no_split_modules; --dtype float32 needs none",
+    )
+    shape = {"shard": dist.get_world_size()}
+    if args.shard == "hybrid":
+        n_hosts = dist.get_world_size() // ranks_of_host()
+        shape = {"replicate": n_hosts, "shard": ranks_of_host()}
+    mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype, None), torch.float32)
-    for module in (*layers, net):  # reshard: the root too, nothing may stay whole meanwhile
+    for module in (*layers, net):  # the root, too, is resharded: nothing may stay whole
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     return net
 
 
-def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Module],
-         device: torch.device | str):
+def move(
+    optimizers: Iterable[torch.optim.Optimizer],
+    networks: Iterable[nn.Module],
+    device: torch.device | str,
+):
     """Moves the states of optimisers, and the parameters and buffers of networks, to a device.
 
-    On the host they are in pinned memory where there is CUDA."""
+    On the host they are in pinned memory if there is CUDA."""
+
     def moved(tensor):
         pinned = device == "cpu" and torch.cuda.is_available()
         return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)
@@ -91,12 +110,13 @@ def move(optimizers: Iterable[torch.optim.Optimizer], networks: Iterable[nn.Modu
     for optimizer in optimizers:
         optimizer.state = tree_map(moved, optimizer.state)
     for network in networks:
-        network._apply(moved)  # as nn.Module.to does: of a sharded one this rank's part
+        network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
 
 
 def offload(run, device: torch.device | str):
-    """Moves to a device what --offload names: the optimisers' states; with all, also critic and
-    reference. The policy's weights never move."""
+    """Moves to a device what --offload names. The policy's weights never move.
+
+    These are the optimisers' states; with "all", also critic and reference."""
     args = run.args
     optimizers = []
     networks = []
@@ -111,9 +131,95 @@ def offload(run, device: torch.device | str):
     move(optimizers, networks, device)
 
 
+# ---------------------------------------------------------------- memory
+
+
+def check_memory(policy, args, device: torch.device):
+    """Raises BadInput if parameters, gradients and Adam's states exceed a GPU's memory."""
+    if device.type != "cuda" or args.rollout_only or not args.num_steps:
+        return
+    n_ranks = dist.get_world_size() if args.shard else 1
+    needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
+    _, total = torch.cuda.mem_get_info()
+    need(
+        needed < total,
+        f"--model {args.model}: parameters, gradients and Adam's states take "
+        f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank",
+    )
+
+
+def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
+    """Tries the largest micro-batch on the GPU; halves --tokens_per_micro_batch until it fits.
+
+    learners: the train.Learners by name. Each computes its network forward and backward once, on
+    all ranks together. No number of the run depends on the result, because losses are divided
+    by global counts. Nothing is tried on a CPU. Raises BadInput if a single trajectory of
+    the longest length does not fit."""
+    if device.type != "cuda" or args.rollout_only or not args.num_steps:
+        return
+    group = dist.new_group(backend="gloo", timeout=TRIAL_PATIENCE)
+    for name in learners:
+        while not all(all_gather(_fits(name, learners, args), group)):
+            tokens = args.tokens_per_micro_batch
+            need(
+                tokens > args.window,
+                f"the {name} has too little GPU memory to learn from one trajectory of "
+                f"{args.window} tokens: lower --max_response_tokens, or give "
+                "--gradient_checkpointing, --lora_rank or more GPUs",
+            )
+            args.tokens_per_micro_batch = max(args.window, tokens // 2)
+            say(
+                f"a micro-batch of {tokens} tokens takes more than the GPU's memory: "
+                f"--tokens_per_micro_batch {args.tokens_per_micro_batch}"
+            )
+    torch.cuda.empty_cache()
+
+
+def _fits(name, learners, args) -> bool:
+    """Returns whether a learner computes a full micro-batch without running out of memory.
+
+    Gradients and Adam's states take their room meanwhile, as later in the run."""
+    net = learners[name].net
+    n_rows, rest = divmod(args.tokens_per_micro_batch, args.window)
+    lengths = [args.window] * n_rows
+    if net.packed and rest > 1:
+        lengths.append(rest)
+    columns = torch.arange(args.window).expand(len(lengths), -1)
+    batch = {
+        "input_ids": columns % 10,
+        "prompt_lengths": torch.ones(len(lengths), dtype=torch.long),
+        "response_mask": (columns[:, 1:] < torch.tensor(lengths)[:, None]).float(),
+    }
+    rows = list(range(len(lengths)))
+    micro = SimpleNamespace(rows=rows, lengths=lengths, shared=[0] * len(lengths))
+    states = []
+    try:
+        for learner in learners.values():
+            if not learner.optimizer.state:  # before the first step
+                trained = [p for p in learner.net.parameters() if p.requires_grad]
+                states += [torch.zeros_like(p) for p in 2 * trained]
+        for p in net.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+        scores = net(net.pack(batch, micro))
+        sum(x.sum() for x in scores).backward()
+        return True
+    except torch.OutOfMemoryError:
+        if args.shard:
+            net.reset_iter_state()
+        return False
+    finally:
+        net.zero_grad(set_to_none=True)
+
+
+# ---------------------------------------------------------------- the start
+
+
 def start_processes(args):
-    """Starts this process as a rank of the launcher's, or alone. Returns its accelerator, and
-    a store that all ranks share. Raises BadInput if the device can't do what args ask for."""
+    """Starts this process as a rank of the launcher, or alone.
+
+    Returns its accelerator, and a store that all ranks share. Raises BadInput if the device
+    can't do what args ask for."""
     cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
@@ -124,8 +230,10 @@ def start_processes(args):
     dtype = device_defaults(args, not cpu_only)["dtype"]
     precision = "bf16" if dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
-    need(ranks_of_host() % args.tp == 0,
-         f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host")
+    need(
+        ranks_of_host() % args.tp == 0,
+        f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host",
+    )
     if dist.get_world_size() == 1:
         return accelerator, dist.HashStore()
     return accelerator, dist.distributed_c10d._get_default_store()

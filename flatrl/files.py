@@ -8,13 +8,16 @@ from pathlib import Path
 
 
 def absolute(path: str) -> str:
-    """Returns the real path of what exists, as a tool may change the directory; anything
-    else may be a hub's name, and stays as it is."""
-    return os.path.realpath(path) if os.path.exists(path) else path
+    """Returns the real path of an existing file, because a tool may change the directory.
+
+    Anything else may be a name on a hub, and is returned as it is."""
+    if os.path.exists(path):
+        return os.path.realpath(path)
+    return path
 
 
 def write_whole(file: Path, *texts: str):
-    """Writes a file of these texts so that nobody ever sees half of it; makes its folder."""
+    """Writes a file of these texts, and makes its folder. Readers never see half a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}")
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
@@ -23,15 +26,16 @@ def write_whole(file: Path, *texts: str):
 
 
 def to_json_lines(rows: Iterable[dict]) -> str:
-    """Returns a text, one line of JSON for each row; what JSON does not know becomes a str."""
-    return "".join(json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+    """Returns a text with a line of JSON for each row. Unknown objects become strings."""
+    lines = [json.dumps(row, default=str, ensure_ascii=False) for row in rows]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def read_json_lines(file: Path) -> Iterator[dict]:
-    """Yields the JSON objects of a file, one a line.
+    """Yields the JSON objects of a file with one on each line.
 
-    The file may be missing, may be written to right now, or may have been cut off by a
-    kill: lines that are no JSON object are left out."""
+    Other lines are skipped: the file may have been cut off by a kill, or may be written to right
+    now. It may also be missing."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(ValueError):
@@ -41,6 +45,9 @@ def read_json_lines(file: Path) -> Iterator[dict]:
 
 
 def logged(folder: Path, name: str) -> dict[int, float]:
-    """Returns a metric of a run's metrics.jsonl, {step: value}, of the steps that have it."""
-    rows = read_json_lines(folder / "metrics.jsonl")
-    return {row.get("step"): row[name] for row in rows if name in row}
+    """Returns {step: value} of a metric, from the metrics.jsonl of a run."""
+    values = {}
+    for row in read_json_lines(folder / "metrics.jsonl"):
+        if name in row:
+            values[row.get("step")] = row[name]
+    return values

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,24 +18,17 @@ from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
 
-NOT_THE_MODELS = r"""(?msx)
-    ^ (@ (losses\.)? (estimator|objective)\( [^\n]*\n def\ \w+  # estimators and objectives,
-      | (async\ )? def\ (reward|sampler)  # the reward and the sampler,
-      ) \(.*? (?=^[^\s)]|\Z)              # each up to the next line that is not indented
-    | ^(from|import)\ losses\b [^\n]*\n   # and what is imported for them"""
-
-
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    The name of the folder has a hash of everything that the result depends on. The model is
-    built in a temporary folder that is then renamed, so that nobody finds a half-built one;
-    of two jobs that build at once, the first to finish wins."""
-    # Tasks that import the function share its model.
+    The folder's name has a hash of all that the model depends on, the source of the task file
+    among them. The model is built in a temporary folder that is then renamed, so that a
+    half-built one is never used. Of two jobs that build at once, the first to finish wins."""
+    # Tasks that import build_model from another task share its model.
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
-    key = [[model_source(file.read_text()) for file in (source, *shared)], args.seed,
-           torch.get_num_threads(), torch.cuda.is_available(), versions()]
+    texts = [file.read_text() for file in (source, *shared)]
+    key = [texts, args.seed, torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
     folder = cache / f"{source.stem}-{digest}"
@@ -53,29 +45,21 @@ def task_model(task: ModuleType, args) -> str:
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not folder.is_dir():  # no other job was first: it is a real failure
+            if not folder.is_dir():  # no other job was first: the error is real
                 raise
     return str(folder)
 
 
-def model_source(text: str) -> list[str]:
-    """Returns the lines of a file without what a model does not depend on: NOT_THE_MODELS.
-
-    If a reward or sampler is called, as where a teacher's wrong answers are left out, none is
-    left out."""
-    others = re.sub(NOT_THE_MODELS, "", text)
-    return re.split("\n+", text if re.search(r"\b(reward|sampler)\(", others) else others)
-
-
 def from_pretrained(auto_class: str, args, problem: str, **settings):
-    """Loads a part of args.model by the Auto class of transformers with this name.
+    """Loads args.model by an Auto class of transformers, given by its name.
 
     Raises BadInput, with `problem`, if it can't be loaded."""
-    import transformers  # here: --help needs none of it, and it takes a second
+    import transformers  # here, because it takes a second, and --help does not need it
 
     with refusing(f"--model {args.model} {problem}"):
         return getattr(transformers, auto_class).from_pretrained(
-            args.model, trust_remote_code=args.trust_remote_code, **settings)
+            args.model, trust_remote_code=args.trust_remote_code, **settings
+        )
 
 
 def load_for_training(auto_class: str, args, attention) -> nn.Module:
@@ -84,118 +68,146 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
     attention: transformers' attn_implementation. Raises BadInput if the weights in the files are
     not all that the model needs, or if some are not finite."""
     model, info = from_pretrained(
-        auto_class, args, "can't be loaded for training",
+        auto_class,
+        args,
+        "can't be loaded for training",
         # "auto" is the type in the files: no weight is copied, the ranks of a host read the same
         # pages, and the shards become float32.
         dtype="auto" if args.shard else torch.float32,
         attn_implementation=attention,
         output_loading_info=True,
-        ignore_mismatched_sizes=True)
+        ignore_mismatched_sizes=True,
+    )
     for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
-        need(not info[key],
-             f"--model {args.model} does not match its config.json: "
-             f"{key.replace('_', ' ')} {sorted(info[key])[:3]}")
+        need(
+            not info[key],
+            f"--model {args.model} does not match its config.json: "
+            f"{key.replace('_', ' ')} {sorted(info[key])[:3]}",
+        )
     for name, p in model.named_parameters():
         need(p.isfinite().all(), f"--model {args.model}: {name} has NaN or infinite elements")
     return model
 
 
 def load_config(args):
-    """Loads and checks the model's configuration.
+    """Loads the model's configuration.
 
-    Raises BadInput if args.model is no model, or if it has what the trainer doesn't implement.
-    Its window is checked by vLLM, see `check_model`."""
-    config = from_pretrained("AutoConfig", args,
-                             "is neither a model folder nor a model that can be loaded")
-    need(not config.is_encoder_decoder,
-         f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone")
-    need(not getattr(config, "quantization_config", None),
-         f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
-         "a version that has them")
+    Raises BadInput if there is none, or if the trainer doesn't implement such a model. vLLM
+    checks the window, see `check_model`."""
+    config = from_pretrained(
+        "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
+    )
+    need(
+        not config.is_encoder_decoder,
+        f"--model {args.model} is an encoder-decoder model: choose one that is a decoder alone",
+    )
+    need(
+        not getattr(config, "quantization_config", None),
+        f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
+        "a version that has them",
+    )
     text = config.get_text_config()
-    need(args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
-         f"--model {args.model} has multi-head latent attention, in which engine and trainer "
-         "were seen to disagree: choose another, or --allow_mismatch")
+    need(
+        args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
+        f"--model {args.model} has multi-head latent attention, in which engine and trainer "
+        "were seen to disagree: choose another, or --allow_mismatch",
+    )
     for name, value in json.loads(args.engine_args).get("hf_overrides", {}).items():
-        need(getattr(config, name, value) == value,
-             f"--engine_args: hf_overrides has {name} {value}, but the trainer's model has "
-             f"{getattr(config, name, None)}: change it in the model's config.json")
-    # vLLM checks the others. Where they are fewer than the ranks, it copies them.
+        need(
+            getattr(config, name, value) == value,
+            f"--engine_args: hf_overrides has {name} {value}, but the trainer's model has "
+            f"{getattr(config, name, None)}: change it in the model's config.json",
+        )
+    # vLLM checks the other heads. Fewer key-value heads than ranks are copied.
     kv_heads = getattr(text, "num_key_value_heads", None) or args.tp
-    need(kv_heads % args.tp == 0 or args.tp % kv_heads == 0,
-         f"--tp {args.tp} does not divide the model's {kv_heads} key-value heads")
+    need(
+        kv_heads % args.tp == 0 or args.tp % kv_heads == 0,
+        f"--tp {args.tp} does not divide the model's {kv_heads} key-value heads",
+    )
     return config
 
 
 def stop_token_ids(args, tokenizer) -> list[int]:
-    """Returns the ids that end a turn: the tokenizer's EOS, and generation_config.json's.
+    """Returns the ids that end a turn: the tokenizer's EOS and those of generation_config.json.
 
     Raises BadInput if there is none, or one that the tokenizer lacks."""
     from transformers import GenerationConfig
 
+    configured = None
     with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
         try:
             configured = GenerationConfig.from_pretrained(args.model).eos_token_id
         except OSError:
             if Path(args.model, "generation_config.json").exists():
                 raise
-            configured = None
-        others = configured if isinstance(configured, list) else [configured]
-        ids = {tokenizer.eos_token_id, *others} - {None}
-    need(ids and ids <= {*range(len(tokenizer))},
-         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
-         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}")
+    others = configured if isinstance(configured, list) else [configured]
+    ids = {tokenizer.eos_token_id, *others} - {None}
+    need(
+        ids and ids <= {*range(len(tokenizer))},
+        f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
+        f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
+    )
     return sorted(ids)
 
 
 def vocab_size(tokenizer) -> int:
-    """Returns the number of ids that mean a token; the model's vocabulary may be padded."""
+    """Returns the number of ids that stand for a token; the model's vocabulary may be padded."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def load_tokenizer(args) -> tuple:
-    """Checks args.model; returns its processor (None for a text model) and its tokenizer."""
+    """Returns the model's processor (None for a text model) and its tokenizer.
+
+    Raises BadInput if args.model can't be trained here."""
     config = load_config(args)
     processor = load_processor(args, config)
     if processor:
         tokenizer = processor.tokenizer
     else:
-        tokenizer = from_pretrained(
-            "AutoTokenizer", args, "has no tokenizer that can be loaded")
-    need(vocab_size(tokenizer) <= config.get_text_config().vocab_size,
-         f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
-         "vocab_size: it is another model's, or was added to")
+        tokenizer = from_pretrained("AutoTokenizer", args, "has no tokenizer that can be loaded")
+    need(
+        vocab_size(tokenizer) <= config.get_text_config().vocab_size,
+        f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
+        "vocab_size: it is another model's, or was added to",
+    )
     return processor, tokenizer
 
 
 def check_teacher(args, tokenizer):
-    """Raises BadInput if --ref_model has another tokenizer than the policy."""
+    """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
     if args.ref_model:
         _, tokenizer_of_teacher = load_tokenizer(replace(args, model=args.ref_model))
-        need(tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-             "ids mean other tokens")
+        need(
+            tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
+            f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
+            "ids mean other tokens",
+        )
 
 
 def load_processor(args, config):
-    """Returns the processor of a vision-language model, with the engine's settings, because
-    both must agree; None for a text model.
+    """Returns the processor of a vision-language model, or None for a text model.
 
-    Raises BadInput for a vision model without a packed forward pass here (see Vision)."""
+    Its settings are those in --engine_args, so that trainer and engine agree. Raises BadInput for
+    a vision model that has no packed forward pass here (see Vision)."""
     from transformers import AutoModel
 
     if getattr(config, "vision_config", None) is None:
         return None
-    need(hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-         f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported")
+    need(
+        hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
+        f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
+    )
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
-    processor = from_pretrained("AutoProcessor", args,
-                                "has vision, but its processor can't be loaded", **settings)
+    processor = from_pretrained(
+        "AutoProcessor", args, "has vision, but its processor can't be loaded", **settings
+    )
     # min_pixels and max_pixels are no attributes: they set `size`.
     allowed = {*vars(processor.image_processor), "min_pixels", "max_pixels"}
     for name in settings:
-        need(name in allowed,
-             f"--engine_args: mm_processor_kwargs has {name}, no setting of the image processor")
+        need(
+            name in allowed,
+            f"--engine_args: mm_processor_kwargs has {name}, no setting of the image processor",
+        )
     tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return processor
@@ -212,9 +224,8 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for a model's parameters and saved buffers, tied ones once.
 
-    Weights under a LoRA adapter are the sum with it, in a tensor of its own. Of a sharded
-    model one tensor at a time is whole, and all ranks go through them together: in the dtype,
-    of which bfloat16 is half as much to send."""
+    A LoRA adapter is added to its weight, in a new tensor. The tensors of a sharded model are
+    gathered one at a time, in `dtype` (bfloat16 halves what is sent), by all ranks together."""
     saved = model.state_dict()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in saved or ".lora_" in name:
@@ -228,9 +239,9 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
 
 
 def checkpoint_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields `whole_weights` by their names in a checkpoint, where experts come one by one.
+    """Yields `whole_weights` by their names in a checkpoint, which lists experts one by one.
 
-    Use each tensor before the next one is asked for: only one is meant to be in memory."""
+    Use each tensor before asking for the next one, so that only one is in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     for name, tensor in whole_weights(model, dtype):

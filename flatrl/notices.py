@@ -40,7 +40,7 @@ class Notices:
         self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
         self.tracker = None
         if args.wandb_project:
-            self.tracker = Tracker("wandb", args.wandb_project, args.output_dir, about)
+            self.tracker = Tracker(args.wandb_project, args.output_dir, about)
         self.is_learning = True  # whether the last step taught something
 
     def start(self, rows: dict, rows_read: dict, network, device):
@@ -76,7 +76,7 @@ class Notices:
             self.log.say(f"warning: step {step} taught nothing: {why_nothing(phase.sampled)}")
         for warning in self.watch.step(metrics, phase.trained, batch):
             self.log.warn_once(warning)
-        every = 20
+        every = self.log.args.show_every
         if every and (step - 1) % every == 0:
             text = whole_text(phase.outputs[0], self.log.tokenizer)
             self.log.say(f"the first trajectory of step {step}:\n{text}")
@@ -106,7 +106,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     if not args.num_steps:
         lines.append(
             f"evaluation: {args.eval_samples} trajectories a validation row, at temperature "
-            f"{args.sampling(True)['temperature']:g}; writing {args.output_dir}")
+            f"{args.eval_temperature:g}; writing {args.output_dir}")
         return "\n".join(lines)
 
     n = args.prompts_per_step

@@ -4,10 +4,8 @@ import asyncio
 import atexit
 import contextlib
 import datetime
-import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,27 +21,16 @@ from safetensors import SafetensorError
 from agent_loop import BadInput
 from flatrl.bad_input import need
 
-# A rank may wait so long for another one's rollouts.
+# How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
-LEFT_BEHIND_S = 30  # what user code has left may take so long to end when the run has ended
-
-# The second Ctrl-C ends a run also where a tool holds the interpreter and no Python gets to
-# run: C code writes the number of each signal that has a handler to this process's input.
-# Others than the three, such as a data loader's SIGCHLD, don't count. Within a second of
-# the first, launchers pass on the Ctrl-C that we got already.
-SECOND_SIGNAL = """exec >/dev/null 2>&1
-stop_signal() {
-    while number=$(head -c 1 | od -An -tu1) && [ "$number" ]; do
-        case $((number)) in 1|2|15) return 0;; esac
-    done
-    return 1
-}
-stop_signal && { timeout 1 cat; stop_signal && kill -9 $PPID; }"""
+# At the end of a run, threads and processes of user code may take so long to end.
+LEFT_BEHIND_S = 30
+# A task that blocks the event loop for longer is named.
+BLOCKED_S = 1.5
 
 
 class Stopped(Exception):
-    """The run is to stop; raised on all ranks together, caught once in train.main, and raised
-    again when all is saved."""
+    """The run was told to stop. All ranks raise it together; train.main saves, then re-raises."""
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -70,22 +57,24 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def on_main(function, *args):
+def on_main(function: Callable, *args):
     """Calls a function on the main rank, and returns its result on all ranks.
 
-    Raises BadInput on all ranks for a BadInput, and for what could not be read or written."""
+    If it raises BadInput, or can't read or write a file, all ranks raise BadInput."""
     if not dist.is_initialized():
         return function(*args)
-    result = ["", None]  # the error's text, and what the function returned
+    problem = None
+    value = None
     if dist.get_rank() == 0:
         try:
-            result[1] = function(*args)
+            value = function(*args)
         except (BadInput, OSError, SafetensorError) as error:
-            # torch.distributed puts the stack before an error of another rank.
-            result[0] = str(error).rpartition("BadInput: ")[2].strip()
-    dist.broadcast_object_list(result)
-    need(not result[0], result[0])
-    return result[1]
+            problem = str(error) or repr(error)
+    answer = [problem, value]
+    dist.broadcast_object_list(answer)
+    problem, value = answer
+    need(problem is None, problem)
+    return value
 
 
 def ranks_of_host() -> int:
@@ -97,38 +86,44 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Notes Ctrl-C, SIGTERM, SIGHUP and the launcher's death on any rank: all ranks end
-    after the present step. A second signal ends a process at once."""
+    """Watches for Ctrl-C, SIGTERM, SIGHUP and the launcher's death on every rank.
+
+    After the first signal all ranks finish the present step, save and end. A second signal
+    ends a process at once."""
 
     def __init__(self):
-        self.requested = False  # that this run stops: on any rank
+        self.requested = False  # on any rank
         self.finished = threading.Event()  # this rank's run is over: set by train.close
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has SIGHUP ignored already, and it stays so.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._signalled)
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end)
-        subprocess.Popen(["sh", "-c", SECOND_SIGNAL], stdin=read_end, start_new_session=True)
+        self.signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
+            self.signals.append(signal.SIGHUP)
+        self._handle(self._signalled)
         name = f"{os.uname().nodename}: rank {dist.get_rank()} (process {os.getpid()})"
         names = dict(enumerate(all_gather(name)))
         group = dist.new_group(backend="gloo", timeout=PATIENCE / 8)
         self.thread = threading.Thread(target=self._watch, args=(names, group), daemon=True)
         self.thread.start()
 
+    def _handle(self, handler):
+        for number in self.signals:
+            signal.signal(number, handler)
+
     def _signalled(self, *_):
-        if not self.requested and dist.get_rank() == 0:
-            print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
         self.requested = True
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+                print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
+        # Launchers pass on the Ctrl-C that the terminal has sent to this process, too.
+        self._handle(lambda *_: None)
+        time.sleep(1)
+        self._handle(signal.SIG_DFL)
 
     def _watch(self, names, group):
-        """Exchanges two bits with all ranks, once a second, until all have finished.
+        """Exchanges two bits with all ranks once a second, until all have finished.
 
-        names: {rank: its name in a message}. Ends this process if another one is gone,
-        for which it would wait in vain: kernels close a dead process's connections, and
-        give up those to a lost host. Stops the run if the launcher is gone: accelerate's
-        leaves its processes."""
+        names: {rank: its name in a message}. Ends this process if another rank is gone, because
+        it would wait for that rank in vain. Stops the run if the launcher is gone: accelerate's
+        leaves its processes behind."""
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
         launcher_pid = os.getppid()  # without a launcher it may be a shell, which may close
         my_name = names.pop(dist.get_rank())
@@ -141,7 +136,7 @@ class Stop:
             my_state = torch.tensor([self.requested, self.finished.is_set()])
             all_finished = my_state[1]
             lost_ranks = []
-            # Ranks leave this loop in the same round: none waits for one that has left.
+            # All ranks leave this loop in the same round, so none waits for one that has left.
             for rank, name in names.items():
                 their_state = my_state.clone()
                 try:
@@ -160,41 +155,24 @@ class Stop:
 
 
 def run_as_script(main: Callable, parse: Callable):
-    """Calls main(parse()) in this process, which returns 0 only if that came to its end.
+    """Calls main(parse()), then ends this process with an exit code.
 
-    It returns 2 for BadInput, 130 for Stopped and Ctrl-C, and 1 for anything else, also if user
-    code calls sys.exit(0) or os._exit(0) in it; C code that ends the process can't be kept from
-    doing so. Python waits at its end for threads and processes that user code left: here for
-    LEFT_BEHIND_S seconds."""
-    for name in ("stdout", "stderr"):
-        # A tool may close the stream, or its file's number, which another file then gets.
-        old = getattr(sys, name)
-        stream = open(os.dup(old.fileno()), "w", 1, old.encoding, "backslashreplace")
-        stream.write, stream.flush = map(never_fails, (stream.write, stream.flush))
-        stream.close = stream.flush
-        setattr(sys, name, stream)
-    pid = os.getpid()
-    leave = os._exit
-    status = 0
-
-    def leave_early(code):
-        """Ends a process; not with 0 if it is this one, whose run has not come to its end."""
-        if os.getpid() == pid and code == 0:
-            traceback.print_stack()
-            print("os._exit(0) ends the run before its end: it returns 1", file=sys.stderr)
-            code = 1
-        leave(code)
-
+    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: anything else, also
+    sys.exit(0) in user code. Python waits for threads and processes that user code has left
+    behind: here for LEFT_BEHIND_S seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        # Each line appears at once, also in a file, whatever the terminal's encoding.
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    args = None
+    status = 1
     try:
-        args = parse()  # --help ends here
-        status = 1
-        os._exit = leave_early
-        try:
-            main(args)
-        except SystemExit as error:
-            raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
+        args = parse()
+        main(args)
         status = 0
-        os._exit = leave
+    except SystemExit as error:
+        if args is None:  # --help
+            raise
+        raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
     except Stopped:
         status = 130
     except KeyboardInterrupt:  # before a run's Stop is there, which says what was saved
@@ -205,7 +183,7 @@ def run_as_script(main: Callable, parse: Callable):
             print(f"train.py: error: {error}", file=sys.stderr)
         status = 2
     finally:
-        timer = threading.Timer(LEFT_BEHIND_S, leave, [status])
+        timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])
         timer.daemon = True
         timer.start()
     sys.exit(status)
@@ -215,19 +193,16 @@ def run_as_script(main: Callable, parse: Callable):
 
 
 class Background:
-    """One daemon thread running one event loop from the start of the run to its end.
+    """A daemon thread that runs one event loop from the start of the run to its end.
 
-    The loop's time stands still a quarter of a second after its last `tick`: while a tool
-    blocks the loop, or all of Python, nobody else's deadline passes."""
+    A second thread names a task that blocks the loop."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
         self.closed = False
-        self.ticked = time.monotonic()  # at the last tick, and the loop's time then
-        self.loop_time_then = self.ticked
-        self.loop.time = self.loop_time
-        for work in (self.run, self.watch):
-            threading.Thread(target=work, daemon=True).start()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        threading.Thread(target=self.watch, daemon=True).start()
         atexit.register(self.close)  # a run that failed says nothing more
 
     def submit(self, coroutine: Coroutine) -> Future:
@@ -235,68 +210,35 @@ class Background:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self):
-        """Ends both threads; what runs on the loop is left as it is."""
+        """Ends both threads. Tasks on the loop are left as they are."""
         self.closed = True
-        faulthandler.cancel_dump_traceback_later()  # `watch` may get no more turn
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def loop_time(self):
-        """Returns the loop's time, in seconds."""
-        return self.loop_time_then + min(0.25, time.monotonic() - self.ticked)
-
-    def tick(self):
-        """Lets the loop's time go on. The loop calls it every 0.1 s while nothing blocks."""
-        self.loop_time_then = self.loop_time()
-        self.ticked = time.monotonic()
-        self.loop.call_later(0.1, self.tick)
-
     def run(self):
-        """Runs the loop. A task in which user code raises SystemExit ends run_forever.
-
-        Without the loop the run would wait for ever: what ends it, ends the process."""
-        self.thread = threading.get_ident()
-        os.register_at_fork(after_in_child=self.forked)
-        self.loop.call_soon(self.tick)
+        """Runs the loop. sys.exit in a task of user code ends run_forever, but not the loop."""
         while not self.closed:
-            try:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):
-                pass
-            except BaseException:
-                self.leave(traceback.format_exc())
-
-    def forked(self):
-        """Lets a copy of this process, which user code has forked, end where it would go on as
-        a second trainer: where the copy of the loop's thread comes back from that code."""
-        if threading.get_ident() == self.thread:
-            task = asyncio.current_task(self.loop)
-            self.loop._ready.clear()  # what others are about to do is the first process's
-            self.loop.call_soon(
-                self.leave, f"{task and task.get_name()} has forked this process: its copy ends")
-
-    def leave(self, why: str):
-        """Ends this process, with 1, and says why."""
-        print(f"\n{why}", file=sys.stderr)
-        os._exit(1)
 
     def watch(self):
-        """Says what blocks the loop, once each time.
-
-        Where no Python gets to run, as under a regular expression, a thread of C prints all
-        stacks. While other threads run, that could crash: this thread puts it off."""
-        reported_tick = 0.0
+        """Prints the stack of a task that blocks the loop, once each time."""
         while not self.closed:
-            faulthandler.dump_traceback_later(1.8, file=2)
+            turn = threading.Event()
+            self.loop.call_soon_threadsafe(turn.set)
+            if not turn.wait(BLOCKED_S):
+                task = asyncio.current_task(self.loop)
+                if task and not self.closed:
+                    print(
+                        f"\n{task} blocks all others: it must await, or be a plain function. "
+                        "It is here:",
+                        file=sys.stderr,
+                    )
+                    traceback.print_stack(sys._current_frames()[self.thread.ident])
+                turn.wait()
             time.sleep(0.2)
-            task = asyncio.current_task(self.loop)
-            if task and reported_tick < self.ticked < time.monotonic() - 1.2:
-                reported_tick = self.ticked
-                print(f"\n{task} blocks all others: it must await, or be a plain function. "
-                      "It is here:", file=sys.stderr)
-                traceback.print_stack(sys._current_frames()[self.thread])
 
 
-# ---------------------------------------------------------------- memory, and what is printed
+# ---------------------------------------------------------------- memory
 
 
 def memory() -> dict[str, float]:
@@ -306,12 +248,3 @@ def memory() -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
         figures["device"] = (total - free) / 1e9
     return figures
-
-
-def never_fails(write: Callable) -> Callable:
-    """Returns a `write` that a terminal that is gone, or a full disk, does not make raise."""
-    def attempt(*text):
-        # RuntimeError: a signal came meanwhile. ValueError: the stream is closed.
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            return write(*text)
-    return attempt

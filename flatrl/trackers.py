@@ -1,6 +1,4 @@
-"""Logs a run at Weights & Biases, or at trackio, which speaks its API."""
-
-import importlib
+"""Logs a run to Weights & Biases."""
 
 from agent_loop import AgentLoopOutput, numbers, total_reward
 from flatrl.bad_input import refusing
@@ -10,30 +8,37 @@ COLUMNS = ["prompt", "sample", "index", "reward", "turns", "stop_reason", "traje
 
 
 class Tracker:
-    """A run at a tracker: its metrics, and of each step a table of the first MAX_ROWS outputs.
+    """A run at Weights & Biases: its metrics, and a table of each step's first outputs.
 
-    The tracker groups metrics by what stands before the "/" of their names.
-    package: "wandb" or "trackio"; about: what is known of the run, as in args.json.
-    Raises BadInput if the package is not installed."""
+    about: the contents of args.json. Raises BadInput if wandb is not installed."""
 
-    def __init__(self, package: str, project: str, folder: str, about: dict):
-        with refusing(f"--tracker {package} needs: pip install {package}"):
-            self.package = importlib.import_module(package)
-        settings = {"dir": folder} if package == "wandb" else {}
-        self.run = self.package.init(project=project, config=about, **settings)
+    def __init__(self, project: str, folder: str, about: dict):
+        with refusing("--wandb_project needs: pip install wandb"):
+            import wandb
+        self.wandb = wandb
+        self.run = wandb.init(project=project, dir=folder, config=about)
 
     def step(self, metrics: dict, outputs: list[AgentLoopOutput], tokenizer):
         """Logs a step's metrics and, if there are any, its trajectories."""
         logged = numbers(metrics)
-        del logged["step"]  # both have a step of their own; trackio keeps the name to itself
+        del logged["step"]
         if outputs:
-            rows = [
-                [output.extra["prompt"], output.extra["sample"], str(output.extra.get("index")),
-                 total_reward(output), output.num_turns, output.stop_reason,
-                 tokenizer.decode(output.prompt_ids + output.response_ids)]
-                for output in outputs[:MAX_ROWS]]
-            logged["rollouts"] = self.package.Table(columns=COLUMNS, data=rows)
+            rows = [_row(output, tokenizer) for output in outputs[:MAX_ROWS]]
+            logged["rollouts"] = self.wandb.Table(columns=COLUMNS, data=rows)
         self.run.log(logged, step=metrics["step"])
 
     def close(self):
+        """Sends what is left, and ends the run at Weights & Biases."""
         self.run.finish()
+
+
+def _row(output, tokenizer):
+    return [
+        output.extra["prompt"],
+        output.extra["sample"],
+        str(output.extra.get("index")),
+        total_reward(output),
+        output.num_turns,
+        output.stop_reason,
+        tokenizer.decode(output.prompt_ids + output.response_ids),
+    ]

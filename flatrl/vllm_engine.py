@@ -15,46 +15,76 @@ import torch.distributed as dist
 from flatrl.bad_input import check_ids, need, refusing
 from flatrl.terminal import shown
 
-# What the flags that are JSON objects may not hold. Of vllm.LLM's arguments those that
-# colocation depends on, that go round the vocabulary's limit, or that are lost at sleep level 2
-# (draft models, thinking budgets); of a chat template's variables those that are arguments of
-# apply_chat_template; of sampling parameters those that are a flag, or an agent loop's.
+# Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
+# exact logprobs depend on, or that sleep loses (draft models, thinking budgets); arguments of
+# apply_chat_template; sampling parameters that are a flag, or an agent loop's.
 FIXED_ARGUMENTS = {
-    "engine_args": """distributed_executor_backend logprobs_mode enable_sleep_mode
-        pipeline_parallel_size data_parallel_size limit_mm_per_prompt
-        enable_batch_sharded_sampling speculative_config spec_method spec_model spec_tokens
-        reasoning_config reasoning_parser tokenizer tensor_parallel_size""",
-    "chat_template_args": """conversation messages tools add_generation_prompt tokenize
-        continue_final_message padding truncation max_length return_tensors return_dict
-        return_assistant_tokens_mask tokenizer_kwargs""",
-    "sampling_args": "temperature seed structured_outputs",
-    "eval_sampling_args": "seed structured_outputs"}
+    "engine_args": [
+        "distributed_executor_backend",
+        "logprobs_mode",
+        "enable_sleep_mode",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "tensor_parallel_size",
+        "limit_mm_per_prompt",
+        "enable_batch_sharded_sampling",
+        "speculative_config",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+        "reasoning_config",
+        "reasoning_parser",
+        "tokenizer",
+    ],
+    "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
+    "sampling_args": ["temperature", "seed", "structured_outputs"],
+    "eval_sampling_args": ["seed", "structured_outputs"],
+}
 # Sampling parameters that the engine sets itself.
-FIXED_SAMPLING = {
-    "n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
+FIXED_SAMPLING = {"n", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "output_kind"}
 # Sampling parameters that leave the distribution of a token as it is.
-NEUTRAL_SAMPLING = set("""temperature stop stop_token_ids max_tokens ignore_eos
-    include_stop_str_in_output""".split())
+NEUTRAL_SAMPLING = {
+    "temperature",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+}
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # vLLM's external launcher wants ranks and an address also for a single process.
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 # ---------------------------------------------------------------- what the user may set
 
 
 def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
-    """Checks the JSON object of one of the flags that FIXED_ARGUMENTS names.
+    """Raises BadInput if the flag `name`, a JSON object, has a key that can't be set there.
 
-    Raises BadInput on an argument that can't be set there, on one of --engine_args that is a
-    flag here (for others see `check_model`), and on a sampling parameter that vLLM does not
-    know. Warns of one that changes the distribution in training, because the trainer computes
+    Unknown sampling parameters are refused here, unknown --engine_args by `check_model`. Warns
+    of parameters that change the distribution in training, because the trainer computes
     log softmax(logits / temperature)."""
-    fixed = sorted(arguments.keys() & FIXED_ARGUMENTS[name].split())
-    need(not fixed, f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
-         "loop's, or flatrl's own")
+    fixed = sorted(arguments.keys() & set(FIXED_ARGUMENTS[name]))
+    need(
+        not fixed,
+        f"--{name}: {', '.join(fixed)} can't be set here: it is a flag, an agent "
+        "loop's, or flatrl's own",
+    )
     if name == "engine_args":
         for key in arguments:
             need(key not in our_flags, f"--engine_args: {key} is --{key}")
-        need(isinstance(arguments.get("hf_overrides", {}), dict),
-             "--engine_args: hf_overrides must be an object")
-    if "sampling" in name and arguments:  # this imports vLLM: seconds
+        need(
+            isinstance(arguments.get("hf_overrides", {}), dict),
+            "--engine_args: hf_overrides must be an object",
+        )
+    if "sampling" in name and arguments:  # this imports vLLM, which takes seconds
         with refusing(f"--{name}"):
             sampling_params(arguments)
     others = sorted(arguments.keys() - NEUTRAL_SAMPLING)
@@ -62,32 +92,30 @@ def check_arguments(name: str, arguments: dict, our_flags: Sequence[str]):
         warnings.warn(
             f"--sampling_args {', '.join(others)}: the engine samples from another distribution "
             "than the one whose logprobs the trainer computes; see rollout/logp_diff_mean, and "
-            "consider --rollout_correction", stacklevel=2)
+            "consider --rollout_correction",
+            stacklevel=2,
+        )
 
 
 def sampling_params(parameters: dict, vocab_size: float = math.inf):
-    """Returns vLLM's SamplingParams of a request with these parameters, as the engine needs
-    them.
+    """Returns a request's vLLM SamplingParams.
 
-    Raises ValueError, TypeError or what vLLM has for it, if one is unknown, is not the
-    user's to set, is of a wrong type or out of its range, or has token ids from vocab_size
-    on. In vLLM's own step such a request would end the run."""
+    Raises an error of any kind if a parameter is unknown, not the user's to set, of a wrong type
+    or out of range, or if a token id is not below vocab_size. In vLLM's own step such a request
+    would end the run."""
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default are 16
+    parameters = {"max_tokens": 1 << 30} | parameters  # vLLM's default is 16
     checked = msgspec.convert(parameters, SamplingParams)  # types, also in lists; ranges
     unknown = parameters.keys() - {*checked.__struct_fields__}
-    if unknown:  # msgspec left it out
+    if unknown:  # msgspec ignores them
         raise ValueError(f"vLLM has no sampling parameter {', '.join(sorted(unknown))}")
     fixed = FIXED_SAMPLING & parameters.keys()
     if fixed:
         raise ValueError(f"{', '.join(sorted(fixed))} can't be set here")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         check_ids(list(getattr(checked, name) or ()), vocab_size, name)
-    if checked.allowed_token_ids == []:
-        raise ValueError("allowed_token_ids is empty: nothing can be sampled")
-    need(abs(checked.seed or 0) < 2**63, f"seed {checked.seed} has more than 64 bits")
     checked.logprobs = 0  # of the sampled token only
     checked.flat_logprobs = True
     checked.detokenize = bool(checked.stop)
@@ -99,12 +127,16 @@ def sampling_params(parameters: dict, vocab_size: float = math.inf):
 
 
 def vllm_arguments(model: str, args, device: torch.device, vision: bool = False) -> dict:
-    """Returns the arguments of vllm.LLM: what colocation and exact logprobs need,
-    overridden by --engine_args."""
+    """Returns the arguments of vllm.LLM for colocation and exact logprobs, with --engine_args."""
+    engine_args = json.loads(args.engine_args)
+    max_num_seqs = engine_args.get("max_num_seqs", 256)
     arguments = dict(
-        model=model, dtype=args.dtype,
-        trust_remote_code=args.trust_remote_code, seed=args.seed,
-        max_model_len=args.max_model_len, max_num_seqs=256,
+        model=model,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+        max_model_len=args.max_model_len,
+        max_num_seqs=max_num_seqs,
         # Each rank's own process has an engine, on the process group that accelerate made.
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=args.tp,
@@ -112,21 +144,24 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         logprobs_mode="processed_logprobs",
         runner="generate",
         generation_config="vllm",  # no sampling defaults from the model's folder
-        disable_log_stats=True, use_tqdm_on_load=False)
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
     if vision:
         arguments["limit_mm_per_prompt"] = {"image": args.max_images, "video": 0}
     if device.type == "cuda":
-        arguments |= dict(enable_sleep_mode=True,
-                          gpu_memory_utilization=args.gpu_memory_utilization)
+        arguments["enable_sleep_mode"] = True
+        arguments["gpu_memory_utilization"] = args.gpu_memory_utilization
     else:
         arguments |= dict(
             enforce_eager=True,  # compiling takes longer than a small run
-            block_size=32, kv_cache_memory_bytes=1 << 30,
+            block_size=32,
+            kv_cache_memory_bytes=1 << 30,
             # A prompt is computed in one step: the longest must fit beside a full batch that
             # decodes.
-            max_num_batched_tokens=max(8192, args.max_model_len + 256),
-            enable_chunked_prefill=False)  # with request seeds vLLM's CPU build crashes on it
-    engine_args = json.loads(args.engine_args or "{}")
+            max_num_batched_tokens=max(8192, args.max_model_len + max_num_seqs),
+            enable_chunked_prefill=False,  # with request seeds vLLM's CPU build crashes on it
+        )
     # The trainer's logits are float32; a bfloat16 head would round the engine's.
     arguments["hf_overrides"] = {"head_dtype": "float32"} | engine_args.pop("hf_overrides", {})
     return arguments | engine_args
@@ -134,8 +169,9 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
 
 @shown("asking vLLM about the model")
 def check_model(args, device: torch.device, vocab_size: int):
-    """Raises BadInput if vLLM can't generate text with args.model, --engine_args and the
-    sampling parameters. Loads no weights. With --replay there is nothing to check."""
+    """Raises BadInput if vLLM can't generate text with the model, engine and sampling arguments.
+
+    Loads no weights. With --replay there is nothing to check."""
     if args.replay:
         return
     prepare_vllm(device, args.tp)
@@ -143,28 +179,28 @@ def check_model(args, device: torch.device, vocab_size: int):
 
     arguments = vllm_arguments(args.model, args, device)
     arguments.pop("compilation_config", None)  # vllm.LLM takes more forms of it
-    with refusing(f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
-                  f"text with them, in a window of {args.max_model_len} tokens"):
+    with refusing(
+        f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
+        f"text with them, in a window of {args.max_model_len} tokens"
+    ):
         EngineArgs(**arguments).create_engine_config()
     for validate, kind in enumerate(("", "eval_")):
         with refusing(f"--{kind}sampling_args"):
-            # Agent loops ask for so many tokens at most.
+            # Agent loops ask for no more tokens.
             limit = {"max_tokens": args.max_response_tokens}
             sampling_params(limit | args.sampling(validate), vocab_size)
 
 
 def prepare_vllm(device, tp):
-    """Sets the environment and makes the patches that vLLM needs before an engine is built."""
+    """Sets the environment, and patches vLLM, before an engine is built."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: we step it ourselves
-    # vLLM's external launcher wants ranks and an address also where there is one process.
-    for setting in """VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 RANK=0 LOCAL_RANK=0
-            WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500""".split():
-        os.environ.setdefault(*setting.split("="))
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     from vllm.model_executor.models.transformers.base import Base
 
-    # Of models that it has no code for, vLLM would decorate the class, to compile them: it is
-    # the class of the trainer's model, too. They run as they are.
+    # If vLLM has no code for a model, it uses transformers' class, and would decorate that to
+    # compile it. The trainer's model is of the same class.
     Base._decorate_cls_for_torch_compile = lambda self, **settings: None
     if device.type != "cpu":
         return
@@ -186,7 +222,7 @@ def prepare_vllm(device, tp):
 
 @functools.cache  # once a process: a second patch would wrap the first
 def _patch_cpu_build():
-    """Patches what vLLM's CPU build does in another way than colocation needs."""
+    """Patches what colocation needs to be different in vLLM's CPU build."""
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe
     import vllm.model_executor.models.config as models
     import vllm.v1.sample.sampler as sampler
@@ -207,10 +243,10 @@ def _patch_cpu_build():
 
     models.MambaModelConfig.verify_and_update_config = verify_without_prefix_cache
 
-    # XIELU is to compute in the model's dtype, not always in bfloat16.
+    # XIELU must compute in the model's dtype, not always in bfloat16.
     activation.XIELU.__init__ = functools.partialmethod(activation.XIELU.__init__, dtype=None)
 
-    # Experts are repacked, too, but only at the first load: each load is made the first.
+    # Experts are repacked at the first load only: each load becomes the first.
     setup_kernel = moe.UnquantizedFusedMoEMethod._setup_kernel
 
     def setup_kernel_anew(self, **weights):
@@ -219,8 +255,7 @@ def _patch_cpu_build():
 
     moe.UnquantizedFusedMoEMethod._setup_kernel = setup_kernel_anew
 
-    # This function gives the ranks of sampled tokens, which nobody reads. To compile it
-    # takes 4 seconds in every process.
+    # Compiling this function, whose result is not used here, takes 4 seconds in every process.
     count = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
 
@@ -231,13 +266,13 @@ def _patch_cpu_build():
 def load_into(model, named_tensors, config):
     """Copies (name in a checkpoint, tensor) pairs into vLLM's model, by its layerwise reload.
 
-    Raises RuntimeError naming the tensor that vLLM refused, that came twice or is too
-    large, or the parameters of the engine that got no tensor."""
+    Raises RuntimeError with the name of a tensor that vLLM refused, or with the names of the
+    engine's parameters that got no tensor."""
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     names = dict(model.named_parameters())
-    # While it reloads, a tied head is a parameter of its own: it gets no tensor.
+    # During the reload a tied head is a parameter of its own, which gets no tensor.
     layerwise.initialize_layerwise_reload(model)
     fused = {name: parts for name, parts in fused_parts(model).items() if name in names}
     arrivals = _Arrivals(fused)
@@ -250,72 +285,61 @@ def load_into(model, named_tensors, config):
             parameter.weight_loader = arrivals.watched(name, loader)
         try:
             model.load_weights(arrivals.one_by_one(named_tensors))
-        except Exception as error:  # vLLM's own are bare assertions, among others
-            # vLLM forgets the layers of which a part came: they can't be finalized.
+        except Exception as error:  # vLLM's are bare assertions, among others
+            # Layers of which only a part came can't be finalized: vLLM has to forget that part.
             for module in model.modules():
                 layerwise.get_layerwise_info(module).load_numel = 0
             problem = str(error) or repr(error)
-            raise RuntimeError(
-                f"weight sync failed at {arrivals.current}: {problem}") from error
+            raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
     for pair in arrivals.not_loaded.items():
         arrivals.n_elements.update(model.load_weights([pair]))
     missing = arrivals.missing()
     if missing:
-        raise RuntimeError("weight sync incomplete, these parameters of the engine got no "
-                           f"tensor: {missing}")
+        raise RuntimeError(
+            f"weight sync incomplete, these parameters of the engine got no tensor: {missing}"
+        )
 
 
 class _Arrivals:
-    """The tensors of one sync, and which of the engine's parameters they arrive at.
+    """The tensors of one sync, and the engine's parameters at which they arrive.
 
     fused: `fused_parts` of the engine's model."""
 
     def __init__(self, fused):
         self.fused = fused
         self.current = "the first parameter"  # the name of the tensor that vLLM has now
-        self.shapes = {}  # of the tensors that came, by name
-        # Those that no parameter's loader took, by name: vLLM copied them without a loader, and
-        # its reload has lost them.
+        self.size = 0  # its number of elements
+        # Tensors that no parameter's loader took, by name: vLLM copied them without a loader,
+        # and its reload has lost them.
         self.not_loaded = {}
-        self.n_elements = Counter()  # that arrived, by parameter or part of a fused one
+        self.n_elements = Counter()  # arrived, by parameter or part of a fused one
 
     def one_by_one(self, named_tensors):
-        """Yields the same pairs. Raises RuntimeError where a name comes twice."""
+        """Yields the same pairs, and notes the present one."""
         for name, tensor in named_tensors:
             self.current = name
-            if name in self.shapes:
-                raise RuntimeError("it came twice")
-            self.shapes[name] = tensor.shape
+            self.size = tensor.numel()
             self.not_loaded[name] = tensor
             yield name, tensor
 
     def watched(self, parameter, loader):
-        """Returns the parameter's loader, which now counts what it loads, and raises
-        RuntimeError for a tensor too large: vLLM would take its first rows."""
-        from vllm.distributed import get_tp_group
-
-        parts = self.fused[parameter]
+        """Returns the parameter's loader, which now counts what it loads."""
 
         @functools.wraps(loader)
         def load(*args, **kwargs):
-            """Loads the present tensor, or a part of it, and counts its elements."""
             # A tensor of k_proj.bias is for that part of the parameter qkv_proj.bias.
             ending = "." + ".".join(self.current.split(".")[-2:])
-            part = next((name for name in parts if name.endswith(ending)), parameter)
-            shape = self.shapes[self.current]
-            room = parts.get(part)
-            if room is not None and shape.numel() > room.numel() * get_tp_group().world_size:
-                raise RuntimeError(
-                    f"its shape is {tuple(shape)}, the engine's {tuple(room.shape)}")
-            self.n_elements[part] += shape.numel()
+            parts = [name for name in self.fused[parameter] if name.endswith(ending)]
+            self.n_elements[parts[0] if parts else parameter] += self.size
             self.not_loaded.pop(self.current, None)
             return loader(*args, **kwargs)
 
         return load
 
     def missing(self):
-        """Returns the names of parameters, or parts of fused ones, that got no tensor; of
-        experts, which share a parameter, also those that got too few."""
+        """Returns the names of parameters, or parts of fused ones, that got no tensor.
+
+        Experts share a parameter: it is missing if it got too few elements."""
         names = []
         for parameter, parts in self.fused.items():
             for part, tensor in parts.items():
@@ -326,9 +350,9 @@ class _Arrivals:
 
 
 def fused_parts(model):
-    """Returns {parameter of the engine: {name of a part before fusing: its rows here}}.
+    """Returns {parameter of the engine: {name of a part before fusing: its rows}}.
 
-    A qkv_proj consists of q_proj, k_proj and v_proj; most parameters consist of themselves."""
+    A qkv_proj consists of q_proj, k_proj and v_proj; most parameters are their only part."""
     fused = {}
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
@@ -343,15 +367,14 @@ def fused_parts(model):
 
 
 def never_sample(model, never):
-    """Gives these ids no probability (vllm#13175).
+    """Gives these ids, or slices of ids, no probability (vllm#13175).
 
-    never: ids, or slices of ids. The logits themselves are changed, so that what samples
-    from them and what reports logprobs agree."""
+    It changes the logits themselves, so that sampling and reported logprobs agree."""
     compute_logits = model.compute_logits
 
     def limited(*args, **kwargs):
         logits = compute_logits(*args, **kwargs)
-        if logits is not None:  # a rank that does not sample has none
+        if logits is not None:  # only ranks that sample have logits
             for ids in never:
                 logits[..., ids] = float("-inf")
         return logits
