@@ -925,7 +925,8 @@ def check_input(args: Args) -> tuple:
     args.task = task.__file__
     rows = {"train": data.load_rows(task, "train", args.train_files, args.prompt_key),
             "val": data.load_rows(task, "val", args.val_files, args.prompt_key)}
-    require_hints(args, rows["train"])
+    if args.hints:
+        require_hints(rows["train"])
     if args.algo == "sft" or args.imitation_steps:
         rows["train"] = data.demonstrated(rows["train"], alone=args.algo == "sft")
     claim_for_all_hosts(args)
@@ -958,7 +959,7 @@ def setup(args: Args) -> Run:
     accelerator, store, task, all_rows = check_input(args)
     device = accelerator.device
     tokenizer, processor, rows = load_files(args, task, all_rows)
-    planned = fill_by_plan(args, device)
+    fill_by_plan(args, device)
 
     # What the engine can't run, what can't be trained and what can't be resumed is refused.
     n_ids = vocab_size(tokenizer)
@@ -977,7 +978,7 @@ def setup(args: Args) -> Run:
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0))
         # It comes now, because an engine starts for seconds or minutes.
-        log.notices.start(rows, all_rows, policy, device, planned)
+        log.notices.start(rows, all_rows, policy, device)
     engine = None
     if not args.replay:
         engine = Engine(args.model, args, device, stop_token_ids(args, tokenizer), n_ids,
@@ -1330,7 +1331,7 @@ def check_agreement(run: Run, phase: Phase, batch: dict, version: int, differenc
     problem = (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
         f"{difference:.2g} in the mean, more than {bound:g} ({args.dtype}); most at "
-        f"{worst_token(run, phase, batch, version)}. Likely causes: a weight "
+        f"{worst_token(phase.trained, batch, version, run.tokenizer)}. Likely causes: a weight "
         "that went to another place, a part of this model that vLLM and the trainer compute "
         "differently, or settings of the engine that the trainer does not know (--engine_args, "
         "--sampling_args, an agent loop's own)")

@@ -13,14 +13,13 @@ class Tracker:
     """A run at a tracker: its metrics, and of each step a table of the first MAX_ROWS outputs.
 
     The tracker groups metrics by what stands before the "/" of their names.
-    package: "wandb" or "trackio"; about: what is known of the run, as in args.json.
-    Raises BadInput if the package is not installed."""
+    about: what is known of the run, as in args.json. Raises BadInput if the package is not
+    installed."""
 
-    def __init__(self, package: str, project: str, folder: str, about: dict):
-        with refusing(f"--tracker {package} needs: pip install {package}"):
-            self.package = importlib.import_module(package)
-        settings = {"dir": folder} if package == "wandb" else {}
-        self.run = self.package.init(project=project, config=about, **settings)
+    def __init__(self, project: str, folder: str, about: dict):
+        with refusing("--wandb_project needs: pip install wandb"):
+            self.package = importlib.import_module("wandb")
+        self.run = self.package.init(project=project, config=about, dir=folder)
 
     def step(self, metrics: dict, outputs: list[AgentLoopOutput], tokenizer):
         """Logs a step's metrics and, if there are any, its trajectories."""
