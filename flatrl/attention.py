@@ -36,8 +36,10 @@ def packed_attention(
     Returns (1, S, H, D), and None for the weights. There is no dropout: a policy gradient needs
     the network that sampled. Raises ValueError for attention that is not implemented here."""
     if cu_seqlens is None or max_seqlen is None:
-        raise ValueError("packed attention needs cu_seqlens and max_seqlen: call the model on "
-                         "what data.pack returns")
+        raise ValueError(
+            "packed attention needs cu_seqlens and max_seqlen: call the model on "
+            "what data.pack returns"
+        )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("packed attention is causal; this layer is not")
     # Under autocast RoPE leaves query and key in float32, which flash attention doesn't take.

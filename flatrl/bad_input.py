@@ -88,9 +88,7 @@ def check_ids(ids: list[int], vocab_size: int, name: str):
     check_numbers(ids, {int}, 0, vocab_size - 1, name)
 
 
-def check_output(
-    output: AgentLoopOutput, vocab_size: int, oldest: int, version: int, window: int
-):
+def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version: int, window: int):
     """Raises ValueError or BadInput if an agent loop's output can't be trained or logged.
 
     vocab_size: token ids are less. oldest, version: of the weights when the loop started, and

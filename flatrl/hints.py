@@ -14,8 +14,10 @@ from flatrl.rows import tool_schemas
 
 def require_hints(rows: Iterable[dict]):
     """Raises BadInput if no row has a hint."""
-    need(any(row.get("hint") for row in rows),
-         "--hints (--algo opsd) learns from what a row's 'hint' tells: no training row has one")
+    need(
+        any(row.get("hint") for row in rows),
+        "--hints (--algo opsd) learns from what a row's 'hint' tells: no training row has one",
+    )
 
 
 def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
@@ -30,8 +32,9 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
     if not isinstance(hint, str):
         raise ValueError(f"'hint' must be a text, got {hint!r:.80}")
     if not prompt or prompt[-1]["role"] != "user":
-        raise ValueError("its 'hint' is told behind the last message of the prompt, which must "
-                         "be a user's")
+        raise ValueError(
+            "its 'hint' is told behind the last message of the prompt, which must be a user's"
+        )
     *before, last = prompt
     content = last["content"]
     if isinstance(content, str):
@@ -62,8 +65,10 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
         if output.prompt_ids[:n_plain] == plain[:n_plain]:
             output.extra["told_prompt_ids"] = told[:n_told] + output.prompt_ids[n_plain:]
             return
-    raise ValueError("--hints: an output's prompt does not begin with its row's prompt, so the "
-                     "row's hint has no place there: this agent loop writes prompts of its own")
+    raise ValueError(
+        "--hints: an output's prompt does not begin with its row's prompt, so the "
+        "row's hint has no place there: this agent loop writes prompts of its own"
+    )
 
 
 def told_outputs(outputs: list[AgentLoopOutput]) -> list[AgentLoopOutput]:

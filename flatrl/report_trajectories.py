@@ -17,7 +17,18 @@ TRAJECTORIES = 1000  # on a page, from all its runs
 TOKENS = 500_000  # of these trajectories, prompts included; each takes about 20 bytes
 MAX_CHARACTER_TOKENS = 7  # so many tokens that make no whole character are a broken one
 MAX_EXTRA = 1000  # characters of a value in `extra`; longer ones would make a page of gigabytes
-NAMES = ["prompt", "sample", "segment", "index", "unit", "group", "unread"]  # None if it has none
+# What the page shows of a line, or of its `extra`, as it is; None if it has none.
+SHOWN = [
+    "prompt",
+    "sample",
+    "segment",
+    "index",
+    "unit",
+    "group",
+    "unread",
+    "turn_rewards",
+    "images",
+]
 
 
 def single(values: list):
@@ -95,10 +106,10 @@ def hash_of(name) -> str:
 
 
 def read_line(text: bytes) -> dict:
-    """Returns a line of rollouts/*.jsonl, with NAMES from its `extra`. A failure has none."""
+    """Returns a line of rollouts/*.jsonl, with what is SHOWN of its `extra`."""
     line = json.loads(text)
-    extra = line.get("extra", {})
-    return {name: extra.get(name) for name in NAMES} | line
+    extra = line.get("extra", {})  # a failure has none
+    return {name: extra.get(name) for name in SHOWN} | line
 
 
 @functools.cache
@@ -177,7 +188,7 @@ def show(line: dict, tokenizer, updates: dict) -> dict:
     """Returns what the page shows of a line that `read_line` has read.
 
     updates: the lines of learned/*.jsonl by (prompt, sample, segment)."""
-    trajectory = {key: line[key] for key in NAMES}
+    trajectory = {key: line[key] for key in SHOWN}
     if "kind" in line:  # a failure
         error = str(line["error"])[-4000:]
         return trajectory | {"text": [], "stop": line["kind"], "error": error}
@@ -185,16 +196,12 @@ def show(line: dict, tokenizer, updates: dict) -> dict:
     reward = line["reward"]
     extra = line["extra"]
     return trajectory | {
-        "turn_rewards": line["turn_rewards"],
-        "images": line["images"],
         "text": token_texts(tokenizer, line["prompt_ids"]),
         "reward": line["total_reward"],
         "parts": reward if isinstance(reward, dict) else {},
         "stop": line["stop_reason"],
         "turns": line["num_turns"],
         "metrics": numbers(line["metrics"]),
-        "prompt_length": len(line["prompt_ids"]),
-        "length": len(line["response_ids"]),
         "extra": {key: extra[key] for key in extra if len(str(extra[key])) < MAX_EXTRA},
         "trained": update.get("trained"),
         "blocks": cut_into_blocks(line, tokenizer, update),
@@ -228,7 +235,7 @@ def cut_into_blocks(line: dict, tokenizer, update: dict) -> list[dict]:
             "calls": calls,
             "tokens": token_texts(tokenizer, ids),
             "logprobs": [round(x, 3) for x in line["response_logprobs"][here]],
-            "versions": single(line["response_versions"][here]),
+            "versions": line["response_versions"][here],
         }
         if update.get("trained"):
             sampled = slice(n_sampled, n_sampled + n)

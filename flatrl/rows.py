@@ -20,11 +20,15 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
     prompt_key: the column with the prompt, a chat or a text; number: the row's index, if it
     has none; name: what messages call the row. See `data.load_rows` for images. Raises
     BadInput."""
-    need(isinstance(row, dict),
-         f"{name} is no dict with a column {prompt_key!r}, but a {type(row).__name__}")
-    need(prompt_key in row,
-         f"{name} has no column {prompt_key!r}; give --prompt_key one of {[*row]}, "
-         "or files of your own for both, --train_files and --val_files")
+    need(
+        isinstance(row, dict),
+        f"{name} is no dict with a column {prompt_key!r}, but a {type(row).__name__}",
+    )
+    need(
+        prompt_key in row,
+        f"{name} has no column {prompt_key!r}; give --prompt_key one of {[*row]}, "
+        "or files of your own for both, --train_files and --val_files",
+    )
     reserved = RESERVED_COLUMNS & row.keys()
     need(not reserved, f"{name}: flatrl has the names of these columns for itself: {reserved}")
     check_types(row, {"extra_info": dict, "data_source": str}, name)
@@ -40,8 +44,10 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
     row.setdefault("index", number)
     for tool in row_kwargs(row, "tools_kwargs").values():
         is_right = isinstance(tool, dict) and all(isinstance(x, dict) for x in tool.values())
-        need(is_right,
-             f"{name}: tools_kwargs has dicts like {{'create_kwargs': {{}}}}, not {tool!r:.80}")
+        need(
+            is_right,
+            f"{name}: tools_kwargs has dicts like {{'create_kwargs': {{}}}}, not {tool!r:.80}",
+        )
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         need(prompt, f"{name}: its prompt is empty")
@@ -75,9 +81,10 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
         )
     decoded = tokenizer.decode(render(templates, prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
-    need(text == decoded,
-         f"the tokenizer does not give a prompt back: {text!r:.80} is {decoded!r:.80} when "
-         "decoded")
+    need(
+        text == decoded,
+        f"the tokenizer does not give a prompt back: {text!r:.80} is {decoded!r:.80} when decoded",
+    )
 
 
 def copy_containers(tree):
@@ -97,8 +104,10 @@ def _chat(messages, name, column):
 
     The arguments of tool calls become dicts: many data sets have them as JSON."""
     is_chat = isinstance(messages, (list, tuple)) and all(map(_is_message, messages))
-    need(is_chat,
-         f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}")
+    need(
+        is_chat,
+        f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}",
+    )
     messages = [_without_none(message) for message in messages]
     with refusing(f"{name}: {column!r}, a tool call"):
         for message in messages:
@@ -127,8 +136,10 @@ def _demonstration(turns, name):
             turn = {"role": "assistant", "content": turn}
         messages.append(turn)
     messages = _chat(messages, name, "demonstration")
-    need(all(message["role"] == "assistant" for message in messages),
-         f"{name}: 'demonstration' has a message that is not the assistant's")
+    need(
+        all(message["role"] == "assistant" for message in messages),
+        f"{name}: 'demonstration' has a message that is not the assistant's",
+    )
     return messages
 
 
@@ -160,8 +171,11 @@ def _check_images(row, name):
     for message in row["prompt"]:
         parts = message.get("content")
         if images and isinstance(parts, str):  # verl's form
-            parts = [{"type": "image"} if text == "<image>" else {"type": "text", "text": text}
-                     for text in re.split("(<image>)", parts) if text]
+            parts = [
+                {"type": "image"} if text == "<image>" else {"type": "text", "text": text}
+                for text in re.split("(<image>)", parts)
+                if text
+            ]
         if not isinstance(parts, (list, tuple)):
             continue
         texts = []
@@ -172,10 +186,14 @@ def _check_images(row, name):
                 case {"type": "text", "text": str(text)}:
                     texts.append(text)
                 case _:
-                    raise BadInput(f"{name}: a part of a message is {{'type': 'image'}} or "
-                                   f"{{'type': 'text', 'text': ...}}, not {part!r:.80}")
+                    raise BadInput(
+                        f"{name}: a part of a message is {{'type': 'image'}} or "
+                        f"{{'type': 'text', 'text': ...}}, not {part!r:.80}"
+                    )
         # Templates of text models know no parts.
         message["content"] = parts if len(texts) < len(parts) else "".join(texts)
-    need(n_placeholders == len(images or ()),
-         f"{name}: the prompt has {n_placeholders} placeholders of images "
-         f"({{'type': 'image'}} or <image>), its column 'images' {len(images or ())}")
+    need(
+        n_placeholders == len(images or ()),
+        f"{name}: the prompt has {n_placeholders} placeholders of images "
+        f"({{'type': 'image'}} or <image>), its column 'images' {len(images or ())}",
+    )

@@ -44,8 +44,10 @@ def read_files(files: list[str]) -> Sequence[dict]:
     rows = []
     for name in files:
         file = Path(name)
-        need(file.exists() or ":" in name.strip(":"),
-             f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)")
+        need(
+            file.exists() or ":" in name.strip(":"),
+            f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)",
+        )
         with refusing(f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
             if file.suffix == ".csv":
                 rows += csv.DictReader(file.open(encoding="utf-8-sig", newline=""), strict=True)

@@ -31,78 +31,81 @@ class Watch:
         """Yields a line for each new problem of a step.
 
         outputs: those that the step trained, the rows of its batch."""
-        checks = [
-            self.check_falls(metrics),
-            self.check_answers(metrics, outputs),
-            self.check_loss(outputs, batch),
-        ]
+        problems = self.check_numbers(metrics)
         if self.rows and "actor/entropy" in metrics:  # the policy learned
-            checks.append(self.check_rises(metrics, self.rows))
-        for name, problem in [found for check in checks for found in check]:
+            problems |= self.check_progress(metrics, self.rows)
+        problems |= self.check_answers(outputs)
+        problems |= self.check_batch(batch)
+        self.rows.append(metrics)
+        for name, problem in problems.items():
             if name not in self.named:
                 self.named.add(name)
                 yield f"step {metrics['step']}: {problem} (docs/zoo.md, {name})"
-        self.rows.append(metrics)
 
-    # Each of these yields the name and the text of a problem.
+    # Each of these returns problems by their names.
 
-    def check_falls(self, metrics):
-        """Tool calls and turns must not die out."""
+    def check_numbers(self, metrics: dict) -> dict[str, str]:
+        """Tool calls and turns must not die out, and no answer may be aborted."""
+        problems = {}
         # A single answer makes 2 turns.
         for name, least in ("rollout/tool_calls", 0), ("num_turns/mean", 2):
             best = max([row.get(name, least) for row in self.rows], default=least)
             now = metrics.get(name, least)
             if best - least > max(0.1, 10 * (now - least)):
-                yield name, (
+                problems[name] = (
                     f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward pay for "
                     "answers without tools and turns?"
                 )
+        if metrics.get("stop_reason/abort"):
+            problems["abort"] = "the engine aborted answers, and they are trained"
+        return problems
 
-    def check_rises(self, metrics, rows):
-        """The rollouts, the policy and the optimiser must go on where earlier steps left them."""
+    def check_progress(self, metrics: dict, rows: list[dict]) -> dict[str, str]:
+        """Prompts, policy and optimiser must continue from the steps before, rows."""
+        problems = {}
         args = self.args
         last = rows[-1]
         first_prompt = metrics["rollout/first_prompt"]
         expected = last["rollout/last_prompt"] + 1
         may_skip = args.max_gen_batches > 1 or metrics["rollout/skipped"]
         if first_prompt < expected or (first_prompt > expected and not may_skip):
-            yield "prompts", (
+            problems["prompts"] = (
                 f"the rollouts begin at prompt {first_prompt}, not {expected}: prompts are "
                 "trained twice, or lost"
             )
         name = "rollout/logp_diff_mean"
         differences = [row[name] for row in rows if row[name]]  # 0 if nothing was sampled
         if differences and metrics[name] > 10 * max(differences[0], 1e-6) and not args.replay:
-            yield "drift", (
+            problems["drift"] = (
                 f"{name}, between engine and trainer, has grown tenfold since the first step, "
                 f"from {differences[0]:.1e}"
             )
         if metrics["actor/entropy"] < MIN_ENTROPY:
-            yield "entropy", (
+            problems["entropy"] = (
                 "the entropy is nearly 0: every rollout of a prompt will be the same; look at "
                 "--lr, --clip_high and --entropy_coef"
             )
         norm = metrics["actor/grad_norm"]
         norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
         if len(norms) >= FEW_STEPS and norm > max(10 * median(norms), args.max_grad_norm):
-            yield "gradient", (
+            problems["gradient"] = (
                 f"the gradient norm is {norm:.2g}, more than ten times its median: look at this "
                 "step's rollouts and largest advantages"
             )
         warmup = args.critic_warmup + args.warmup_steps
         if metrics["actor/lr"] == 0 and metrics["step"] > warmup + 1:
-            yield "lr", "the learning rate is 0: nothing is learnt"
+            problems["lr"] = "the learning rate is 0: nothing is learnt"
         if metrics["actor/adam_steps"] <= last.get("actor/adam_steps", 0):
-            yield "optimiser", "Adam's states are lost: it starts anew, with large steps"
+            problems["optimiser"] = "Adam's states are lost: it starts anew, with large steps"
+        return problems
 
-    def check_answers(self, metrics, outputs):
-        """Answers must not be aborted, best paid when cut off, or unparsed tool calls."""
-        if metrics.get("stop_reason/abort"):
-            yield "abort", "the engine aborted answers, and they are trained"
+    def check_answers(self, outputs: list) -> dict[str, str]:
+        """The best-paid answers must be whole, and tool calls must be parsed."""
+        problems = {}
         best = max(map(total_reward, outputs))
         cut_off = [output.truncated for output in outputs if total_reward(output) == best]
         if best > 0 and sum(cut_off) > len(cut_off) / 2:
-            yield "truncated", (
+            problems["truncated"] = (
                 f"{sum(cut_off)} of the {len(cut_off)} best-paid answers were cut off by a "
                 "limit: see --mask_truncated and --overlong_buffer"
             )
@@ -111,19 +114,21 @@ class Watch:
             has_mark = any(mark in output.text for mark in CALL_MARKS)
             n_unparsed += has_mark and output.metrics.get("tool_calls") == 0
         if n_unparsed > len(outputs) / 2:
-            yield "parser", (
+            problems["parser"] = (
                 f"{n_unparsed} answers look like tool calls, and none was parsed in them: is "
                 f"--tool_parser {self.args.tool_parser} the model's?"
             )
+        return problems
 
-    def check_loss(self, outputs, batch):
-        """Masks, weights and advantages must be those of the outputs."""
+    def check_batch(self, batch: dict) -> dict[str, str]:
+        """The mask must be the sampled tokens; a unit weighs 1; advantages follow the rewards."""
+        problems = {}
         units = batch["units"]
         mask = batch["response_mask"]  # (B, T)
         is_sampled = batch["versions"] >= 0  # (B, T)
         n_wrong = (is_sampled != mask.bool()).sum().item()
         if n_wrong and not self.args.mask_truncated:
-            yield "mask", (
+            problems["mask"] = (
                 f"response_mask is wrong at {n_wrong} tokens: sampled ones are not trained, or "
                 "others are"
             )
@@ -131,16 +136,19 @@ class Watch:
         tokens = zeros.index_add(0, units.index, mask.sum(-1))  # (N,)
         is_trained = tokens > 0
         if is_trained.sum() != losses.count_sequences(mask, batch["unit_tokens"]).round():
-            yield "weight", "a rollout of several outputs weighs more than one of a single output"
+            problems["weight"] = (
+                "a rollout of several outputs weighs more than one of a single output"
+            )
         if "groups" not in self.args.estimator_takes:  # units are not compared
-            return
+            return problems
         sums = (batch["advantages"] * mask).sum(-1)  # (B,)
         means = zeros.index_add(0, units.index, sums) / tokens.clamp(min=1)  # (N,)
         expected = losses.grpo_advantages(units.rewards, units.groups)[is_trained]
         found = losses.grpo_advantages(means, units.groups)[is_trained]
         correlation = (expected * found).sum() / expected.square().sum()
         if correlation < 0.5:  # NaN, where all rewards are equal, is not
-            yield "advantages", (
+            problems["advantages"] = (
                 "advantages do not follow the rewards: within groups their correlation is "
                 f"{correlation:.2f}, not 1"
             )
+        return problems
