@@ -10,8 +10,9 @@ from unicodedata import normalize
 from agent_loop import BadInput, load_image, render, render_text, row_kwargs, task_tools
 from flatrl.bad_input import check_types, need, refusing
 
+ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
 # Arguments that AgentLoopBase.run(**row) gets besides a row's columns.
-RESERVED_COLUMNS = {"self", "sampling_params", "step", "rollout_n", "validate"}
+RESERVED_COLUMNS = ["self", "sampling_params", "step", "rollout_n", "validate"]
 
 
 def check_row(row, prompt_key: str, number: int, name: str) -> dict:
@@ -29,9 +30,12 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
         f"{name} has no column {prompt_key!r}; give --prompt_key one of {[*row]}, "
         "or files of your own for both, --train_files and --val_files",
     )
-    reserved = RESERVED_COLUMNS & row.keys()
-    need(not reserved, f"{name}: flatrl has the names of these columns for itself: {reserved}")
-    check_types(row, {"extra_info": dict, "data_source": str}, name)
+    for column in row:  # of csv it is None if a line has too many fields
+        need(
+            isinstance(column, str) and column not in RESERVED_COLUMNS,
+            f"{name}: a column's name is a str, and none of {RESERVED_COLUMNS}; it has {[*row]}",
+        )
+    check_types(row, ROW_TYPES, name)
     row = dict(row)
     if row.get("extra_info"):
         row["extra_info"] = dict(row["extra_info"])  # the caller's own stays as it is
@@ -53,7 +57,7 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
         need(prompt, f"{name}: its prompt is empty")
         prompt = [{"role": "user", "content": prompt}]
     row["prompt"] = _chat(prompt, name, prompt_key)
-    if row.get("demonstration"):
+    if row.get("demonstration") not in (None, ""):
         row["demonstration"] = _demonstration(row["demonstration"], name)
     _check_images(row, name)
     return row
@@ -130,8 +134,11 @@ def _is_message(message):
 
 def _demonstration(turns, name):
     """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
+    if isinstance(turns, str):
+        turns = [turns]
+    need(turns and all(turns), f"{name}: its 'demonstration', or a turn of it, is empty")
     messages = []
-    for turn in [turns] if isinstance(turns, str) else turns:
+    for turn in turns:
         if isinstance(turn, str):
             turn = {"role": "assistant", "content": turn}
         messages.append(turn)

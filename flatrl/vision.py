@@ -41,20 +41,19 @@ def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> d
     known = {}  # size and pixels -> number and image
     same = []
     for i, (ids, row_images) in enumerate(zip(prefix_ids, images)):
-        numbers = []
-        same.append([])
-        for image in row_images:
-            key = image.size, image.tobytes()
-            number, image = known.setdefault(key, (-1 - len(known), image))
-            numbers.append(number)
-            same[i].append(image)
         is_placeholder = ids == image_token_id  # (L,)
         starts = image_starts(is_placeholder)
-        if starts.sum() != len(numbers):
+        if starts.sum() != len(row_images):
             ids[0] = SMALLEST_INT32 + i
-        elif numbers:
-            positions = starts.cumsum(0)[is_placeholder] - 1
-            ids[is_placeholder] = torch.tensor(numbers)[positions]
+        elif row_images:
+            found = []
+            for image in row_images:
+                key = image.size, image.tobytes()
+                found.append(known.setdefault(key, (-1 - len(known), image)))
+            numbers, row_images = zip(*found)
+            places = starts.cumsum(0)[is_placeholder] - 1
+            ids[is_placeholder] = torch.tensor(numbers)[places]
+        same.append(list(row_images))
     return {"images": same, "prefix_ids": prefix_ids}
 
 

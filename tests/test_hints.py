@@ -31,11 +31,14 @@ def loop_of(tokenizer, **task):
 
 
 def output_of(prompt_ids: list[int], response_ids=(7, 8), mask=(1, 1), **names) -> AgentLoopOutput:
-    logprobs = [-1.0 * m for m in mask]
-    versions = [m - 1 for m in mask]
-    extra = {"prompt": 0, "sample": 0, "segment": 0, **names}
-    response = [list(response_ids), list(mask), logprobs, versions]
-    return AgentLoopOutput(prompt_ids, *response, extra=extra)
+    return AgentLoopOutput(
+        prompt_ids=prompt_ids,
+        response_ids=list(response_ids),
+        response_mask=list(mask),
+        response_logprobs=[-1.0 * m for m in mask],
+        response_versions=[m - 1 for m in mask],
+        extra={"prompt": 0, "sample": 0, "segment": 0, **names},
+    )
 
 
 def logprobs_of(model, prompt: list[int], response: list[int], temperature=1.0) -> torch.Tensor:
