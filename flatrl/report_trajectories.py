@@ -69,12 +69,11 @@ def token_texts(tokenizer, ids: list[int]) -> list[str]:
     return texts
 
 
-def read_turns(messages: list, n_turns: int, is_last_sampled: bool) -> list[tuple]:
+def read_turns(messages: list, n_turns: int) -> list[tuple]:
     """Returns (speakers, calls) for the prompt and for each turn of the policy.
 
     speakers: who spoke after the turn, such as ["tool calculator", "user"]; calls: [name,
-    arguments] of each tool call that the turn made. n_turns: the turns that were sampled. The
-    last turn may be another one: then is_last_sampled is False."""
+    arguments] of each tool call that the turn made. n_turns: the turns that were sampled."""
     turns = [([], []) for _ in range(n_turns + 1)]
     for message in messages:
         if not isinstance(message, dict):  # such as an OpenAI object, which the log made a text
@@ -91,8 +90,6 @@ def read_turns(messages: list, n_turns: int, is_last_sampled: bool) -> list[tupl
                 arguments = json.dumps(arguments, ensure_ascii=False)
             calls.append([function.get("name"), arguments])
         turns.append(([], calls))
-    if not turns[-1][0] and not is_last_sampled:
-        n_turns += 1
     # The prompt may hold examples of an assistant: the policy's own turns are the last ones.
     return turns[-n_turns - 1 :]
 
@@ -215,7 +212,7 @@ def cut_into_blocks(line: dict, tokenizer, update: dict) -> list[dict]:
     mask = line["response_mask"]
     runs = [(is_sampled, len(list(run))) for is_sampled, run in itertools.groupby(mask)]
     n_turns = sum(is_sampled for is_sampled, _ in runs)
-    turns = iter(read_turns(line["messages"], n_turns, mask[-1:] == [1]))
+    turns = iter(read_turns(line["messages"], n_turns))
     speakers, _ = next(turns)
     blocks = []
     n_sampled = 0  # tokens so far

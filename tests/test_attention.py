@@ -11,20 +11,10 @@ import data
 import train
 from agent_loop import BadInput
 
-SIZES = {
-    "vocab_size": 250,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+SIZES |= dict(max_position_embeddings=128, initializer_range=0.3)
+SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
 WINDOW = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
 CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 PACKED = {

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import wait_for
 from test_data import make_output
 
 from agent_loop import BadInput
@@ -254,15 +253,6 @@ def test_bars_are_shown_on_a_terminal_that_does_not_know_its_size(monkeypatch):
     assert first.startswith("update:   0%|")
     assert re.fullmatch(r"update:  50%\|█{9,}[▏▎▍▌▋▊▉]? {9,}\| 1/2 \[.*(it/s|s/it)\]", last)
     assert len(last) == 79
-
-
-def test_a_bar_is_drawn_anew_while_nothing_counts(monkeypatch):
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("RANK", "0")
-    with terminal.shown("starting the engine"):
-        # A busy machine skips some.
-        wait_for(lambda: re.search("starting the engine: 00:0[1-9]", screen.getvalue()))
 
 
 # ---------------------------------------------------------------- Weights & Biases

@@ -161,20 +161,6 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     assert tokenizer.eos_token in run["special"]
 
 
-def test_a_last_turn_that_was_not_sampled_is_none_of_those_before(folder):
-    call = {"function": {"name": "look", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look", "content": "t"},
-        {"role": "assistant", "content": "a"},
-    ]
-    output = trajectory(messages=messages, mask=[1, 0, 0, 0])
-    write_rollouts(folder, "step_000002", [output])
-    sampled, after = run_of(folder)["trajectories"][0]["blocks"]
-    assert sampled["calls"] == [["look", "{}"]] and after["role"] == "tool look"
-
-
 def test_learned_holds_a_number_for_equal_advantages_and_a_list_for_others(tmp_path):
     outputs = [trajectory(sample=i, mask=[1, 0, 1, 1]) for i in (0, 2)]
     outputs.append(trajectory(sample=3, extra={"demonstration": True}))
@@ -397,17 +383,9 @@ def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
     run = report.read_run(folder, Letters())
     report.write([run, run], folder / "report.html")
     address = f"{(folder / 'report.html').as_uri()}#tab={tab}&mode=group&sort=reward"
-    command = [
-        BROWSER,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={folder / 'browser'}",
-        "--enable-logging=stderr",
-        "--virtual-time-budget=500",
-        "--dump-dom",
-        address,
-    ]
+    profile = f"--user-data-dir={folder / 'browser'}"
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", profile]
+    command = [BROWSER, *flags, "--virtual-time-budget=500", "--dump-dom", address]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "CONSOLE" not in result.stderr
     assert "<title>run and run (2) – flatrl</title>" in result.stdout
