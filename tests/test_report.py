@@ -40,9 +40,14 @@ def folder(tmp_path) -> Path:
 
 def make_folder(folder: Path, **flags) -> Path:
     (folder / "rollouts").mkdir(parents=True)
-    about = {"args": {"model": None} | flags, "command": []}
-    (folder / "args.json").write_text(json.dumps(about))
+    write_about(folder, [], **flags)
     return folder
+
+
+def write_about(folder: Path, command: list[str], **flags):
+    args = {"model": None} | flags
+    about = {"args": args, "command": command, "git": "abc", "versions": {"torch": "2"}}
+    (folder / "args.json").write_text(json.dumps(about))
 
 
 def write_json_lines(file: Path, rows: list[dict]):
@@ -107,7 +112,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
         "reward/mean": [None, 1 / 3, "nan"],
         "actor/lr": [None, None, "-inf"],
     }
-    assert run["about"] == {"args": {"model": None}, "command": []}
+    assert run["about"]["args"] == {"model": None} and run["about"]["git"] == "abc"
     assert run["trajectories"] == [] and run["total"] == 0
     assert run["notes"][0].startswith("No trajectories: this run wrote no rollouts (--replay")
 
@@ -211,8 +216,7 @@ def write_hostile(folder: Path) -> list[AgentLoopOutput]:
     write_rollouts(folder, "step_000001", outputs, [error])
     file = folder / "learned" / "step_000001.jsonl"
     report.keep_learned(file, outputs, learned(outputs, [1.0, -1.0], 1e-6))
-    about = {"args": {"task": HOSTILE, "model": None}, "command": [HOSTILE]}
-    (folder / "args.json").write_text(json.dumps(about))
+    write_about(folder, [HOSTILE], task=HOSTILE)
     return outputs
 
 
@@ -430,6 +434,17 @@ def drawn(*arguments, **storage) -> str:
 
 def plain(markup: str) -> str:
     return re.sub(r"(<[^>]*>)+", "|", markup)
+
+
+@WITHOUT_NODE
+def test_settings_are_shown_as_text(folder, tmp_path):
+    write_about(folder, ["train.py", HOSTILE], lr=0.5)
+    other = make_folder(tmp_path / "other", lr=0.25)
+    report.write([report.read_run(each, None) for each in (folder, other)], tmp_path / "page.html")
+    page = drawn(tmp_path / "page.html", "tab=settings")
+    differ, alike = plain(page).split("|Flags alike|")
+    assert "|--lr|0.5|0.25|" in differ and "|--model|null|null|" in alike
+    assert "|git|abc|abc|torch|2|2|" in alike and "train.py &lt;/script&gt;" in alike
 
 
 def two_trees() -> list[AgentLoopOutput]:
