@@ -22,7 +22,7 @@ from pathlib import Path
 
 from agent_loop import numbers
 from flatrl.files import read_json_lines, to_json_lines, write_whole
-from flatrl.report_trajectories import TOKENS, TRAJECTORIES, draw, single
+from flatrl.report_trajectories import TRAJECTORIES, draw, single
 
 PAGE = Path(__file__).with_name("page.html")
 SHARE = 0.02  # of the run's time that may go into writing the page
@@ -48,16 +48,11 @@ def load_tokenizer(folder: Path):
     return None
 
 
-def read_run(
-    folder: Path,
-    tokenizer,
-    max_trajectories: int = TRAJECTORIES,
-    max_tokens: int = TOKENS,
-) -> dict:
+def read_run(folder: Path, tokenizer, max_trajectories: int = TRAJECTORIES) -> dict:
     """Returns a run's data for the page. tokenizer: None shows tokens as numbers."""
     rows = [numbers(row) for row in read_json_lines(folder / "metrics.jsonl")]
     names = sorted(set().union(*rows))
-    trajectories, total = draw(folder, tokenizer, max_trajectories, max_tokens)
+    trajectories, total = draw(folder, tokenizer, max_trajectories)
     notes = []
     if not total:
         notes.append(
@@ -189,8 +184,7 @@ def main(arguments: list[str] | None = None):
         if not (folder / "args.json").is_file():
             parser.error(f"{folder} has no args.json: is it a run's --output_dir?")
         max_trajectories = max(1, args.trajectories // len(folders))
-        tokenizer = load_tokenizer(folder)
-        runs.append(read_run(folder, tokenizer, max_trajectories, TOKENS // len(folders)))
+        runs.append(read_run(folder, load_tokenizer(folder), max_trajectories))
     page = Path("report.html")
     if len(folders) == 1:
         page = folders[0] / page

@@ -14,7 +14,7 @@ from agent_loop import numbers
 from flatrl.files import read_json_lines
 
 TRAJECTORIES = 1000  # on a page, from all its runs
-TOKENS = 500_000  # of these trajectories, prompts included; each takes about 20 bytes
+TOKENS = 500  # that each has room for, prompt included; a shorter one counts as so many
 MAX_CHARACTER_TOKENS = 7  # so many tokens that make no whole character are a broken one
 MAX_EXTRA = 1000  # characters of a value in `extra`; longer ones would make a page of gigabytes
 # What the page shows of a line, or of its `extra`, as it is; None if it has none.
@@ -111,7 +111,7 @@ def read_line(text: bytes) -> dict:
 
 @functools.cache
 def read_groups(file: Path) -> list[list[tuple]]:
-    """Returns the groups of a file of rollouts in random order, as (tokens, offset) of each line.
+    """Returns the groups of a file of rollouts in random order, as (size, offset) of each line.
 
     The same questions come first in every file that has them. A large file is read only once,
     and later only the lines that are shown."""
@@ -122,7 +122,7 @@ def read_groups(file: Path) -> list[list[tuple]]:
         line = read_line(text)
         prompt = line["prompt"]
         n_tokens = len(line.get("prompt_ids", [])) + len(line.get("response_ids", []))
-        groups.setdefault(prompt, []).append((n_tokens, offset))
+        groups.setdefault(prompt, []).append((max(n_tokens, TOKENS), offset))
         names.setdefault(prompt, f"prompt {prompt}")
         if line["index"] is not None:
             names[prompt] = line["index"]
@@ -130,7 +130,7 @@ def read_groups(file: Path) -> list[list[tuple]]:
     return [groups[prompt] for prompt in sorted(groups, key=lambda prompt: hash_of(names[prompt]))]
 
 
-def draw(folder: Path, tokenizer, max_trajectories: int, max_tokens: int) -> tuple[list, int]:
+def draw(folder: Path, tokenizer, max_trajectories: int) -> tuple[list, int]:
     """Returns the trajectories that a page shows, and how many there are in the files.
 
     Each file, the newest first, gets an equal share of the room that is left, and at least one
@@ -142,7 +142,7 @@ def draw(folder: Path, tokenizer, max_trajectories: int, max_tokens: int) -> tup
     order = sorted(files, key=lambda name: (name != max(files), hash_of(name)))
     drawn = []
     total = 0
-    room = max_tokens
+    room = max_trajectories * TOKENS
     for n_before, (step, kind) in enumerate(order):
         file = files[step, kind]
         groups = read_groups(file)
@@ -151,8 +151,7 @@ def draw(folder: Path, tokenizer, max_trajectories: int, max_tokens: int) -> tup
         lines = []
         used = 0
         for group in groups:
-            # A trajectory has fields that take room, too.
-            size = sum(max(n_tokens, max_tokens // max_trajectories) for n_tokens, _ in group)
+            size = sum(size for size, _ in group)
             limit = share if used else room
             if used + size > limit and (drawn or lines):
                 break

@@ -265,19 +265,20 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
     assert n >= 8 and before[:n] == after[:n] and before != sorted(before)
 
 
-@pytest.mark.parametrize("limits, n, newest, oldest", [
-    ({"max_trajectories": 70}, 64, 30, 20),  # some files have a group, and the newest does
-    ({"max_tokens": 300}, 48, 30, 25),  # each trajectory counts by its tokens
-    ({"max_tokens": 1}, 8, 30, 31),  # the newest file's first group in any case
+@pytest.mark.parametrize("n_tokens, limit, n", [
+    (6, 70, 64),  # 8 of 30 files have a group
+    (1000, 100, 48),  # each has room for 500 tokens
+    (6, 1, 8),  # the first group in any case
 ])  # fmt: skip
-def test_a_page_has_limits(folder, limits, n, newest, oldest):
+def test_a_page_has_limits_and_shows_the_newest_step(folder, n_tokens, limit, n):
+    ids = [5] * (n_tokens - 2)
     for step in range(1, 31):
-        outputs = [trajectory(10 * step + i // 8, i % 8) for i in range(16)]
+        outputs = [trajectory(10 * step + i // 8, i % 8, ids) for i in range(16)]
         write_rollouts(folder, f"step_{step:06d}", outputs)
-    run = run_of(folder, **limits)
+    run = run_of(folder, max_trajectories=limit)
     steps = [t["step"] for t in run["trajectories"]]
     assert len(steps) == n and steps == sorted(steps) and run["total"] == 480
-    assert steps[-1] == newest and steps[0] < oldest
+    assert {steps.count(step) for step in steps} == {8} and steps[-1] == 30
 
 
 # ------------------------------------------------------------- while it trains
