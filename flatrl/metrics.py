@@ -31,7 +31,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds.
     rollout/segments: outputs of a rollout."""
     n = len(outputs)
-    n_rollouts = len({(output.extra["prompt"], output.extra["sample"]) for output in outputs})
+    rollouts = {(output.extra["prompt"], output.extra["sample"]) for output in outputs}
     rewards = units.rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
@@ -59,8 +59,8 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         "response_length/clipped_ratio": sums["stop_reason/length"] / n,
         "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
-        "rollout/trajectories": n_rollouts,
-        "rollout/segments": n / n_rollouts,
+        "rollout/trajectories": len(rollouts),
+        "rollout/segments": n / len(rollouts),
     }
     rewards_of_name = grouped(units.names, rewards)
     rewards_of_name.pop("", None)
@@ -108,13 +108,14 @@ def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]
     result["eval/reward_stderr"] = deviation / n_rows**0.5
     passes = grouped(units.groups.tolist(), (units.outcomes >= 1).tolist()).values()
     for j in range(1, max(map(len, passes)) + 1):
-        chances = []
-        for passed in passes:
-            n = len(passed)
-            if n >= j:
-                chances.append(1 - math.comb(passed.count(False), j) / math.comb(n, j))
+        chances = [pass_at(j, passed) for passed in passes if len(passed) >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
+
+
+def pass_at(j: int, passed: list[bool]) -> float:
+    """Returns the probability that at least one of j draws from `passed` is True."""
+    return 1 - math.comb(passed.count(False), j) / math.comb(len(passed), j)
 
 
 def mean(x: Tensor) -> float:
