@@ -916,7 +916,8 @@ def check_input(args: Args) -> tuple:
         "train": data.load_rows(task, "train", args.train_files, args.prompt_key),
         "val": data.load_rows(task, "val", args.val_files, args.prompt_key),
     }
-    require_hints(args, rows["train"])
+    if args.hints:
+        require_hints(rows["train"])
     if args.algo == "sft" or args.imitation_steps:
         rows["train"] = data.demonstrated(rows["train"], alone=args.algo == "sft")
     checkpoints.claim_for_all_hosts(args)

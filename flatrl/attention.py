@@ -1,5 +1,6 @@
-"""The attention "packed" of transformers: causal within each of the sequences that data.pack
-joined, by torch's varlen_attn on CUDA, and by a loop over the sequences otherwise."""
+"""The attention "packed" of transformers: causal within each sequence that data.pack joined.
+
+On CUDA by torch's varlen_attn, elsewhere by a loop over the sequences."""
 
 import functools
 
@@ -9,23 +10,39 @@ from torch import Tensor
 
 
 def packed_attention(
-        module, query, key, value, attention_mask, *, scaling=None, cu_seqlens=None,
-        max_seqlen=None, cu_seqlens_k=None, key_index=None, sliding_window=None, softcap=None,
-        s_aux=None, **kwargs) -> tuple[Tensor, None]:
-    """Computes causal attention within each packed sequence: transformers' attention "packed".
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    *,
+    scaling: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_index: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Computes causal attention within each packed sequence, for transformers' "packed".
 
-    query (1, H, S, D), key and value (1, H_kv, S, D), H a multiple of H_kv; cu_seqlens and the
-    like as `pack` and `pack_rows` give them, passed through the model's forward.
-    sliding_window: a token sees so many, itself included; softcap: scores are softcap *
-    tanh(scores / softcap); s_aux (H,): attention sinks. Returns (1, S, H, D), and None for the
-    weights. Dropout is not applied: a policy gradient needs the network that sampled. Raises
-    ValueError where a model asks for what is not implemented here, instead of ignoring it."""
+    query (1, H, S, D); key, value (1, H_kv, S, D), H a multiple of H_kv. cu_seqlens to
+    key_index: from `pack` or `pack_rows`, passed on by the model's forward. sliding_window: the
+    tokens that a token sees, itself included. softcap: scores are softcap *
+    tanh(scores / softcap). s_aux (H,): attention sinks.
+
+    Returns (1, S, H, D), and None for the weights. There is no dropout: a policy gradient needs
+    the network that sampled. Raises ValueError for attention that is not implemented here."""
     if cu_seqlens is None or max_seqlen is None:
-        raise ValueError("packed attention needs cu_seqlens and max_seqlen: call the model on "
-                         "what data.pack returns")
+        raise ValueError(
+            "packed attention needs cu_seqlens and max_seqlen: call the model on "
+            "what data.pack returns"
+        )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError("packed attention is causal; this layer is not")
-    # Under autocast RoPE leaves query and key in float32, which flash attention doesn't know.
+    # Under autocast RoPE leaves query and key in float32, which flash attention doesn't take.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     if key_index is None:
@@ -38,16 +55,20 @@ def packed_attention(
     if query.is_cuda and is_bfloat16 and softcap is None and s_aux is None:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Keys may have fewer heads: torch 2.11 takes them so, later versions want to be told.
-        more = {"enable_gqa": True}
-        if "enable_gqa" not in varlen_attn.__kwdefaults__:
-            more = {}
-        # (S, H, D), (K, H_kv, D), (K, H_kv, D)
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        # Causal, aligned to the keys' end; exactly -1 chooses the kernel that is faster.
+        # Exactly -1 chooses the faster, causal kernel.
         left = -1 if window == max_seqlen else window - 1
-        attended = varlen_attn(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen,
-                               scale=scaling, window_size=(left, 0), **more)
+        attended = varlen_attn(
+            query[0].transpose(0, 1),  # (S, H, D)
+            key[0].transpose(0, 1),  # (K, H_kv, D)
+            value[0].transpose(0, 1),
+            cu_seqlens,
+            cu_seqlens_k,
+            max_seqlen,
+            max_seqlen,
+            scale=scaling,
+            window_size=(left, 0),  # aligned to the keys' end
+            enable_gqa=True,
+        )
         return attended[None], None
     # split, not slices: the backward of a slice fills a tensor of the whole length every time.
     queries = query.split(cu_seqlens.diff().tolist(), dim=2)
@@ -60,14 +81,15 @@ def packed_attention(
 def _attend(query, key, value, scaling, window, softcap, sinks):
     """Computes the causal attention of one sequence, (1, H, n, D).
 
-    query (1, H, n, D) is of its last n tokens, key and value (1, H_kv, m, D) of all m."""
+    query (1, H, n, D): of its last n tokens; key, value (1, H_kv, m, D): of all m."""
     n = query.shape[2]
     m = key.shape[2]
     group_size = query.shape[1] // key.shape[1]
     sdpa = functools.partial(
-        F.scaled_dot_product_attention, scale=scaling, enable_gqa=group_size > 1)
+        F.scaled_dot_product_attention, scale=scaling, enable_gqa=group_size > 1
+    )
     is_ordinary = softcap is None and sinks is None
-    # Without a mask it takes less, even with a few queries too many.
+    # Without a mask it is faster, even with a few queries too many.
     if is_ordinary and m <= min(window, 1.2 * n):
         query = F.pad(query, (0, 0, m - n, 0))
         return sdpa(query, key, value, is_causal=True)[:, :, m - n :]
@@ -81,7 +103,7 @@ def _attend(query, key, value, scaling, window, softcap, sinks):
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:  # a column more, whose value is 0
+    if sinks is not None:  # one more column, whose value is 0
         sinks = sinks.float().view(1, -1, 1, 1).expand(1, -1, n, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     return scores.softmax(-1)[..., :m].to(value.dtype) @ value

@@ -1,22 +1,25 @@
-"""Checks of what the user gives, and the one line that says what to change."""
+"""Checks of the user's input, with one line that tells what to change."""
 
 import contextlib
-import os
 import pickle
 import sys
 import traceback
+from collections.abc import Iterator
 from itertools import compress
 
 from agent_loop import AgentLoopOutput, BadInput
 
-# Types of what an agent loop returns, beside token ids and the like.
 OUTPUT_TYPES = {
-    "messages": list | None, "text": str | None, "metrics": dict,
-    "turn_rewards": list | tuple, "images": list | tuple, "extra": dict}
-# Keys of an output's `extra`, and names of units, that flatrl itself uses (reward/mean is the
-# mean over all units).
-TAKEN_KEYS = ["filtered", "greedy", "demonstration", "told_prompt_ids"]
-TAKEN_UNITS = ["mean", "std", "min", "max", "greedy"]
+    "messages": list | None,
+    "text": str | None,
+    "metrics": dict,
+    "turn_rewards": list | tuple,
+    "images": list | tuple,
+    "extra": dict,
+}
+# flatrl uses these keys of an output's `extra`, and these names in the log: reward/mean, ...
+TAKEN_KEYS = {"filtered", "greedy", "demonstration", "told_prompt_ids"}
+TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 
 def need(ok, message: str):
@@ -26,33 +29,30 @@ def need(ok, message: str):
 
 
 @contextlib.contextmanager
-def refusing(problem: str, file: str = ""):
-    """Turns whatever is raised within, SystemExit too, into BadInput, a line of three things.
+def refusing(problem: str, file: str = "") -> Iterator[None]:
+    """Turns every exception in its block, even SystemExit, into BadInput with one line.
 
-    These are the problem, the line of the file where it happened, if it is one of this file,
-    and the error (a ValueError, which is about the input, without its class)."""
-    process = os.getpid()
+    The line has the problem, the error and, if it happened in `file`, the line number there.
+    BadInput and KeyboardInterrupt stay as they are."""
     try:
         yield
-    except (BadInput, KeyboardInterrupt):  # a task's own BadInput says what it needs
+    except (BadInput, KeyboardInterrupt):
         raise
     except BaseException as error:
-        reason = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
         places = list(traceback.extract_tb(error.__traceback__))
-        if isinstance(error, SyntaxError):  # it has a file and a line, where nothing was run
+        if isinstance(error, SyntaxError):  # its line was not run, so it has no frame
             places.append(error)
         lines = [place.lineno for place in places if place.filename == file]
         if lines:
             problem += f", line {lines[-1]}"
+        reason = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
         raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error
-    finally:
-        if os.getpid() != process:  # user code has forked: its copy is no second run
-            os._exit(1)
 
 
 def traceback_from(file: str) -> str:
-    """Returns the traceback of the present exception from its first line in this file on; the
-    whole one if it has none. What called the user's function is rarely the cause."""
+    """Returns the traceback of the current exception from its first line in a file on.
+
+    The calls before it are rarely the cause. If no line is from the file, all of it."""
     error = sys.exception()
     place = error.__traceback__
     while place and place.tb_frame.f_code.co_filename != file:
@@ -61,54 +61,57 @@ def traceback_from(file: str) -> str:
 
 
 def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):
-    """Raises BadInput, which calls `values` by `name`, if one of them has not the type in
-    `types`.
+    """Raises BadInput if a value does not have its type in `types`. A missing value is None.
 
-    types: key -> a type, or several: str | list. A missing value is None."""
+    types: key -> a type, or several: str | list. name: what the message calls `values`."""
     for key, wanted in types.items():
         value = values.get(key)
-        kind = getattr(wanted, "__name__", None) or str(wanted).replace(" ", "")
-        need(isinstance(value, wanted) or none_is_fine and value is None,
-             f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
+        kind = str(getattr(wanted, "__name__", wanted)).replace(" ", "")
+        is_right = isinstance(value, wanted) or (none_is_fine and value is None)
+        need(is_right, f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
 
 
 def check_numbers(values, types: set[type], low: float, high: float, name: str):
-    """Raises ValueError, which calls it `name`, unless `values` is a list of numbers in
-    [low, high] that have exactly these types: a bool is no int, and NaN is in no range."""
+    """Raises ValueError unless `values` is a list of numbers in [low, high] of these types.
+
+    Types are exact: a bool is no int. name: what the message calls `values`."""
     if not isinstance(values, list):
         raise ValueError(f"{name} must be a list, got {values!r:.80}")
+    kinds = " or ".join(sorted(kind.__name__ for kind in types))
     for value in values:
         if type(value) not in types or not low <= value <= high:
-            kinds = " or ".join(sorted(kind.__name__ for kind in types))
             raise ValueError(f"{name} has {value!r:.80}: must be {kinds} in [{low:g}, {high:g}]")
 
 
 def check_ids(ids: list[int], vocab_size: int, name: str):
-    """Raises ValueError, which calls them `name`, unless they are a list of token ids."""
+    """Raises ValueError unless `ids` is a list of token ids. name: what the message calls it."""
     check_numbers(ids, {int}, 0, vocab_size - 1, name)
 
 
-def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version: int,
-                 window: float):
-    """Raises ValueError if training or the log would fail by what an agent loop returned.
+def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version: int, window: int):
+    """Raises ValueError or BadInput if an agent loop's output can't be trained or logged.
 
     vocab_size: token ids are less. oldest, version: of the weights when the loop started, and
-    of the present ones; sampled tokens are of these, or of others between. window: the most
-    tokens of an output. Placeholders of images: see `check_images`."""
+    now; sampled tokens have one between. window: the most tokens of an output. See
+    `check_images` for placeholders."""
     check_ids(output.prompt_ids, vocab_size, "prompt_ids")
     check_ids(output.response_ids, vocab_size, "response_ids")
     check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")
-    # A logarithm of a softmax may be rounded to a little more than 0.
+    # The logarithm of a softmax may be rounded to a little more than 0.
     check_numbers(output.response_logprobs, {int, float}, -1e38, 0.01, "response_logprobs")
     check_numbers(output.response_versions, {int}, -1, version, "response_versions")
-    sampled = compress(output.response_versions, output.response_mask)
-    check_numbers([*sampled], {int}, oldest, version, "response_versions, where the mask is 1,")
+    sampled = list(compress(output.response_versions, output.response_mask))
+    check_numbers(sampled, {int}, oldest, version, "response_versions, where the mask is 1,")
     check_numbers([output.num_turns], {int}, 0, 2**31, "num_turns")
     check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
-    if len(output.prompt_ids + output.response_ids) > window:
-        raise ValueError(f"prompt and response have {len(output.prompt_ids)} and "
-                         f"{len(output.response_ids)} tokens, more than the window's {window}")
-    taken = {output.unit}.intersection(TAKEN_UNITS) or output.extra.keys() & TAKEN_KEYS
+    n_prompt = len(output.prompt_ids)
+    n_response = len(output.response_ids)
+    if n_prompt + n_response > window:
+        raise ValueError(
+            f"prompt and response have {n_prompt} and {n_response} tokens, more than the "
+            f"window's {window}"
+        )
+    taken = TAKEN_UNITS & {output.unit} or TAKEN_KEYS & output.extra.keys()
     if taken:
         raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")
     # Ranks send it to each other.

@@ -1,7 +1,7 @@
-"""A row's `hint`: what the policy is told when it is its own teacher (--hints, --algo opsd).
+"""A row's `hint`, which the policy is told when it is its own teacher (--hints, --algo opsd).
 
-The teacher has the weights of the policy. It scores the tokens that the policy has sampled
-behind the same prompt with the hint in it: what the hint makes likelier is praised."""
+The teacher has the policy's weights. It scores the tokens that the policy sampled, behind the
+same prompt with the hint in it. Tokens that the hint makes likelier get positive advantages."""
 
 import os
 from collections.abc import Iterable
@@ -12,17 +12,19 @@ from flatrl.bad_input import need
 from flatrl.rows import tool_schemas
 
 
-def require_hints(args, rows: Iterable[dict]):
-    """Raises BadInput if args.hints, and none of the rows has a hint."""
-    need(not args.hints or any(row.get("hint") for row in rows),
-         "--hints (--algo opsd) learns from what a row's 'hint' tells: no training row has one")
+def require_hints(rows: Iterable[dict]):
+    """Raises BadInput if no row has a hint."""
+    need(
+        any(row.get("hint") for row in rows),
+        "--hints (--algo opsd) learns from what a row's 'hint' tells: no training row has one",
+    )
 
 
 def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
-    """Returns the row's prompt with its hint in it, a paragraph behind the last message.
+    """Returns the row's prompt with its hint, as a paragraph after the last message.
 
     Without a hint, or if the reader is not told, it is the prompt itself. Raises ValueError
-    for a hint that is no text, or whose prompt does not end with a user's message."""
+    if the hint is no text, or if the prompt does not end with a user's message."""
     prompt = row["prompt"]
     hint = row.get("hint")
     if not hint or not is_told:
@@ -30,8 +32,9 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
     if not isinstance(hint, str):
         raise ValueError(f"'hint' must be a text, got {hint!r:.80}")
     if not prompt or prompt[-1]["role"] != "user":
-        raise ValueError("its 'hint' is told behind the last message of the prompt, which must "
-                         "be a user's")
+        raise ValueError(
+            "its 'hint' is told behind the last message of the prompt, which must be a user's"
+        )
     *before, last = prompt
     content = last["content"]
     if isinstance(content, str):
@@ -42,40 +45,45 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
 
 
 def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
-    """Sets extra["told_prompt_ids"]: the output's prompt as the teacher sees it, with the hint.
+    """Sets extra["told_prompt_ids"]: the output's prompt with the hint, for the teacher.
 
     Nothing happens if the row has no hint, or in an evaluation. The output's prompt begins
-    with the row's, with the schemas of its tools or without; a history may follow, in an
-    output that starts where the template rewrote one. Raises ValueError for a prompt that
-    begins in another way: the hint has no place in it."""
+    with the row's, with or without the schemas of its tools. More may follow, where a template
+    rewrote the history. Raises ValueError if the prompt begins otherwise."""
     if not row.get("hint") or row["validate"]:
         return
     images = [open_image(image) for image in row.get("images") or ()]
     for schemas in (tool_schemas(row, loop.task), None):
         plain, told = (
             expand(render(loop.tokenizer, messages, schemas), images, loop.processor)
-            for messages in (row["prompt"], told_prompt(row)))
-        # Behind the hint both renderings are alike, up to where the assistant speaks.
-        n_alike = len(os.path.commonprefix([plain[::-1], told[::-1]]))
-        n_plain = len(plain) - n_alike
+            for messages in (row["prompt"], told_prompt(row))
+        )
+        # Behind the hint both prompts are equal, up to where the assistant speaks.
+        n_equal = len(os.path.commonprefix([plain[::-1], told[::-1]]))
+        n_plain = len(plain) - n_equal
+        n_told = len(told) - n_equal
         if output.prompt_ids[:n_plain] == plain[:n_plain]:
-            told = told[: len(told) - n_alike]
-            output.extra["told_prompt_ids"] = told + output.prompt_ids[n_plain:]
+            output.extra["told_prompt_ids"] = told[:n_told] + output.prompt_ids[n_plain:]
             return
-    raise ValueError("--hints: an output's prompt does not begin with its row's prompt, so the "
-                     "row's hint has no place there: this agent loop writes prompts of its own")
+    raise ValueError(
+        "--hints: an output's prompt does not begin with its row's prompt, so the "
+        "row's hint has no place there: this agent loop writes prompts of its own"
+    )
 
 
 def told_outputs(outputs: list[AgentLoopOutput]) -> list[AgentLoopOutput]:
-    """Returns the outputs with the prompts that the teacher sees; [] if none has another."""
-    told = "told_prompt_ids"
-    if not any(told in output.extra for output in outputs):
+    """Returns the outputs with the prompts that the teacher sees; [] if none has a hint."""
+    if not any("told_prompt_ids" in output.extra for output in outputs):
         return []
-    return [replace(output, prompt_ids=output.extra.get(told, output.prompt_ids), extra={})
-            for output in outputs]
+    told = []
+    for output in outputs:
+        prompt_ids = output.extra.get("told_prompt_ids", output.prompt_ids)
+        told.append(replace(output, prompt_ids=prompt_ids, extra={}))
+    return told
 
 
 def seen_by(column: str, batch: dict) -> dict:
-    """Returns the batch as the network sees it that fills this column: the teacher, which
-    fills logprobs_ref, sees batch["told"], if there is one."""
+    """Returns the batch for the network that fills a column.
+
+    The teacher, which fills logprobs_ref, sees batch["told"], if there is one."""
     return batch.get("told", batch) if column == "logprobs_ref" else batch

@@ -1,4 +1,4 @@
-"""What the log says of a step's outputs, and of an evaluation's."""
+"""The metrics of a step's outputs, and of an evaluation's."""
 
 import math
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewar
 
 
 def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
-    """Returns the values of each key, in their order; keys and values are as many."""
+    """Returns the values of each key, in their order."""
     values_of_key = defaultdict(list)
     for key, value in zip(keys, values, strict=True):
         values_of_key[key].append(value)
@@ -25,19 +25,31 @@ def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
 
 
 def describe(outputs: Outputs, units) -> dict[str, float]:
-    """Returns statistics of outputs, by the names that they have in the log.
+    """Returns statistics of outputs, by their names in the log.
 
-    units: data.by_unit of them.
-    Rewards are those of units; those of a named unit are reward/NAME. A reward dict's further
-    keys come as reward_part/*, numbers in AgentLoopOutput.metrics as rollout/* (means, 0 where
-    one has none), seconds as timing/*. rollout/segments: outputs of a rollout."""
+    units: data.by_unit of the outputs. Rewards are those of units; reward/NAME is the mean of
+    the units with this name. reward_part/*: the further keys of a reward dict. rollout/*: the
+    numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds.
+    rollout/segments: outputs of a rollout."""
     n = len(outputs)
-    n_rollouts = len({(output.extra["prompt"], output.extra["sample"]) for output in outputs})
+    rollouts = {(output.extra["prompt"], output.extra["sample"]) for output in outputs}
     rewards = units.rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
-    stop_reasons = [output.stop_reason for output in outputs]
-    result = {
+    sums = Counter(f"stop_reason/{output.stop_reason}" for output in outputs)
+    seconds = {"generate_s": [], "tool_s": []}
+    reward_parts = defaultdict(list)
+    for output in outputs:
+        metrics = numbers(output.metrics)
+        for name, values in seconds.items():
+            values.append(metrics.pop(name, 0.0))
+        sums.update({f"rollout/{name}": value for name, value in metrics.items()})
+        if isinstance(output.reward, dict):
+            for name, value in numbers(output.reward).items():
+                reward_parts[f"reward_part/{name}"].append(value)
+    reward_parts.pop("reward_part/score", None)
+    result = {name: total / n for name, total in sorted(sums.items())}
+    result |= {
         "reward/mean": fmean(rewards),
         "reward/std": np.std(rewards),
         "reward/min": min(rewards),
@@ -45,81 +57,96 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         "prompt_length/mean": fmean([len(output.prompt_ids) for output in outputs]),
         "response_length/mean": fmean(response_lengths),
         "response_length/max": max(response_lengths),
-        "response_length/clipped_ratio": stop_reasons.count("length") / n,
+        "response_length/clipped_ratio": sums["stop_reason/length"] / n,
         "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
-        "rollout/trajectories": n_rollouts,
-        "rollout/segments": n / n_rollouts}
+        "rollout/trajectories": len(rollouts),
+        "rollout/segments": n / len(rollouts),
+    }
     rewards_of_name = grouped(units.names, rewards)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         result |= {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
-    seconds = defaultdict(list)  # of each output, by kind
-    sums = Counter(f"stop_reason/{reason}" for reason in stop_reasons)
-    reward_parts = defaultdict(list)
-    for output in outputs:
-        metrics = numbers(output.metrics)
-        for name in ("generate_s", "tool_s"):
-            seconds[name].append(metrics.pop(name, 0.0))
-        sums.update({f"rollout/{name}": value for name, value in metrics.items()})
-        if isinstance(output.reward, dict):
-            for name, value in numbers(output.reward).items():
-                reward_parts[name].append(value)
-    reward_parts.pop("score", None)
     for name, values in seconds.items():
-        result |= {f"timing/{name}_min": min(values), f"timing/{name}_mean": fmean(values),
-                   f"timing/{name}_max": max(values)}
-    result = {name: total / n for name, total in sorted(sums.items())} | result
-    for name, values in sorted(reward_parts.items()):
-        result[f"reward_part/{name}"] = fmean(values)
+        result[f"timing/{name}_min"] = min(values)
+        result[f"timing/{name}_mean"] = fmean(values)
+        result[f"timing/{name}_max"] = max(values)
+    result |= {name: fmean(values) for name, values in sorted(reward_parts.items())}
     return {name: float(value) for name, value in result.items()}
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
-    """Returns the metrics of an evaluation: eval/reward, response_length, num_turns and these.
+    """Returns the metrics of an evaluation.
 
-    units: data.by_unit of the outputs. Their prompts are numbers of rows.
+    units: data.by_unit of the outputs; rows: the validation rows. Besides eval/reward,
+    eval/response_length and eval/num_turns these are:
 
-    eval/pass@j is given for every j up to the most units n of a group: the chance that one of
-    j passes, 1 - C(n - c, j) / C(n, j) where c of n did (arXiv 2107.03374, eq. 1); the mean
-    over the groups with n >= j. A group is what is compared: the rollouts of a row, if nothing
-    else is said. To pass is an outcome of at least 1. eval/reward_stderr: the standard error
-    of the mean over rows, because rollouts of one row are not independent. With several
-    data_source: eval/<data_source>/reward; with named units: eval/<unit>/reward."""
+        eval/<data_source>/reward   with several data sources
+        eval/<unit>/reward          with named units
+        eval/reward_stderr   the standard error of the mean over rows (rollouts of one row are
+                             not independent)
+        eval/pass@j          the probability that at least one of j units of a group passes
+                             (outcome >= 1): 1 - C(n - c, j) / C(n, j) if c of its n units did
+                             (arXiv 2107.03374, eq. 1), the mean over groups with n >= j. A
+                             group is the rollouts of a row, if no other is named."""
     rewards = units.rewards.tolist()
     prompts = units.prompts.tolist()
-    rewards_of_row = grouped(prompts, rewards)
-    rewards_of_source = grouped([rows[prompt].get("data_source") for prompt in prompts], rewards)
-    passes_of_group = grouped(units.groups.tolist(), (units.outcomes >= 1).tolist())
     statistics = describe(outputs, units)
-    result = {f"eval/{name}": statistics[f"{name}/mean"]
-              for name in ("reward", "response_length", "num_turns")}
+    result = {}
+    for name in ("reward", "response_length", "num_turns"):
+        result[f"eval/{name}"] = statistics[f"{name}/mean"]
     for name in set(units.names):
         if f"reward/{name}" in statistics:
             result[f"eval/{name}/reward"] = statistics[f"reward/{name}"]
+    sources = [rows[prompt].get("data_source") for prompt in prompts]
+    rewards_of_source = grouped(sources, rewards)
     if len(rewards_of_source) > 1:
-        for source, rewards in rewards_of_source.items():
-            result[f"eval/{source}/reward"] = fmean(rewards)
-    n_rows = len(rewards_of_row)
-    row_means = [fmean(rewards) for rewards in rewards_of_row.values()]
-    result["eval/reward_stderr"] = float(np.std(row_means, ddof=min(1, n_rows - 1))) / n_rows**0.5
-    for j in range(1, max(map(len, passes_of_group.values())) + 1):
-        chances = [1 - math.comb(passes.count(False), j) / math.comb(len(passes), j)
-                   for passes in passes_of_group.values() if len(passes) >= j]
+        for source, values in rewards_of_source.items():
+            result[f"eval/{source}/reward"] = fmean(values)
+    row_means = [fmean(values) for values in grouped(prompts, rewards).values()]
+    n_rows = len(row_means)
+    deviation = float(np.std(row_means, ddof=min(1, n_rows - 1)))
+    result["eval/reward_stderr"] = deviation / n_rows**0.5
+    passes = grouped(units.groups.tolist(), (units.outcomes >= 1).tolist()).values()
+    for j in range(1, max(map(len, passes)) + 1):
+        chances = [pass_at(j, passed) for passed in passes if len(passed) >= j]
         result[f"eval/pass@{j}"] = fmean(chances)
     return result
 
 
+def pass_at(j: int, passed: list[bool]) -> float:
+    """Returns the probability that at least one of j draws from `passed` is True."""
+    return 1 - math.comb(passed.count(False), j) / math.comb(len(passed), j)
+
+
 def mean(x: Tensor) -> float:
-    """Returns the mean, computed in float64; 0 of nothing."""
+    """Returns the mean, computed in float64; 0 if there are no elements."""
     return x.double().mean().item() if len(x) else 0.0
 
 
 def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
-    """Returns two (B, T): how far the trainer's and the engine's logprobs are apart, and whether
-    the weights of this version sampled the token. Only there must they be equal."""
+    """Returns how far the trainer's and the engine's logprobs differ, and where they must not.
+
+    Both are (B, T). They must agree where the weights of this version sampled the token."""
     difference = (batch["logprobs_old"] - batch["logprobs_rollout"]).abs()
     return difference, batch["response_mask"].bool() & (batch["versions"] == version)
+
+
+def worst_token(outputs: Outputs, batch: dict, version: int, tokenizer) -> str:
+    """Describes the token whose logprobs in engine and trainer differ most.
+
+    outputs: those of the batch's rows."""
+    difference, is_comparable = tokens_to_compare(batch, version)
+    largest = difference.where(is_comparable, -1).argmax().item()
+    row, position = divmod(largest, difference.shape[1])
+    extra = outputs[row].extra
+    text = tokenizer.decode(outputs[row].response_ids[position])
+    return (
+        f"prompt {extra['prompt']}, sample {extra['sample']}, segment {extra['segment']}, "
+        f"position {position} of the response, {text!r}: "
+        f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
+        f"{batch['logprobs_old'][row, position]:.3g} in the trainer"
+    )
 
 
 def batch_metrics(batch, version: int, args) -> dict[str, float]:
@@ -154,20 +181,14 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
 
 
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
-    """Describes a difference between the logprobs of engine and trainer that exceeds its bound,
-    with the token about which they differ most."""
-    differences, is_comparable = tokens_to_compare(batch, version)
-    largest = differences.where(is_comparable, -1).argmax().item()
-    row, position = divmod(largest, differences.shape[1])
-    output = batch.outputs[row]
-    text = tokenizer.decode(output.response_ids[position])
+    """Returns an error message: the logprobs of engine and trainer differ by more than a bound.
+
+    batch: a data.Batch."""
     return (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
         f"{difference:.2g} in the mean, more than {bound:g}; most at "
-        f"prompt {output.extra['prompt']}, sample {output.extra['sample']}, "
-        f"segment {output.extra['segment']}, position {position} of the response, {text!r}: "
-        f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-        f"{batch['logprobs_old'][row, position]:.3g} in the trainer. Likely causes: a weight that "
+        f"{worst_token(batch.outputs, batch, version, tokenizer)}. Likely causes: a weight that "
         "went to the wrong place, a part of this model that vLLM and the trainer compute "
         "differently, or settings of the engine that the trainer does not know (--engine_args, "
-        "--sampling_args, an agent loop's own)")
+        "--sampling_args, an agent loop's own)"
+    )

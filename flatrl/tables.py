@@ -1,8 +1,7 @@
-"""Files of rows: jsonl, csv, parquet, datasets; in memory, or on disk where there are many."""
+"""Reads rows from jsonl, csv, parquet and datasets; large tables stay on disk."""
 
 import csv
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +10,18 @@ from flatrl.bad_input import need, refusing
 
 # More rows than these stay on disk.
 MAX_ROWS_IN_MEMORY = 10_000
-# Of more rows than these several processes find the overlong ones: 8,192 chats take one 2 s.
+# For more rows several processes find the overlong ones: 8,192 chats take one process 2 s.
 MAX_ROWS_MEASURED_HERE = 1000
-# Of more rows than these only some are looked at before the run, and each when it is drawn.
+# For more rows only a sample is checked before the run, and each row when it is drawn.
 MAX_ROWS_CHECKED_AT_START = 100_000
 
 
 @dataclass
 class Rows(Sequence):
-    """Some rows of a table, each made anew by get(number) whenever it is asked for.
+    """Some rows of a table. Each is made again by get(number) whenever it is asked for.
 
-    numbers: which rows of the table these are. overlong: the share of prompts that are too
-    long, if that is known of a sample only; in place of such a row, get returns the next one
-    that fits."""
+    numbers: the rows' numbers in the table. overlong: the share of prompts that are too long,
+    if it was estimated from a sample; get then returns the next row that fits instead."""
 
     get: Callable[[int], dict]
     numbers: Sequence[int]
@@ -39,32 +37,33 @@ class Rows(Sequence):
 def read_files(files: list[str]) -> Sequence[dict]:
     """Returns the rows of some files, one file after the other, as a list.
 
-    Files are jsonl, json (one list), csv (all values are text), parquet, folders of
-    `save_to_disk`, and data sets of the Hugging Face hub. One of the latter three, alone and
-    of more than MAX_ROWS_IN_MEMORY rows, is not read, but returned as a datasets.Dataset.
-    Raises BadInput where a file, or the datasets package, is missing, or can't be read."""
+    Files are jsonl, json (one list), csv (all values are text), parquet, folders from
+    `save_to_disk`, and data sets on the Hugging Face hub. If one of the latter three is the
+    only file and has more than MAX_ROWS_IN_MEMORY rows, it is returned as a datasets.Dataset.
+    Raises BadInput if a file, or the datasets package, is missing or can't be read."""
     rows = []
     for name in files:
         file = Path(name)
-        need(file.exists() or ":" in name.strip(":"),
-             f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)")
-        with refusing(
-                f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
+        need(
+            file.exists() or ":" in name.strip(":"),
+            f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)",
+        )
+        with refusing(f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
             if file.suffix == ".csv":
                 rows += csv.DictReader(file.open(encoding="utf-8-sig", newline=""), strict=True)
             elif file.suffix in (".jsonl", ".json"):
                 rows += _read_json(file)
             else:
-                # In arrow images stay the bytes of the file, decoded where they are used.
-                table = _data_set(name).with_format("arrow")
-                if files == [name] and len(table) > MAX_ROWS_IN_MEMORY:
+                # With arrow, images stay the bytes of their files until they are used.
+                table = _data_set(file, name).with_format("arrow")
+                if len(files) == 1 and len(table) > MAX_ROWS_IN_MEMORY:
                     return table
                 rows += table[:].to_pylist()
     return rows
 
 
 def _read_json(file):
-    """Returns what a file has: one list of JSON, or JSON values, one a line."""
+    """Returns the rows of a file: one JSON list, or a JSON value on each line."""
     text = file.read_text("utf-8-sig").strip()
     if text.startswith("["):
         return json.loads(text)
@@ -76,15 +75,15 @@ def _read_json(file):
     return rows
 
 
-def _data_set(name):
-    """Returns the datasets.Dataset of a parquet file, a folder of it, or of the hub."""
+def _data_set(file, name):
+    """Returns the datasets.Dataset of a parquet file, a folder, or a name on the hub."""
     with refusing(f"{name}: pip install datasets"):
         import datasets
-    if not os.path.exists(name):
+    if file.is_file():
+        return datasets.Dataset.from_parquet(name)
+    if not file.exists():
         hub, *config, split = name.split(":")
         return datasets.load_dataset(hub, *config, split=split)
-    if os.path.isfile(name):
-        return datasets.Dataset.from_parquet(name)
     table = datasets.load_from_disk(name)
     need(not isinstance(table, dict), f"{name} has splits: give {name}/ and one of {[*table]}")
     return table

@@ -1,4 +1,4 @@
-"""Images of a packed batch: equal ones once, their pixels, and their positions."""
+"""Images in a packed batch: equal ones once, their pixels, and their positions."""
 
 import weakref
 
@@ -14,46 +14,46 @@ SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
 
 
 def check_images(output: AgentLoopOutput, processor):
-    """Checks that the ids have a placeholder for each token of the output's images.
+    """Raises ValueError unless the ids have a placeholder for each token of the images.
 
-    Raises ValueError if there are more or less, or if a text model has images."""
+    processor: None for a text model, which takes no images."""
     if processor is None:
-        expand([], output.images, None)  # it raises if there are images
+        expand([], output.images, None)  # raises if there are images
         return
     n_found = (output.prompt_ids + output.response_ids).count(processor.image_token_id)
     n_expected = sum(image_tokens(output.images, processor))
     if n_found != n_expected:
         raise ValueError(
             f"the ids have {n_found} placeholders, but the {len(output.images)} images of "
-            f"AgentLoopOutput.images take {n_expected}: return both as the trainer needs them")
+            f"AgentLoopOutput.images take {n_expected}: return both as the trainer needs them"
+        )
 
 
 def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> dict:
-    """Says which images of a batch are equal, so that rows with equal ones can share a prefix.
+    """Finds the equal images of a batch, so that rows with equal ones can share a prefix.
 
     input_ids (B, L), images: B lists. Returns a dict:
         images       B lists, in which equal images are one object
-        prefix_ids   (B, L) input_ids in which each placeholder is replaced by its image's
-                     number, -1, -2, ...: no token's id. Where it can't be told which
-                     placeholder is whose, the row's first id is one that no other row has:
-                     it shares nothing"""
+        prefix_ids   (B, L) input_ids with the number of an image, -1, -2, ..., in place of its
+                     placeholders. A row whose placeholders don't match its images gets a first
+                     id that no other row has, so it shares nothing"""
     prefix_ids = input_ids.clone()
     known = {}  # size and pixels -> number and image
     same = []
     for i, (ids, row_images) in enumerate(zip(prefix_ids, images)):
-        is_placeholder = ids == image_token_id
+        is_placeholder = ids == image_token_id  # (L,)
         starts = image_starts(is_placeholder)
         if starts.sum() != len(row_images):
             ids[0] = SMALLEST_INT32 + i
         elif row_images:
-            named = []
+            found = []
             for image in row_images:
                 key = image.size, image.tobytes()
-                named.append(known.setdefault(key, (-1 - len(known), image)))
-            numbers = torch.tensor([number for number, _ in named])
-            ids[is_placeholder] = numbers[starts.cumsum(0)[is_placeholder] - 1]
-            row_images = [image for _, image in named]
-        same.append(row_images)
+                found.append(known.setdefault(key, (-1 - len(known), image)))
+            numbers, row_images = zip(*found)
+            places = starts.cumsum(0)[is_placeholder] - 1
+            ids[is_placeholder] = torch.tensor(numbers)[places]
+        same.append(list(row_images))
     return {"images": same, "prefix_ids": prefix_ids}
 
 
@@ -64,22 +64,19 @@ def image_starts(is_placeholder: Tensor) -> Tensor:
 
 
 class Vision:
-    """Makes what a vision-language model gets beside tokens.
+    """Makes a vision-language model's inputs besides tokens: encoded images, and positions.
 
-    That is pixels, by its processor, and positions, by its get_rope_index. For Qwen2-VL,
-    Qwen2.5-VL, Qwen3-VL and models built like them.
-
-    An image's pixels are computed when it is first packed on a rank, and kept there as long as
-    the image itself: several passes over the same rows do it once."""
+    For Qwen2-VL, Qwen2.5-VL, Qwen3-VL and models built like them. An image's pixels are
+    computed when it is first packed on a rank, and kept there as long as the image itself."""
 
     def __init__(self, processor):
         self.processor = processor.image_processor
         self.image_token_id = processor.image_token_id
-        self.pixels = {}  # by the id of a living image
+        self.pixels = {}  # id of a living image -> what the processor makes of it
         self.blank = Image.new("RGB", (56, 56))
 
     def _preprocessed(self, name, images):
-        """Returns what the processor makes of images, by its name.
+        """Returns one of the processor's results for some images.
 
         pixel_values: (patches, values of a patch); image_grid_thw: (images, 3)."""
         for image in images:
@@ -95,31 +92,35 @@ class Vision:
         return model.get_image_features(pixels, grid, return_dict=True)
 
     def inputs(self, model, packed: dict) -> dict:
-        """Returns what a model gets beside the inputs of `data.pack_rows` where it has images.
+        """Returns a model's inputs besides those of `data.pack_rows`, for rows with images.
 
-        That is position_ids (3, 1, S), and what the vision tower makes of the images; one in a
-        shared prefix is encoded once. The tower runs here and not in model.forward, which
-        would pass it the cu_seqlens of the tokens as its own."""
+        These are position_ids (3, 1, S) and the vision tower's output; an image in a shared
+        prefix is encoded once. The tower runs here: model.forward would pass it the cu_seqlens
+        of the tokens as its own."""
         positions = []
         images_to_encode = []
         for ids, images, n_shared in packed["images"]:
             ids = ids.cpu()  # (L,)
             is_placeholder = ids == self.image_token_id
-            # (images, 3)
-            grid = self._preprocessed("image_grid_thw", images) if images else None
+            grid = None  # or (images, 3)
+            if images:
+                grid = self._preprocessed("image_grid_thw", images)
             row_positions, _ = model.get_rope_index(
-                ids[None], mm_token_type_ids=is_placeholder[None].int(), image_grid_thw=grid)
+                ids[None], mm_token_type_ids=is_placeholder[None].int(), image_grid_thw=grid
+            )
             positions.append(row_positions[..., n_shared:])
             n_images_shared = image_starts(is_placeholder)[:n_shared].sum()
             images_to_encode += images[n_images_shared:]
         device = packed["targets"].device
-        return {"position_ids": torch.cat(positions, dim=2).to(device),
-                "mm_encoder_outputs": {"image": self._encode(model, images_to_encode, device)}}
+        return {
+            "position_ids": torch.cat(positions, dim=2).to(device),
+            "mm_encoder_outputs": {"image": self._encode(model, images_to_encode, device)},
+        }
 
     def zero(self, model, device) -> Tensor:
-        """Returns 0 by way of the vision tower, for a forward pass without images.
+        """Returns 0, computed by the vision tower, for a forward pass without images.
 
-        Other ranks may see some, and DDP waits for every parameter's gradient, FSDP for every
+        Other ranks may have some. DDP waits for every parameter's gradient, and FSDP for every
         rank's part of it."""
         outputs = self._encode(model, [self.blank], device)
         return 0 * sum(output.float().sum() for output in tree_leaves(outputs))

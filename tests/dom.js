@@ -40,7 +40,7 @@ class Element {
 
 const page = fs.readFileSync(process.argv[2], "utf8"), byId = {};
 const [, data] = page.match(/<script type="application\/json" id="data">(.*?)<\/script/s);
-const [, script] = page.match(/<script>(.*?)<\/script>/s);
+const [, script] = page.match(/<script nonce="\w+">(.*?)<\/script>/s);
 for (const [, id] of page.matchAll(/ id="(\w+)"/g)) byId[id] = new Element("div");
 byId.data.append(data);
 const document = {

@@ -1,26 +1,26 @@
-"""The trainer's forward and backward pass of one architecture after the other, on a forest of shared prefixes, against
-transformers' own eager attention on right-padded rows."""
+"""Forward and backward pass of several architectures, on a forest of shared prefixes.
+
+They are compared with transformers' own eager attention, a row at a time."""
 
 import pytest
 import torch
 from gradient_worker import batch_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteForCausalLM
 
 import data
 import train
 from agent_loop import BadInput
 
-SIZES = dict(
-    vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
-    bos_token_id=1, eos_token_id=1,
-)  # fmt: skip
+SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+SIZES |= dict(max_position_embeddings=128, initializer_range=0.3)
+SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
 WINDOW = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
-# model_type -> what is special; those after the line are computed row by row
+CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 PACKED = {
     "qwen2": {},
     "mistral": dict(sliding_window=7),
-    "gemma2": WINDOW | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=5),
+    "gemma2": WINDOW | CAPS | dict(query_pre_attn_scalar=5),
     "gemma3_text": WINDOW | dict(query_pre_attn_scalar=5),
     "gpt_oss": WINDOW | dict(num_local_experts=4, num_experts_per_tok=2),
     "olmo3": WINDOW,
@@ -28,7 +28,7 @@ PACKED = {
     "granite": dict(logits_scaling=4.0, attention_multiplier=0.3),
     "smollm3": dict(no_rope_layers=[1, 0], tie_word_embeddings=False),
 }
-PADDED = {
+PADDED = {  # computed row by row
     "stablelm": {},
     "nemotron": {},
     "lfm2": dict(layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8),
@@ -49,24 +49,33 @@ def saved(path, model_type: str, **changes):
     torch.manual_seed(1)
     config = AutoConfig.for_model(model_type, **SIZES | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
-    for name, parameter in model.named_parameters():  # norms are ones, biases and sinks zeros
-        parameter.data += 0.2 * torch.randn(parameter.shape) * ("norm" in name or "bias" in name or "sinks" in name)
+    for name, parameter in model.named_parameters():
+        # Norms are ones, biases and sinks zeros.
+        if "norm" in name or "bias" in name or "sinks" in name:
+            parameter.data += 0.2 * torch.randn(parameter.shape)
     model.save_pretrained(path)
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    )
 
 
 def expected(model, batch: dict, temperature: float) -> torch.Tensor:
     """(B, T) logprobs by the model's own forward, a row at a time."""
     found = torch.zeros_like(batch["response_mask"])
-    for i, (n, start) in enumerate(zip(batch["lengths"].tolist(), batch["prompt_lengths"].tolist(), strict=True)):
-        ids = batch["input_ids"][i : i + 1, :n]
-        logprobs = (model(input_ids=ids, use_cache=False).logits[0] / temperature).log_softmax(-1)
-        found[i, : n - start] = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+    for i, ids in enumerate(batch["input_ids"]):
+        n = batch["lengths"][i]
+        start = batch["prompt_lengths"][i]
+        ids = ids[None, :n]
+        logits = model(input_ids=ids, use_cache=False).logits[0] / temperature
+        logprobs = logits[start - 1 : -1].log_softmax(-1)
+        found[i, : n - start] = logprobs.gather(1, ids[0, start:, None])[:, 0]
     return found * batch["response_mask"]
 
 
 @pytest.mark.parametrize("model_type", [*PACKED, *PADDED])
-def test_logprobs_and_gradients_are_those_of_eager_attention(model_type, batch, tmp_path, process_group):
+def test_logprobs_and_gradients_are_those_of_eager_attention(
+    model_type, batch, tmp_path, process_group
+):
     data.register_packed_attention()
     reference = saved(tmp_path, model_type, **(PACKED | PADDED)[model_type])
     args = train.Args(model=str(tmp_path), temperature=0.9)
@@ -82,8 +91,9 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(model_type, batch, 
     n_tokens = 0
     for micro in micros:
         packed = policy.pack(batch, micro)
-        n_tokens += packed["inputs"]["input_ids"].numel()
-        assert packed["inputs"]["input_ids"].numel() <= 120
+        n_of_micro = packed["inputs"]["input_ids"].numel()
+        assert n_of_micro <= 120
+        n_tokens += n_of_micro
         found = policy(packed)[0]
         torch.testing.assert_close(found, logprobs[micro.rows], rtol=1e-5, atol=2e-5)
         (found * batch["weights"][micro.rows]).sum().backward()
@@ -99,8 +109,6 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(model_type, batch, 
 
 
 def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group, monkeypatch):
-    from transformers import GraniteForCausalLM
-
     data.register_packed_attention()
     saved(tmp_path, "granite")
     forward = GraniteForCausalLM.forward
@@ -111,11 +119,11 @@ def test_a_head_that_is_more_than_a_product_is_refused(tmp_path, process_group, 
         return outputs
 
     monkeypatch.setattr(GraniteForCausalLM, "forward", sharper)
-    with pytest.raises(BadInput, match="makes logits in a way that token_logprobs doesn't implement"):
+    with pytest.raises(BadInput, match="makes logits in a way that token_logprobs doesn't impl"):
         train.Policy(train.Args(model=str(tmp_path)))
 
 
 def test_a_head_with_a_bias_is_refused(tmp_path, process_group):
     saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
-    with pytest.raises(BadInput, match="has a bias in its output head, which token_logprobs doesn't implement"):
+    with pytest.raises(BadInput, match="has a bias in its output head"):
         train.Policy(train.Args(model=str(tmp_path)))

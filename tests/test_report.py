@@ -1,5 +1,6 @@
-"""flatrl/report.py: the page's data is the run's, a run's text stays text, and a report that fails ends no run."""
+"""flatrl/report.py: the page shows the run, and its texts stay texts."""
 
+import html
 import json
 import math
 import os
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from conftest import REPO
 from test_log import Args, an_output, read
 
@@ -21,249 +21,264 @@ import data
 from agent_loop import AgentLoopOutput
 from flatrl import report
 from flatrl.log import Log
-from flatrl.report_trajectories import Texts
+from flatrl.report_trajectories import token_texts
 
 HOSTILE = (
-    "</script><script>document.title='pwned'</script><!--<img src=x onerror=\"document.title='pwned'\">"
-    "&lt;\u2028 é <|im_end|> __DATA__ __SCRIPT__"
+    "</script><script>document.title='pwned'</script>"
+    "<!--<img src=x onerror=\"document.title='pwned'\">"
+    "&lt;\u2028 é <|im_end|> __DATA__ __NONCE__"
 )
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSERS = map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])
+BROWSER = next(filter(None, BROWSERS), None)
+NAMES = ["prompt", "sample", "segment"]
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    return tmp_path / "run"
+    return make_folder(tmp_path / "run")
 
 
-def embedded(page: Path) -> dict:
-    """The page's data, as a browser finds it: up to the first </script>."""
-    element = re.search('<script type="application/json" id="data">(.*?)</script', page.read_text(), re.DOTALL)
-    return json.loads(element[1])
+def make_folder(folder: Path, **flags) -> Path:
+    (folder / "rollouts").mkdir(parents=True)
+    write_about(folder, [], **flags)
+    return folder
 
 
-def page_of(*runs: report.Run, file: Path) -> list[dict]:
-    for run in runs:
-        run.refresh()
-    report.write(list(runs), file)
-    return embedded(file)["runs"]
+def write_about(folder: Path, command: list[str], **flags):
+    args = {"model": None} | flags
+    about = {"args": args, "command": command, "git": "abc", "versions": {"torch": "2"}}
+    (folder / "args.json").write_text(json.dumps(about))
 
 
-def trajectory(prompt=0, sample=0, index=None, ids=(5, 6, 7, 8), mask=(1, 0, 1, 1), **changes) -> AgentLoopOutput:
-    extra = {"index": prompt if index is None else index, "prompt": prompt, "sample": sample, "segment": 0}
-    logprobs, versions = [-0.5 * m for m in mask], [3 if m else -1 for m in mask]
-    response = {"response_ids": list(ids), "response_mask": list(mask)}
-    response |= {"response_logprobs": logprobs, "response_versions": versions}
-    return AgentLoopOutput(prompt_ids=[1, 2], extra=extra, **response, **{"reward": 1.0} | changes)
+def write_json_lines(file: Path, rows: list[dict]):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def embedded(page: Path) -> list[dict]:
+    """The runs of a page, as a browser finds them: up to the first </script>."""
+    element = '<script type="application/json" id="data">(.*?)</script'
+    return json.loads(re.search(element, page.read_text(), re.DOTALL)[1])["runs"]
+
+
+def run_of(folder: Path, tokenizer=None, **limits) -> dict:
+    """Writes the page of a run, and returns its data."""
+    report.write([report.read_run(folder, tokenizer, **limits)], folder / "report.html")
+    return embedded(folder / "report.html")[0]
+
+
+def trajectory(prompt=0, sample=0, ids=(5, 6, 7, 8), mask=None, **changes) -> AgentLoopOutput:
+    mask = mask or [1] * len(ids)
+    extra = {"index": prompt, "prompt": prompt, "sample": sample, "segment": 0}
+    fields = {
+        "prompt_ids": [1, 2],
+        "response_ids": list(ids),
+        "response_mask": list(mask),
+        "response_logprobs": [-0.5 * m for m in mask],
+        "response_versions": [3 if m else -1 for m in mask],
+        "reward": 1.0,
+    }
+    extra |= changes.pop("extra", {})
+    return AgentLoopOutput(**fields | changes, extra=extra)
 
 
 def write_rollouts(folder: Path, name: str, outputs: list, errors=()):
-    log = SimpleNamespace(folder=folder)
-    Log.rollouts(log, name, outputs, list(errors))
+    Log.rollouts(SimpleNamespace(folder=folder), name, outputs, list(errors))
 
 
-def learned(outputs: list, advantages: list[float], difference: float, mask=None) -> dict:
+def learned(outputs: list, advantages: list[float], difference: float) -> dict:
     """The batch of a step after its update."""
     batch = data.collate(outputs)
     batch["advantages"] = torch.tensor(advantages)[:, None].expand_as(batch["response_mask"])
     batch["logprobs_old"] = batch["logprobs_rollout"] + difference
-    if mask is not None:
-        batch["response_mask"] *= torch.tensor(mask)[:, None]
     return batch
 
 
-# ------------------------------------------------------------- metrics
+# ------------------------------------------------------------- the page's data
 
 
 def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
     rows = [
         {"step": 0, "eval/reward": 0.1 + 0.2},
-        {"step": 1, "reward/mean": 1 / 3, "actor/lr": 3e-300, "timing/idle_s": [1.0]},
+        {"step": 1, "reward/mean": 1 / 3, "timing/idle_s": [1.0]},
         {"step": 2, "reward/mean": float("nan"), "actor/lr": -math.inf, "eval/reward": 1},
     ]
-    half = '{"step": 3, "reward/me'  # being written
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + half)
-    (folder / "args.json").write_text(json.dumps({"args": {"lr": 0.5}, "git": "abc"}))
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    write_json_lines(folder / "metrics.jsonl", rows)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/me')  # being written
+    run = run_of(folder)
     assert run["columns"] == {
         "step": [0, 1, 2],
         "eval/reward": [0.1 + 0.2, None, 1],
         "reward/mean": [None, 1 / 3, "nan"],
-        "actor/lr": [None, 3e-300, "-inf"],
+        "actor/lr": [None, None, "-inf"],
     }
-    assert run["about"] == {"args": {"lr": 0.5}, "git": "abc"} and run["trajectories"] == [] and run["total"] == 0
-    assert run["notes"] == ["No trajectories: this run wrote no rollouts (--replay reads those of another run)."]
-
-
-# ------------------------------------------------------------- trajectories
+    assert run["about"]["args"] == {"model": None} and run["about"]["git"] == "abc"
+    assert run["trajectories"] == [] and run["total"] == 0
+    assert run["notes"][0].startswith("No trajectories: this run wrote no rollouts (--replay")
 
 
 def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
     call = {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
+    user = {"role": "user", "content": "q"}
+    example = {"role": "assistant", "content": "the prompt's own example"}
     messages = [
-        *({"role": "user", "content": "q"}, {"role": "assistant", "content": "the prompt's own example"}),
-        *({"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}),
-        *({"role": "tool", "name": "calculator", "content": "c"}, {"role": "assistant", "content": "b"}),
+        user,
+        example,
+        "an object of another package, which the log made a text",
+        user,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "calculator", "content": "c"},
+        {"role": "assistant", "content": "b"},
     ]
-    more = {"messages": messages, "turn_rewards": [(1, 0.25)], "reward": {"score": 1.0, "form": 0.5}}
-    outputs = [trajectory(prompt=4, sample=1, ids=ids, mask=[1, 1, 0, 0, 0, 1], **more)]
-    outputs.append(trajectory(prompt=4, sample=0, stop_reason="length"))
-    write_rollouts(folder, "step_000002", outputs, [{"prompt": 4, "sample": 2, "kind": "failed_reward", "error": "oh"}])
-    batch = learned(outputs, [1.5, -0.5], 0.25, mask=[1, 0])
-    report.keep_learned(folder / "learned" / "step_000002.jsonl", outputs, batch)
-    [run] = page_of(report.Run(folder, tokenizer), file=folder / "report.html")
-    told, cut, failed = run["trajectories"]
-    blocks = told["blocks"]
-    for block in blocks:
-        if "tokens" in block:
-            block["tokens"] = [run["pieces"][i] for i in block["tokens"]]
-    same = {"role": "assistant", "versions": 3, "advantages": 1.5}
+    told = trajectory(
+        prompt=4,
+        ids=ids,
+        mask=[1, 1, 0, 0, 0, 1],
+        messages=messages,
+        turn_rewards=[(1, 0.25)],
+        reward={"score": 1.0, "form": 0.5},
+    )
+    cut_off = trajectory(prompt=4, sample=1, stop_reason="length")
+    error = {"prompt": 4, "sample": 2, "kind": "failed_reward", "error": "oh"}
+    write_rollouts(folder, "step_000002", [told, cut_off], [error])
+    batch = learned([told, cut_off], [1.5, -0.5], 0.25)
+    batch["response_mask"][1] = 0  # --mask_truncated
+    report.keep_learned(folder / "learned" / "step_000002.jsonl", [told, cut_off], batch)
+    run = run_of(folder, tokenizer)
+    told, cut_off, failed = run["trajectories"]
+    policy = {"role": "assistant", "versions": 3, "advantages": 1.5}
     two, one = ({"logprobs": [-0.5] * n, "difference": [0.25] * n} for n in (2, 1))
-    assert blocks == [
-        {"at": 0, "tokens": ["a", "b"], "calls": [["calculator", '{"expression": "1+1"}']]} | two | same,
+    calls = [["calculator", '{"expression": "1+1"}']]
+    assert told["blocks"] == [
+        {"at": 0, "tokens": ["a", "b"], "calls": calls} | two | policy,
         {"at": 2, "role": "tool calculator", "text": ["c", tokenizer.eos_token, "a"]},
-        {"at": 5, "tokens": ["b"], "calls": []} | one | same,
+        {"at": 5, "tokens": ["b"], "calls": []} | one | policy,
     ]
-    assert run["prompts"][told["text"]] == Texts(tokenizer).of_context([1, 2])
-    assert (told["reward"], told["parts"], told["turn_rewards"]) == (1.25, {"score": 1.0, "form": 0.5}, [[1, 0.25]])
-    assert (told["kind"], told["step"], told["prompt"], told["sample"], told["stop"]) == ("step", 2, 4, 1, "stop")
-    assert told["trained"] is True and cut["trained"] is False and cut["stop"] == "length"
-    assert all("difference" not in block for block in cut["blocks"])
+    assert told["text"] == token_texts(tokenizer, [1, 2])
+    assert (told["reward"], told["turn_rewards"]) == (1.25, [[1, 0.25]])
+    assert told["parts"] == {"score": 1.0, "form": 0.5}
+    assert [told[name] for name in ("kind", "step", *NAMES)] == ["step", 2, 4, 0, 0]
+    assert told["trained"] is True and cut_off["trained"] is False
+    assert cut_off["stop"] == "length" and "difference" not in cut_off["blocks"][0]
     assert (failed["stop"], failed["error"], failed["sample"]) == ("failed_reward", "oh", 2)
     assert run["total"] == 3 and run["notes"] == []
-
-
-def test_a_message_that_is_no_dict_is_shown_as_it_is(folder):
-    said = {"role": "assistant", "content": "a"}
-    outputs = [trajectory(messages=["what?", said, ["tool", 5], None, said])]
-    write_rollouts(folder, "step_000002", outputs)
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
-    roles = [block["role"] for block in run["trajectories"][0]["blocks"]]
-    assert roles == ["assistant", "['tool', 5], None", "assistant"]
-
-
-def test_a_last_turn_of_mask_0_is_no_turn_of_those_before(folder):
-    call = {"function": {"name": "look", "arguments": {}}}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "name": "look", "content": "t"}, {"role": "assistant", "content": "a"}]  # fmt: skip
-    write_rollouts(folder, "step_000002", [trajectory(messages=messages, mask=(1, 0, 0, 0))])
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
-    sampled, after = run["trajectories"][0]["blocks"]
-    assert sampled["calls"] == [["look", "{}"]] and after["role"] == "tool look"
-
-
-def test_what_an_earlier_try_at_a_step_knew_is_not_shown(folder):
-    outputs = [trajectory()]
-    report.keep_learned(folder / "learned" / "step_000001.jsonl", outputs, learned(outputs, [1.0], 0.5))
-    write_rollouts(folder, "step_000001", outputs)
-    file = folder / "learned" / "step_000001.jsonl"
-    for age, known in ((10, False), (0, True)):
-        then = (folder / "rollouts" / "step_000001.jsonl").stat().st_mtime_ns - age * 10**9
-        os.utime(file, ns=(then, then))
-        [run] = page_of(report.Run(folder), file=folder / "report.html")
-        assert ("advantages" in run["trajectories"][0]["blocks"][0]) is known
+    assert tokenizer.eos_token in run["special"]
 
 
 def test_learned_holds_a_number_for_equal_advantages_and_a_list_for_others(tmp_path):
-    outputs = [trajectory(sample=0), trajectory(sample=2)]
-    batch = learned(outputs, [1.0, 2.0], 1.23456e-6)
-    batch["advantages"] = torch.tensor([[1.0, 9.0, 1.0, 1.0], [0.5, 9.0, 0.25, 0.125]])  # 9: not sampled
+    outputs = [trajectory(sample=i, mask=[1, 0, 1, 1]) for i in (0, 2)]
+    outputs.append(trajectory(sample=3, extra={"demonstration": True}))
+    batch = learned(outputs, [1.0, 2.0, 3.0], 1.23456e-6)
+    # 9: not sampled
+    batch["advantages"] = torch.tensor([[1.0, 9, 1, 1], [0.5, 9, 0.25, 0.125], [0, 0, 0, 0]])
     report.keep_learned(tmp_path / "learned" / "step_000001.jsonl", outputs, batch)
-    name = {"prompt": 0, "segment": 0, "trained": True, "logp_diff": [1.2e-06] * 3}
+    line = {"prompt": 0, "segment": 0, "trained": True, "logp_diff": [1.2e-06] * 3}
     assert read(tmp_path / "learned" / "step_000001.jsonl") == [
-        name | {"sample": 0, "advantage": 1.0},
-        name | {"sample": 2, "advantage": [0.5, 0.25, 0.125]},
+        line | {"sample": 0, "advantage": 1.0},
+        line | {"sample": 2, "advantage": [0.5, 0.25, 0.125]},
     ]
 
 
 def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     text = "a é漢 b" + tokenizer.eos_token
     ids = tokenizer.encode(text, add_special_tokens=False)
-    texts = Texts(tokenizer)
-    pieces = texts.of(ids)
-    assert "".join(pieces) == text and len(pieces) == len(ids) and "" in pieces and "\ufffd" not in "".join(pieces)
-    assert texts.of_context(ids) == ["a é漢 b", tokenizer.eos_token]
-    assert texts.of_context([*ids[:1] * 30, *ids[:1]]) == ["a × 31 "]  # an image's, as a rule
-    assert Texts(None).of([7, 8]) == ["⟨7⟩", "⟨8⟩"]
+    texts = token_texts(tokenizer, ids)
+    assert "".join(texts) == text and len(texts) == len(ids)
+    assert "" in texts and "\ufffd" not in "".join(texts)
+    broken = token_texts(tokenizer, [ids[2]] * 15)  # the first byte of é
+    assert [i for i, text in enumerate(broken) if text] == [6, 13, 14]
+    assert token_texts(None, [7, 8]) == ["⟨7⟩", "⟨8⟩"]
+
+
+class Letters:
+    """A tokenizer of the hostile text: each of its characters is a token."""
+
+    added_tokens_decoder = {}
+
+    def encode(self, *_, **__):
+        return [0]
+
+    def decode(self, ids, **_):
+        return "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
+
+
+def write_hostile(folder: Path) -> list[AgentLoopOutput]:
+    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE, "name": HOSTILE}]
+    outputs = []
+    for sample in range(2):
+        reward = {"score": float(sample), HOSTILE: 0.5}
+        ids = range(3, 3 + len(HOSTILE))
+        more = {"messages": messages, "reward": reward, "metrics": {HOSTILE: 1}}
+        outputs.append(trajectory(sample=sample, ids=ids, **more))
+    error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
+    write_rollouts(folder, "step_000001", outputs, [error])
+    file = folder / "learned" / "step_000001.jsonl"
+    report.keep_learned(file, outputs, learned(outputs, [1.0, -1.0], 1e-6))
+    write_about(folder, [HOSTILE], task=HOSTILE)
+    return outputs
 
 
 def test_hostile_text_stays_text(folder):
-    hostile = HOSTILE + "\ud800"  # Chromium shows that too, but its --dump-dom dies of it
-    ids = range(3, 3 + len(hostile))
-    decode = lambda ids, **_: "".join("a" if i < 3 else hostile[i - 3] for i in ids)
-    tokenizer = SimpleNamespace(added_tokens_decoder={}, encode=lambda *_, **__: [0], decode=decode)
-    tool = {"role": hostile, "name": hostile, "content": ""}
-    call = {"function": {"name": hostile, "arguments": hostile}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, tool]
-    more = {"messages": messages, "reward": {"score": 1.0, hostile: 0.5}, "metrics": {hostile: 1}}
-    evil = trajectory(ids=ids, mask=[1] * len(ids), **more)
-    write_rollouts(folder, "step_000001", [evil], [{"kind": hostile, "prompt": 0, "sample": 1, "error": hostile}])
-    (folder / "args.json").write_text(json.dumps({"args": {"task": hostile}, "command": [hostile]}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, hostile: 2.0}) + "\n")
-    page = folder / "report.html"
-    [run] = page_of(report.Run(folder, tokenizer), file=page)
-    told, failed = run["trajectories"]
+    write_hostile(folder)
+    write_json_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 2.0}])
+    run = run_of(folder, Letters())
+    told, _, failed = run["trajectories"]
     [block] = told["blocks"]
-    assert "".join(run["pieces"][i] for i in block["tokens"]) == hostile
-    assert told["parts"][hostile] == 0.5 and failed["error"] == failed["stop"] == hostile
-    assert block["calls"] == [[hostile, hostile]] and run["columns"][hostile] == [2.0]
-    text, template = page.read_text(), report.PAGE.read_text()
+    assert "".join(block["tokens"]) == HOSTILE and block["calls"] == [[HOSTILE, HOSTILE]]
+    assert told["parts"][HOSTILE] == 0.5 and failed["error"] == failed["stop"] == HOSTILE
+    assert run["columns"][HOSTILE] == [2.0]
+    page = (folder / "report.html").read_text()
+    template = report.PAGE.read_text()
     for mark in ("<script", "</script", "<!--", "<img"):  # the page's own and no other
-        assert text.lower().count(mark) == template.lower().count(mark)
-    assert text.isascii() == template.isascii()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", template)
+        assert page.lower().count(mark) == template.lower().count(mark)
+    makes_html = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\("
+    assert not re.search(makes_html, template)
+    nonces = re.findall('nonce-(.*?)\'|nonce="(.*?)"', page.split('id="data"')[0])
+    assert len(nonces) == 1 and len(nonces[0][0]) == 32
+    report.write([run], folder / "again.html")
+    assert nonces[0][0] not in (folder / "again.html").read_text()
+
+
+# ------------------------------------------------------------- which trajectories
 
 
 def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(folder):
     for step in range(1, 6):
-        write_rollouts(folder, f"step_{step:06d}", [trajectory(10 * step + i // 4, i % 4) for i in range(40)])
+        outputs = [trajectory(10 * step + i // 4, i % 4) for i in range(40)]
+        write_rollouts(folder, f"step_{step:06d}", outputs)
     for step in (0, 5):
-        write_rollouts(folder, f"eval_{step:06d}", [trajectory(i, index=f"row, {i}") for i in range(100)])
-    [run] = page_of(report.Run(folder, trajectories=70), file=folder / "report.html")
+        outputs = [trajectory(i, extra={"index": f"row, {i}"}) for i in range(100)]
+        write_rollouts(folder, f"eval_{step:06d}", outputs)
+    run = run_of(folder, max_trajectories=70)
     shown = run["trajectories"]
     assert run["total"] == 400 and 60 <= len(shown) <= 70
-    drawn = "trajectories are on this page: whole groups, drawn at random from every step and evaluation."
-    assert run["notes"] == [f"{len(shown)} of 400 {drawn} All are in rollouts/."]
-    of = lambda kind, step: [t for t in shown if (t["kind"], t["step"]) == (kind, step)]
+    assert run["notes"][0].startswith(f"{len(shown)} of 400 trajectories are on this page")
     for step in range(1, 6):
-        samples = [t["sample"] for t in of("step", step)]
+        samples = [t["sample"] for t in shown if (t["kind"], t["step"]) == ("step", step)]
         assert len(samples) >= 8 and samples == [0, 1, 2, 3] * (len(samples) // 4)
-    before, after = ([t["index"] for t in of("eval", step)] for step in (0, 5))
+    before, after = (
+        [t["index"] for t in shown if (t["kind"], t["step"]) == ("eval", step)] for step in (0, 5)
+    )
     n = min(len(before), len(after))
     assert n >= 8 and before[:n] == after[:n] and before != sorted(before)
-    # One after another, as a run that trains reads them: as many, and the newest step is there.
-    live, late = report.Run(folder, trajectories=70), folder / "rollouts" / "step_000006.jsonl"
-    live.refresh()
-    write_rollouts(folder, late.stem, [trajectory(i // 4, i % 4) for i in range(40)])
-    [again] = page_of(live, file=folder / "report.html")
-    assert {t["step"] for t in again["trajectories"] if t["kind"] == "step"} == {1, 2, 3, 4, 5, 6}
-    assert len(again["trajectories"]) <= 70 and again["total"] == 440
 
 
-def test_long_trajectories_count_by_their_tokens(folder):
-    write_rollouts(folder, "step_000001", [trajectory(i, ids=[5] * 98, mask=[1] * 98) for i in range(20)])
-    [run] = page_of(report.Run(folder, tokens=550), file=folder / "report.html")
-    assert len(run["trajectories"]) == 5 and run["notes"][0].startswith("5 of 20 trajectories")
-
-
-def test_of_more_files_than_there_is_room_for_some_have_a_group_and_the_newest_too(folder):
+@pytest.mark.parametrize("n_tokens, limit, n", [
+    (6, 70, 64),  # 8 of 30 files have a group
+    (1000, 100, 48),  # each has room for 500 tokens
+    (6, 1, 8),  # the first group in any case
+])  # fmt: skip
+def test_a_page_has_limits_and_shows_the_newest_step(folder, n_tokens, limit, n):
+    ids = [5] * (n_tokens - 2)
     for step in range(1, 31):
-        write_rollouts(folder, f"step_{step:06d}", [trajectory(10 * step + i // 8, i % 8) for i in range(16)])
-    [run] = page_of(report.Run(folder, trajectories=70), file=folder / "report.html")
+        outputs = [trajectory(10 * step + i // 8, i % 8, ids) for i in range(16)]
+        write_rollouts(folder, f"step_{step:06d}", outputs)
+    run = run_of(folder, max_trajectories=limit)
     steps = [t["step"] for t in run["trajectories"]]
-    assert len(steps) == 64 and steps == sorted(steps) and {steps.count(step) for step in steps} == {8}
-    assert steps[-1] == 30 and steps[0] < 20 and run["total"] == 480
-
-
-def test_a_file_that_was_written_anew_is_read_anew(folder):
-    write_rollouts(folder, "step_000001", [trajectory()])
-    run = report.Run(folder)
-    samples = lambda: [t["sample"] for t in page_of(run, file=folder / "report.html")[0]["trajectories"]]
-    assert samples() == [0]
-    write_rollouts(folder, "step_000001", [trajectory(), trajectory(sample=1)])
-    os.utime(folder / "rollouts" / "step_000001.jsonl", (1001, 1001))
-    assert samples() == [0, 1]
+    assert len(steps) == n and steps == sorted(steps) and run["total"] == 480
+    assert {steps.count(step) for step in steps} == {8} and steps[-1] == 30
 
 
 # ------------------------------------------------------------- while it trains
@@ -271,12 +286,21 @@ def test_a_file_that_was_written_anew_is_read_anew(folder):
 
 def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0))
+    now = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+    monkeypatch.setattr(report, "time", now)
     write = report.write
-    monkeypatch.setattr(report, "write", lambda *args: (write(*args), clock.__setitem__(0, clock[0] + 1.0)))
+
+    def slow(*arguments):
+        write(*arguments)
+        clock[0] += 1.0
+
+    monkeypatch.setattr(report, "write", slow)
     log = Log(Args(str(tmp_path / "run")), None, 0)
     page = tmp_path / "run" / "report.html"
-    steps = lambda: embedded(page)["runs"][0]["columns"]["step"]
+
+    def steps() -> list[int]:
+        return embedded(page)[0]["columns"]["step"]
+
     log.metrics({"step": 0})
     assert steps() == [0]  # at second 1, and it took 1: not again before second 51
     outputs = [trajectory()]
@@ -285,113 +309,106 @@ def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, 
     assert steps() == [0] and (tmp_path / "run" / "learned" / "step_000001.jsonl").is_file()
     clock[0] = 51.0
     log.metrics({"step": 2})
-    assert steps() == [0, 1, 2] and embedded(page)["runs"][0]["trajectories"][0]["blocks"][0]["advantages"] == 0.75
+    assert steps() == [0, 1, 2]
+    assert embedded(page)[0]["trajectories"][0]["blocks"][0]["advantages"] == 0.75
     log.metrics({"step": 3})
     assert steps() == [0, 1, 2]
     log.close()
-    assert steps() == [0, 1, 2, 3] and [file.name for file in page.parent.glob(".*")] == []
+    assert steps() == [0, 1, 2, 3] and list(page.parent.glob(".*")) == []
 
 
 def test_a_report_that_fails_is_a_warning_for_each_reason(tmp_path, capsys):
     log = Log(Args(str(tmp_path / "run")), None, 0)
     (tmp_path / "run" / "report.html").mkdir()
     log.metrics({"step": 0})
-    assert capsys.readouterr().err.count("warning: report.html can't be written: IsADirectoryError") == 1
+    warning = "warning: report.html can't be written: "
+    assert capsys.readouterr().err.count(f"{warning}IsADirectoryError") == 1
     log.notices.report.close()
     assert capsys.readouterr().err == ""  # the same again
     log.metrics({"step": 1}, SimpleNamespace(trained=[an_output(reward=1.0)]), {"nothing": 1})
     log.close()
-    assert capsys.readouterr().err == "warning: report.html can't be written: KeyError: 'logprobs_old'\n"
+    assert capsys.readouterr().err == f"{warning}KeyError: 'logprobs_old'\n"
     assert [row["step"] for row in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
 
 
-# ------------------------------------------------------------- the command, and a browser
+# ------------------------------------------------------------- the command
 
 
 def test_the_command_puts_runs_on_one_page(tmp_path, tiny_model, monkeypatch, capsys):
-    for i, name in enumerate("ab"):
-        (tmp_path / name / "rollouts").mkdir(parents=True)
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": i}) + "\n")
-        about = {"args": {"model": tiny_model if name == "a" else "/none"}}
-        (tmp_path / name / "args.json").write_text(json.dumps(about))
-        write_rollouts(tmp_path / name, "eval_000000", [trajectory(ids=[1], mask=[1])])
+    for name, model in ("a", tiny_model), ("b", "/none"):
+        folder = make_folder(tmp_path / name, model=model)
+        write_rollouts(folder, "eval_000000", [trajectory(ids=[1])])
     monkeypatch.chdir(tmp_path)
     report.main(["a", "b"])
-    out, err = capsys.readouterr()
-    assert out == "report.html\n" and err.startswith("b: Tokens are shown as numbers")
-    a, b = embedded(tmp_path / "report.html")["runs"]
-    assert (a["name"], b["name"], b["columns"]) == ("a", "b", {"step": [1]})
-    assert a["pieces"] == ["<|im_start|>"] and a["special"] == [0] and b["pieces"] == ["⟨1⟩"]
+    assert capsys.readouterr().out == "report.html\n"
+    a, b = embedded(tmp_path / "report.html")
+    assert (a["name"], b["name"]) == ("a", "b")
+    assert a["trajectories"][0]["blocks"][0]["tokens"] == ["<|im_start|>"] and a["notes"] == []
+    assert b["trajectories"][0]["blocks"][0]["tokens"] == ["⟨1⟩"]
+    assert b["notes"][0].startswith("Tokens are shown as numbers")
     report.main(["a", "--trajectories", "1"])
-    assert len(embedded(tmp_path / "a" / "report.html")["runs"]) == 1
+    assert len(embedded(tmp_path / "a" / "report.html")) == 1
     with pytest.raises(SystemExit):
         report.main([str(tmp_path)])
-    assert "has no metrics.jsonl and no rollouts/" in capsys.readouterr().err
-    (tmp_path / "a" / "args.json").write_text("[]")
-    assert report.read_about(tmp_path / "a") == {}
+    assert "has no args.json: is it a run's --output_dir?" in capsys.readouterr().err
 
 
-def test_the_command_imports_torch_only_for_a_tokenizer_without_its_json(tmp_path, tiny_model):
-    """Its import takes most of the command's time, during which nothing is seen."""
-    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "bytes" / "final")
-    shutil.copytree(tiny_model, tmp_path / "tiny" / "final")
-    code = """
-import sys
-from pathlib import Path
-from flatrl.report import load_tokenizer
-for name, token in ("tiny", ord("h") - 30), ("bytes", ord("h") + 3):
-    print(load_tokenizer(Path(name)).decode([token]), "torch" in sys.modules)
-"""
-    command = [sys.executable, "-c", code]
-    env = os.environ | {"PYTHONPATH": str(REPO)}
-    printed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
-    assert printed == "h False\nh True\n"
-
-
-def test_a_strangers_tokenizer_runs_no_code(tmp_path, tiny_model, monkeypatch):
+def test_a_strangers_tokenizer_runs_no_code(folder, tiny_model, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    shutil.copytree(tiny_model, tmp_path / "final")
-    config = json.loads((tmp_path / "final" / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
-    (tmp_path / "final" / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "final" / "mine.py").write_text("raise SystemExit('a stranger was here')")
-    report.load_tokenizer(tmp_path)  # nobody is asked, and nothing of it runs
+    shutil.copytree(tiny_model, folder / "final")
+    file = folder / "final" / "tokenizer_config.json"
+    mine = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | mine))
+    (folder / "final" / "mine.py").write_text("raise SystemExit('a stranger was here')")
+    report.load_tokenizer(folder)  # nobody is asked, and nothing of it runs
+
+
+def test_the_command_needs_nothing_but_python(folder):
+    """It runs without torch and transformers."""
+    write_rollouts(folder, "step_000001", [trajectory()])
+    command = [sys.executable, "-S", "-E", "-m", "flatrl.report", folder]
+    subprocess.run(command, check=True, timeout=300, cwd=REPO)
+    [run] = embedded(folder / "report.html")
+    assert run["total"] == 1 and "package is not installed here" in run["notes"][0]
+
+
+# ------------------------------------------------------------- in a browser, and in node
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium")
 @pytest.mark.parametrize("tab", ["curves", "time", "trajectories", "notes", "settings"])
 def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
-    same = {"timing/step_s": 2.0, "timing/train_s": 1.0, HOSTILE: 1.0}
-    alike = 1.0, 1.0000000000000002  # all but equal: an axis of their range would have no marks
-    rows = [{"step": i, "reward/mean": i / 8, "actor/entropy": alike[i % 2]} | same for i in range(4)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "args.json").write_text(json.dumps({"args": {"task": HOSTILE}, "command": [HOSTILE]}))
-    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE}]
-    outputs = [trajectory(sample=i, messages=messages, metrics={HOSTILE: 1}, reward=float(i)) for i in range(2)]
-    write_rollouts(folder, "step_000001", outputs)
-    report.keep_learned(folder / "learned" / "step_000001.jsonl", outputs, learned(outputs, [1.0, -1.0], 1e-6))
-    run = report.Run(folder, tokenizer)
-    run.refresh()
+    alike = [1.0, 1.0000000000000002]  # all but equal: an axis of their range would have no marks
+    rows = []
+    for i in range(4):
+        row = {"step": i, "reward/mean": i / 8, "actor/entropy": alike[i % 2], HOSTILE: 1.0}
+        rows.append(row | {"timing/step_s": 2.0, "timing/train_s": 1.0})
+    write_json_lines(folder / "metrics.jsonl", rows)
+    write_hostile(folder)
+    run = report.read_run(folder, Letters())
     report.write([run, run], folder / "report.html")
-    sandbox = ["--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--enable-logging=stderr"]
     address = f"{(folder / 'report.html').as_uri()}#tab={tab}&mode=group&sort=reward"
-    command = [BROWSER, "--headless=new", *sandbox, "--virtual-time-budget=500", "--dump-dom", address]
+    profile = f"--user-data-dir={folder / 'browser'}"
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", profile]
+    command = [BROWSER, *flags, "--virtual-time-budget=500", "--dump-dom", address]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "CONSOLE" not in result.stderr and "<title>run and run (2) – flatrl</title>" in result.stdout
+    assert "CONSOLE" not in result.stderr
+    assert "<title>run and run (2) – flatrl</title>" in result.stdout
     drawn = result.stdout.split('<script type="application/json"')[0]  # the page's own elements
     assert "<img" not in drawn and drawn.count("<script") == 0
     escaped = "&lt;/script&gt;&lt;script&gt;document.title='pwned'"
     if tab == "curves":
-        assert drawn.count("<polyline") == 4 and escaped not in drawn.split("<details")[0] and ">0.375<" in drawn
+        assert drawn.count("<polyline") == 4 and ">0.375<" in drawn
+        assert escaped not in drawn.split("<details")[0]
     elif tab == "time":
-        assert drawn.count("<td>4 s</td>") == 4  # of two runs: the update, and what no phase accounts for
+        assert drawn.count("<td>4 s</td>") == 4  # in two runs: the update, and the rest
     elif tab == "notes":
         assert drawn.count("<textarea") == 2
     elif tab == "settings":
-        assert drawn.count(escaped) == 4  # of two runs: the task, the command
+        assert drawn.count(escaped) == 4  # in two runs: the task, the command
     else:
-        assert drawn.count('class="card chosen"') == 1 and drawn.count("rgba(31, 95, 168, 0.62)") > 3  # advantage 1
+        assert drawn.count('class="card chosen"') == 1
+        assert drawn.count("rgba(31, 95, 168, 0.62)") > 3  # advantage 1
         assert escaped in drawn and 'aria-selected="true"' in drawn
 
 
@@ -399,9 +416,13 @@ WITHOUT_NODE = pytest.mark.skipif(not shutil.which("node"), reason="no node")
 
 
 def states(page: Path, address: str, *actions, storage: Path | None = None) -> list[str]:
-    """The elements of a page as markup, and its address: at first, and after each [element, event, value]."""
+    """A page's elements as markup, and its address: at first, and after each action.
+
+    An action is [element, event, value]."""
     command = ["node", REPO / "tests" / "dom.js", page, f"#{address}", json.dumps(actions)]
-    environment = os.environ | ({"STORAGE": str(storage)} if storage else {})
+    environment = dict(os.environ)
+    if storage:
+        environment["STORAGE"] = str(storage)
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("\f")
@@ -416,214 +437,254 @@ def plain(markup: str) -> str:
     return re.sub(r"(<[^>]*>)+", "|", markup)
 
 
-def segment(sample: int, number: int, prompt: list[int], ids: list[int], **more) -> AgentLoopOutput:
-    """An output of a rollout of several, all of whose tokens were sampled."""
-    extra = {"index": 0, "prompt": 0, "sample": sample, "segment": number} | more.pop("extra", {})
-    lists = {"response_ids": ids, "response_mask": [1] * len(ids)}
-    lists |= {"response_logprobs": [-0.5] * len(ids), "response_versions": [0] * len(ids)}
-    return AgentLoopOutput(prompt_ids=prompt, extra=extra, **lists, **more)
+@WITHOUT_NODE
+def test_settings_are_shown_as_text(folder, tmp_path):
+    write_about(folder, ["train.py", HOSTILE], lr=0.5)
+    other = make_folder(tmp_path / "other", lr=0.25)
+    report.write([report.read_run(each, None) for each in (folder, other)], tmp_path / "page.html")
+    page = drawn(tmp_path / "page.html", "tab=settings")
+    differ, alike = plain(page).split("|Flags alike|")
+    assert "|--lr|0.5|0.25|" in differ and "|--model|null|null|" in alike
+    assert "|git|abc|abc|torch|2|2|" in alike and "train.py &lt;/script&gt;" in alike
 
 
 def two_trees() -> list[AgentLoopOutput]:
-    """Two rollouts: a trunk, two leaves that go on from it, a unit of two outputs whose history was rewritten."""
+    """Two rollouts: a trunk, two leaves that continue it, and a unit with two prompts."""
+    segments = [
+        ([1, 2], 5, {"unit": "trunk", "reward": 0.5}),
+        ([1, 2, 5, 9], 7, {"unit": "leaf 0", "reward": 1.0}),
+        ([1, 2, 5, 9], 8, {"unit": "leaf 1", "reward": 0.0}),
+        ([3, 4], 5, {"unit": "aside", "reward": 0.25, "turn_rewards": [(0, 0.125)]}),
+        ([4, 4], 6, {"unit": "aside", "reward": 0.25}),
+    ]
     outputs = []
     for sample in range(2):
-        group = f"{sample}/after turn 1"
-        outputs += [
-            segment(sample, 0, [1, 2], [5, 6], unit="trunk", reward=0.5),
-            segment(sample, 1, [1, 2, 5, 6, 9], [7], unit="leaf 0", group=group, reward=1.0),
-            segment(sample, 2, [1, 2, 5, 6, 9], [8], unit="leaf 1", group=group, reward=0.0),
-            segment(sample, 3, [3, 4], [5], unit="aside", reward=0.25, turn_rewards=[(0, 0.125)]),
-            segment(sample, 4, [4, 4], [6], unit="aside", reward=0.25, extra={"unread": "<b>You win</b>"}),
-        ]
+        for number, (prompt, token, more) in enumerate(segments):
+            extra = {"segment": number}
+            if number == 4:
+                extra["unread"] = "<b>You win</b>"
+            group = f"{sample}/after turn 1" if "leaf" in more["unit"] else ""
+            output = trajectory(0, sample, [token], group=group, extra=extra, **more)
+            output.prompt_ids = prompt
+            outputs.append(output)
     return outputs
 
 
-def test_units_groups_and_last_words_are_on_the_page(folder):
-    write_rollouts(folder, "step_000001", [*two_trees(), trajectory(prompt=1)])
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
-    names, fields = ("prompt", "sample", "segment"), ("unit", "group", "unread")
-    labels = {tuple(t[name] for name in names): tuple(t[field] for field in fields) for t in run["trajectories"]}
-    assert labels[0, 0, 0] == ("trunk", "", None) and labels[0, 1, 2] == ("leaf 1", "1/after turn 1", None)
-    assert labels[0, 0, 4] == ("aside", "", "<b>You win</b>") and labels[1, 0, 0] == ("", "", None)
-
-
 @WITHOUT_NODE
-def test_the_page_draws_a_rollout_as_a_tree_and_units_beside_those_they_are_compared_with(folder):
+def test_a_rollout_is_a_tree_and_units_are_beside_those_they_are_compared_with(folder):
     write_rollouts(folder, "step_000001", [*two_trees(), trajectory(prompt=1)])
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
-    at = lambda address: drawn(folder / "report.html", f"tab=trajectories&{address}")
-    numbers = run["trajectories"]
-    of = {(t["prompt"], t["sample"], t["segment"]): f"t=0.{i}" for i, t in enumerate(numbers)}
+    of = {}
+    for i, t in enumerate(run_of(folder)["trajectories"]):
+        of[t["prompt"], t["sample"], t["segment"]] = f"t=0.{i}"
 
-    # A tree: the leaves hang below the trunk, with what their prompts have more; the other segments are roots.
-    tree = at(f"mode=tree&{of[0, 1, 1]}")
-    nodes = re.findall(r'<div class="node">|<div class="branches">|segment \d · [a-z]+ ?\d?(?=</button>)', tree)
+    def at(mode: str, *name: int) -> str:
+        return drawn(folder / "report.html", f"tab=trajectories&mode={mode}&{of[name]}")
+
+    # A tree: the leaves hang below the trunk, with what their prompts have more.
+    tree = at("tree", 0, 1, 1)
     node, branches = '<div class="node">', '<div class="branches">'
-    assert nodes == [node, "segment 0 · trunk", branches, node, "segment 1 · leaf 0", node, "segment 2 · leaf 1",
-                     node, "segment 3 · aside", node, "segment 4 · aside"]  # fmt: skip
-    assert tree.count("prompt, 5 tokens: it goes on from the end of segment 0") == 2
-    assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨6⟩⟨9⟩" not in plain(tree)  # each leaf's own part of its prompt
+    nodes = re.findall(f"{node}|{branches}|" r"segment \d · [a-z]+ ?\d?(?=</button>)", tree)
+    assert nodes == [
+        *[node, "segment 0 · trunk", branches],
+        *[node, "segment 1 · leaf 0", node, "segment 2 · leaf 1"],
+        *[node, "segment 3 · aside", node, "segment 4 · aside"],
+    ]
+    assert tree.count("prompt, 4 tokens: it goes on from the end of segment 0") == 2
+    assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨9⟩" not in plain(tree)
     assert tree.count('<div class="card chosen">') == 1
-    assert plain(tree.split('class="detail"')[1]).count("|0.375|") == 2  # the unit's reward, of both its outputs
+    detail = plain(tree.split('class="detail"')[1])
+    assert detail.count("|0.375|") == 2  # the unit's reward, of both its outputs
     assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
 
-    # A group: the chosen leaf's siblings first; then the others, unit by unit.
-    group = at(f"mode=group&{of[0, 1, 1]}")
+    # A group: the chosen leaf's siblings first, then the others, unit by unit.
+    group = at("group", 0, 1, 1)
     heads = re.findall(r"<h2>(group [^<]*)<span class=\"soft\">([^<]*)", group)
+    names = ["1/after turn 1", "trunk", "0/after turn 1", "aside"]
     two = "  2 units, compared with each other"
-    names = ("1/after turn 1", "trunk", "0/after turn 1", "aside")
     assert heads == [(f"group {name}", two) for name in names]
-    cards = re.findall(r'<div class="card[a-z ]*"><h3><button>([^<]*)</button><span class="last">([^<]*)', group)
-    assert cards[:2] == [("#1 leaf 0", "1"), ("#1 leaf 1", "0")] and ("#0 aside", "0.375") in cards and len(cards) == 8
-    # the outputs of a unit with their own prompts
-    aside = group.split("#0 aside")[1].split("#1 aside")[0]
-    assert "segment 3" in aside and "segment 4" in aside and "⟨3⟩⟨4⟩" in plain(aside) and "⟨4⟩⟨4⟩" in plain(aside)
+    card = r'<div class="card[a-z ]*"><h3><button>([^<]*)</button><span class="last">([^<]*)'
+    cards = re.findall(card, group)
+    assert cards[:2] == [("#1 leaf 0", "1"), ("#1 leaf 1", "0")]
+    assert ("#0 aside", "0.375") in cards and len(cards) == 8
+    aside = plain(group.split("#0 aside")[1].split("#1 aside")[0])
+    for own in ("segment 3", "segment 4", "⟨3⟩⟨4⟩", "⟨4⟩⟨4⟩"):
+        assert own in aside
 
-    assert "its unit’s reward |0.375|" in plain(at(f"mode=one&{of[0, 1, 4]}"))
-    alone = at(f"mode=tree&{of[1, 0, 0]}")
-    assert 'class="node"' not in alone and "Its rollout" not in alone and "its unit’s reward" not in alone
+    assert "its unit’s reward |0.375|" in plain(at("one", 0, 1, 4))
+    alone = at("tree", 1, 0, 0)
+    for word in ('class="node"', "Its rollout", "its unit’s reward"):
+        assert word not in alone
 
 
-def test_the_writer_needs_nothing_but_python(folder):
-    """It runs where no torch and no transformers are."""
-    write_rollouts(folder, "step_000001", [trajectory()])
-    command = [sys.executable, "-S", "-E", "-m", "flatrl.report", folder]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPO)
-    assert result.returncode == 0 and "the transformers package is not installed here" in result.stderr
-    assert embedded(folder / "report.html")["runs"][0]["total"] == 1
+def card_of_rewards(page: Path, address: str, *actions) -> tuple[str, str]:
+    """The markup of the chart of reward/mean, and the address."""
+    markup, _, kept = drawn(page, f"tab=curves&{address}", *actions).rpartition("address #")
+    return markup.split('data-metric="reward/mean"')[1].split('class="card"')[0], kept.strip()
+
+
+def points_of(card: str) -> list[list[tuple]]:
+    """The points of each line and band of a chart."""
+    shapes = re.findall(r'<poly\w+ points="([^"]*)"', card)
+    return [[tuple(map(float, p.split(","))) for p in shape.split()] for shape in shapes]
+
+
+def marks(card: str, side: str) -> list[str]:
+    return re.findall(f'text-anchor="{side}">([^<]*)<', card)
 
 
 @WITHOUT_NODE
 def test_seeds_become_a_mean_and_a_band(tmp_path):
-    """Of three runs two differ in the seed alone, and in the folder of the model that it made."""
+    """Two of three runs differ in the seed alone, and in the folder of their models."""
     runs = []
-    settings = (("a", 0, 1.0, (0.0, 0.25)), ("b", 1, 1.0, (0.5, 0.75)), ("c", 0, 2.0, (0.125, 0.5)))
-    for name, seed, lr, rewards in settings:
-        (tmp_path / name).mkdir()
-        flags = {"seed": seed, "lr": lr, "output_dir": name, "model": f"/cache/task-{seed:016x}"}
-        (tmp_path / name / "args.json").write_text(json.dumps({"args": flags}))
-        rows = [{"step": i, "reward/mean": x, "rollout/trajectories": 8} for i, x in enumerate(rewards, 1)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(report.Run(tmp_path / name))
-    page_of(*runs, file=tmp_path / "report.html")
+    for name, seed, lr, rewards in [
+        ("a", 0, 1.0, (0.0, 0.25)),
+        ("b", 1, 1.0, (0.5, 0.75)),
+        ("c", 0, 2.0, (0.125, 0.5)),
+    ]:
+        flags = {"seed": seed, "lr": lr, "output_dir": name}
+        folder = make_folder(tmp_path / name, **flags, model=f"/cache/task-{seed:016x}")
+        rows = []
+        for i, reward in enumerate(rewards, 1):
+            rows.append({"step": i, "reward/mean": reward, "rollout/trajectories": 8})
+        write_json_lines(folder / "metrics.jsonl", rows)
+        runs.append(report.read_run(folder, None))
+    page = tmp_path / "report.html"
+    report.write(runs, page)
 
-    def reward(address: str) -> tuple:
-        """The labels, the mean lines' heights and the bands of the chart of rewards."""
-        markup = drawn(tmp_path / "report.html", f"tab=curves&{address}")
-        card = markup.split('data-metric="reward/mean"')[1].split('class="card"')[0]
-        (labels,) = re.findall(r'role="img" aria-label="([^"]*)"', card)
-        points = [re.findall(r"([\d.]+),([\d.]+)", shape) for shape in re.findall(r'<poly\w+ points="([^"]*)"', card)]
-        marks = re.findall(r'text-anchor="middle">([^<]*)<', card)
-        return labels, points, marks
+    def heights(address: str) -> tuple[str, list]:
+        card, _ = card_of_rewards(page, address)
+        [label] = re.findall(r'role="img" aria-label="([^"]*)"', card)
+        return label, [[y for _, y in line] for line in points_of(card)]
 
-    labels, points, marks = reward("")
-    assert labels == "a, b, c" and len(points) == 3 and marks == ["1", "2"]
-    of_a, of_b, of_c = ([float(y) for _, y in line] for line in points)
-    labels, (band, mean, alone), _ = reward("seeds=mean")
-    assert labels == "a, 2 seeds, c"
-    assert [float(y) for _, y in alone] == pytest.approx(of_c, abs=0.11)
-    assert [float(y) for _, y in mean] == pytest.approx([(x + y) / 2 for x, y in zip(of_a, of_b)], abs=0.11)
-    assert [float(y) for _, y in band] == pytest.approx([*of_b, *of_a[::-1]], abs=0.11)
-    assert reward("x=trajectories")[2] == ["10", "15"]  # from 8 to 16
-    assert len(reward("x=seconds&scale=log")[1]) == 3
+    label, (a, b, c) = heights("")
+    assert label == "a, b, c"
+    label, (band, mean, alone) = heights("seeds=mean")
+    assert label == "a, 2 seeds, c"
+    assert alone == pytest.approx(c, abs=0.11)
+    assert mean == pytest.approx([(x + y) / 2 for x, y in zip(a, b)], abs=0.11)
+    assert band == pytest.approx([*b, *a[::-1]], abs=0.11)
+    assert marks(card_of_rewards(page, "")[0], "middle") == ["1", "2"]
+    by_trajectories, _ = card_of_rewards(page, "x=trajectories")
+    assert marks(by_trajectories, "middle") == ["10", "15"]  # from 8 to 16
+    assert len(heights("x=seconds&scale=log")[1]) == 3
 
 
 @WITHOUT_NODE
 def test_axes_of_ones_own(folder):
-    """A metric against a metric, typed ranges: what the chart of rewards draws, and what the address keeps."""
+    """A metric against a metric, typed ranges: what the chart draws, what the address keeps."""
     rows = [{"step": i, "reward/mean": i / 4} for i in range(1, 5)]
-    for row, entropy in zip(rows, (2.0, 1.0, None, 0.5)):
-        row |= {} if entropy is None else {"actor/entropy": entropy}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page_of(report.Run(folder), file=folder / "report.html")
-
-    def chart(address: str, *actions) -> tuple:
-        """The points, the marks of x and of y, or what stands there instead; and the address."""
-        markup, _, kept = drawn(folder / "report.html", f"tab=curves&{address}", *actions).rpartition("address #")
-        card = markup.split('data-metric="reward/mean"')[1].split('class="card"')[0]
-        if "<svg" not in card:
-            return re.findall('class="empty">([^<]*)', card)[0], kept.strip()
-        [line] = re.findall(r'<polyline points="([^"]*)"', card)
-        points = [tuple(float(x) for x in point.split(",")) for point in line.split()]
-        return points, *(re.findall(f'text-anchor="{side}">([^<]*)<', card) for side in ("middle", "end")), kept.strip()
-
+    for i, entropy in (0, 2.0), (1, 1.0), (3, 0.5):
+        rows[i]["actor/entropy"] = entropy
+    write_json_lines(folder / "metrics.jsonl", rows)
+    run_of(folder)
+    page = folder / "report.html"
     left, right, top, bottom = 46.0, 252.0, 8.0, 150.0
-    points, xs, ys, kept = chart("x=actor/entropy")
-    assert [x for x, _ in points] == pytest.approx([right, left + (right - left) / 3, left], abs=0.1)  # 2, 1, 0.5
-    assert xs == ["1", "2"] and kept == "x=actor/entropy"
-    points, xs, ys, kept = chart("", ["from x", "input", "2"], ["to x", "input", "3"])
-    assert [x for x, _ in points] == [left, right] and xs == ["2", "3"] and ys == ["0.5", "0.6", "0.7"]
-    assert kept == "left=2&right=3"
-    typed = ["least reward/mean", "input", "0"], ["largest reward/mean", "input", "0.5"]
-    points, _, ys, kept = chart("", *typed)
+    card, kept = card_of_rewards(page, "x=actor/entropy")
+    third = left + (right - left) / 3
+    assert [x for x, _ in points_of(card)[0]] == pytest.approx([right, third, left], abs=0.1)
+    assert marks(card, "middle") == ["1", "2"] and kept == "x=actor/entropy"
+    card, kept = card_of_rewards(page, "", ["from x", "input", "2"], ["to x", "input", "3"])
+    assert [x for x, _ in points_of(card)[0]] == [left, right] and kept == "left=2&right=3"
+    assert marks(card, "middle") == ["2", "3"] and marks(card, "end") == ["0.5", "0.6", "0.7"]
+    least, largest = "least reward/mean", "largest reward/mean"
+    typed = [[least, "input", "0"], [largest, "input", "0.5"]]
+    card, kept = card_of_rewards(page, "", *typed)
     height = bottom - top
-    assert [y for _, y in points] == pytest.approx([top + height / 2, top, top - height / 2, top - height], abs=0.1)
-    assert ys == ["0", "0.2", "0.4"] and kept == 'y={"reward/mean":["0","0.5"]}'
-    assert chart("y=" + json.dumps({"reward/mean": ["0", "0.5"]}))[:2] == (points, ["2", "4"])
-    assert chart("", ["from x", "input", "9"]) == ("nothing in this range", "left=9")
-    assert chart("", *typed, [typed[0][0], "input", ""], [typed[1][0], "input", ""])[3] == ""
-    for hostile in ("x=constructor", "y=null", "y={", "y=[7]", 'y={"reward/mean":7}', "left=abc"):
-        assert len(chart(hostile)[0]) == 4, hostile
+    expected = [top + height / 2, top, top - height / 2, top - height]
+    assert [y for _, y in points_of(card)[0]] == pytest.approx(expected, abs=0.1)
+    assert marks(card, "end") == ["0", "0.2", "0.4"] and kept == 'y={"reward/mean":["0","0.5"]}'
+    assert points_of(card_of_rewards(page, kept)[0]) == points_of(card)
+    card, _ = card_of_rewards(page, "", ["from x", "input", "9"])
+    assert "nothing in this range" in card and "<svg" not in card
+    emptied = [[least, "input", ""], [largest, "input", ""]]
+    assert card_of_rewards(page, "", *typed, *emptied)[1] == ""
+    hostile = ["x=constructor", "y=null", "y={", "y=[7]", 'y={"reward/mean":7}', "left=abc"]
+    for address in hostile:
+        assert len(points_of(card_of_rewards(page, address)[0])[0]) == 4, address
 
 
 @WITHOUT_NODE
 def test_two_trajectories_are_compared_token_by_token(folder):
-    """What both say is pale, what one alone says is marked; the tool's words are compared as words."""
+    """What both say is pale, what one alone says is marked; the tool's words are words."""
     messages = [{"role": "assistant"}, {"role": "tool", "name": "look"}, {"role": "assistant"}]
-    ids = [list(range(10, 16)), [10, 11, 20, 12, 13, 15]]
-    outputs = [trajectory(sample=i, ids=ids[i], mask=[1, 1, 1, 0, 1, 1], messages=messages) for i in range(2)]
-    outputs.append(trajectory(prompt=1, ids=[10, 15], mask=[1, 1]))
-    outputs.append(trajectory(prompt=1, sample=1, ids=[10] * 2500 + [7] + [11] * 2500, mask=[1] * 5001))
-    outputs.append(trajectory(prompt=1, sample=2, ids=[9] + [10] * 2499 + [8] + [11] * 2500, mask=[1] * 5001))
+    outputs = []
+    for i, ids in enumerate([range(10, 16), [10, 11, 20, 12, 13, 15]]):
+        outputs.append(trajectory(0, i, ids, [1, 1, 1, 0, 1, 1], messages=messages))
+    outputs.append(trajectory(1, 0, [10, 15]))
+    outputs.append(trajectory(1, 1, [10] * 2500 + [7] + [11] * 2500))
+    outputs.append(trajectory(1, 2, [9] + [10] * 2499 + [8] + [11] * 2500))
     write_rollouts(folder, "step_000001", outputs)
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
+    run = run_of(folder)
     at = {(t["prompt"], t["sample"]): f"0.{i}" for i, t in enumerate(run["trajectories"])}
 
-    def sides(address: str, *actions) -> tuple:
-        """Of each side what it says: [text, whether it alone says so]; and how many tokens are its own."""
-        markup = drawn(folder / "report.html", f"tab=trajectories&mode=diff&{address}", *actions)
+    def sides(address: str) -> tuple:
+        """How many tokens are each side's own; "-" or "+" and the text of each piece."""
+        markup = drawn(folder / "report.html", f"tab=trajectories&mode=diff&{address}")
         own = re.findall(r"([\d,]+) of ([\d,]+) sampled tokens are its own", markup)
-        pairs = markup.split('<div class="turn pair">')[3:]
-        said = [re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair) for pair in pairs]
+        said = []
+        for pair in markup.split('<div class="turn pair">')[3:]:
+            pieces = re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair)
+            said.append(" ".join({"same": "-", "only": "+"}[kind] + text for kind, text in pieces))
         return own, said
 
     own, said = sides(f"t={at[0, 0]}")
     assert own == [("2", "5"), ("2", "5")]
-    first, tool, last = said
-    same = [("same", "⟨10⟩"), ("same", "⟨11⟩")]
-    assert first == [*same, ("only", "⟨12⟩"), *same, ("only", "⟨20⟩")]
-    open_, close = ("same", "⟨"), ("same", "⟩")
-    assert tool == [open_, ("only", "13"), close, open_, ("only", "12"), close]
-    assert last == [("only", "⟨14⟩"), ("same", "⟨15⟩"), ("only", "⟨13⟩"), ("same", "⟨15⟩")]
+    assert said == [
+        "-⟨10⟩ -⟨11⟩ +⟨12⟩ -⟨10⟩ -⟨11⟩ +⟨20⟩",
+        "-⟨ +13 -⟩ -⟨ +12 -⟩",
+        "+⟨14⟩ -⟨15⟩ +⟨13⟩ -⟨15⟩",
+    ]
     # One that is kept is compared with the next that is opened, of another group too.
     keep = ["Keep this one to compare", "click"]
     kept = drawn(folder / "report.html", f"tab=trajectories&mode=diff&t={at[0, 0]}", keep)
     assert f"with={at[0, 0]}" in kept.splitlines()[-1] and "Kept: open another" in kept
     own, said = sides(f"t={at[1, 0]}&with={at[0, 0]}")
-    assert own == [("1", "2"), ("4", "5")]
-    assert said[0] == [("same", "⟨10⟩"), ("only", "⟨15⟩"), ("same", "⟨10⟩"), ("only", "⟨11⟩"), ("only", "⟨12⟩")]
-    # Texts whose table would have 25 million cells: their common beginning and end are found, and nothing hangs.
+    assert own == [("1", "2"), ("4", "5")] and said[0] == "-⟨10⟩ +⟨15⟩ -⟨10⟩ +⟨11⟩ +⟨12⟩"
+    # A table of 25 million cells: their common beginning and end are found, and nothing hangs.
     own, _ = sides(f"t={at[1, 1]}&with={at[1, 2]}")
     assert own == [("2,501", "5,001"), ("2,501", "5,001")]
 
 
 @WITHOUT_NODE
+def test_context_is_joined_and_a_long_run_of_one_token_is_written_once(folder, tokenizer):
+    end = tokenizer.eos_token_id
+    a, b = tokenizer.encode("ab", add_special_tokens=False)
+    output = trajectory(ids=[a, *[b] * 30, end, end, a, b, b], mask=[1] + [0] * 35)
+    write_rollouts(folder, "step_000001", [output])
+    run_of(folder, tokenizer)
+    page = plain(drawn(folder / "report.html", "tab=trajectories&t=0.0"))
+    special = 2 * html.escape(tokenizer.eos_token)
+    assert f"|b × 30 |{special}|abb|" in page
+
+
+@WITHOUT_NODE
 def test_trajectories_are_filtered_by_metrics_and_extra(folder):
-    outputs = [trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}) for i in range(4)]
-    for i, output in enumerate(outputs):
-        output.extra |= {"level": i + 1, "topic": f"Red Fox {i}"} | ({"hard": True} if i == 3 else {"text": "x" * 5000})
+    outputs = []
+    for i in range(4):
+        extra = {"level": i + 1, "topic": f"Red Fox {i}", "kind": "text" * 2000}
+        if i == 3:
+            extra["hard"] = True
+        output = trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}, extra=extra)
+        outputs.append(output)
     write_rollouts(folder, "step_000001", outputs)
-    [run] = page_of(report.Run(folder), file=folder / "report.html")
     short = {"index", "prompt", "sample", "segment", "level", "topic"}
-    assert run["trajectories"][0]["extra"].keys() == short  # and not the text
+    assert run_of(folder)["trajectories"][0]["extra"].keys() == short  # and not the long text
 
     right = {
-        "reward > 0.5": 2, "reward >= 0.5": 3, "extra.level < 2": 1, "metrics.found = 1": 2, "metrics.found != 1": 2,
-        "metrics.found = 1 and extra.level > 2": 1, "metrics.found = 1, reward<=0.5": 1, "extra.hard = true": 1,
-        'extra.topic = "red fox 2"': 1, "extra.topic ~ FOX": 4, "length = 4 and calls = 0 and stop = stop": 4,
-        "sample <= 1.0": 2, "": 4, "   ": 4,
-    }  # fmt: skip
+        "reward > 0.5": 2,
+        "reward >= 0.5": 3,
+        "extra.level < 2": 1,
+        "metrics.found = 1": 2,
+        "metrics.found != 1": 2,
+        "metrics.found = 1 and extra.level > 2": 1,
+        "metrics.found = 1, reward<=0.5": 1,
+        "extra.hard = true": 1,
+        'extra.topic = "red fox 2"': 1,
+        "extra.topic ~ FOX": 4,
+        "length = 4 and calls = 0 and stop = stop": 4,
+        "sample <= 1.0": 2,
+        "   ": 4,
+    }
     wrong = {
         "reward >": "“reward &gt;” is not like",
         "reward > 0.5 or reward < 0": "“reward &gt; 0.5 or",
@@ -633,48 +694,60 @@ def test_trajectories_are_filtered_by_metrics_and_extra(folder):
         "metrics.constructor = 1": "no trajectory on this page has metrics.constructor",
     }
     actions = [["filter", "input", where] for where in (*right, *wrong)]
-    found = {}
-    for (_, _, where), markup in zip(actions, states(folder / "report.html", "tab=trajectories", *actions)[1:]):
+    _, *pages = states(folder / "report.html", "tab=trajectories", *actions)
+    for (_, _, where), markup in zip(actions, pages, strict=True):
         [n] = re.findall(r"(\d+) of 4 on this page", markup)
         [said] = re.findall('<span class="wrong" role="status">([^<]*)', markup)
-        found[where] = int(n), said
-    assert {where: found[where] for where in right} == {where: (n, "") for where, n in right.items()}
-    for where, beginning in wrong.items():
-        n, said = found[where]
-        assert n == 4 and said.startswith(beginning) and said.endswith("not applied"), (where, said)
+        assert int(n) == right.get(where, 4), where
+        beginning = wrong.get(where, "")
+        assert said.startswith(beginning) and bool(said) == bool(beginning), (where, said)
 
 
 @WITHOUT_NODE
 def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
     write_rollouts(folder, "step_000001", [trajectory(sample=i) for i in range(2)])
-    notes = {"step/1/0/0/0": "<b>odd</b>", "step/9/0/0/0": "not on the page", "run": "a try"}
-    lines = [{"about": about, "note": note} for about, note in notes.items()]
-    (folder / "notes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "metrics.jsonl").write_text('{"step": 0, "timing/eval_s": 1.5}\n{"step": 1, "timing/step_s": 2.0}\n')
-    page, storage = folder / "report.html", tmp_path / "storage.json"
-    page_of(report.Run(folder), file=page)
+    lines = [
+        {"about": "step/1/0/0/0", "note": "<b>odd</b>"},
+        {"about": "step/9/0/0/0", "note": "not on the page"},
+        {"about": "run", "note": "a try"},
+    ]
+    write_json_lines(folder / "notes.jsonl", lines)
+    times = [{"step": 0, "timing/eval_s": 1.5}, {"step": 1, "timing/step_s": 2.0}]
+    write_json_lines(folder / "metrics.jsonl", times)
+    run_of(folder)
+    page = folder / "report.html"
+    storage = tmp_path / "storage.json"
+    first, second = "tab=trajectories&t=0.0", "tab=trajectories&t=0.1"
     field = "a note on this trajectory"
-    of = lambda markup: re.findall(r"<textarea[^>]*>([^<]*)</textarea>", markup)
-    assert of(drawn(page, "tab=trajectories&t=0.0")) == ["&lt;b&gt;odd&lt;/b&gt;"]
-    written = drawn(page, "tab=trajectories&t=0.1", [field, "input", "mine"], storage=storage)
-    assert json.loads(storage.read_text()) == {"flatrl notes of run 1.5": '[["step/1/0/1/0","mine"]]'}
-    assert of(drawn(page, "tab=trajectories&t=0.1", storage=storage)) == ["mine"] and "#1 ✎" in written
-    assert of(drawn(page, "tab=trajectories&t=0.1")) == [""]  # another browser
-    assert "1 of 2 on this page" in drawn(page, "tab=trajectories", ["filter", "input", "note ~ mine"], storage=storage)
-    notes = drawn(page, "tab=notes", ["notes.jsonl", "click"], storage=storage)
-    assert of(notes) == ["a try"] and "Until then they are in this browser." in notes
-    [saved] = re.findall('download="notes.jsonl" href="data:[^,]*,([^"]*)"|href="data:[^,]*,([^"]*)" download', notes)
-    saved = [json.loads(line) for line in urllib.parse.unquote("".join(saved)).splitlines()]
+
+    def notes(*arguments, **storage) -> list[str]:
+        return re.findall(r"<textarea[^>]*>([^<]*)</textarea>", drawn(*arguments, **storage))
+
+    assert notes(page, first) == ["&lt;b&gt;odd&lt;/b&gt;"]
+    written = drawn(page, second, [field, "input", "mine"], storage=storage)
+    key = "flatrl notes of run 1.5"
+    assert json.loads(storage.read_text()) == {key: '[["step/1/0/1/0","mine"]]'}
+    assert notes(page, second, storage=storage) == ["mine"] and "#1 ✎" in written
+    assert notes(page, second) == [""]  # another browser
+    found = drawn(page, first, ["filter", "input", "note ~ mine"], storage=storage)
+    assert "1 of 2 on this page" in found
+    tab = drawn(page, "tab=notes", ["notes.jsonl", "click"], storage=storage)
+    assert "Until then they are in this browser." in tab
+    [saved] = re.findall('<a [^>]*href="data:[^,]*,([^"]*)"', tab)
+    saved = [json.loads(line) for line in urllib.parse.unquote(saved).splitlines()]
     assert saved == [*lines, {"about": "step/1/0/1/0", "note": "mine"}]
-    assert "step/9/0/0/0|not on the page" in plain(notes) and "step 1 · prompt 0 · #1|mine" in plain(notes)
-    # Without a place to keep them the page says so, and shows what was written as long as it is open.
-    unkept = drawn(page, "tab=notes", ["a note on run", "input", "new"], ["Trajectories", "click"], ["Notes", "click"])
-    assert of(unkept) == ["new"] and "This browser keeps no notes of such a page" in unkept
+    assert "step/9/0/0/0|not on the page" in plain(tab)
+    assert "step 1 · prompt 0 · #1|mine" in plain(tab)
+    # Without a place to keep them the page says so, and shows them as long as it is open.
+    tabs = [["Trajectories", "click"], ["Notes", "click"]]
+    unkept = drawn(page, "tab=notes", ["a note on run", "input", "new"], *tabs)
+    assert ">new</textarea>" in unkept and "This browser keeps no notes of such a page" in unkept
     # Deleted: of what the file has, nothing is saved.
-    delete = [field, "input", ""], ["Notes", "click"], ["notes.jsonl", "click"]
-    gone = drawn(page, "tab=trajectories&t=0.0", *delete, storage=storage)
-    (folder / "metrics.jsonl").write_text('{"step": 0, "timing/eval_s": 1.25}\n{"step": 1}\n')
+    delete = [[field, "input", ""], ["Notes", "click"], ["notes.jsonl", "click"]]
+    assert "odd" not in drawn(page, first, *delete, storage=storage)
+    assert notes(page, first, storage=storage) == [""]
+    # Another run in the same folder.
+    write_json_lines(folder / "metrics.jsonl", [{"step": 0, "timing/eval_s": 1.25}])
     (folder / "notes.jsonl").unlink()
-    page_of(report.Run(folder), file=tmp_path / "later.html")  # another run in the same folder
-    assert of(drawn(tmp_path / "later.html", "tab=trajectories&t=0.1", storage=storage)) == [""]
-    assert "odd" not in gone and of(drawn(page, "tab=trajectories&t=0.0", storage=storage)) == [""]
+    run_of(folder)
+    assert notes(page, second, storage=storage) == [""]
