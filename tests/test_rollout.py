@@ -450,7 +450,9 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
 
 
-SHARED: dict = {}
+SHARED: dict = {}  # the `extra` of all outputs
+ENGINES: list = []
+GRADED: list = []
 
 
 @register("test_odd")
@@ -461,6 +463,8 @@ class Odd(TwoTurns):
         what = row["extra"]
         row["extra"] = "x"
         if what == "hang":
+            while len(GRADED) < 3:  # the deadline is only its own
+                await asyncio.sleep(0)
             time_passes(10 * HANGS)
             await for_ever()
         if what == "cancel":
@@ -468,19 +472,22 @@ class Odd(TwoTurns):
         row["prompt"].append({"role": "assistant", "content": "mine"})
         output = await super().run(sampling_params, **row)
         output.reward = {"nonsense": "It is 42.", "no score": {"acc": 1}, "own": 0.5}.get(what)
-        SHARED["engine"] = self.engine
+        ENGINES.append(self.engine)
         output.extra = SHARED
         return output
 
 
 def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(play):
     async def reward(output, row):
-        if row["index"] == 3:
-            asyncio.current_task().cancel()
-        if row["index"] == 4:
-            ask = SHARED["engine"].generate
-            await ask(request_id="judge", prompt_ids=[5], sampling_params={})
-        await asyncio.sleep(0)
+        try:
+            if row["index"] == 3:
+                asyncio.current_task().cancel()
+            if row["index"] == 4:
+                ask = ENGINES[0].generate
+                await ask(request_id="judge", prompt_ids=[5], sampling_params={})
+            await asyncio.sleep(0)
+        finally:
+            GRADED.append(row["index"])
         return 1.0
 
     rows = make_rows("x", "hang", "cancel", "x", "x", agent="test_odd")
@@ -507,7 +514,7 @@ def test_what_an_agent_leaves_behind_is_its_own(play):
     rows = make_rows("x", "nonsense", "no score", "own", agent="test_odd")
     phase = play(reward, rows, group_size=2)
     assert members(phase.outputs) == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    assert +phase.counts == {"failed_reward": 4} and SHARED.keys() == {"engine"}
+    assert +phase.counts == {"failed_reward": 4} and SHARED == {}
     assert [output.reward for output in phase.outputs] == [1.0, 1.0, 0.5, 0.5]
     turn_rewards = [output.turn_rewards for output in phase.outputs]
     assert turn_rewards == [[(0, 0.25)], [(0, 0.25)], [], []]
@@ -592,7 +599,7 @@ def test_score_takes_numbers_and_dicts_and_refuses_the_rest():
         await asyncio.sleep(0)
         return torch.tensor(0.25)
 
-    def rewards(reward, **more):
+    def rewards(function, **more):
         output = AgentLoopOutput(
             prompt_ids=[1],
             response_ids=[2],
@@ -601,7 +608,7 @@ def test_score_takes_numbers_and_dicts_and_refuses_the_rest():
             response_versions=[0],
             **more,
         )
-        asyncio.run(score(types.SimpleNamespace(reward=reward), [output], {}))
+        asyncio.run(score(types.SimpleNamespace(reward=function), [output], {}))
         return output.reward
 
     assert rewards(lambda o, r: True) == 1.0
