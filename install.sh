@@ -114,7 +114,7 @@ if [ "${files[0]}" = requirements-cpu.txt ]; then
         pip install --no-compile --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||
         fail "neither pip's own sources nor $index have $torch for $("$python" -V) (see $log)"
     replaced=(vllm)
-elif "$python" -c 'import torch; exit("+cpu" not in torch.__version__)' 2>/dev/null; then
+elif "$python" -m pip show torch 2>/dev/null | grep -q '^Version: .*+cpu'; then
     replaced+=(torch)
 fi
 pip uninstall -y "${replaced[@]}" || broken

@@ -178,6 +178,24 @@ def make_run(engine, background, task, tokenizer, args, processor=None, store=No
     return run
 
 
+def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0, **more):
+    """An AgentLoopOutput with this mask. By default it is a rollout of one output."""
+    from agent_loop import AgentLoopOutput
+
+    extra = {"prompt": 0, "sample": 0, "segment": 0}
+    return AgentLoopOutput(
+        prompt_ids=list(prompt),
+        response_ids=list(ids or [3] * len(mask)),
+        response_mask=mask,
+        **{
+            "response_logprobs": [logprob * bit for bit in mask],
+            "response_versions": [version if bit else -1 for bit in mask],
+            "extra": extra,
+        }
+        | more,
+    )
+
+
 def rewards_of_tokens(outputs: list) -> torch.Tensor:
     """data.token_rewards with the outputs' own terminal rewards."""
     import data

@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
+from conftest import output_of
 from torch.distributed.tensor import DTensor
 
 import data
 import train
-from agent_loop import AgentLoopOutput
 from flatrl import devices
 
 
@@ -42,14 +42,8 @@ def batch_of(n: int, demonstrated=()) -> dict:
                 case 3:
                     keep = rng.randrange(1, len(other.response_ids) + 1)
                     response, mask = other.response_ids[:keep], other.response_mask[:keep]
-        output = AgentLoopOutput(
-            prompt_ids=prompt,
-            response_ids=response,
-            response_mask=mask,
-            response_logprobs=[0.0] * len(response),
-            response_versions=[-1 if i in demonstrated else 0] * len(response),
-            reward=rng.random(),
-        )
+        version = -1 if i in demonstrated else 0
+        output = output_of(mask, prompt, response, version, logprob=0.0, reward=rng.random())
         outputs.append(output)
     batch = data.collate(outputs)
     return batch | {"unit_tokens": batch["response_mask"].sum(-1)}  # every row is a unit

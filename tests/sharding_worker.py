@@ -11,14 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from conftest import SMALL_CACHE, generate
+from conftest import SMALL_CACHE, generate, output_of
 from gradient_worker import gradients, whole
 from torch.distributed.tensor import DTensor
 
 import data
 import rollout
 import train
-from agent_loop import AgentLoopOutput
 from flatrl import devices, processes, vllm_engine
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 240 for j in range(5 + 6 * i)] for i in range(4)]
@@ -128,12 +127,8 @@ def logprobs_after_sync(engine, background, policy: train.Policy, args) -> list[
         sampled = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=12)
         engine.dismiss()
         for prompt, out in zip(PROMPTS, sampled, strict=True):
-            output = AgentLoopOutput(
-                prompt_ids=prompt,
-                response_ids=out.token_ids,
-                response_mask=[1] * len(out.token_ids),
-                response_logprobs=out.logprobs,
-                response_versions=out.versions,
+            output = output_of(
+                [1] * len(out.token_ids), prompt, out.token_ids, response_logprobs=out.logprobs
             )
             outputs.append(output)
     else:

@@ -17,18 +17,20 @@ from conftest import (
     TINY,
     lines,
     metrics_of,
+    output_of,
     rollouts_of,
     run,
     two_ranks,
     wait_for,
 )
 from conftest import make_run as stage
+from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 
 import data
 import rollout as rollout_file
 import train
-from agent_loop import AgentLoopBase, AgentLoopOutput, register
+from agent_loop import AgentLoopBase, register
 from flatrl import processes
 from flatrl.processes import Stopped
 from rollout import Phase, grade, rollout, training_pool
@@ -99,11 +101,10 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
     assert calls["late"].result(timeout=HANGS).versions == [1] * 9 + [2] * 3
     for call in calls.values():
         out = call.result()
-        n = len(out.token_ids)
-        output = AgentLoopOutput(
-            prompt_ids=out.prompt_ids,
-            response_ids=out.token_ids,
-            response_mask=[1] * n,
+        output = output_of(
+            [1] * len(out.token_ids),
+            out.prompt_ids,
+            out.token_ids,
             response_logprobs=out.logprobs,
             response_versions=out.versions,
         )
@@ -377,20 +378,6 @@ def test_an_asynchronous_run_trains_the_prompts_of_the_synchronous_one(make_run)
     assert ages[0] == {0} and 1 <= max(ages[2]) <= 2
 
 
-def test_every_prompt_is_trained_on_once_and_none_is_drawn_for_nothing(make_run):
-    run = make_run(Task(), num_steps=4, oversample=10.0)
-    for step in range(4):
-        phase = run.step(step)
-        assert not +phase.counts and prompts(phase) == [2 * step, 2 * step + 1]
-        capacity = 2 * min(step + 2, 4)
-        wait_for(lambda n=capacity: run.started() == set(range(n)))
-    wake(run.engine, run.models[4], 4)
-    run.pool.end()
-    assert not run.engine.turns
-    assert run.run.store.num_keys() == 2  # the numbers drawn and the groups ended
-    run.nothing_is_left()
-
-
 def test_a_call_lives_through_updates_until_it_must_be_done(make_run, models):
     run = make_run(Task((1, START), long=[2]), prompts_per_step=1, max_staleness=2, oversample=4.0)
     assert prompts(run.step(0)) == [0]
@@ -497,21 +484,6 @@ def test_after_the_limit_groups_without_signal_fill_the_batch(make_run, determin
     assert run.pool.first_prompt(2) == 24
 
 
-def test_dynamic_sampling_with_staleness(make_run):
-    """Every prompt is trained on once, or left out once; none is too old."""
-    task = Task(outcome=lambda n, j: float(n % 3 and j))
-    run = make_run(task, num_steps=6, max_gen_batches=10)
-    trained = []
-    filtered = set()
-    for step in range(6):
-        phase = run.step(step)
-        trained += prompts(phase)
-        filtered |= {o.extra["prompt"] for o in phase.outputs if "filtered" in o.extra}
-        assert step - oldest(phase) <= 1
-    assert trained == [n for n in range(18) if n % 3]
-    assert filtered == {n for n in range(trained[-1]) if n % 3 == 0}
-
-
 def test_groups_alike_that_filled_a_batch_are_not_replaced_later(make_run):
     """Otherwise more prompts would start than the staleness bound allows."""
     task = Task((4, MIDDLE), outcome=lambda n, j: float(n > 3 and j))
@@ -582,24 +554,14 @@ def test_a_run_told_to_stop_gives_up_what_is_under_way_and_is_resumed(make_run):
 # ---------------------------------------------------------------- what train.py makes of it
 
 
-def trajectory(prompt: int, sample: int, versions: list[int], logprob: float) -> AgentLoopOutput:
-    return AgentLoopOutput(
-        prompt_ids=[1],
-        response_ids=[2] * len(versions),
-        response_mask=[int(v >= 0) for v in versions],
-        response_versions=versions,
-        response_logprobs=[logprob if v >= 0 else 0.0 for v in versions],
-        reward=1.0,
-        extra={"prompt": prompt, "sample": sample, "segment": 0},
-    )
-
-
 def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     outputs = [
-        trajectory(4, 0, [3, 3, -1, 5], -2.0),
-        trajectory(4, 1, [5, 5], -1.0),
-        trajectory(7, 0, [4, -1, -1, 4], -1.0),
+        output_with(4, 0, "1101", 1.0),
+        output_with(4, 1, "11", 1.0),
+        output_with(7, 0, "1001", 1.0),
     ]
+    for each, versions in zip(outputs, ([3, 3, -1, 5], [5, 5], [4, -1, -1, 4])):
+        each.response_versions = versions
     batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
     # 9 where nothing was sampled: it must count nowhere.
     off = [[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]]

@@ -8,13 +8,12 @@ import json
 import os
 import signal
 import textwrap
-from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
-from conftest import rewards_of_tokens
+from conftest import output_of, rewards_of_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -23,8 +22,6 @@ import data
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
 from examples import calculator
 from flatrl import notices, tables
-from flatrl.metrics import describe
-from flatrl.rows import copy_containers
 from train import Args
 
 close = torch.testing.assert_close
@@ -33,18 +30,16 @@ BRIEF = {"role": "system", "content": "Be brief."}
 NUMBERS = itertools.count(1000)  # for the prompts, where a test gives none
 
 
-def make_output(prompt: list[int], mask: list[int], **attributes) -> AgentLoopOutput:
+def make_output(prompt: list[int], mask: list[int], **more) -> AgentLoopOutput:
     """An output with this mask, whose response token k is 100 + k, with the logprob -k/8 - 1
     and the version k."""
-    extra = {"prompt": next(NUMBERS), "sample": 0, "segment": 0}
-    return AgentLoopOutput(
-        prompt_ids=prompt,
-        response_mask=mask,
-        response_ids=[100 + k for k in range(len(mask))],
-        response_logprobs=[-k / 8 - 1 if bit else 0.0 for k, bit in enumerate(mask)],
-        response_versions=[k if bit else -1 for k, bit in enumerate(mask)],
-        **{"extra": extra} | attributes,
-    )
+    n = len(mask)
+    lists = {
+        "response_logprobs": [(-k / 8 - 1) * mask[k] for k in range(n)],
+        "response_versions": [k if mask[k] else -1 for k in range(n)],
+        "extra": {"prompt": next(NUMBERS), "sample": 0, "segment": 0},
+    }
+    return output_of(mask, prompt, [100 + k for k in range(n)], **lists | more)
 
 
 # ---------------------------------------------------------------- task files
@@ -166,24 +161,6 @@ def test_a_prompt_may_be_empty_where_an_interaction_speaks_first(tokenizer):
         data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
 
 
-def test_a_copy_has_its_own_containers_and_shares_what_is_in_them():
-    image = object()
-    tree = {
-        "chat": [{"content": ("a", image, [1])}],
-        "counts": Counter(x=2),
-        "lists": defaultdict(list, y=[image]),
-    }
-    copied = copy_containers(tree)
-    assert copied == tree
-    assert [type(value) for value in copied.values()] == [list, Counter, defaultdict]
-    copied["chat"][0]["content"][2].append(2)
-    copied["counts"]["x"] += 1
-    copied["lists"]["z"].append(3)
-    assert tree["chat"] == [{"content": ("a", image, [1])}]
-    assert tree["counts"] == {"x": 2} and tree["lists"] == {"y": [image]}
-    assert copied["chat"][0]["content"][1] is copied["lists"]["y"][0] is image
-
-
 # ---------------------------------------------------------------- files
 
 ROWS = [
@@ -191,7 +168,7 @@ ROWS = [
         "prompt": [{"role": "user", "content": f"question {i}"}],
         "reward_model": {"style": "rule", "ground_truth": str(i)},
         # Parquet gives every row all tools' keys.
-        "extra_info": {"index": 10 + i, "tools_kwargs": {f"tool {i}": {"create_kwargs": {}}}},
+        "extra_info": {"index": 10 + i, "tools_kwargs": {f"tool {i}": {"create_kwargs": {"x": str(i)}}}},
     }
     for i in range(3)
 ]
@@ -364,30 +341,15 @@ def test_a_big_table_stays_on_disk_and_gives_what_a_list_gives(
     assert isinstance(in_memory, list) and in_memory == list(rows)
     assert data.filter_overlong(in_memory, tokenizer, task, args) == list(kept)
 
-
-def test_rows_of_a_huge_table_are_looked_at_when_they_are_drawn(
-    tokenizer, monkeypatch, process_group
-):
-    monkeypatch.setattr(tables, "MAX_ROWS_CHECKED_AT_START", 1000)
-    args = Args(max_prompt_tokens=rendered(tokenizer, HELLO))
-    rows = rows_of([{"prompt": f"{i}" * (1 if i % 3 else 41)} for i in range(2500)])
-    seen = []
-    expand = data.expand
-    monkeypatch.setattr(data, "expand", lambda ids, *more: seen.append(1) or expand(ids, *more))
-    kept = data.filter_overlong(rows, tokenizer, SimpleNamespace(), args)
-    assert len(kept) == 2500 and len(seen) <= 1000
-    seen.clear()
-    # Instead of a long one it is the next; after the last comes the first.
-    assert [kept[i]["index"] for i in (0, 1, 2, 3, 2497, -1)] == [1, 1, 2, 4, 2497, 1]
-    assert len(seen) == 2 + 1 + 1 + 2 + 1 + 3
-
-    order = data.prompt_order(2500, 0, 1000, args.seed)
+    # Rows of a huge table are looked at when they are drawn: instead of a long one, the next.
+    monkeypatch.setattr(tables, "MAX_ROWS_CHECKED_AT_START", 200)
+    huge = data.filter_overlong(in_memory, tokenizer, task, args)
+    assert [huge[i]["index"] for i in (0, 1, 2, 3, -1)] == [1, 1, 2, 4, 1]
+    order = data.prompt_order(250, 0, 1000, args.seed)
     share = sum(i % 3 == 0 for i in order) / 1000
-    assert kept.overlong == pytest.approx(share) and 0.3 < share < 0.37
-    assert notices.dropped(kept, 2500).startswith(f"about {share:.1%} overlong: another one")
+    assert len(huge) == 250 and huge.overlong == pytest.approx(share)
+    assert notices.dropped(huge, 250).startswith(f"about {share:.1%} overlong: another one")
     assert notices.dropped([1, 2], 5) == "3 overlong ones dropped"
-    with pytest.raises(BadInput, match="no prompt left: all 1000 are longer"):
-        data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(max_prompt_tokens=3))
 
 
 def test_many_rows_are_measured_in_other_processes(
@@ -530,64 +492,10 @@ masks = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5
 def test_select_is_collate_of_some_outputs(masks, random):
     outputs = [make_output([b + 1] * random.randint(1, 5), mask) for b, mask in enumerate(masks)]
     rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
-    selected = data.select(data.collate(outputs), rows)
+    batch = data.collate(outputs) | {"name": torch.arange(len(masks)), "rows": [*range(len(masks))]}
+    selected = data.select(batch, rows)
+    assert selected.pop("name").tolist() == selected.pop("rows") == rows
     assert_same(selected, data.collate([outputs[row] for row in rows]))
-
-
-def test_select_trims_whatever_else_is_in_the_batch():
-    outputs = [
-        make_output([1], [1, 1]),
-        make_output([2, 2, 2], [1, 0, 1, 1]),
-        make_output([3, 3], [1], images=["i"]),
-    ]
-    batch = data.collate(outputs)
-    batch["logprobs_ref"] = torch.arange(12.0).view(3, 4)
-    some = data.select(batch, [2, 0])
-    assert some["logprobs_ref"].tolist() == [[8, 9], [0, 1]]
-    assert some["images"] == [["i"], []]
-    some["logprobs_ref"][0, 0] = -1  # its own storage
-    assert batch["logprobs_ref"][2, 0] == 8
-    assert_same(data.select(batch, [0, 1, 2]), batch)
-    assert data.select(batch, [])["logprobs_ref"].shape == (0, 0)
-
-
-def test_describe_by_hand():
-    first = make_output([1, 2], [1, 1], reward={"score": 1.0, "style": 3, "note": "fine"})
-    first.metrics = {"tool_calls": 2, "tool_s": 1.5, "who": "x"}
-    second = make_output([1, 2], [1] * 4, reward=0.5, stop_reason="length")
-    second.metrics = {"generate_s": 4.0}
-    second.turn_rewards = [(0, 0.25)]
-    outputs = [first, second]
-    for sample, output in enumerate(outputs):
-        output.num_turns = 2
-        output.extra = {"prompt": 0, "sample": sample, "segment": 0}
-    assert describe(outputs, data.by_unit(outputs)) == {
-        "reward/mean": 0.875,
-        "reward/std": 0.125,
-        "reward/min": 0.75,
-        "reward/max": 1.0,
-        "reward_part/style": 3,
-        "prompt_length/mean": 2,
-        "response_length/mean": 3,
-        "response_length/max": 4,
-        "response_length/clipped_ratio": 0.5,
-        "num_turns/mean": 2,
-        "num_turns/max": 2,
-        "stop_reason/length": 0.5,
-        "stop_reason/stop": 0.5,
-        "rollout/tool_calls": 1,
-        "rollout/segments": 1,
-        "rollout/trajectories": 2,
-        "timing/generate_s_min": 0,
-        "timing/generate_s_mean": 2,
-        "timing/generate_s_max": 4,
-        "timing/tool_s_min": 0,
-        "timing/tool_s_mean": 0.75,
-        "timing/tool_s_max": 1.5,
-    }
-    both = [segment(0, 0, 0, reward=1.0), *outputs]
-    described = describe(both, data.by_unit(both))  # the first rollout has two outputs
-    assert (described["rollout/segments"], described["rollout/tool_calls"]) == (1.5, 2 / 3)
 
 
 # ---------------------------------------------------------------- shares and micro-batches
@@ -727,65 +635,6 @@ def test_pack_by_hand():
         assert max_seqlen == 4 and isinstance(max_seqlen, int)
 
 
-def test_a_shared_prefix_is_packed_once():
-    prompt = [1, 2, 3]
-    prompts = [prompt, [8], prompt, prompt + [4, 6], prompt]
-    batch = batch_of(prompts, [[4, 5], [9], [7], [4], [4, 5]])
-    micro = data.in_prefix_order(batch, range(5))
-    assert micro.rows == [0, 4, 3, 2, 1]  # equal ones in their order
-    assert (micro.lengths, micro.shared) == ([5, 5, 6, 4, 2], [0, 5, 4, 3, 0])
-
-    packed = data.pack_rows(batch, micro, "cpu")
-    inputs = packed["inputs"]
-    assert inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 4, 7, 8, 9]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 5, 3, 0, 1]]
-    assert inputs["cu_seqlens"].tolist() == [0, 5, 7, 8, 10]  # the copy has no queries
-    assert inputs["cu_seqlens_k"].tolist() == [0, 5, 11, 15, 17]
-    keys = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6], [0, 1, 2, 7], [8, 9]]
-    assert inputs["key_index"].tolist() == sum(keys, [])
-
-    # The last prompt token predicts 4, for two rows at once, and 7; its successor 5; ...
-    pairs = list(zip(packed["source"].tolist(), packed["targets"].tolist(), strict=True))
-    assert pairs == [(2, 4), (2, 7), (3, 5), (5, 4), (8, 9)]
-    rows, columns = (x.tolist() for x in packed["at"])
-    predicted = {}
-    for pair, row, column in zip(packed["pair"].tolist(), rows, columns, strict=True):
-        predicted[micro.rows[row], column] = pairs[pair]
-    assert predicted == {
-        (0, 0): (2, 4),
-        (0, 1): (3, 5),
-        (1, 0): (8, 9),
-        (2, 0): (2, 7),
-        (3, 0): (5, 4),
-        (4, 0): (2, 4),
-        (4, 1): (3, 5),
-    }
-
-
-@given(masks, st.randoms(use_true_random=False))
-def test_pack_rows_predicts_every_sampled_token(masks, random):
-    outputs = [make_output([7] * random.randint(1, 4), mask) for mask in masks]
-    for b, output in enumerate(outputs):
-        output.response_ids = [1000 * (b + 1) + k for k in range(len(output.response_ids))]
-    batch = data.collate(outputs)
-    rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
-    micro = data.in_prefix_order(batch, rows)
-    packed = data.pack_rows(batch, micro, "cpu")
-    placed = torch.zeros(packed["shape"])
-    placed = placed.index_put(packed["at"], packed["targets"][packed["pair"]].float())
-    for row, values in zip(micro.rows, placed.tolist(), strict=True):
-        output = outputs[row]
-        expected = [i * bit for i, bit in zip(output.response_ids, output.response_mask)]
-        assert values == expected + [0] * (len(values) - len(expected))
-
-    # Its source is the token before it.
-    ids, positions = (packed["inputs"][name][0] for name in ("input_ids", "position_ids"))
-    for source, row, column in zip(packed["source"][packed["pair"]], *packed["at"]):
-        b = micro.rows[row]
-        before = batch["prompt_lengths"][b] + column - 1
-        assert (ids[source], positions[source]) == (batch["input_ids"][b, before], before)
-
-
 # ---------------------------------------------------------------- packed attention
 
 SIZES = {
@@ -849,6 +698,8 @@ def scores_and_gradients(model, batch: dict, micros: list) -> tuple[torch.Tensor
     weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2))
     for micro in micros:
         packed = data.pack_rows(batch, micro, "cpu")
+        pairs = [*zip(packed["source"].tolist(), packed["targets"].tolist(), strict=True)]
+        assert len(pairs) == len(set(pairs))  # each is computed once
         logits = model(**packed["inputs"], use_cache=False).logits[0, packed["source"]]
         logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
         logprobs = logprobs[packed["pair"], 0]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import OUR_ESTIMATORS, REPLAY, REPO, TINY, metrics_of, rollouts_of, rows_of, run
-from gradient_worker import batch_of, gradients
 from test_agent_loop import (
     ANSWER,
     CALCULATOR,
@@ -222,58 +221,6 @@ def test_metrics_of_rollouts_do_not_see_demonstrations():
     assert metrics == expected | counted
     alone = phase_of(demonstrated=True).metrics(None)
     assert "reward/mean" not in alone and alone["reward/demonstrations"] == 0.625
-
-
-@pytest.mark.parametrize("more", [
-    {"loss_agg": "token-mean"},
-    {"loss_agg": "seq-mean-token-mean", "policy_loss": "gspo"},
-], ids=["tokens", "sequences"])  # fmt: skip
-def test_the_joint_gradient_is_the_sum(tiny_model, process_group, more):
-    """Each loss has counts of its own: demonstrations weigh here what they weigh alone."""
-    from accelerate import Accelerator
-
-    shown = range(0, 19, 3)
-    others = [row for row in range(19) if row not in shown]
-
-    def found(**rows):
-        how = {"tokens_per_micro_batch": 200, "demonstrated": shown} | more | rows
-        return gradients(Accelerator(cpu=True), tiny_model, **how)
-
-    joint, sampled, demonstrated = found(), found(rows=others), found(rows=shown)
-    for name, gradient in joint["gradients"].items():
-        parts = sampled["gradients"][name], demonstrated["gradients"][name]
-        assert all(part.norm() > 1e-4 for part in parts)
-        assert (gradient - sum(parts)).norm() < 1e-6 * max(1, gradient.norm()), name
-    joint, sampled, demonstrated = (x["metrics"] for x in (joint, sampled, demonstrated))
-    assert set(demonstrated) == {"loss", "imitation_loss", "grad_norm"}
-    assert joint["imitation_loss"] == pytest.approx(demonstrated["imitation_loss"])
-    assert joint["loss"] == pytest.approx(sampled["loss"] + demonstrated["loss"])
-    for name in ("pg_loss", "entropy", "kl"):
-        assert joint[name] == pytest.approx(sampled[name], rel=1e-6, abs=1e-7)
-
-
-def test_imitation_is_cross_entropy(tiny_model, process_group):
-    """Against transformers' own loss."""
-    from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM
-
-    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", demonstrated=range(19))
-    batch = batch_of(19, range(19))
-    ids = batch["input_ids"]
-    labels = torch.full_like(ids, -100)
-    for row, column in batch["imitation_mask"].nonzero().tolist():
-        at = batch["prompt_lengths"][row] + column
-        labels[row, at] = ids[row, at]
-    attention_mask = torch.arange(ids.shape[1]) < batch["lengths"][:, None]
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_model, dtype=torch.float32, attn_implementation="eager"
-    )
-    loss = model(ids, attention_mask=attention_mask, labels=labels).loss
-    loss.backward()
-    assert result["metrics"]["imitation_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        gradient = result["gradients"][f"model.{name}"]
-        assert (gradient - parameter.grad).norm() / parameter.grad.norm() < 1e-4, name
 
 
 # ---------------------------------------------------------------- whole runs

@@ -21,6 +21,7 @@ from conftest import (
     generate,
     lines,
     metrics_of,
+    output_of,
     rollouts_of,
     rows_of,
     run,
@@ -34,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import losses
 import train
-from agent_loop import AgentLoopOutput, BadInput
+from agent_loop import BadInput
 from train import Args, check_args, check_registered, parse_args
 
 # Of every training step with a critic and a reference.
@@ -423,11 +424,13 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(
 
 
 def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
-    """Packed attention, chunked logprobs and global counts against the plain computation."""
+    """Packed attention, chunked logprobs and global counts against the plain computation: a
+    mean over the sampled tokens, and one over those of demonstrations."""
     from accelerate import Accelerator
 
-    batch = batch_of(19)
-    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean")
+    shown = range(0, 19, 3)
+    batch = batch_of(19, shown)
+    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", demonstrated=shown)
     generator = torch.Generator().manual_seed(0)
     mask = batch["response_mask"]
     advantages = torch.randn(mask.shape, generator=generator)
@@ -446,7 +449,12 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
     ratio = (logprobs - result["old"]).exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     loss = loss + 0.1 * losses.kl_estimate(logprobs, logprobs_ref, "k3")
-    ((loss * mask).sum() / mask.sum()).backward()
+    imitated = batch["imitation_mask"]
+    imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
+    total = (loss * mask).sum() / mask.sum() + imitation_loss
+    total.backward()
+    assert result["metrics"]["loss"] == pytest.approx(total.item(), rel=1e-4)
+    assert result["metrics"]["imitation_loss"] == pytest.approx(imitation_loss.item(), rel=1e-4)
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()}
     check_gradients(result["gradients"], expected, 1e-4)
 
@@ -580,32 +588,23 @@ def test_input_that_is_wrong_ends_before_the_engine_starts(
 
 def test_a_damaged_rollout_file_is_named(tmp_path):
     file = tmp_path / "step_000001.jsonl"
-    output = AgentLoopOutput(
-        prompt_ids=[1],
-        response_ids=[2],
-        response_mask=[1],
-        response_logprobs=[-1.0],
-        response_versions=[0],
-        reward=1.0,
-        text="two\u2028lines",
-        extra={"prompt": 0, "sample": 0, "segment": 0},
-    )
+    output = output_of([1], reward=1.0, text="two\u2028lines")
     good = vars(output)
     line = json.dumps(good, ensure_ascii=False)
     file.write_text(line + "\n", encoding="utf-8")
-    (read,), _ = train.read_rollouts(file, 3)
-    assert read.text == "two\u2028lines" and read.response_ids == [2]
+    (read,), _ = train.read_rollouts(file, 4)
+    assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
-        train.read_rollouts(file, 2)
+        train.read_rollouts(file, 3)
 
     changes = ({"prompt_ids": None}, {"reward": None}, {"extra": {}}, {"images": 1})
     for bad in ("5", "[1]", "{", *(json.dumps(good | change) for change in changes)):
         file.write_text(f"{json.dumps(good)}\n{bad}\n")
         with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory"):
-            train.read_rollouts(file, 3)
+            train.read_rollouts(file, 4)
     file.write_bytes(b"\xff\xfe\n")
     with pytest.raises(BadInput, match="no trajectory to replay"):
-        train.read_rollouts(file, 3)
+        train.read_rollouts(file, 4)
 
 
 def test_command_line_shows_one_line_and_exits_with_2(cache):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import OUR_PRESETS
+from conftest import OUR_PRESETS, output_of
 from torch.testing import assert_close as close
 
 import data
@@ -30,12 +30,10 @@ def whole(seed: int) -> list[AgentLoopOutput]:
     for number, text in enumerate(rng.sample(MASKS, len(MASKS))):
         mask = [int(x) for x in text]
         turn_reward = (text.index("1"), rng.random())
-        output = AgentLoopOutput(
-            prompt_ids=[rng.randrange(5, 99) for _ in range(3)],
-            response_ids=[rng.randrange(5, 99) for _ in mask],
-            response_mask=mask,
-            response_logprobs=[-rng.random() * x for x in mask],
-            response_versions=[x - 1 for x in mask],
+        output = output_of(
+            mask,
+            prompt=[rng.randrange(5, 99) for _ in range(3)],
+            ids=[rng.randrange(5, 99) for _ in mask],
             reward=rng.choice([0.0, 1.0, 0.5]),
             turn_rewards=[turn_reward],
             extra={"prompt": number // 4, "sample": number % 4, "segment": 0},
@@ -116,17 +114,8 @@ def test_a_rollout_cut_into_outputs_has_the_gradient_of_the_uncut_one(algo):
 
 def played(prompt: int, sample: int, segment: int, reward=None, unit: str = "", group: str = ""):
     """An output of two sampled tokens."""
-    return AgentLoopOutput(
-        prompt_ids=[1, prompt + 1],
-        response_ids=[5, 5],
-        response_mask=[1, 1],
-        response_logprobs=[-1.0, -1.0],
-        response_versions=[0, 0],
-        reward=reward,
-        unit=unit,
-        group=group,
-        extra={"prompt": prompt, "sample": sample, "segment": segment},
-    )
+    extra = {"prompt": prompt, "sample": sample, "segment": segment}
+    return output_of([1, 1], [1, prompt], reward=reward, unit=unit, group=group, extra=extra)
 
 
 def advantages_of(outputs: list[AgentLoopOutput], **flags) -> list[float]:
@@ -159,6 +148,25 @@ def test_both_sides_of_a_game_get_their_own_sign(estimator, expected):
     flags = dict(adv_estimator=estimator, gamma=1.0, lam=1.0, turn_discount=1.0)
     signs = torch.tensor([1.0, -1, 1, -1, -1, 1, -1, 1])
     close(torch.tensor(advantages_of(GAMES, **flags)), expected * signs, atol=1e-5, rtol=0)
+
+
+def test_describe_by_hand():
+    first = played(0, 0, 0, {"score": 1.0, "style": 3, "note": "fine"})
+    first.metrics = {"tool_calls": 2, "tool_s": 1.5, "who": "x"}
+    second = played(0, 1, 0, 0.5)
+    second.turn_rewards, second.stop_reason, second.num_turns = [(0, 0.25)], "length", 4
+    outputs = [played(0, 0, 0, 1.0), first, second]  # the first rollout has two outputs
+    described = describe(outputs, data.by_unit(outputs))
+    assert described == {
+        **{"reward/mean": 0.875, "reward/std": 0.125, "reward/min": 0.75, "reward/max": 1.0},
+        **{"reward_part/style": 3, "rollout/segments": 1.5, "rollout/tool_calls": 2 / 3},
+        **{"prompt_length/mean": 2, "response_length/mean": 2, "response_length/max": 2},
+        **{"response_length/clipped_ratio": 1 / 3, "rollout/trajectories": 2},
+        **{"stop_reason/length": 1 / 3, "stop_reason/stop": 2 / 3},
+        **{"num_turns/mean": 4 / 3, "num_turns/max": 4},
+        **{"timing/tool_s_min": 0, "timing/tool_s_mean": 0.5, "timing/tool_s_max": 1.5},
+        **{f"timing/generate_s_{name}": 0 for name in ("min", "mean", "max")},
+    }
 
 
 def test_units_of_games():
