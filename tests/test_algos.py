@@ -245,6 +245,13 @@ def test_a_whole_rollout_is_masked_where_one_of_its_outputs_was_cut_off():
     assert batch["response_mask"].tolist() == [[0, 0], [0, 0], [1, 0]]
 
 
+def test_a_groups_signal_is_a_difference_of_outcomes():
+    """Turn rewards would nearly always differ."""
+    outputs = [output(0, 0, "1", 1.0), output(0, 1, "1", 1.0, turn_rewards=[(0, 0.1)])]
+    assert data.groups_with_signal(outputs, "outcome") == set()
+    assert data.groups_with_signal(outputs, "total") == {0}
+
+
 def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
     phase = Phase(outputs=list(outputs))

@@ -291,7 +291,8 @@ class Run:
 
     def nothing_is_left(self) -> None:
         engine = self.engine
-        assert not (engine.running or engine.waiting or engine.inbox or engine.live)
+        assert not (engine.running or engine.waiting or engine.inbox)
+        assert not (engine.live or engine.turns)
         assert not engine.core.has_unfinished_requests()
         assert sorted(self.task.created) == sorted(self.task.released)
 
@@ -403,6 +404,7 @@ def test_at_staleness_zero_every_batch_is_on_policy_and_leaves_nothing(make_run)
         # A step that was stopped before its update takes its prompts again.
         assert run.pool.first_prompt(step + 1) == first + 2
         assert run.pool.first_prompt(step) == first
+    assert run.run.store.num_keys() == 2  # the numbers drawn and the groups ended
 
 
 def test_failures_fill_the_batch_and_are_counted(make_run):

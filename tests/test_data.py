@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import textwrap
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import datasets
@@ -22,6 +23,7 @@ import data
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
 from examples import calculator
 from flatrl import notices, tables
+from flatrl.rows import copy_containers
 from train import Args
 
 close = torch.testing.assert_close
@@ -161,6 +163,17 @@ def test_a_prompt_may_be_empty_where_an_interaction_speaks_first(tokenizer):
         data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
 
 
+def test_a_copy_has_its_own_containers():
+    tree = {"chat": [{"x": (1, [2])}], "counts": Counter(a=1), "lists": defaultdict(list)}
+    copied = copy_containers(tree)
+    assert copied == tree
+    assert [type(value) for value in copied.values()] == [list, Counter, defaultdict]
+    copied["chat"][0]["x"][1].append(3)
+    copied["counts"]["a"] += 1
+    copied["lists"]["y"].append(4)
+    assert tree == {"chat": [{"x": (1, [2])}], "counts": {"a": 1}, "lists": {}}
+
+
 # ---------------------------------------------------------------- files
 
 ROWS = [
@@ -168,7 +181,10 @@ ROWS = [
         "prompt": [{"role": "user", "content": f"question {i}"}],
         "reward_model": {"style": "rule", "ground_truth": str(i)},
         # Parquet gives every row all tools' keys.
-        "extra_info": {"index": 10 + i, "tools_kwargs": {f"tool {i}": {"create_kwargs": {"x": str(i)}}}},
+        "extra_info": {
+            "index": 10 + i,
+            "tools_kwargs": {f"tool {i}": {"create_kwargs": {"x": str(i)}}},
+        },
     }
     for i in range(3)
 ]
@@ -420,6 +436,7 @@ def test_collate_by_hand():
     for name, values in expected.items():
         close(batch[name], torch.tensor(values), rtol=0, atol=0)
     assert data.collate(outputs[2:])["response_mask"].shape == (1, 0)
+    assert data.select(batch, [])["versions"].shape == (0, 0)
     assert rewards_of_tokens(outputs[2:]).shape == (1, 0)
 
 
