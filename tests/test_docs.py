@@ -85,9 +85,10 @@ def test_presets_are_as_documented():
             assert getattr(documented, field) == getattr(preset, field), (name, field)
 
 
-def test_the_readmes_task_loads(tmp_path):
-    readme = (REPO / "README.md").read_text()
+def test_the_readmes_task_loads_with_the_loops_of_the_docs(tmp_path):
+    pages = (REPO / "README.md").read_text() + (REPO / "docs/agents.md").read_text()
+    blocks = [block.split("```")[0] for block in pages.split("```python\n")[1:]]
     file = tmp_path / "my_task.py"
-    file.write_text(readme.split("```python\n")[1].split("```")[0])
+    file.write_text("".join(blocks))
     task = data.load_task(str(file))
     assert data.load_rows(task, "train") and data.load_rows(task, "val")

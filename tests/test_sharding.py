@@ -119,15 +119,6 @@ def test_checkpoints_of_sharded_and_plain_runs_are_of_one_format(cache, tmp_path
 FAR = 1e-3  # nats, mean in float32: a run is stopped there
 
 
-def check_noticed(noticed: dict, far: float) -> None:
-    """What did not arrive is named. What arrived wrong shows where each step compares."""
-    for (how, name), found in noticed.items():
-        if how == "corrupt":
-            assert found > far, name
-        else:
-            assert f"model.{name}" in found and "got no tensor" in found
-
-
 def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
     found = on_two_ranks("sync", tmp_path / "out", cache, tiny_model, untied_model)
     assert len(found) == 3
@@ -143,14 +134,12 @@ def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
             assert difference.max() < 1e-4
         else:
             assert difference.mean() < 0.05
-        check_noticed(result["noticed"], FAR if dtype == "float32" else 0)
 
 
 def test_sync_into_a_tensor_parallel_engine(tiny_model, cache, tmp_path):
     found = on_two_ranks("tp", tmp_path / "out", cache, tiny_model)
     for shard in (True, False):
         assert len(found[shard]) > 25 and max(found[shard]) < 1e-4
-    check_noticed(found["noticed"], FAR)
 
 
 @pytest.mark.parametrize("how", ["corrupt", "nan", "missing"])
@@ -163,7 +152,7 @@ def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(
     monkeypatch.setattr(train, "named_weights", lambda p: spoilt(p, f"model.{part}", how))
     error = error_of(lambda: train.sync(engine, policy, 1))
     if how == "missing":
-        check_noticed({("missing", part): error}, 0)
+        assert f"model.{part}" in error and "got no tensor" in error
         return
     assert error == ""
     outs = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=20)

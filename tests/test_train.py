@@ -14,11 +14,9 @@ import pytest
 import torch
 from conftest import (
     HANGS,
-    KEPT,
     REPLAY,
     REPO,
     TINY,
-    generate,
     lines,
     metrics_of,
     output_of,
@@ -300,12 +298,8 @@ def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
         assert (row["actor/grad_norm"] == 0) == (row["stop_reason/length"] == 1)
 
 
-def test_the_final_policy_loads_in_transformers_and_vllm(
-    cache, tmp_path, engine, background, args
-):
-    """... and a grader that fails costs its trajectories, not the run."""
-    from rollout import Engine
-
+def test_the_final_policy_loads_in_transformers(cache, tmp_path):
+    """... and a grader that fails costs its trajectories, not the run. vLLM: see above."""
     out = tmp_path / "run"
     flags = [*TINY, "--eval_every", "0", "--output_dir", out]
     printed = run(*flags, "--num_steps", "2", cache=cache, TINY_TASK_REWARD="raise")
@@ -313,18 +307,9 @@ def test_the_final_policy_loads_in_transformers_and_vllm(
     assert sum(row["rollout/failed_reward"] for row in rows) > 0
     assert all(row["rollout/failed_reward"] + row["rollout/trajectories"] == 16 for row in rows)
     assert "RuntimeError: the grader broke" in printed
-
-    model, info = AutoModelForCausalLM.from_pretrained(out / "final", output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(out / "final", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert "packed" not in (out / "final/config.json").read_text()
-    ids = AutoTokenizer.from_pretrained(out / "final")("What is 1+2?")["input_ids"]
-    loaded = Engine(str(out / "final"), args, torch.device("cpu"))
-    KEPT.append(loaded)
-    loaded.core.wake_up()  # with the folder's weights, without a sync
-    loaded.state = "awake"
-    (sampled,) = generate(loaded, background, [ids], temperature=1.0, max_tokens=10)
-    expected = hf_logprobs(model, ids, sampled.token_ids)
-    torch.testing.assert_close(torch.tensor(sampled.logprobs), expected, atol=1e-4, rtol=0)
 
     # Another run into the same folder overwrites nothing.
     run(*flags, "--num_steps", "1", cache=cache)
@@ -405,7 +390,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(
     from accelerate import Accelerator
     from transformers import GradientCheckpointingLayer
 
-    calls = []
+    calls, results = [], []
     original = GradientCheckpointingLayer.__call__
 
     def spy(self, *args, **kwargs):
@@ -414,13 +399,12 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(GradientCheckpointingLayer, "__call__", spy)
-    accelerator = Accelerator(cpu=True)
-    plain = gradients(accelerator, tiny_model, 200, "token-mean")
-    assert calls and not any(calls)
-    calls.clear()
-    saved = gradients(accelerator, tiny_model, 200, "token-mean", gradient_checkpointing=True)
-    assert calls and all(calls)
-    check_gradients(saved["gradients"], plain["gradients"], 1e-5)
+    for on in (False, True):
+        calls.clear()
+        flags = {"gradient_checkpointing": on}
+        results.append(gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags))
+        assert set(calls) == {on}
+    check_gradients(results[1]["gradients"], results[0]["gradients"], 1e-5)
 
 
 def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):

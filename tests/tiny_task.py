@@ -55,9 +55,8 @@ class TwoTurns(AgentLoopBase):
 
 @register("slow_turns")
 class SlowTurns(TwoTurns):
-    """Between their turns, the prompts in TINY_TASK_HELD wait for the weights of the step that
-    trains on them, the others for up to TINY_TASK_PAUSE seconds. The file TINY_TASK_DIARY gets a
-    + from each that starts, and a - from each that ends."""
+    """Waits between its turns for up to TINY_TASK_PAUSE seconds. The file TINY_TASK_DIARY gets a
+    + from each trajectory that starts, and a - from each that ends."""
 
     async def run(self, sampling_params, **row):
         self.write("+")
@@ -67,14 +66,8 @@ class SlowTurns(TwoTurns):
             self.write("-")
 
     async def between(self, trajectory) -> None:
-        kind, _, prompt, _ = self.engine.name.split("-")
-        held = map(int, os.environ.get("TINY_TASK_HELD", "").split())
-        if kind == "train" and int(prompt) in held:
-            while self.engine.engine.version < int(prompt) // self.args.prompts_per_step:
-                await asyncio.sleep(0.01)
-        else:
-            await asyncio.sleep(random.random() * float(os.environ.get("TINY_TASK_PAUSE", 0)))
+        await asyncio.sleep(random.random() * float(os.environ["TINY_TASK_PAUSE"]))
 
-    def write(self, what: str) -> None:
+    def write(self, sign: str) -> None:
         with open(os.environ["TINY_TASK_DIARY"], "a") as diary:
-            diary.write(what)
+            diary.write(sign)
