@@ -119,8 +119,9 @@ elif "$python" -m pip show torch 2>/dev/null | grep -q '^Version: .*+cpu'; then
 fi
 pip uninstall -y "${replaced[@]}" || broken
 say "${files[*]}"
-requirements=("${files[@]/#/$here/}")
-pip install --no-compile "${requirements[@]/#/-r}" || broken
+requirements=()
+for file in "${files[@]}"; do requirements+=(-r "$here/$file"); done
+pip install --no-compile "${requirements[@]}" || broken
 if [ "${files[0]}" = requirements-cpu.txt ]; then  # CUDA builds: see there
     pip uninstall -y torchvision torchaudio torchcodec || broken
 fi
