@@ -1,6 +1,7 @@
 """Imports of our own modules run one way, so that each file can be read, and used, by itself."""
 
 import ast
+import gc
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ FILES = [*(REPO / f"{name}.py" for name in ARROWS), *sorted((REPO / "flatrl").rg
 def imported(path: Path) -> set[str]:
     """The dotted names of all modules that a file imports, also within functions."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    gc.disable()  # a finaliser that runs meanwhile makes the parser of Python 3.11 fail
+    tree = ast.parse(path.read_text())
+    gc.enable()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
