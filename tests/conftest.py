@@ -197,11 +197,22 @@ def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0,
 
 
 def rewards_of_tokens(outputs: list) -> torch.Tensor:
-    """data.token_rewards with the outputs' own terminal rewards."""
+    """The rewards where they fall, (B, T), with the outputs' own terminal rewards."""
     import data
-    from agent_loop import outcome
 
-    return data.token_rewards(outputs, torch.tensor([outcome(output) for output in outputs]))
+    batch = data.make_batch(outputs)
+    return batch.layout.back(data.place_rewards(batch, batch.units.outcomes))
+
+
+def batch_with_rewards(outputs: list, args, **tensors):
+    """A batch with these tensors, whose rewards train.py has shaped; and the metrics of that."""
+    import data
+    import train
+
+    batch = data.make_batch(outputs)
+    batch.update(tensors)
+    kl = types.SimpleNamespace(coef=args.kl_coef)
+    return batch, train.set_token_rewards(types.SimpleNamespace(args=args, kl=kl), batch, 0)
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:

@@ -94,8 +94,17 @@ def gradients(
         zero_grad(**kwargs)
 
     optimizer.zero_grad = keep_gradients
+    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout", "logprobs_ref"]
+    columns += [name for name in ("imitation_mask", "logprobs_old") if name in batch]
     metrics, _ = train.optimise(
-        learner, train.policy_objective, batch, list(rows), args, accelerator, args.loss_agg
+        learner,
+        train.policy_objective,
+        batch,
+        columns,
+        list(rows),
+        args,
+        accelerator,
+        args.loss_agg,
     )
     metrics.pop("unique_tokens")  # depends on the micro-batches
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])

@@ -11,6 +11,7 @@ from conftest import (
     OUR_ESTIMATORS,
     OUR_OBJECTIVES,
     OUR_PRESETS,
+    batch_with_rewards,
     output_of,
     rewards_of_tokens,
 )
@@ -19,7 +20,7 @@ from gradient_worker import gradients
 import data
 import losses
 import train
-from rollout import Phase
+from rollout import Rollouts
 from train import PRESETS, Args, check_args, check_registered, parse_args
 
 close = torch.testing.assert_close
@@ -79,39 +80,33 @@ REWARDS = torch.tensor([1.5, -2.75, 2.0, 0.0])
 MASK = data.collate(OUTPUTS)["response_mask"]
 
 
-def prepared(args: Args, outputs=OUTPUTS, **tensors) -> tuple[dict, dict]:
-    """The batch with shaped rewards, and their metrics."""
-    batch = data.collate(outputs) | tensors | {"units": data.by_unit(outputs)}
-    metrics = train.shape_rewards(batch, outputs, args.kl_coef, args)
-    return batch, metrics
-
-
 def test_long_responses_cost_rewards_and_token_rewards_alike():
     """The last 40% of 10 tokens, from 6 on, cost up to 1: only one output has so many."""
-    batch, metrics = prepared(Args(max_response_tokens=10, overlong_buffer=0.4))
-    close(batch["units"].rewards, REWARDS - torch.tensor([0, 0, 0, 1.0]))
+    batch, metrics = batch_with_rewards(OUTPUTS, Args(max_response_tokens=10, overlong_buffer=0.4))
+    close(batch.unit_rewards, REWARDS - torch.tensor([0, 0, 0, 1.0]))
     expected = torch.zeros(5, 10)
     expected[0, 1], expected[0, 4] = 0.5, 1.0
     expected[2, 2] = -3.0 + 0.25  # a unit's terminal reward stands at the end of its last output
     expected[3, 0], expected[4, 7] = 2.0, -1.0  # on the last sampled token
-    close(batch["token_rewards"], expected)
+    close(batch.layout.back(batch.rewards), expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(-0.0625)}
     outputs = [output(0, 0, "1" * 7, 0.5)]
-    batch, _ = prepared(Args(max_response_tokens=10, overlong_buffer=0.4), outputs)
-    close(batch["units"].rewards, torch.tensor([0.25]))
+    batch, _ = batch_with_rewards(outputs, Args(max_response_tokens=10, overlong_buffer=0.4))
+    close(batch.unit_rewards, torch.tensor([0.25]))
 
 
 def test_kl_in_the_reward_by_hand():
     old, ref = (torch.where(MASK.bool(), x, math.nan) for x in (-1.0, -1.5))
     tensors = dict(logprobs_old=old, logprobs_ref=ref)
     flags = dict(kl_coef=0.1, kl_kind="k1")
-    batch, metrics = prepared(Args(kl_in="reward", **flags), **tensors)
-    close(batch["units"].rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
+    batch, metrics = batch_with_rewards(OUTPUTS, Args(kl_in="reward", **flags), **tensors)
+    close(batch.unit_rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
     plain = rewards_of_tokens(OUTPUTS)
     plain[1, 1] = 0  # the unit does not end there
-    close(batch["token_rewards"], plain - 0.05 * MASK)
+    close(batch.layout.back(batch.rewards), plain - 0.05 * MASK)
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1
-    assert "actor/kl" not in prepared(Args(kl_in="loss", **flags), **tensors)[1]
+    _, metrics = batch_with_rewards(OUTPUTS, Args(kl_in="loss", **flags), **tensors)
+    assert "actor/kl" not in metrics
 
 
 def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
@@ -120,10 +115,10 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     for name in ("logprobs_old", "logprobs_ref"):
         tensors[name] = flags.pop(name, None)
     args = Args(**flags)
-    batch, _ = prepared(args, **tensors)
+    batch, _ = batch_with_rewards(OUTPUTS, args, **tensors)
     for baseline in greedy:
         baseline.extra["greedy"] = True
-    return train.estimate_advantages(batch, Phase(outputs=[*OUTPUTS, *greedy]), args), batch
+    return train.estimate_advantages(batch, Rollouts(outputs=[*OUTPUTS, *greedy]), args), batch
 
 
 # ---------------------------------------------------------------- estimators
@@ -237,7 +232,7 @@ def test_a_whole_rollout_is_masked_where_one_of_its_outputs_was_cut_off():
         output(0, 0, "11", 0.0, segment=1, stop_reason="length"),
         output(0, 1, "1", 1.0),
     ]
-    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
+    batch = data.make_batch(outputs)
     train.mask_truncated(batch)
     assert batch["response_mask"].tolist() == [[0, 0], [0, 0], [1, 0]]
 
@@ -245,24 +240,28 @@ def test_a_whole_rollout_is_masked_where_one_of_its_outputs_was_cut_off():
 def test_a_groups_signal_is_a_difference_of_outcomes():
     """Turn rewards would nearly always differ."""
     outputs = [output(0, 0, "1", 1.0), output(0, 1, "1", 1.0, turn_rewards=[(0, 0.1)])]
-    assert data.groups_with_signal(outputs, "outcome") == set()
-    assert data.groups_with_signal(outputs, "total") == {0}
+    units = data.by_unit(outputs)
+    assert data.groups_with_signal(units, units.outcomes) == set()
+    assert data.groups_with_signal(units, units.rewards) == {0}
 
 
 def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
-    phase = Phase(outputs=list(outputs))
+    phase = Rollouts(outputs=list(outputs))
 
-    def grade(run, phase):  # the long one's reward failed
+    def wait_for_rewards(*_):  # the long one's reward failed
         outputs[0].reward, outputs[2].reward = 1.0, 2.0
         phase.outputs = [outputs[0], outputs[2]]
 
-    monkeypatch.setattr(train, "grade", grade)
-    batch = data.collate(phase.trained) | {"values": torch.arange(15.0).view(3, 5)}
-    batch = train.grade_batch(SimpleNamespace(engine=True, history=[]), phase, batch)
+    monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
+    phase.metrics = lambda engine: {}
+    batch = data.make_batch(phase.trained)
+    batch["values"] = torch.arange(15.0).view(3, 5)
+    run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
+    batch = train.add_rewards(run, phase, batch, {})
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
-    assert batch["units"].rewards.tolist() == [1.0, 2.0]
+    assert batch.units.rewards.tolist() == [1.0, 2.0]
 
 
 # ---------------------------------------------------------------- objectives

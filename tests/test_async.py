@@ -31,8 +31,9 @@ import rollout as rollout_file
 import train
 from agent_loop import AgentLoopBase, register
 from flatrl import processes
+from flatrl.metrics import batch_metrics
 from flatrl.processes import Stopped
-from rollout import Phase, grade, rollout, training_pool
+from rollout import Rollouts, rollout, training_pool, wait_for_rewards
 from train import Args
 
 
@@ -56,7 +57,7 @@ def check_versions(models: list, output) -> None:
             assert (logprobs - expected)[is_others].abs().max() > 0.01
 
 
-def oldest(phase: Phase) -> int:
+def oldest(phase: Rollouts) -> int:
     """The oldest version that sampled a token of the phase."""
     outputs = phase.trained
     return min(v for output in outputs for v in output.response_versions if v >= 0)
@@ -255,12 +256,12 @@ class Run:
         self.run.rows = {"train": rows or [{"prompt": prompt, "index": i} for i in range(7)]}
         self.pool = self.run.pool = training_pool(self.run, start, resume)
 
-    def step(self, version: int) -> Phase:
+    def step(self, version: int) -> Rollouts:
         """Does what train.py does in a step, as far as rollout goes."""
         wake(self.engine, self.models[version % len(self.models)], version)
         phase = self.pool.rollout(version)
         self.engine.sleep(keep=True)
-        grade(self.run, phase)
+        wait_for_rewards(phase, self.run.background, self.run.stop)
         return phase
 
     def later(self, gate: tuple, after: Callable[[], bool]) -> None:
@@ -310,7 +311,7 @@ def make_run(engine, background, tokenizer, args, models):
         each.pool.end()
 
 
-def prompts(phase: Phase) -> list[int]:
+def prompts(phase: Rollouts) -> list[int]:
     """The prompts to learn from in a phase, after checking that each group is whole."""
     keys = [(o.extra["prompt"], o.extra["sample"]) for o in phase.trained]
     numbers = sorted({number for number, _ in keys})
@@ -318,7 +319,7 @@ def prompts(phase: Phase) -> list[int]:
     return numbers
 
 
-def versions(phase: Phase) -> list[tuple[int, int]]:
+def versions(phase: Rollouts) -> list[tuple[int, int]]:
     """For each output, the versions of its two turns."""
     found = []
     for output in phase.outputs:
@@ -352,14 +353,14 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_
     run.later((5, START), after=lambda: run.ended() == 6 and task.at[6, MIDDLE] == 2)
     third = run.step(2)
     assert prompts(third) == [4, 5] and versions(third) == [(2, 2)] * 4
-    assert run.pool.first_prompt(3) == 6
+    assert run.pool.next_prompt(3) == 6
 
     run.open((6, MIDDLE))
     fourth = run.step(3)
     assert prompts(fourth) == [6, 7]
     assert versions(fourth) == [(2, 3), (2, 3), (2, 2), (2, 2)]
     for phase in (first, second, third, fourth):
-        assert not +phase.counts
+        assert not +phase.lost
         for output in phase.outputs:
             check_versions(models, output)
 
@@ -384,7 +385,7 @@ def test_a_call_lives_through_updates_until_it_must_be_done(make_run, models):
     run.open((1, START))
     assert prompts(run.step(1)) == [1]
     phase = run.step(2)
-    assert prompts(phase) == [2] and not +phase.counts
+    assert prompts(phase) == [2] and not +phase.lost
     for output in phase.outputs:
         first = output.response_versions[:30]
         assert first == sorted(first) and {*first} == {0, 1, 2}
@@ -398,11 +399,11 @@ def test_at_staleness_zero_every_batch_is_on_policy_and_leaves_nothing(make_run)
         phase = run.step(step)
         first = 2 * step + 3
         assert prompts(phase) == [first, first + 1]  # its members score alike, and stay
-        assert versions(phase) == [(step, step)] * 4 and not +phase.counts
+        assert versions(phase) == [(step, step)] * 4 and not +phase.lost
         run.nothing_is_left()
         # A step that was stopped before its update takes its prompts again.
-        assert run.pool.first_prompt(step + 1) == first + 2
-        assert run.pool.first_prompt(step) == first
+        assert run.pool.next_prompt(step + 1) == first + 2
+        assert run.pool.next_prompt(step) == first
     assert run.run.store.num_keys() == 2  # the numbers drawn and the groups ended
 
 
@@ -411,7 +412,7 @@ def test_failures_fill_the_batch_and_are_counted(make_run):
     task = Task(*later, fails=[1], skips=[2], outcome=lambda n, j: None if n == 4 else 1.0)
     run = make_run(task, prompts_per_step=5, oversample=1.0, num_steps=2)
     phase = run.step(0)
-    assert +phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 2}
+    assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 2}
     assert prompts(phase) == [0, 3]
     errors = [(e["prompt"], e["sample"], e["kind"]) for e in phase.errors]
     assert errors == [
@@ -422,7 +423,7 @@ def test_failures_fill_the_batch_and_are_counted(make_run):
     ]
     task.fails = range(100)
     run.open(*later)
-    said = "train 1 brought nothing to learn from: .*KeyError: 'the agent loop broke'"
+    said = "train 1 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
     with pytest.raises(RuntimeError, match=said):
         run.step(1)
 
@@ -444,10 +445,10 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run, determ
     rows = [output.extra["index"] for output in phase.outputs[::2]]
     assert rows == data.prompt_order(7, 0, 7, run.args.seed)
     assert run.started() == set(range(7))
-    assert run.pool.first_prompt(1) == 7 and run.pool.first_prompt(0) == 0
+    assert run.pool.next_prompt(1) == 7 and run.pool.next_prompt(0) == 0
 
     phase = run.step(1)
-    assert prompts(phase) == [8, 10, 11, 12] and +phase.counts == {"failed_reward": 3}
+    assert prompts(phase) == [8, 10, 11, 12] and +phase.lost == {"failed_reward": 3}
     run.nothing_is_left()
 
 
@@ -482,7 +483,7 @@ def test_after_the_limit_groups_without_signal_fill_the_batch(make_run, determin
     assert prompts(phase) == [5, 9, 10, 11]  # eight were skipped
     assert {o.extra["prompt"] for o in phase.outputs} == set(range(12)) == run.started()
     assert prompts(run.step(1)) == [13, 21, 22, 23] and run.started() == set(range(24))
-    assert run.pool.first_prompt(2) == 24
+    assert run.pool.next_prompt(2) == 24
 
 
 def test_groups_alike_that_filled_a_batch_are_not_replaced_later(make_run):
@@ -514,7 +515,7 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
     run.nothing_is_left()
     rows = run.run.rows["train"][:3]
     evaluation = rollout(run.run, rows, 1, 2, {"temperature": 0.0}, kind="eval")
-    assert prompts(evaluation) == [0, 1, 2] and not +evaluation.counts
+    assert prompts(evaluation) == [0, 1, 2] and not +evaluation.lost
     run.engine.sleep()
 
     phase = run.step(1)
@@ -534,12 +535,12 @@ def test_a_run_told_to_stop_gives_up_what_is_under_way_and_is_resumed(make_run):
     task = Task((2, MIDDLE), (3, END), (4, START), long=[5])
     run = make_run(task)
     assert prompts(run.step(0)) == [0, 1]
-    assert run.pool.first_prompt(1) == 2 and run.pool.first_prompt(0) == 0
+    assert run.pool.next_prompt(1) == 2 and run.pool.next_prompt(0) == 0
     wait_for(lambda: task.at[2, MIDDLE] == 2)
     run.run.stop.ask = lambda: True
     with pytest.raises(Stopped):
         run.step(1)
-    assert run.pool.first_prompt(1) == 2
+    assert run.pool.next_prompt(1) == 2
     run.pool.end()  # as train.py does whatever came before
     run.nothing_is_left()
     run.engine.sleep()
@@ -549,7 +550,7 @@ def test_a_run_told_to_stop_gives_up_what_is_under_way_and_is_resumed(make_run):
     order = data.prompt_order(7, 0, 6, run.args.seed)
     assert prompts(phase) == [2, 3] and again.started() == {2, 3, 4, 5}
     assert [o.reward for o in phase.outputs] == [order[2], order[2], order[3], order[3]]
-    assert again.pool.first_prompt(2) == 4
+    assert again.pool.next_prompt(2) == 4
 
 
 # ---------------------------------------------------------------- what train.py makes of it
@@ -563,12 +564,12 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     ]
     for each, versions in zip(outputs, ([3, 3, -1, 5], [5, 5], [4, -1, -1, 4])):
         each.response_versions = versions
-    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
+    batch = data.make_batch(outputs)
     # 9 where nothing was sampled: it must count nowhere.
     off = [[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]]
     batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor(off)
-    phase = Phase(outputs, seconds=1.0, idle_s=[0.5])
-    metrics = train.step_metrics(phase, batch, 5, Args(max_staleness=2))
+    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.5])
+    metrics = batch_metrics(batch, 5, Args(max_staleness=2)) | phase.group_metrics()
     assert metrics["rollout/logp_diff_max"] == 0.25
     assert metrics["rollout/logp_diff_mean"] == pytest.approx(0.375 / 3)
     assert metrics["rollout/staleness_mean"] == pytest.approx((2 + 0 + 1) / 3)
@@ -580,7 +581,7 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     assert metrics["rollout/singleton_groups"] == 1
 
     outputs[0].reward = 0.0
-    metrics = train.step_metrics(phase, batch, 5, Args())
+    metrics = batch_metrics(batch, 5, Args()) | phase.group_metrics()
     assert "rollout/staleness_max" not in metrics and "rollout/ratio" not in metrics
     assert metrics["rollout/zero_std_groups"] == 1
 
@@ -593,6 +594,9 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     ({"max_staleness": 1}, [torch.e**-1, 1, torch.e, 0]),
     ({"max_staleness": 1, "rollout_correction": "tis"}, [torch.e**-1, 1, 2, 2]),
     ({"max_staleness": 1, "rollout_correction": "none"}, [1, 1, 1, 1]),
+    ({"rollout_correction": "icepop:0.3:8"}, [torch.e**-1, 1, torch.e, torch.e**2]),
+    ({"rollout_correction": "tis:1.5"}, [torch.e**-1, 1, 1.5, 1.5]),
+    ({"rollout_correction": "tis:1.5,seq_mask:0:1"}, [0, 0, 0, 0]),
 ])  # fmt: skip
 def test_the_loss_is_weighed_by_the_rollout_correction(flags, weights):
     """By pi_proximal / pi_behaviour, whose logarithm is -1, 0, 1 and 2 here."""

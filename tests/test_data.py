@@ -2,11 +2,9 @@
 transformers' own eager attention of one sequence at a time."""
 
 import copy
-import gc
 import itertools
 import json
 import os
-import signal
 import textwrap
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -320,10 +318,8 @@ def test_names_that_a_row_gets_wrong_are_found_before_the_run(tokenizer, row, sa
 
 @pytest.fixture
 def big_table(tmp_path, monkeypatch):
-    """Writes a table of 250 rows, every third of them long. More than 200 rows stay on disk, and
-    are measured by other processes."""
+    """Writes a table of 250 rows, every third of them long. More than 200 stay on disk."""
     monkeypatch.setattr(tables, "MAX_ROWS_IN_MEMORY", 200)
-    monkeypatch.setattr(tables, "MAX_ROWS_MEASURED_HERE", 200)
 
     def write(**more) -> list[str]:
         rows = []
@@ -368,30 +364,13 @@ def test_a_big_table_stays_on_disk_and_gives_what_a_list_gives(
     assert notices.dropped([1, 2], 5) == "3 overlong ones dropped"
 
 
-def test_many_rows_are_measured_in_other_processes(
-    big_table, tokenizer, monkeypatch, process_group
-):
-    # The length of a prompt names the process, and is too long where process ids are small.
-    monkeypatch.setattr(data, "expand", lambda ids, *more: range(1000 + os.getpid()))
-    for rows in (rows_of(None, big_table()), [letters(1)] * 201, [letters(1)] * 200):
-        with pytest.raises(BadInput, match="no prompt left") as error:
-            data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
-        here = f"longest has {1000 + os.getpid()} tokens" in str(error.value)
-        assert here == (len(rows) == 200)
-    # processes.Stop is told of every signal that has a handler.
-    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-
-
-def test_a_wrong_row_of_a_big_table_is_one_line(big_table, tokenizer, process_group, monkeypatch):
-    # Garbage collection of the loader, which the error keeps alive, waits for its processes.
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+def test_a_wrong_row_of_a_big_table_is_one_line(big_table, tokenizer, process_group):
     rows = rows_of(None, big_table(agent_name="swarm"))
     with pytest.raises(BadInput, match=r"^no agent loop 'swarm': .*task$"):
         data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
     rows = rows_of(None, big_table(agent_name="single_turn", data_source="x"), "question")
     with pytest.raises(BadInput, match=r"^row 0 of .*2\.parquet has no column 'question'; give"):
         data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
-    gc.collect()
 
 
 # ---------------------------------------------------------------- the order of prompts
@@ -485,7 +464,7 @@ def test_rewards_are_float32_whatever_torchs_default_is():
     torch.set_default_dtype(torch.float16)
     try:
         units = data.by_unit(outputs)
-        rewards = data.token_rewards(outputs, units.outcomes)
+        rewards = rewards_of_tokens(outputs)
     finally:
         torch.set_default_dtype(torch.float32)
     assert units.rewards.tolist() == [6146] and rewards.tolist() == [[4097, 2049]]

@@ -7,7 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import OUR_ESTIMATORS, REPLAY, REPO, TINY, metrics_of, rollouts_of, rows_of, run
+from conftest import (
+    OUR_ESTIMATORS,
+    REPLAY,
+    REPO,
+    TINY,
+    batch_with_rewards,
+    metrics_of,
+    rollouts_of,
+    rows_of,
+    run,
+)
 from test_agent_loop import (
     ANSWER,
     CALCULATOR,
@@ -27,7 +37,8 @@ from torch.testing import assert_close as close
 import data
 import train
 from agent_loop import BadInput, Demonstration, ToolAgentLoop, agent_loop_class
-from rollout import Phase
+from flatrl.metrics import batch_metrics
+from rollout import Rollouts
 from train import Args
 
 CALL = {
@@ -163,7 +174,7 @@ def test_demonstrations_stand_apart_from_what_was_sampled():
     assert len(packed["pair"]) == 6  # all of them are predicted
 
 
-def phase_of(*sampled, demonstrated: bool) -> Phase:
+def phase_of(*sampled, demonstrated: bool) -> Rollouts:
     """A phase of these outputs and, if demonstrated, of two demonstrations."""
     outputs = list(sampled)
     if demonstrated:
@@ -172,20 +183,19 @@ def phase_of(*sampled, demonstrated: bool) -> Phase:
             each.response_versions = [-1] * len(each.response_ids)
             each.extra["demonstration"] = True
             each.metrics["states"] = ["a"]
-    phase = Phase(outputs, seconds=1.0, idle_s=[0.0])
+    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
     phase.sort()
     return phase
 
 
-def step_of(phase: Phase, **flags) -> tuple[dict, dict]:
+def step_of(phase: Rollouts, **flags) -> tuple[dict, dict]:
     """The batch and the metrics as train.main has them, with logprobs and values made up."""
     args = Args(**flags)
-    batch = data.collate(phase.trained) | {"units": data.by_unit(phase.trained)}
-    for name in ("logprobs_old", "logprobs_ref", "values"):
-        batch[name] = torch.full_like(batch["response_mask"], -2.0)
-    metrics = train.shape_rewards(batch, phase.trained, 0.1, args)
+    made_up = torch.full_like(data.collate(phase.trained)["response_mask"], -2.0)
+    names = ("logprobs_old", "logprobs_ref", "values")
+    batch, metrics = batch_with_rewards(phase.trained, args, **dict.fromkeys(names, made_up))
     batch["advantages"] = train.estimate_advantages(batch, phase, args)
-    return batch, metrics | train.step_metrics(phase, batch, 3, args)
+    return batch, metrics | phase.group_metrics() | batch_metrics(batch, 3, args)
 
 
 @pytest.mark.parametrize("estimator", OUR_ESTIMATORS)

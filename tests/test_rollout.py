@@ -18,7 +18,7 @@ from flatrl.log import Log
 from flatrl.metrics import describe
 from flatrl.processes import Stopped
 from flatrl.vllm_engine import vllm_arguments
-from rollout import Engine, grade, rollout, seed_of, training_pool
+from rollout import Engine, rollout, seed_of, training_pool, wait_for_rewards
 
 close = torch.testing.assert_close
 PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
@@ -331,7 +331,7 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
     rewards = [output.reward for output in phase.outputs]
     assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2 + [1.0] * 2
 
-    assert +phase.counts == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
+    assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
     failed = [(error["prompt"], error["sample"]) for error in phase.errors]
     assert failed == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
     assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
@@ -379,14 +379,14 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
     assert all(output.reward is None for output in phase.outputs)
     loop = run.background.loop
     run.stop.ask = lambda: loop.call_soon_threadsafe(release.set) is None  # while it waits
-    grade(run, phase)
+    wait_for_rewards(phase, run.background, run.stop)
 
     assert sorted(started) == [0, 0, 1, 1, 2, 2, 3, 3]
     scores = sorted(output.reward["score"] for output in phase.outputs)
     assert scores == [0, 0.25, 3, 3.25]
-    assert +phase.counts == {"failed_reward": 4}
+    assert +phase.lost == {"failed_reward": 4}
     assert sum("TimeoutError" in error["error"] for error in phase.errors) == 2
-    grade(run, phase)  # nothing is left to wait for
+    wait_for_rewards(phase, run.background, run.stop)  # nothing is left to wait for
     assert len(phase.outputs) == 4
 
 
@@ -404,9 +404,9 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
     phase = run.pool.rollout(0)
     run.stopped = True
     with pytest.raises(Stopped):
-        grade(run, phase)
+        wait_for_rewards(phase, run.background, run.stop)
     # A resumed run takes the prompt again, unless its step was finished.
-    assert run.pool.first_prompt(0) == 0 and run.pool.first_prompt(1) == 1
+    assert run.pool.next_prompt(0) == 0 and run.pool.next_prompt(1) == 1
     run.pool.end()
     wait_for(lambda: len(cancelled) == 2)
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
@@ -463,7 +463,7 @@ def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(p
         (4, "failed_reward"),
     ]
     assert "train-00000000-000001-0000 took longer than" in phase.errors[0]["error"]
-    assert "let the agent loop judge, while it is awake" in phase.errors[3]["error"]
+    assert "let the agent loop judge, while the engine is awake" in phase.errors[3]["error"]
 def test_what_an_agent_leaves_behind_is_its_own(play):
     """No reward, a changed row, one dict for all: each costs itself alone."""
 
@@ -476,7 +476,7 @@ def test_what_an_agent_leaves_behind_is_its_own(play):
     rows = make_rows("x", "nonsense", "no score", "own", agent="test_odd")
     phase = play(reward, rows, group_size=2)
     assert members(phase.outputs) == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    assert +phase.counts == {"failed_reward": 4} and SHARED == {}
+    assert +phase.lost == {"failed_reward": 4} and SHARED == {}
     assert [output.reward for output in phase.outputs] == [1.0, 1.0, 0.5, 0.5]
     turn_rewards = [output.turn_rewards for output in phase.outputs]
     assert turn_rewards == [[(0, 0.25)], [(0, 0.25)], [], []]
@@ -489,8 +489,8 @@ def test_what_an_agent_leaves_behind_is_its_own(play):
 def test_no_reward_at_all_ends_the_run_with_the_reason(pool_of):
     run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
     phase = run.pool.rollout(0)
-    with pytest.raises(RuntimeError, match="no trajectory has a reward.*ZeroDivisionError"):
-        grade(run, phase)
+    with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
+        wait_for_rewards(phase, run.background, run.stop)
 
 
 def test_sampling_depends_on_seed_step_prompt_and_sample_only(play):
@@ -511,7 +511,7 @@ def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, arg
     run = pool_of(lambda output, row: row["index"], make_rows(*["x"] * 4), **flags)
     phase = run.pool.rollout(0)
     engine.sleep()
-    grade(run, phase)
+    wait_for_rewards(phase, run.background, run.stop)
     assert members(phase.greedy) == [(0, 3), (1, 3)]
     assert members(phase.trained) == [(i, j) for i in (0, 1) for j in range(3)]
     assert phase.trained == phase.sampled and len(phase.outputs) == 8

@@ -50,7 +50,7 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
     for step in range(4):
         phase = run.step(step)
         rows += drawn(phase)
-        train.grade_batch(run.run, phase, data.collate(phase.trained))
+        train.add_rewards(run.run, phase, data.make_batch(phase.trained), {})
         run.run.done += 1
     history = run.run.history
     # One call for each prompt, in order, with all before it. The entry is its answer.
@@ -77,7 +77,7 @@ def test_rows_of_replacements_are_chosen_at_the_start(sampled):
 
 def test_a_row_that_is_none_ends_the_run(sampled):
     run = sampled(lambda history: 7, max_staleness=0)
-    with pytest.raises(BadInput, match=r"the task's sampler failed: what it returned has 7"):
+    with pytest.raises(BadInput, match=r"the task's sampler failed: its result has 7"):
         run.step(0)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import OUR_PRESETS, output_of
+from conftest import OUR_PRESETS, batch_with_rewards, output_of
 from torch.testing import assert_close as close
 
 import data
@@ -14,7 +14,7 @@ import losses
 import train
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput
 from flatrl.metrics import MAX_LOGGED_UNITS, describe, describe_eval
-from rollout import Phase, score
+from rollout import Rollouts, set_rewards
 from train import Args
 
 MASKS = [
@@ -66,15 +66,15 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
     """The gradient of the loss by the sampled tokens' logprobs, as train.py computes it.
 
     columns: numbers of the sampled tokens, in order."""
-    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
-    mask = batch["response_mask"]
+    mask = data.collate(outputs)["response_mask"]
     for name, column in columns.items():
-        batch[name] = torch.zeros(mask.shape).masked_scatter(mask.bool(), torch.tensor(column))
-    train.shape_rewards(batch, outputs, args.kl_coef, args)
+        column = torch.tensor(column)
+        columns = columns | {name: torch.zeros(mask.shape).masked_scatter(mask.bool(), column)}
+    batch, _ = batch_with_rewards(outputs, args, **columns)
     greedy = whole(9)
     for output in greedy:
         output.extra["greedy"] = True
-    phase = Phase(outputs=[*outputs, *greedy])
+    phase = Rollouts(outputs=[*outputs, *greedy])
     batch["advantages"] = train.estimate_advantages(batch, phase, args)
 
     logprobs = batch["logprobs"].double().requires_grad_()
@@ -84,7 +84,7 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
         mask,
         args.loss_agg,
         max_len=args.max_response_tokens,
-        unit_tokens=data.unit_tokens(mask, batch["units"].index),
+        unit_tokens=batch.unit_tokens,
     )
     total.backward()
     return logprobs.grad[mask.bool()]
@@ -121,10 +121,9 @@ def played(prompt: int, sample: int, segment: int, reward=None, unit: str = "", 
 def advantages_of(outputs: list[AgentLoopOutput], **flags) -> list[float]:
     """Each output's advantage."""
     args = Args(**flags)
-    batch = data.collate(outputs) | {"units": data.by_unit(outputs)}
-    batch["values"] = torch.zeros_like(batch["response_mask"])
-    train.shape_rewards(batch, outputs, 0.0, args)
-    return train.estimate_advantages(batch, Phase(outputs=outputs), args)[:, 0].tolist()
+    values = torch.zeros_like(data.collate(outputs)["response_mask"])
+    batch, _ = batch_with_rewards(outputs, args, values=values)
+    return train.estimate_advantages(batch, Rollouts(outputs=outputs), args)[:, 0].tolist()
 
 
 # Two games of one prompt, whose moves alternate: x wins the first, o the second.
@@ -174,7 +173,7 @@ def test_units_of_games():
     assert units.rewards.tolist() == [1, -1, -1, 1]
     assert units.index.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert units.groups[0] == units.groups[2] != units.groups[1] == units.groups[3]
-    assert units.prompts.tolist() == [0] * 4 and units.lengths.tolist() == [4] * 4
+    assert units.prompts.tolist() == [0] * 4 and units.response_lengths.tolist() == [4] * 4
     described = describe(GAMES, units)
     assert described["rollout/trajectories"] == 2 and described["rollout/segments"] == 4
     assert described["reward/x"] == 0 and described["reward/max"] == 1
@@ -202,7 +201,7 @@ def test_many_names_of_units_are_no_metrics():
 
 
 def graded(*outputs, **task):
-    asyncio.run(score(SimpleNamespace(**task), list(outputs), {"answer": 3}))
+    asyncio.run(set_rewards(SimpleNamespace(**task), list(outputs), {"answer": 3}))
     return [output.reward for output in outputs]
 
 
