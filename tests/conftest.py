@@ -2,8 +2,10 @@
 
 import os
 
-os.environ["SANDBOX_UNISOLATED"] = "1"  # where a host does not let examples/sandbox.py isolate programs, tests go on
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: runs with several ranks share the cores with this process
+# Where the host forbids examples/sandbox.py to isolate programs, they run unisolated here.
+os.environ["SANDBOX_UNISOLATED"] = "1"
+# Before torch: runs with several ranks share the cores with this process.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import contextlib
@@ -27,21 +29,39 @@ import torch.distributed as dist
 from hypothesis import HealthCheck
 
 REPO = Path(__file__).parent.parent
-HANGS = 300  # seconds after which something hangs; nothing a slow machine does takes a fraction of it
-SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})  # of --engine_args; the default's 1 GB is written at once
+HANGS = 300  # seconds after which something hangs: many times what a slow machine needs
+
+# For --engine_args: the default cache of 1 GB is written at once, and that takes long.
+SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})
+
 # A short run of the task for the tests, without an engine (--replay) and with one.
-REPLAY = ["--task", "tests/tiny_task.py", "--agent", "two_turns",
-          "--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4", "--max_prompt_tokens", "32",
-          "--max_response_tokens", "32", "--tokens_per_micro_batch", "256",
-          "--eval_every", "3", "--save_every", "2"]  # fmt: skip
+REPLAY = [
+    *["--task", "tests/tiny_task.py", "--agent", "two_turns"],
+    *["--num_steps", "6", "--prompts_per_step", "4", "--group_size", "4"],
+    *["--max_prompt_tokens", "32", "--max_response_tokens", "32"],
+    *["--tokens_per_micro_batch", "256", "--eval_every", "3", "--save_every", "2"],
+]
 TINY = [*REPLAY, "--engine_args", SMALL_CACHE]
-# What our tests are parametrised over: not the registries, to which a fork may add.
-OUR_PRESETS = ("grpo", "ppo", "dapo", "drgrpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gspo",
-               "gmpo", "cispo", "sapo", "gigpo", "opd", "opsd", "sft")  # fmt: skip
+
+# Our tests are parametrised over these, not over the registries, to which a fork may add.
+OUR_PRESETS = (
+    *("grpo", "ppo", "dapo", "drgrpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+    *("remax", "opo", "gspo", "gmpo", "cispo", "sapo", "gigpo", "opd", "opsd", "sft"),
+)
 OUR_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo", "remax", "reinforce_pp", "gae")
 OUR_OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
-hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+hypothesis.settings.register_profile(
+    "any machine",
+    deadline=None,
+    derandomize=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("any machine")
+
+
+# ---------------------------------------------------------------- models, engine, registries
 
 
 @pytest.fixture(scope="session")
@@ -82,11 +102,17 @@ def tokenizer(tiny_model):
 def args(tiny_model):
     from train import Args
 
-    return Args(model=tiny_model, dtype="float32", max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
-                engine_args=SMALL_CACHE)  # fmt: skip
+    return Args(
+        model=tiny_model,
+        dtype="float32",
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+        max_model_len=128,
+        engine_args=SMALL_CACHE,
+    )
 
 
-# Engines besides the session's: collecting one would take down the process group, which all of them share.
+# Other engines than the session's. To collect one would destroy the process group of all.
 KEPT: list = []
 
 
@@ -136,30 +162,70 @@ class Asked:
         return self.ask()
 
 
-def make_run(engine, background, task, tokenizer, args, processor=None, store=None) -> types.SimpleNamespace:
-    """What rollout.py needs of train.Run; `run.stopped` tells it to stop."""
-    run = types.SimpleNamespace(engine=engine, background=background, task=task, tokenizer=tokenizer, args=args,
-                                processor=processor, store=store or dist.HashStore(), stopped=False)  # fmt: skip
+def make_run(engine, background, task, tokenizer, args, processor=None, store=None):
+    """Returns the part of train.Run that rollout.py needs; `run.stopped` tells it to stop."""
+    run = types.SimpleNamespace(
+        engine=engine,
+        background=background,
+        task=task,
+        tokenizer=tokenizer,
+        args=args,
+        processor=processor,
+        store=store or dist.HashStore(),
+        stopped=False,
+    )
     run.stop = Asked(lambda: run.stopped)
     return run
 
 
-def rewards_of_tokens(outputs: list) -> torch.Tensor:
-    """data.token_rewards with the outputs' own terminal rewards."""
-    import data
-    from agent_loop import outcome
+def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0, **more):
+    """An AgentLoopOutput with this mask. By default it is a rollout of one output."""
+    from agent_loop import AgentLoopOutput
 
-    return data.token_rewards(outputs, torch.tensor([outcome(output) for output in outputs]))
+    extra = {"prompt": 0, "sample": 0, "segment": 0}
+    return AgentLoopOutput(
+        prompt_ids=list(prompt),
+        response_ids=list(ids or [3] * len(mask)),
+        response_mask=mask,
+        **{
+            "response_logprobs": [logprob * bit for bit in mask],
+            "response_versions": [version if bit else -1 for bit in mask],
+            "extra": extra,
+        }
+        | more,
+    )
+
+
+def rewards_of_tokens(outputs: list) -> torch.Tensor:
+    """The rewards where they fall, (B, T), with the outputs' own terminal rewards."""
+    import data
+
+    batch = data.make_batch(outputs)
+    return batch.layout.back(data.place_rewards(batch, batch.units.outcomes))
+
+
+def batch_with_rewards(outputs: list, args, **tensors):
+    """A batch with these tensors, whose rewards train.py has shaped; and the metrics of that."""
+    import data
+    import train
+
+    batch = data.make_batch(outputs)
+    batch.update(tensors)
+    kl = types.SimpleNamespace(coef=args.kl_coef)
+    return batch, train.set_token_rewards(types.SimpleNamespace(args=args, kl=kl), batch, 0)
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
-    """Token outputs of concurrent generate calls, the main thread stepping as in a rollout phase."""
+    """Returns the results of concurrent `generate` calls, while this thread steps the engine."""
 
     async def everything():
-        calls = [
-            engine.generate(request_id=f"r{i}", prompt_ids=prompt, sampling_params=dict(sampling))
-            for i, prompt in enumerate(prompts)
-        ]
+        calls = []
+        for i, prompt in enumerate(prompts):
+            sampling_params = dict(sampling)
+            call = engine.generate(
+                request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling_params
+            )
+            calls.append(call)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     future = background.submit(everything())
@@ -169,17 +235,17 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
     return future.result()
 
 
-# ---------------------------------------------------------------- whole runs, in processes of their own
+# ---------------------------------------------------------------- whole runs, as processes
 
 
 def clean_env() -> dict[str, str]:
-    """This process's environment without what its own engine needed.
+    """Returns this process's environment without the variables that its own engine needed.
 
-    vLLM notes down what it finds out about each model class, in a process of its own (12 s): once is enough.
-    """
+    vLLM's cache is shared: to inspect a model class takes it 12 s in a process of its own."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     caches = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    env = {"VLLM_CACHE_ROOT": f"{caches}/vllm"} | {k: v for k, v in os.environ.items() if k not in own}
+    env = {"VLLM_CACHE_ROOT": f"{caches}/vllm"}
+    env |= {name: value for name, value in os.environ.items() if name not in own}
     return env | {"OMP_NUM_THREADS": "1"}
 
 
@@ -194,7 +260,8 @@ class Forked:
     """A process that the zygote forked: what the tests use of subprocess.Popen."""
 
     def __init__(self, *argv, cache: Path, env: dict[str, str]):
-        self.returncode, self.output = None, tempfile.TemporaryFile()
+        self.returncode = None
+        self.output = tempfile.TemporaryFile()
         self.answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps({"argv": list(map(str, argv)), "env": env}).encode()
         socket.send_fds(zygote(cache), [request], [self.output.fileno(), theirs.fileno()])
@@ -234,13 +301,22 @@ ZYGOTE: list[tuple[subprocess.Popen, socket.socket]] = []
 
 
 def zygote(cache: Path) -> socket.socket:
-    """The connection to tests/zygote.py, started by the first who asks; Hugging Face looks for the cache at import."""
+    """Returns the connection to tests/zygote.py, which the first call starts.
+
+    cache: Hugging Face reads its place at import."""
     if not ZYGOTE:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "tests/zygote.py", str(theirs.fileno())]
         env = clean_env() | {"XDG_CACHE_HOME": str(cache)}
-        process = subprocess.Popen(command, cwd=REPO, env=env, pass_fds=[theirs.fileno()], start_new_session=True,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=env,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
         theirs.close()
         ZYGOTE.append((process, mine))
     return ZYGOTE[0][1]
@@ -255,10 +331,11 @@ def end_zygote() -> None:
 
 def pytest_terminal_summary(terminalreporter):
     end_zygote()  # so that its CPU time counts
-    own, children = (resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    terminalreporter.write_line(f"user CPU time {own + children:.0f} s: {own:.0f} s here, {children:.0f} s in children")
-    peak, child = (resource.getrusage(who).ru_maxrss / 1e6 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    terminalreporter.write_line(f"peak memory {peak:.1f} GB here, {child:.1f} GB in the largest child")
+    here = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    terminalreporter.write_line(
+        f"user CPU time {here.ru_utime:.0f} s here, {children.ru_utime:.0f} s in children"
+    )
 
 
 def file_of(module: str) -> str:
@@ -269,19 +346,31 @@ def file_of(module: str) -> str:
 def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py", **env: str):
     """A training process in a session of its own; whatever is left of it is killed at the end.
 
-    by: "fork" forks it from tests/zygote.py, "torchrun" and "forked accelerate" a launcher, whose ranks are forked from
-    it; "python" and "accelerate" start a Python that imports everything."""
-    env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | {name: str(value) for name, value in env.items()}
-    ranks = ["--nproc_per_node", "2", "--master_port", free_port()]
-    forked = {"fork": [], "forked accelerate": ["tests/forking.py", file_of("accelerate.commands.launch")],
-              "torchrun": ["tests/forking.py", file_of("torch.distributed.run"), *ranks]}  # fmt: skip
+    by: "fork" forks it from tests/zygote.py; "torchrun" and "forked accelerate" fork a launcher,
+    whose ranks are forks, too; "python" and "accelerate" start a Python that imports all."""
+    env = {name: str(value) for name, value in env.items()}
+    env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | env
+    forked = {
+        "fork": [],
+        "forked accelerate": ["tests/forking.py", file_of("accelerate.commands.launch")],
+        "torchrun": [
+            *["tests/forking.py", file_of("torch.distributed.run")],
+            *["--nproc_per_node", "2", "--master_port", free_port()],
+        ],
+    }
     if by in forked:
         process = Forked(*forked[by], script, *flags, cache=cache, env=env)
     else:
         launcher = {"python": [], "accelerate": ["-m", "accelerate.commands.launch"]}[by]
-        process = subprocess.Popen([sys.executable, *launcher, script, *map(str, flags)], cwd=REPO, env=env,
-                                   text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, *launcher, script, *map(str, flags)],
+            cwd=REPO,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
@@ -292,30 +381,54 @@ def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py"
 @contextlib.contextmanager
 def two_ranks(*flags: str, **more: str):
     """Two `started` processes as a launcher starts them: ranks 0 and 1 of one group."""
-    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group = {
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(started(*flags, **more, **group, RANK=i, LOCAL_RANK=i)) for i in range(2)]
+        processes = []
+        for rank in range(2):
+            process = started(*flags, **more, **group, RANK=rank, LOCAL_RANK=rank)
+            processes.append(stack.enter_context(process))
+        yield processes
 
 
 def run(*flags: str, by: str = "fork", code: int = 0, **more: str) -> str:
-    """The output of a training process that ends with this code. by: as for `started`, or "ranks": two of them.
+    """Returns the output of a training process, after checking its exit code.
 
-    "fork" is a process that has what "python" would import already; test_train.py shows that nothing else differs.
-    """
+    by: as for `started`, or "ranks": two of them."""
     with contextlib.ExitStack() as stack:
         if by == "ranks":
             processes = stack.enter_context(two_ranks(*flags, **more))
         else:
             processes = [stack.enter_context(started(*flags, by=by, **more))]
         outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(outputs)
+    codes = [process.returncode for process in processes]
+    assert codes == [code] * len(processes), "\n".join(outputs)
     return outputs[0]
 
 
+def rows_of(file: Path) -> list[dict]:
+    """Returns the objects of a JSON-lines file."""
+    with file.open(encoding="utf-8") as lines_of_file:
+        return [json.loads(line) for line in lines_of_file]
+
+
+def rollouts_of(folder: Path, step: int) -> list[dict]:
+    """Returns the rollouts that a run logged in a step."""
+    return rows_of(folder / f"rollouts/step_{step:06d}.jsonl")
+
+
 def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Returns the rows of metrics.jsonl, by default those alone that repeat to the last digit."""
+    rows = rows_of(folder / "metrics.jsonl")
+    if timings:
+        return rows
+    measured = ("timing/", "throughput/", "memory/")
     return [
-        {k: v for k, v in row.items() if timings or not k.startswith(("timing/", "throughput/", "memory/"))}
+        {name: value for name, value in row.items() if not name.startswith(measured)}
         for row in rows
     ]
 
@@ -328,12 +441,11 @@ def wait_for(condition, seconds: float = HANGS) -> None:
 
 
 def time_passes(seconds: float = HANGS, loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """An event loop's clock (the running one's) goes forward by so much: deadlines within it expire here and now.
+    """Moves the clock of an event loop (default: the running one) forward: deadlines expire.
 
-    So a deadline of HANGS seconds passes where a test says so, and nowhere else, however slow the machine is.
-    """
+    So a deadline of HANGS seconds passes where a test wants it to, however slow the machine."""
     loop = loop or asyncio.get_running_loop()
-    clock = loop.time  # of processes.Background it is one that stands still while it is blocked
+    clock = loop.time  # that of processes.Background stands still while the loop is blocked
     loop.time = lambda: clock() + seconds
 
 
@@ -358,6 +470,6 @@ def cache(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_beside_the_first_tests(request, cache):
-    """The zygote imports for some seconds: on a core of its own, if one of the tests chosen needs it."""
+    """Starts the zygote's imports on another core, if one of the chosen tests needs it."""
     if any("cache" in item.fixturenames for item in request.session.items):
         zygote(cache)

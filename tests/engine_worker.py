@@ -1,7 +1,6 @@
-"""Run by test_tp.py: an engine on every rank; the leaders generate for fixed prompts; rank 0 writes what came out.
+"""Run by test_tp.py: leaders sample for fixed prompts; rank 0 writes the results.
 
-torchrun --nproc_per_node 2 tests/engine_worker.py MODEL TP OUT
-"""
+torchrun --nproc_per_node 2 tests/engine_worker.py MODEL TP OUT"""
 
 import asyncio
 import os
@@ -13,37 +12,46 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import torch
 import torch.distributed as dist
+from conftest import SMALL_CACHE
 from transformers import AutoModelForCausalLM
 
 from flatrl.processes import Background
 from rollout import Engine
 from train import Args
 
-PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(12)]
+PROMPTS = [[random.Random(i).randrange(3, 250) for _ in range(5 + 3 * i)] for i in range(6)]
 
 
 def main(model: str, tp: int, out: str) -> None:
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     dist.init_process_group("gloo", **alone)
-    args = Args(model=model, dtype="float32", tp=tp, max_model_len=128, max_response_tokens=64,
-                engine_args='{"kv_cache_memory_bytes": 33554432}')  # fmt: skip
+    args = Args(
+        model=model,
+        dtype="float32",
+        tp=tp,
+        max_model_len=128,
+        max_response_tokens=64,
+        engine_args=SMALL_CACHE,
+    )
     engine, background = Engine(model, args, torch.device("cpu")), Background()
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sampling = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
 
     async def calls(version: int) -> list:
-        """One prompt is refused, one call is given up half-way, the rest come back; a second turn goes on from them."""
+        """One prompt is refused, one call is given up half-way, the others have two turns."""
+
+        async def ask(i: int, prompt: list[int]):
+            return await engine.generate(
+                request_id=f"{version}-{i}", prompt_ids=prompt, sampling_params=sampling
+            )
 
         async def one(i: int, prompt: list[int]):
-            sampling = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
-            name = f"{version}-{i}"
-            first = await engine.generate(request_id=name, prompt_ids=prompt, sampling_params=sampling)
-            second = await engine.generate(
-                request_id=name, prompt_ids=prompt + first.token_ids + [7, 8], sampling_params=sampling
-            )
-            return first, second
+            first = await ask(i, prompt)
+            return first, await ask(i, prompt + first.token_ids + [7, 8])
 
         lost = asyncio.create_task(one(98, [5] * 10))
-        tasks = [asyncio.create_task(one(i, prompt)) for i, prompt in enumerate([*PROMPTS, [3] * 200])]
+        prompts = [*PROMPTS, [3] * 200]
+        tasks = [asyncio.create_task(one(i, prompt)) for i, prompt in enumerate(prompts)]
         await asyncio.wait(tasks[:1])
         lost.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -52,7 +60,8 @@ def main(model: str, tp: int, out: str) -> None:
     for version in range(2):
         with torch.no_grad():
             for i, parameter in enumerate(weights.parameters()):
-                parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i + version))
+                generator = torch.Generator().manual_seed(i + version)
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
         engine.wake_weights()
         engine.load_weights(((name, p.detach()) for name, p in weights.named_parameters()), version)
         engine.wake_kv()
@@ -63,7 +72,9 @@ def main(model: str, tp: int, out: str) -> None:
                 engine.step()
             engine.drain()
             engine.dismiss()
-            results += [[vars(part) for part in r] if isinstance(r, tuple) else repr(r) for r in future.result()]
+            for result in future.result():
+                is_error = isinstance(result, Exception)
+                results.append(repr(result) if is_error else [vars(turn) for turn in result])
         else:
             engine.follow()
             assert engine.statistics["tokens"] > 0  # it sampled as well

@@ -1,7 +1,7 @@
-"""Run by test_train.py under torchrun: optimiser steps on a fixed batch; rank 0 writes gradients and metrics.
+"""Run by test_train.py on one rank and two: optimiser steps on a fixed batch; rank 0 writes
+gradients and metrics.
 
-torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT
-"""
+torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT"""
 
 import random
 import sys
@@ -11,17 +11,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
+from conftest import output_of
 from torch.distributed.tensor import DTensor
 
 import data
 import train
-from agent_loop import AgentLoopOutput
 from flatrl import devices
 
 
 def batch_of(n: int, demonstrated=()) -> dict:
-    """Trajectories of very unequal lengths with tool tokens inside, one without any sampled token. Two in three share
-    a prefix: members of a group, forks, forks of forks, the same again, one the other's beginning.
+    """Trajectories of very unequal lengths with tool tokens inside, one without any sampled
+    token. Two in three share a prefix: group members, forks, equal ones, beginnings.
 
     demonstrated: the numbers of those that were not sampled, but demonstrated."""
     rng = random.Random(0)
@@ -42,12 +42,9 @@ def batch_of(n: int, demonstrated=()) -> dict:
                 case 3:
                     keep = rng.randrange(1, len(other.response_ids) + 1)
                     response, mask = other.response_ids[:keep], other.response_mask[:keep]
-        outputs.append(
-            AgentLoopOutput(
-                prompt_ids=prompt, response_ids=response, response_mask=mask, response_logprobs=[0.0] * len(response),
-                response_versions=[-1 if i in demonstrated else 0] * len(response), reward=rng.random(),
-            )
-        )  # fmt: skip
+        version = -1 if i in demonstrated else 0
+        output = output_of(mask, prompt, response, version, logprob=0.0, reward=rng.random())
+        outputs.append(output)
     batch = data.collate(outputs)
     return batch | {"unit_tokens": batch["response_mask"].sum(-1)}  # every row is a unit
 
@@ -57,16 +54,25 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(
-    accelerator, model_path: str, tokens_per_micro_batch: int, loss_agg: str, on_policy=False, demonstrated=(),
-    rows=range(19), **more,
-) -> dict:  # fmt: skip
-    """One step from the model's weights; what the parameters' gradients were, and the metrics.
+    accelerator,
+    model_path: str,
+    tokens_per_micro_batch: int,
+    loss_agg: str,
+    on_policy=False,
+    demonstrated=(),
+    rows=range(19),
+    **flags,
+) -> dict:
+    """One step from the model's weights: the parameters' gradients, and the metrics.
 
-    on_policy: the only update of its rollout, as train.main does it: without logprobs_old. rows: of the batch, those
-    in the step. demonstrated: see batch_of.
-    """
-    more = {"kl_coef": 0.1, "max_grad_norm": 1e9} | more
-    args = train.Args(model=model_path, tokens_per_micro_batch=tokens_per_micro_batch, loss_agg=loss_agg, **more)
+    on_policy: it is the only update of its rollout, without logprobs_old. rows: those of the
+    batch in the step. demonstrated: see batch_of."""
+    args = train.Args(
+        model=model_path,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        loss_agg=loss_agg,
+        **{"kl_coef": 0.1, "max_grad_norm": 1e9} | flags,
+    )
     data.register_packed_attention()
     batch = batch_of(19, demonstrated)
     shape = batch["response_mask"].shape
@@ -76,36 +82,49 @@ def gradients(
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizer = optimizer
-    if not on_policy:
+    if not on_policy:  # some ratios are beyond the clip
         batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)
-        batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some ratios beyond the clip
+        batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)
     kept = {}
     zero_grad = optimizer.zero_grad
 
     def keep_gradients(**kwargs):
-        kept.update({n.removeprefix("module."): whole(p.grad).clone() for n, p in policy.named_parameters()})
+        for name, p in policy.named_parameters():
+            kept[name.removeprefix("module.")] = whole(p.grad).clone()
         zero_grad(**kwargs)
 
     optimizer.zero_grad = keep_gradients
-    metrics, _ = train.optimise(learner, train.policy_objective, batch, list(rows), args, accelerator, args.loss_agg)
-    metrics.pop("unique_tokens")  # depends on the micro-batches: a prefix is shared within one
+    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout", "logprobs_ref"]
+    columns += [name for name in ("imitation_mask", "logprobs_old") if name in batch]
+    metrics, _ = train.optimise(
+        learner,
+        train.policy_objective,
+        batch,
+        columns,
+        list(rows),
+        args,
+        accelerator,
+        args.loss_agg,
+    )
+    metrics.pop("unique_tokens")  # depends on the micro-batches
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
-    assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ after the step"
+    assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ"
     return {"gradients": kept, "metrics": metrics, "old": batch.get("logprobs_old")}
 
 
 if __name__ == "__main__":
     model, out = sys.argv[1:]
     accelerator, _ = devices.start_processes(train.Args())
-    kinds = (("token-mean", "ppo"), ("seq-mean-token-mean", "gspo"), ("seq-mean-token-sum-norm", "gmpo"))
-    cases = [(tokens, *kind) for tokens in (60, 130, 4096) for kind in kinds]
     results = {}
-    for tokens, loss_agg, policy_loss in cases:
-        demonstrated = range(0, 19, 5) if policy_loss == "gmpo" else ()
-        results[tokens, loss_agg, policy_loss] = gradients(
-            accelerator, model, tokens, loss_agg, demonstrated=demonstrated, policy_loss=policy_loss
-        )
+    for tokens in (60, 130, 4096):
+        for loss_agg, policy_loss, demonstrated in (
+            ("token-mean", "ppo", ()),
+            ("seq-mean-token-mean", "gspo", ()),
+            ("seq-mean-token-sum-norm", "gmpo", range(0, 19, 5)),
+        ):
+            flags = {"policy_loss": policy_loss, "demonstrated": demonstrated}
+            results[tokens, loss_agg] = gradients(accelerator, model, tokens, loss_agg, **flags)
     if dist.get_rank() == 0:
         torch.save(results, out)

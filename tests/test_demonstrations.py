@@ -1,4 +1,4 @@
-"""Rows with a `demonstration`: what is read, what their loop says, what is trained on it, whole runs."""
+"""Rows with a `demonstration`: how they are read, played by their loop, and learned; runs."""
 
 import asyncio
 import copy
@@ -7,19 +7,45 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import OUR_ESTIMATORS, REPLAY, REPO, TINY, metrics_of, run
-from gradient_worker import batch_of, gradients
-from test_agent_loop import ANSWER, CALCULATOR, END, PROMPT, SUM, Quiz, called, encode, quiz_row, quiz_task, tool_turn
+from conftest import (
+    OUR_ESTIMATORS,
+    REPLAY,
+    REPO,
+    TINY,
+    batch_with_rewards,
+    metrics_of,
+    rollouts_of,
+    rows_of,
+    run,
+)
+from test_agent_loop import (
+    ANSWER,
+    CALCULATOR,
+    END,
+    PROMPT,
+    SUM,
+    Quiz,
+    called,
+    encode,
+    quiz_row,
+    quiz_task,
+    tool_turn,
+)
 from test_algos import output
 from torch.testing import assert_close as close
 
 import data
 import train
 from agent_loop import BadInput, Demonstration, ToolAgentLoop, agent_loop_class
-from rollout import Phase
+from flatrl.metrics import batch_metrics
+from rollout import Rollouts
 from train import Args
 
-CALL = {"role": "assistant", "content": "", "tool_calls": called(("calculator", {"expression": "1+1"}))}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": called(("calculator", {"expression": "1+1"})),
+}
 
 
 # ---------------------------------------------------------------- rows
@@ -31,11 +57,12 @@ def loaded(**columns) -> dict:
 
 
 def test_turns_are_texts_or_messages():
-    said = {"role": "assistant", "content": "yes"}
-    assert "demonstration" not in loaded()
-    assert loaded(demonstration="yes")["demonstration"] == [said] == loaded(demonstration=["yes"])["demonstration"]
-    assert loaded(demonstration=[CALL, "yes"])["demonstration"] == [CALL, said]
-    assert not loaded(demonstration="")["demonstration"] and loaded(demonstration=None)["demonstration"] is None
+    yes = {"role": "assistant", "content": "yes"}
+    assert "demonstration" not in loaded() and loaded(demonstration=None)["demonstration"] is None
+    assert not loaded(demonstration="")["demonstration"]
+    for turns in ("yes", ["yes"], [yes]):
+        assert loaded(demonstration=turns)["demonstration"] == [yes]
+    assert loaded(demonstration=[CALL, "yes"])["demonstration"] == [CALL, yes]
 
 
 def test_arguments_of_calls_become_dicts_and_what_parquet_adds_goes():
@@ -46,24 +73,28 @@ def test_arguments_of_calls_become_dicts_and_what_parquet_adds_goes():
     before = copy.deepcopy(turn)
     assert loaded(demonstration=[turn])["demonstration"] == [CALL]
     assert turn == before  # the task's own row stays as it is
-    bare = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]}
-    assert loaded(demonstration=[bare])["demonstration"][0]["tool_calls"] == [{"name": "f", "arguments": {"x": 1}}]
 
 
-BAD = [5, {}, [], [None], [""], [5], [["x"]], [{"role": "user", "content": "x"}], [{"role": "assistant"}],
-       [{"content": "x"}], [{"role": "assistant", "content": 5}], [{"role": "assistant", "tool_calls": "x"}],
-       [{"role": "assistant", "tool_calls": [5]}],
-       [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]]  # fmt: skip
-
-
-@pytest.mark.parametrize("turns", BAD, ids=map(str, BAD))
+@pytest.mark.parametrize("turns", [
+    5,
+    [],
+    [None],
+    [""],
+    [["x"]],
+    [{"role": "user", "content": "x"}],
+    [{"role": "assistant"}],
+    [{"role": "assistant", "content": 5}],
+    [{"role": "assistant", "tool_calls": "x"}],
+    [{"role": "assistant", "tool_calls": [5]}],
+    [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
+], ids=str)  # fmt: skip
 def test_a_bad_demonstration_names_its_row(turns):
-    with pytest.raises(BadInput, match="^row 0 of ") as caught:
+    with pytest.raises(BadInput, match="^row 0 of ") as error:
         loaded(demonstration=turns)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------- what a loop says
+# ---------------------------------------------------------------- how a loop plays them
 
 
 def play(tokenizer, turns, task=CALCULATOR, row=None, **flags):
@@ -73,27 +104,26 @@ def play(tokenizer, turns, task=CALCULATOR, row=None, **flags):
     turns = loaded(demonstration=turns)["demonstration"]
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
     loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
-    output = asyncio.run(loop.run({}, **row, step=0, index=0, rollout_n=0, validate=False))
-    return output, turns
+    row |= {"step": 0, "index": 0, "rollout_n": 0, "validate": False}
+    return asyncio.run(loop.run({}, **row)), turns
 
 
-@pytest.mark.parametrize("first", [SUM, CALL])
+@pytest.mark.parametrize("first", [SUM, CALL], ids=["text", "message"])
 def test_tools_run_and_masks_are_exact(tokenizer, first):
     output, left = play(tokenizer, [first, ANSWER])
     ids, mask = [], []
-    for part, said in ((SUM + END, 1), (tool_turn("2"), 0), (ANSWER + END, 1)):
+    for part, bit in ((SUM + END, 1), (tool_turn("2"), 0), (ANSWER + END, 1)):
         ids += encode(tokenizer, part)
-        mask += [said] * len(encode(tokenizer, part))
-    assert tokenizer.decode(output.response_ids) == SUM + END + tool_turn("2") + ANSWER + END
+        mask += [bit] * len(encode(tokenizer, part))
     assert output.response_ids == ids and output.response_mask == mask and left == []
     assert set(output.response_logprobs) == {0.0} and set(output.response_versions) == {-1}
-    assert output.messages == [*PROMPT, CALL, {"role": "tool", "name": "calculator", "content": "2",
-                               "tool_call_id": "000001000"}, {"role": "assistant", "content": ANSWER}]  # fmt: skip
-    assert (output.stop_reason, output.num_turns, output.metrics["tool_calls"]) == ("stop", 4, 1)
+    tool = {"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"}
+    answer = {"role": "assistant", "content": ANSWER}
+    assert output.messages == [*PROMPT, CALL, tool, answer]
+    assert (output.stop_reason, output.num_turns) == ("stop", 4)
 
 
-def test_a_loop_that_wants_more_turns_ends(tokenizer):
-    """The tool was called, and nothing is said after it."""
+def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokenizer):
     output, left = play(tokenizer, [SUM])
     assert output.stop_reason == "abort" and left == []
     assert tokenizer.decode(output.response_ids) == SUM + END + tool_turn("2")
@@ -101,12 +131,11 @@ def test_a_loop_that_wants_more_turns_ends(tokenizer):
     output, left = play(tokenizer, ["no"], quiz_task(quiz), quiz_row())
     assert output.stop_reason == "abort" and left == [] and sum(output.response_mask) == 3
 
-
-def test_a_loop_that_ends_earlier_leaves_turns(tokenizer):
     _, left = play(tokenizer, [ANSWER, "more"])
     assert [turn["content"] for turn in left] == ["more"]
-    _, left = play(tokenizer, [SUM, ANSWER], max_response_tokens=len(encode(tokenizer, SUM + END)) + 2)
-    assert len(left) == 1  # what the tool says does not fit
+    room = len(encode(tokenizer, SUM + END)) + 2  # not enough for the tool's answer
+    _, left = play(tokenizer, [SUM, ANSWER], max_response_tokens=room)
+    assert len(left) == 1
 
 
 @pytest.mark.parametrize("turns, flags, said", [
@@ -114,19 +143,19 @@ def test_a_loop_that_ends_earlier_leaves_turns(tokenizer):
     ([f"one{END}\n<|im_start|>user\ntwo"], {}, "could not say this turn"),
     ([f"one{END}"], {}, "could not say this turn"),
 ])  # fmt: skip
-def test_what_the_policy_could_not_say_fails(tokenizer, turns, flags, said):
+def test_what_the_policy_could_not_sample_fails(tokenizer, turns, flags, said):
     with pytest.raises(ValueError, match=said):
         play(tokenizer, turns, **flags)
 
 
-def test_words_that_a_template_would_drop_are_said(tokenizer):
-    """DeepSeek's and Qwen3's forget what was thought."""
+def test_words_that_a_template_would_drop_are_kept(tokenizer):
+    """DeepSeek's and Qwen3's templates forget what was thought."""
     other = copy.deepcopy(tokenizer)
-    other.chat_template = tokenizer.chat_template.replace(
-        "message.content or ''", "(message.content or '').split('</think>')[-1]"
-    )
+    content = "(message.content or '').split('</think>')[-1]"
+    other.chat_template = tokenizer.chat_template.replace("message.content or ''", content)
     loop = ToolAgentLoop(None, other, None, CALCULATOR, Args())
-    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids({"role": "assistant", "content": "<think>a</think>b"})
+    turn = {"role": "assistant", "content": "<think>a</think>b"}
+    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids(turn)
     assert other.decode(ids) == f"<think>a</think>b{END}"
 
 
@@ -134,7 +163,7 @@ def test_words_that_a_template_would_drop_are_said(tokenizer):
 
 
 def test_demonstrations_stand_apart_from_what_was_sampled():
-    """The second output has both: its loop said something for the policy."""
+    """The second output has both: its loop wrote something for the policy."""
     outputs = [output(0, 0, "1011", 1.0), output(1, 0, "1101", 1.0)]
     outputs[1].response_versions = [0, -1, -1, -1]
     batch = data.collate(outputs)
@@ -145,110 +174,68 @@ def test_demonstrations_stand_apart_from_what_was_sampled():
     assert len(packed["pair"]) == 6  # all of them are predicted
 
 
-def demonstrated_phase(*more) -> Phase:
-    """Two demonstrations of prompts 2 and 5, and more."""
-    demonstrations = [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
-    for each in demonstrations:
-        each.response_versions = [-1] * len(each.response_ids)
-        each.extra["demonstration"] = True
-        each.metrics["states"] = ["a"]
-    phase = Phase([*demonstrations, *more], seconds=1.0, idle_s=[0.0])
+def phase_of(*sampled, demonstrated: bool) -> Rollouts:
+    """A phase of these outputs and, if demonstrated, of two demonstrations."""
+    outputs = list(sampled)
+    if demonstrated:
+        outputs += [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
+        for each in outputs[len(sampled) :]:
+            each.response_versions = [-1] * len(each.response_ids)
+            each.extra["demonstration"] = True
+            each.metrics["states"] = ["a"]
+    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
     phase.sort()
     return phase
 
 
-def step_of(phase: Phase, **flags) -> tuple[dict, dict]:
+def step_of(phase: Rollouts, **flags) -> tuple[dict, dict]:
     """The batch and the metrics as train.main has them, with logprobs and values made up."""
     args = Args(**flags)
-    batch = data.collate(phase.trained) | {"units": data.by_unit(phase.trained)}
-    for name in ("logprobs_old", "logprobs_ref", "values"):
-        batch[name] = torch.full_like(batch["response_mask"], -2.0)
-    metrics = train.shape_rewards(batch, phase.trained, 0.1, args)
+    made_up = torch.full_like(data.collate(phase.trained)["response_mask"], -2.0)
+    names = ("logprobs_old", "logprobs_ref", "values")
+    batch, metrics = batch_with_rewards(phase.trained, args, **dict.fromkeys(names, made_up))
     batch["advantages"] = train.estimate_advantages(batch, phase, args)
-    return batch, metrics | train.step_metrics(phase, batch, 3, args)
+    return batch, metrics | phase.group_metrics() | batch_metrics(batch, 3, args)
 
 
 @pytest.mark.parametrize("estimator", OUR_ESTIMATORS)
 @pytest.mark.parametrize("flags", [
-    {}, {"whiten_advantages": True, "kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"},
+    {"whiten_advantages": True, "kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"},
     {"max_staleness": 2, "rollout_correction": "tis"},
-], ids=str)  # fmt: skip
+], ids=["kl", "stale"])  # fmt: skip
 def test_advantages_and_metrics_do_not_see_demonstrations(estimator, flags):
     flags = {"adv_estimator": estimator} | flags
-    sampled = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0), output(4, 0, "11", 1.0)]
-    baseline = output(0, 2, "1", 0.5)
-    baseline.extra["greedy"] = True
-    for each, version in zip(sampled, (3, 2, 1)):
+    outputs = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0), output(4, 0, "11", 1.0)]
+    for each, version in zip(outputs, (3, 2, 1)):
         each.response_versions = [version if mask else -1 for mask in each.response_mask]
-    more = [*sampled, *([baseline] if estimator == "remax" else [])]
-    plain, expected = step_of(Phase(sorted(more, key=lambda o: (o.extra["prompt"], o.extra["sample"]))), **flags)
-    mixed, metrics = step_of(demonstrated_phase(*more), **flags)
+    if estimator == "remax":
+        outputs.append(output(0, 2, "1", 0.5))
+        outputs[-1].extra["greedy"] = True
+    plain, expected = step_of(phase_of(*outputs, demonstrated=False), **flags)
+    mixed, metrics = step_of(phase_of(*outputs, demonstrated=True), **flags)
     assert metrics == expected
     close(mixed["advantages"][[0, 1, 3]], plain["advantages"])  # prompts 0, 0, 2, 4, 5
     assert not mixed["advantages"][[2, 4]].any()
-    alone, metrics = step_of(demonstrated_phase(), **flags)
-    assert not alone["advantages"].any() and all(value == value for value in metrics.values())
+
+    alone, metrics = step_of(phase_of(demonstrated=True), **flags)
+    assert not alone["advantages"].any() and all(x == x for x in metrics.values())
     assert metrics["rollout/singleton_groups"] == metrics["rollout/logp_diff_max"] == 0
 
 
 def test_metrics_of_rollouts_do_not_see_demonstrations():
-    sampled = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0)]
-    expected = Phase(sampled).metrics(None)
-    metrics = demonstrated_phase(*sampled).metrics(None)
-    assert metrics.pop("rollout/last_prompt") > expected.pop("rollout/last_prompt") == 0
-    assert metrics == expected | {"rollout/demonstrations": 2, "reward/demonstrations": 0.625}
-    alone = demonstrated_phase().metrics(None)
+    outputs = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0)]
+    expected = phase_of(*outputs, demonstrated=False).metrics(None)
+    metrics = phase_of(*outputs, demonstrated=True).metrics(None)
+    assert metrics.pop("rollout/last_prompt") > expected.pop("rollout/last_prompt")
+    counted = {"rollout/demonstrations": 2, "reward/demonstrations": 0.625}
+    assert metrics == expected | counted
+    alone = phase_of(demonstrated=True).metrics(None)
     assert "reward/mean" not in alone and alone["reward/demonstrations"] == 0.625
-
-
-@pytest.mark.parametrize("more", [{"loss_agg": "token-mean"},
-                                  {"loss_agg": "seq-mean-token-mean", "policy_loss": "gspo"}])  # fmt: skip
-def test_the_joint_gradient_is_the_weighted_sum(tiny_model, process_group, more):
-    """Each loss has counts of its own: beside 12 sampled trajectories, demonstrations weigh what they weigh alone."""
-    from accelerate import Accelerator
-
-    shown = range(0, 19, 3)
-    how = {"tokens_per_micro_batch": 200, "demonstrated": shown} | more
-    joint = gradients(Accelerator(cpu=True), tiny_model, imitation_coef=0.5, **how)
-    others = [row for row in range(19) if row not in shown]
-    sampled = gradients(Accelerator(cpu=True), tiny_model, rows=others, **how)
-    demonstrated = gradients(Accelerator(cpu=True), tiny_model, rows=shown, **how)
-    for name, gradient in joint["gradients"].items():
-        expected = sampled["gradients"][name] + 0.5 * demonstrated["gradients"][name]
-        assert demonstrated["gradients"][name].norm() > 1e-4 and sampled["gradients"][name].norm() > 1e-4
-        assert (gradient - expected).norm() < 1e-6 * max(1, expected.norm()), name
-    assert set(demonstrated["metrics"]) == {"loss", "imitation_loss", "grad_norm"}
-    assert joint["metrics"]["imitation_loss"] == pytest.approx(demonstrated["metrics"]["imitation_loss"])
-    for name in ("pg_loss", "entropy", "kl"):
-        assert joint["metrics"][name] == pytest.approx(sampled["metrics"][name], rel=1e-6, abs=1e-7)
-    total = sampled["metrics"]["loss"] + 0.5 * demonstrated["metrics"]["loss"]
-    assert joint["metrics"]["loss"] == pytest.approx(total)
-
-
-def test_imitation_is_cross_entropy(tiny_model, process_group):
-    """Against transformers' own loss."""
-    from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM
-
-    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", demonstrated=range(19))
-    batch = batch_of(19, range(19))
-    labels = torch.full_like(batch["input_ids"], -100)
-    for row, column in batch["imitation_mask"].nonzero().tolist():
-        at = batch["prompt_lengths"][row] + column
-        labels[row, at] = batch["input_ids"][row, at]
-    attention_mask = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-    loss = model(batch["input_ids"], attention_mask=attention_mask, labels=labels).loss
-    loss.backward()
-    assert result["metrics"]["imitation_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        gradient = result["gradients"][f"model.{name}"]
-        assert (gradient - parameter.grad).norm() / parameter.grad.norm() < 1e-4, name
 
 
 # ---------------------------------------------------------------- whole runs
 
-
+# tiny_task, in which every second row has a demonstration; the first ones can't be played.
 SHOWN = f"""
 import sys
 sys.path.insert(0, {str(REPO / "tests")!r})
@@ -257,108 +244,89 @@ from tiny_task import load as without
 
 def load(split):
     rows = without(split)
-    for row in rows[::EVERY]:
+    for row in rows[::2]:
         row["demonstration"] = ["12", "<answer>3</answer>"]
     return rows
 """
-
-
-MORE = """
+BROKEN = """
 with_turns = load
 
 def load(split):
     rows = with_turns(split)
     rows[0]["demonstration"] = ["1", "2", "3"]
-    rows[1]["demonstration"] = ["123456789", "2"]
+    rows[2]["demonstration"] = ["123456789", "2"]
     return rows
 """
 
 
-def task(tmp_path, every: int) -> list[str]:
-    """Flags of the tiny task, in which every second row (or each, or none) has a demonstration."""
+def task_file(tmp_path, text: str) -> list[str]:
     file = tmp_path / "shown.py"
-    file.write_text(SHOWN.replace("EVERY", str(every)))
+    file.write_text(text)
     return ["--task", file, "--save_every", "2", "--eval_every", "2", "--deterministic"]
 
 
-def lines_of(folder, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").open()]
-
-
 def test_supervised_training_alone(cache, tmp_path):
-    """Rows without a demonstration are left out, an engine is woken for evaluations only, and its logprobs are never
-    missed; the validation rows' demonstrations stay unused."""
+    """Rows without a demonstration are left out; the engine wakes for evaluations only."""
     out = tmp_path / "run"
-    flags = [*TINY, *task(tmp_path, 2), "--algo", "sft", "--num_steps", "4", "--lr", "0.003", "--output_dir", out]
-    printed = run(*flags, cache=cache)
-    assert "12 training rows (0 overlong ones dropped)" in printed and "sft: " in printed
-    assert "4 demonstrations a step" in printed and "taught nothing" not in printed
+    flags = [*TINY, *task_file(tmp_path, SHOWN + BROKEN), "--algo", "sft", "--lr", "0.003"]
+    printed = run(*flags, "--num_steps", "4", "--output_dir", out, cache=cache)
+    assert "12 training rows (0 overlong ones dropped)" in printed
+    assert "failed_agent_loop in step" in printed
     rows = metrics_of(out, timings=True)
     assert ["eval/reward" in row for row in rows] == [True, False, True, False, True]
     for row in rows[1:]:
-        assert row["rollout/demonstrations"] == 4 and row["rollout/failed_agent_loop"] == 0
+        assert row["rollout/demonstrations"] + row["rollout/failed_agent_loop"] == 4
         assert row["timing/sync_s"] == 0 and row["throughput/tokens_per_s"] == 0
         assert not {"reward/mean", "actor/entropy", "rollout/trajectories"} & set(row)
         assert row["actor/loss"] == row["actor/imitation_loss"] and row["actor/grad_norm"] > 0
     assert rows[4]["actor/imitation_loss"] < 0.7 * rows[1]["actor/imitation_loss"]
-    for line in lines_of(out, 3):
-        assert line["extra"]["demonstration"] is True and line["extra"]["sample"] == 0 and line["index"] % 2 == 0
-        assert set(line["response_versions"]) == {-1} and line["reward"] > 0
-        said = [token for token, mask in zip(line["response_ids"], line["response_mask"]) if mask]
-        assert len(said) == 7 and line["messages"][-1] == {"role": "assistant", "content": "<answer>3</answer>"}
-    assert (out / "learned/step_000001.jsonl").read_text() == ""  # the report shows none as left out of the loss
-    evaluated = map(json.loads, (out / "rollouts/eval_000004.jsonl").open())
+
+    lines = [line for step in range(1, 5) for line in rollouts_of(out, step)]
+    errors = [line.pop("error") for line in lines if "error" in line]
+    assert any("ended with 1 turns left to demonstrate" in error for error in errors)
+    assert any("has 10 tokens, with room for 8" in error for error in errors)
+    for line in (line for line in lines if "response_ids" in line):
+        assert line["extra"]["demonstration"] is True and line["index"] % 2 == 0
+        assert set(line["response_versions"]) == {-1} and sum(line["response_mask"]) == 7
+        assert line["messages"][-1]["content"] == "<answer>3</answer>" and line["reward"] > 0
+    assert not rows_of(out / "learned/step_000001.jsonl")
+    evaluated = rows_of(out / "rollouts/eval_000004.jsonl")
     assert not any("demonstration" in line["extra"] for line in evaluated)
 
 
-def test_first_supervised_then_mixed_then_sampled_and_resumed(cache, tmp_path):
-    """The first two steps play what rows have, beside sampled rows; a run that is stopped and resumed has the same
-    numbers, and so has a replay."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = [*TINY, *task(tmp_path, 2), "--imitation_steps", "2", "--imitation_coef", "0.5", "--output_dir"]
-    run(*flags, whole, "--num_steps", "4", cache=cache)
-    run(*flags, cut, "--num_steps", "2", cache=cache)
-    run(*flags, cut, "--num_steps", "4", "--resume", "--resume_with_changes", cache=cache)
+def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
+    """The first two steps play what rows have, among sampled rows."""
+    whole, replayed = tmp_path / "whole", tmp_path / "replayed"
+    flags = [*TINY, *task_file(tmp_path, SHOWN), "--imitation_steps", "2", "--num_steps", "3"]
+    run(*flags, "--output_dir", whole, cache=cache)
     rows = metrics_of(whole)
-    assert metrics_of(cut) == rows
     n_shown = 0
     for step, row in enumerate(rows[1:], 1):
-        lines = lines_of(whole, step)
-        shown = [line for line in lines if "demonstration" in line["extra"]]
+        lines = rollouts_of(whole, step)
         sampled = [line for line in lines if "demonstration" not in line["extra"]]
-        n_shown += len(shown)
-        assert row.get("rollout/demonstrations", 0) == len(shown) and len(sampled) == 4 * (4 - len(shown))
-        assert (step > 2) <= (not shown)
-        if shown and sampled:
-            total = row["actor/pg_loss"] + 0.5 * row["actor/imitation_loss"]
+        n = len(lines) - len(sampled)
+        n_shown += n
+        assert row.get("rollout/demonstrations", 0) == n and len(sampled) == 4 * (4 - n)
+        assert step <= 2 or n == 0
+        if n and sampled:
+            total = row["actor/pg_loss"] + row["actor/imitation_loss"]
             assert row["actor/loss"] == pytest.approx(total, abs=1e-6)
             assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/entropy"] > 1
-            assert row["reward/mean"] == pytest.approx(sum(line["total_reward"] for line in sampled) / len(sampled))
-            assert row["rollout/trajectories"] == len(sampled) and row["rollout/singleton_groups"] == 0
+            mean = sum(line["total_reward"] for line in sampled) / len(sampled)
+            assert row["reward/mean"] == pytest.approx(mean)
+            assert row["rollout/trajectories"] == len(sampled)
     assert n_shown > 0
-    replayed = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "4", "--output_dir"]
-    run(*replayed, tmp_path / "replayed", "--imitation_coef", "0.5", cache=cache)
-    for row, again in zip(rows[1:], metrics_of(tmp_path / "replayed")):
-        for name in ("actor/loss", "actor/imitation_loss", "actor/grad_norm", "reward/mean", "reward/demonstrations"):
+
+    replay = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "3"]
+    run(*replay, "--output_dir", replayed, cache=cache)
+    for row, again in zip(rows[1:], metrics_of(replayed)):
+        for name in ("actor/loss", "actor/imitation_loss", "actor/grad_norm", "reward/mean"):
             expected = pytest.approx(row[name], rel=1e-4, abs=1e-6) if name in row else None
             assert again.get(name) == expected, name
 
 
-@pytest.mark.parametrize("flags", [["--algo", "sft"], ["--imitation_steps", "3"]])
+@pytest.mark.parametrize("flags", [["--algo", "sft"], ["--imitation_steps", "3"]], ids=str)
 def test_without_any_demonstration_there_is_one_clear_line(flags, tmp_path, cache):
     printed = run(*TINY, *flags, "--output_dir", tmp_path / "run", code=2, cache=cache)
-    assert "train.py: error: --algo sft, --imitation_steps: no training row has a 'demonstration'" in printed
-
-
-def test_a_demonstration_that_fails_is_counted_and_what_a_loop_left_unsaid_too(cache, tmp_path):
-    """One row has a third turn, another one of nine tokens where the loop takes eight."""
-    (tmp_path / "shown.py").write_text(SHOWN.replace("EVERY", "1") + MORE)
-    flags = [*TINY, "--task", tmp_path / "shown.py", "--algo", "sft", "--num_steps", "6", "--eval_every", "0"]
-    printed = run(*flags, "--output_dir", tmp_path / "run", cache=cache)
-    rows = metrics_of(tmp_path / "run")[1:]
-    assert sum(row["rollout/failed_agent_loop"] for row in rows) == 2
-    assert sum(row["rollout/demonstrations"] for row in rows) == 22
-    assert "failed_agent_loop in step" in printed
-    errors = [line["error"] for step in range(1, 7) for line in lines_of(tmp_path / "run", step) if "error" in line]
-    assert any("the agent loop ended with 1 turns left to demonstrate" in error for error in errors)
-    assert any("a turn of the demonstration has 10 tokens, with room for 8" in error for error in errors)
+    said = "--algo sft, --imitation_steps: no training row has a 'demonstration'"
+    assert f"train.py: error: {said}" in printed

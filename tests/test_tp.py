@@ -1,69 +1,62 @@
-"""--tp: ranks that share an engine give the tokens and logprobs of one rank alone; a whole training run on them."""
-
-import json
-from pathlib import Path
+"""--tp: ranks that share an engine sample what one rank alone does; a training run on them."""
 
 import pytest
 import torch
-from conftest import TINY, metrics_of, run
+from conftest import TINY, metrics_of, rollouts_of, run
 from engine_worker import PROMPTS
 
 
 def outputs(model: str, tp: int, out, cache) -> list:
-    run(model, tp, out, script="tests/engine_worker.py", by="ranks" if tp == 2 else "fork", cache=cache)
+    by = "ranks" if tp == 2 else "fork"
+    run(model, tp, out, script="tests/engine_worker.py", by=by, cache=cache)
     return torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
-def test_two_ranks_sample_what_one_does(model, request, cache, tmp_path):
-    path = request.getfixturevalue(model)
-    alone, team = (outputs(path, tp, tmp_path / f"{tp}.pt", cache) for tp in (1, 2))
-    assert len(alone) == len(team) == 2 * (len(PROMPTS) + 1)  # for each of two versions of the weights
-    refused = [result for result in alone if isinstance(result, str)]
-    assert len(refused) == 2 and all("ValueError" in text for text in refused)
+def test_two_ranks_sample_what_one_does(untied_model, cache, tmp_path):
+    alone, team = (outputs(untied_model, tp, tmp_path / f"{tp}.pt", cache) for tp in (1, 2))
+    assert len(alone) == len(team) == 2 * (len(PROMPTS) + 1)  # for each version of the weights
     seen = set()
+    n_refused = 0
     for one, two in zip(alone, team, strict=True):
         if isinstance(one, str):
-            assert isinstance(two, str) and "ValueError" in two
+            assert "ValueError" in one and "ValueError" in two
+            n_refused += 1
             continue
         for a, b in zip(one, two, strict=True):  # the two turns
-            assert a["token_ids"] == b["token_ids"] and len(a["token_ids"]) == 20
-            assert a["versions"] == b["versions"] and a["prompt_ids"] == b["prompt_ids"]
-            torch.testing.assert_close(torch.tensor(a["logprobs"]), torch.tensor(b["logprobs"]), atol=1e-4, rtol=0)
-            seen.add((a["versions"][0], tuple(a["token_ids"])))
-    assert len(seen) == 2 * 2 * len(PROMPTS)  # all different: nothing here holds by degeneration
+            logprobs, others = (torch.tensor(turn.pop("logprobs")) for turn in (a, b))
+            assert a == b and len(a["token_ids"]) == 20
+            torch.testing.assert_close(logprobs, others, atol=1e-4, rtol=0)
+            seen.add((a["versions"][0], *a["token_ids"]))
+    assert n_refused == 2
+    assert len(seen) == 2 * 2 * len(PROMPTS)  # nothing here holds by degeneration
 
 
 def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(cache, tmp_path):
-    flags = [*TINY, "--num_steps", "2", "--algo", "ppo"]
-    printed = run(*flags, "--tp", "2", "--output_dir", tmp_path / "team", by="ranks", cache=cache)
-    assert "eval reward" in printed
-    run(*flags, "--output_dir", tmp_path / "alone", cache=cache)
-    for team, alone in zip(metrics_of(tmp_path / "team"), metrics_of(tmp_path / "alone"), strict=True):
-        names = ["eval/reward"] if alone["step"] in (0, 2) else []
-        if alone["step"] > 0:
-            names += ["reward/mean", "response_length/mean", "actor/grad_norm", "critic/vf_loss"]
-            assert team["rollout/logp_diff_max"] < 1e-4
-        for name in names:
-            assert team[name] == pytest.approx(alone[name], rel=1e-3), (name, alone["step"])
+    team, alone = tmp_path / "team", tmp_path / "alone"
+    flags = [*TINY, "--num_steps", "1", "--algo", "ppo", "--output_dir"]
+    run(*flags, team, "--tp", "2", by="ranks", cache=cache)
+    run(*flags, alone, cache=cache)
+    names = ["eval/reward", "reward/mean", "response_length/mean", "actor/grad_norm"]
+    rows, others = metrics_of(team), metrics_of(alone)
+    assert rows[0]["eval/reward"] == pytest.approx(others[0]["eval/reward"], rel=1e-3)
+    assert rows[1]["rollout/logp_diff_max"] < 1e-4
+    for name in [*names, "critic/vf_loss"]:
+        assert rows[1][name] == pytest.approx(others[1][name], rel=1e-3), name
 
 
 def test_an_asynchronous_run_on_a_team(cache, tmp_path):
+    out = tmp_path / "run"
     flags = ["--tp", "2", "--max_staleness", "1", "--oversample", "1.5", "--eval_every", "2"]
-    run(*TINY, *flags, "--num_steps", "4", "--output_dir", tmp_path / "run", by="ranks", cache=cache)
-    rows = metrics_of(tmp_path / "run", timings=True)[1:]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows:  # one engine, however many ranks share it
+    run(*TINY, *flags, "--num_steps", "3", "--output_dir", out, by="ranks", cache=cache)
+    rows = metrics_of(out, timings=True)[1:]
+    trained = 0
+    for step, row in enumerate(rows, 1):  # one engine, however many ranks share it
         assert row["rollout/staleness_max"] <= 1 and row["rollout/trajectories"] == 16
         assert len(row["timing/idle_s"]) == 1 and 0 <= row["throughput/idle_share"] <= 1
-    # What was sampled is what was trained on, and what was under way when the run ended: two batches at most.
+        trained += sum(sum(rollout["response_mask"]) for rollout in rollouts_of(out, step))
+    # What was sampled is trained on, or was under way at the end: two batches at most.
     sampled = sum(row["throughput/tokens_per_s"] * row["timing/rollout_s"] for row in rows)
-    trained = sum(o["response_mask"].count(1) for o in outputs_of(tmp_path / "run"))
-    assert trained <= round(sampled) <= trained + 2 * 4 * 4 * 16
-
-
-def outputs_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for f in (folder / "rollouts").glob("step_*") for line in f.open()]
+    assert len(rows) == 3 and trained <= round(sampled) <= trained + 2 * 4 * 4 * 16
 
 
 def test_tp_must_divide_the_ranks(cache, tmp_path):

@@ -1,4 +1,4 @@
-"""A task for the tests: a random model, two short turns, a dense reward. Needs no warm-up, so a run starts at once."""
+"""A task for the tests: a random model, two short turns, a dense reward."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ def load(split: str) -> list[dict]:
 
 
 def reward(output, row) -> float:
-    """The share of digits in what was said; TINY_TASK_REWARD=raise makes the grader fail for some rows, =any pays 1 for
-    any digit, so that many groups are without signal."""
+    """The share of digits in the text. TINY_TASK_REWARD=raise makes the grader fail for some rows,
+    =any pays 1 for any digit, so that many groups have no signal."""
     if os.environ.get("TINY_TASK_REWARD") == "any":
         return float(any(c.isdigit() for c in output.text))
     if os.environ.get("TINY_TASK_REWARD") == "raise" and row["index"] % 3 == 0:
@@ -31,8 +31,8 @@ def build_model(path: str) -> None:
 
 @register("two_turns")
 class TwoTurns(AgentLoopBase):
-    """Two turns of at most eight tokens with a given question between them; from step TINY_TASK_BLOCKS_FROM on they
-    make the file TINY_TASK_BLOCKS and block the event loop."""
+    """Two turns of at most eight tokens with a given question between them. From the step
+    TINY_TASK_BLOCKS_FROM on they make the file TINY_TASK_BLOCKS and block the event loop."""
 
     async def run(self, sampling_params, **row):
         trajectory = self.start(row)
@@ -40,8 +40,9 @@ class TwoTurns(AgentLoopBase):
             await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 8})
             if turn == 0:
                 first = int(os.environ.get("TINY_TASK_BLOCKS_FROM", 0))
-                if "TINY_TASK_BLOCKS" in os.environ and row["step"] >= first and not row["validate"]:
-                    Path(os.environ["TINY_TASK_BLOCKS"]).touch()
+                file = os.environ.get("TINY_TASK_BLOCKS")
+                if file and row["step"] >= first and not row["validate"]:
+                    Path(file).touch()
                     time.sleep(3600)
                 await self.between(trajectory)
                 trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
@@ -54,8 +55,8 @@ class TwoTurns(AgentLoopBase):
 
 @register("slow_turns")
 class SlowTurns(TwoTurns):
-    """The prompts in TINY_TASK_HELD wait between their turns for the weights of the step that trains on them, the
-    others for up to TINY_TASK_PAUSE seconds. TINY_TASK_DIARY says who came and who left."""
+    """Waits between its turns for up to TINY_TASK_PAUSE seconds. The file TINY_TASK_DIARY gets a
+    + from each trajectory that starts, and a - from each that ends."""
 
     async def run(self, sampling_params, **row):
         self.write("+")
@@ -65,13 +66,8 @@ class SlowTurns(TwoTurns):
             self.write("-")
 
     async def between(self, trajectory) -> None:
-        kind, _, prompt, _ = self.engine.name.split("-")
-        if kind == "train" and int(prompt) in map(int, os.environ.get("TINY_TASK_HELD", "").split()):
-            while self.engine.engine.version < int(prompt) // self.args.prompts_per_step:
-                await asyncio.sleep(0.01)
-        else:
-            await asyncio.sleep(random.random() * float(os.environ.get("TINY_TASK_PAUSE", 0)))
+        await asyncio.sleep(random.random() * float(os.environ["TINY_TASK_PAUSE"]))
 
-    def write(self, what: str) -> None:
+    def write(self, sign: str) -> None:
         with open(os.environ["TINY_TASK_DIARY"], "a") as diary:
-            diary.write(what)
+            diary.write(sign)
