@@ -24,7 +24,6 @@ import asyncio
 import functools
 import hashlib
 import json
-import logging
 import math
 import os
 import pickle
@@ -159,8 +158,6 @@ class Engine:
             dist.barrier()
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 file.unlink(missing_ok=True)
-        # Malformed tool calls are counted, not logged. An engine sets up logging anew.
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         never = [slice(self.vocab_size, None)]
         if image_token_id is not None:
             never.append(image_token_id)

@@ -10,8 +10,6 @@ from flatrl.bad_input import need, refusing
 
 # More rows than these stay on disk.
 MAX_ROWS_IN_MEMORY = 10_000
-# For more rows several processes find the overlong ones: 8,192 chats take one process 2 s.
-MAX_ROWS_MEASURED_HERE = 1000
 # For more rows only a sample is checked before the run, and each row when it is drawn.
 MAX_ROWS_CHECKED_AT_START = 100_000
 
