@@ -178,7 +178,7 @@ class Engine:
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
-        self.statistics = Counter()  # sums since the engine was built: see Phase
+        self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
         self.sleep()

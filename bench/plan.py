@@ -43,6 +43,7 @@ from pathlib import Path
 
 import common  # noqa: F401
 import torch
+from flatrl.memory import GIB, PLANNED_TYPES, Net, fastest, network, plan_phases
 from transformers import AutoConfig
 
 import losses
@@ -50,7 +51,6 @@ import train
 from agent_loop import BadInput
 from flatrl import devices
 from flatrl.bad_input import need
-from flatrl.memory import GIB, PLANNED_TYPES, Net, fastest, network, plan_phases
 
 PROCESS = 5 * GIB  # of host memory: libraries, vLLM, a step's trajectories
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
