@@ -53,7 +53,13 @@ from flatrl.processes import Background
 from rollout import Engine
 
 GIB = 1 << 30
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}  # bfloat16, dense, a second
+PEAK = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}  # bfloat16, dense, a second
 SMALL_CACHE = '{"kv_cache_memory_bytes": 33554432}'  # of --engine_args, with --tiny
 plan.SHAPES |= {
     "7B-8layers": (3584, 18944, 8, 28, 4, 152064, False),
@@ -75,7 +81,9 @@ def build(size: str, folder: Path, device: str) -> str:
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        torch.nn.init.constant_(model.model.norm.weight, 3 / config.initializer_range / config.hidden_size**0.5)
+        torch.nn.init.constant_(
+            model.model.norm.weight, 3 / config.initializer_range / config.hidden_size**0.5
+        )
         model.save_pretrained(path)
     return str(path)
 
@@ -83,9 +91,15 @@ def build(size: str, folder: Path, device: str) -> str:
 def start(options: argparse.Namespace, size: str, **flags):
     """Returns train.py's flags for that model, with these ones among them, and the
     accelerator."""
-    values = dict(model=build(size, options.folder, options.device), output_dir=str(options.folder / "out"), lr=1e-6,
-                  gpu_memory_utilization=0.4, max_prompt_tokens=512, max_response_tokens=128,
-                  max_model_len=1024)  # fmt: skip
+    values = dict(
+        model=build(size, options.folder, options.device),
+        output_dir=str(options.folder / "out"),
+        lr=1e-6,
+        gpu_memory_utilization=0.4,
+        max_prompt_tokens=512,
+        max_response_tokens=128,
+        max_model_len=1024,
+    )
     if options.tiny:
         values["engine_args"] = SMALL_CACHE
     args = train.Args(**(values | flags))
@@ -129,7 +143,9 @@ def some_prompts(n: int, length: int) -> list[list[int]]:
     return [[(7 * i + 3 * j) % 250 + 10 for j in range(length)] for i in range(n)]
 
 
-def difference(net: train.Net, prompts: list[list[int]], answers: list, args: train.Args) -> str:
+def difference(
+    net: train.Net, prompts: list[list[int]], answers: list, args: train.Args
+) -> str:
     """Says how far the engine's logprobs are from the trainer's. Raises AssertionError if they
     are far."""
     batch = data.collate(common.as_outputs(prompts, answers))
@@ -139,7 +155,11 @@ def difference(net: train.Net, prompts: list[list[int]], answers: list, args: tr
     return f"mean {distance.mean():.1e}, max {distance.max():.1e} over {len(distance)} tokens"
 
 
-FORCED = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": []}  # responses have their full length
+FORCED = {
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "stop_token_ids": [],
+}  # responses have their full length
 
 
 # ---------------------------------------------------------------- sections: each yields rows
@@ -170,7 +190,9 @@ def sleep(options: argparse.Namespace, size: str) -> Iterator[Row]:
         wakes = []  # seconds
         sleeps = []
         for cycle in range(options.cycles):
-            wakes.append(seconds(lambda version=cycle + 1: train.sync(engine, learner.net, version)))
+            wakes.append(
+                seconds(lambda version=cycle + 1: train.sync(engine, learner.net, version))
+            )
             common.generate(engine, background, prompts[:1], max_tokens=2, **FORCED)
             torch.cuda.empty_cache()
             free_awake = free_memory()
@@ -178,13 +200,17 @@ def sleep(options: argparse.Namespace, size: str) -> Iterator[Row]:
             free_asleep.append(free_memory())
             freed.append(free_asleep[-1] - free_awake)
         if engine_holds:
-            assert min(freed) > 0.95 * engine_holds, f"freed {min(freed):.2f} of {engine_holds:.2f} GiB"
+            assert min(freed) > 0.95 * engine_holds, (
+                f"freed {min(freed):.2f} of {engine_holds:.2f} GiB"
+            )
             settled = free_asleep[min(20, options.cycles // 2)]
             assert settled - free_asleep[-1] < 0.1, "memory is lost over the cycles"
         early = options.cycles // 10
         lost = free_asleep[early] - free_asleep[-1]
-        figures = (f"freed {min(freed):.2f} of {engine_holds:.2f} GiB, {lost:.3f} lost since cycle {early}; "
-                   f"wake {statistics.fmean(wakes):.2f} s, sleep {statistics.fmean(sleeps):.2f} s")  # fmt: skip
+        figures = (
+            f"freed {min(freed):.2f} of {engine_holds:.2f} GiB, {lost:.3f} lost since cycle {early}; "
+            f"wake {statistics.fmean(wakes):.2f} s, sleep {statistics.fmean(sleeps):.2f} s"
+        )
         yield f"level {level}, {options.cycles} cycles", figures
     engine.close()
 
@@ -197,7 +223,10 @@ def sync(options: argparse.Namespace, size: str) -> Iterator[Row]:
     if args.shard:
         net = devices.shard(net, args, accelerator.device)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    targets = [torch.empty_like(train.whole(parameter.detach()), dtype=dtype) for parameter in net.parameters()]
+    targets = [
+        torch.empty_like(train.whole(parameter.detach()), dtype=dtype)
+        for parameter in net.parameters()
+    ]
     n_bytes = sum(target.nbytes for target in targets)
 
     def copy():
@@ -210,14 +239,22 @@ def sync(options: argparse.Namespace, size: str) -> Iterator[Row]:
     timings = []  # of each sync: seconds of loading, of waking
     for version in range(5):
         wake_weights = seconds(engine.wake_weights)
-        load = seconds(lambda version=version: engine.load_weights(train.named_weights(net), version))
+        load = seconds(
+            lambda version=version: engine.load_weights(train.named_weights(net), version)
+        )
         timings.append((load, wake_weights + seconds(engine.wake_kv)))
         engine.sleep()
     load, wake = sorted(timings)[2]
     gigabytes = n_bytes / 1e9
-    yield "weights that arrive", f"{gigabytes:.2f} GB in {load:.3f} s, {gigabytes / load:.1f} GB/s; wake {wake:.3f} s"
+    yield (
+        "weights that arrive",
+        f"{gigabytes:.2f} GB in {load:.3f} s, {gigabytes / load:.1f} GB/s; wake {wake:.3f} s",
+    )
     ratio = load / copying
-    yield "a plain copy of them", f"{copying:.3f} s, {gigabytes / copying:.1f} GB/s; a sync takes {ratio:.1f}x"
+    yield (
+        "a plain copy of them",
+        f"{copying:.3f} s, {gigabytes / copying:.1f} GB/s; a sync takes {ratio:.1f}x",
+    )
     engine.close()
 
 
@@ -240,7 +277,11 @@ def suspended(options: argparse.Namespace, size: str) -> Iterator[Row]:
     net = frozen_policy(args, accelerator)
     prompt = some_prompts(1, 50)[0]
     for level in (1, 2):
-        call = engine.generate(request_id=f"s{level}", prompt_ids=prompt, sampling_params=FORCED | {"max_tokens": 40})
+        call = engine.generate(
+            request_id=f"s{level}",
+            prompt_ids=prompt,
+            sampling_params=FORCED | {"max_tokens": 40},
+        )
         train.sync(engine, net, 0)
         future = background.submit(call)
         for _ in range(16):
@@ -253,7 +294,10 @@ def suspended(options: argparse.Namespace, size: str) -> Iterator[Row]:
         answer = future.result()
         n = answer.versions.count(0)
         assert answer.versions == [0] * n + [1] * (40 - n) and 0 < n < 40, answer.versions
-        yield f"level {level}: {n} tokens, then {40 - n}", difference(net, [prompt], [answer], args)
+        yield (
+            f"level {level}: {n} tokens, then {40 - n}",
+            difference(net, [prompt], [answer], args),
+        )
     engine.close()
 
 
@@ -283,11 +327,15 @@ def errors(result: torch.Tensor, expected: torch.Tensor, inputs: list, exact: li
 
     exact: the same inputs in float64, of which `expected` was computed. Raises AssertionError
     on 0.05 and more."""
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected.device)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(
+        expected.device
+    )
     (result.double() * weights).sum().backward()
     (expected * weights).sum().backward()
     pairs = [(x.grad.double(), y.grad) for x, y in zip(inputs, exact, strict=True)]
-    backward = max(((gradient - right).norm() / right.norm()).item() for gradient, right in pairs)
+    backward = max(
+        ((gradient - right).norm() / right.norm()).item() for gradient, right in pairs
+    )
     forward = (result.double() - expected).abs().max().item()
     assert forward < 0.05 and backward < 0.05, (forward, backward)
     return f"forward {forward:.1e}, gradients {backward:.1e}"
@@ -300,10 +348,16 @@ def kernels(options: argparse.Namespace, size: str) -> Iterator[Row]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     n = 4 if options.tiny else 32
     history = some_prompts(n, 200)
-    prompts = [history[i // 4][: 100 + 20 * (i % 4)] for i in range(n)]  # four share the first 100 tokens
+    prompts = [
+        history[i // 4][: 100 + 20 * (i % 4)] for i in range(n)
+    ]  # four share the first 100 tokens
     answers = []
     for i in range(n):
-        answers.append(SimpleNamespace(token_ids=history[-1 - i][:60], logprobs=[0.0] * 60, versions=[0] * 60))
+        answers.append(
+            SimpleNamespace(
+                token_ids=history[-1 - i][:60], logprobs=[0.0] * 60, versions=[0] * 60
+            )
+        )
     batch = data.collate(common.as_outputs(prompts, answers))
     inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(n)), device)["inputs"]
     S = inputs["input_ids"].shape[1]
@@ -311,12 +365,21 @@ def kernels(options: argparse.Namespace, size: str) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     module = SimpleNamespace(is_causal=True)
     for window in (None, 64):
-        qkv = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+        qkv = [
+            torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+            for shape in shapes
+        ]
         exact = [x.detach().double().requires_grad_() for x in qkv]
         packed, _ = data.packed_attention(
-            module, *qkv, None, sliding_window=window, cu_seqlens=inputs["cu_seqlens"],
-            max_seqlen=inputs["max_seqlen"], cu_seqlens_k=inputs.get("cu_seqlens_k"), key_index=inputs.get("key_index"),
-        )  # fmt: skip
+            module,
+            *qkv,
+            None,
+            sliding_window=window,
+            cu_seqlens=inputs["cu_seqlens"],
+            max_seqlen=inputs["max_seqlen"],
+            cu_seqlens_k=inputs.get("cu_seqlens_k"),
+            key_index=inputs.get("key_index"),
+        )
         name = f"packed attention, {S} tokens of a forest"
         if window:
             name += f", window {window}"
@@ -354,9 +417,14 @@ def rollout(options: argparse.Namespace, size: str) -> Iterator[Row]:
         side()
     timings = [(seconds(ours), seconds(plain)) for _ in range(3)]
     engine.sleep()
-    ours_rate, plain_rate = (n * length / statistics.median(column) for column in zip(*timings, strict=True))
+    ours_rate, plain_rate = (
+        n * length / statistics.median(column) for column in zip(*timings, strict=True)
+    )
     ratio = ours_rate / plain_rate
-    yield f"{n} x {length} tokens", f"{ours_rate:,.0f} tokens/s, LLM.generate {plain_rate:,.0f}: {ratio:.2f}"
+    yield (
+        f"{n} x {length} tokens",
+        f"{ours_rate:,.0f} tokens/s, LLM.generate {plain_rate:,.0f}: {ratio:.2f}",
+    )
     engine.close()
 
 
@@ -367,17 +435,33 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
 
     if size == "7B":
         size = "7B-8layers"
-    P, R, groups, n, micro_batch = (16, 8, 2, 4, 128) if options.tiny else (512, 128, 20, 8, 16384)
-    args, accelerator = start(options, size, max_prompt_tokens=P, max_response_tokens=R, group_size=n,
-                              tokens_per_micro_batch=micro_batch, max_model_len=P + R)  # fmt: skip
+    P, R, groups, n, micro_batch = (
+        (16, 8, 2, 4, 128) if options.tiny else (512, 128, 20, 8, 16384)
+    )
+    args, accelerator = start(
+        options,
+        size,
+        max_prompt_tokens=P,
+        max_response_tokens=R,
+        group_size=n,
+        tokens_per_micro_batch=micro_batch,
+        max_model_len=P + R,
+    )
     config = plan.load_config(args.model)
-    wanted = argparse.Namespace(prompts=groups, group_size=n, distinct=False, model=args.model,
-                                micro_batch=micro_batch // 4)  # fmt: skip
+    wanted = argparse.Namespace(
+        prompts=groups,
+        group_size=n,
+        distinct=False,
+        model=args.model,
+        micro_batch=micro_batch // 4,
+    )
     batch = trajectories(wanted, config.vocab_size, P, R)
     learner = train.Learner(train.Policy(args), 0.0, 1, args, accelerator)
 
     def step():
-        return train.optimise(learner, train.policy_objective, batch, list(range(groups * n)), args, accelerator)
+        return train.optimise(
+            learner, train.policy_objective, batch, list(range(groups * n)), args, accelerator
+        )
 
     stats, _ = step()  # a warm-up, which makes Adam's states
     if torch.cuda.is_available():
@@ -393,9 +477,16 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
     yield f"update, {args.dtype}", speed
     if torch.cuda.is_available():
         phases = plan.make_plan(args, 1, torch.cuda.mem_get_info()[1]).phases
-        planned = sum(n_bytes for thing, n_bytes in phases["update"].items() if thing != "context (assumed)")
+        planned = sum(
+            n_bytes
+            for thing, n_bytes in phases["update"].items()
+            if thing != "context (assumed)"
+        )
         measured = torch.cuda.max_memory_allocated()
-        yield "peak memory", f"{measured / GIB:.1f} GiB, planned {planned / GIB:.1f}: {measured / planned:.2f}"
+        yield (
+            "peak memory",
+            f"{measured / GIB:.1f} GiB, planned {planned / GIB:.1f}: {measured / planned:.2f}",
+        )
     net = weakref.ref(learner.net)
     learner = None  # its memory is for the bare loop
     accelerator.free_memory()
@@ -405,7 +496,10 @@ def update(options: argparse.Namespace, size: str) -> Iterator[Row]:
     bare = Bare(wanted, args, accelerator)
     bare.update(batch)
     theirs = statistics.median(seconds(lambda: bare.update(batch)) for _ in range(3))
-    yield "a bare loop, no prefix shared", f"{theirs:.3f} s a step, ours {ours:.3f}: {theirs / ours:.2f}x"
+    yield (
+        "a bare loop, no prefix shared",
+        f"{theirs:.3f} s a step, ours {ours:.3f}: {theirs / ours:.2f}x",
+    )
 
 
 def update_flops(config, args: train.Args, tokens: float, groups: int) -> float:
@@ -417,7 +511,9 @@ def update_flops(config, args: train.Args, tokens: float, groups: int) -> float:
     weights = plan.network(config, args).parameters
     if not config.tie_word_embeddings:
         weights -= config.vocab_size * config.hidden_size
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     attended = groups * (P * P / 2 + n * R * (P + R / 2))
     queries = config.num_attention_heads * head_size
     return 6 * weights * tokens + 12 * config.num_hidden_layers * queries * attended
@@ -427,11 +523,26 @@ def trl(options: argparse.Namespace, size: str) -> Iterator[Row]:
     """Runs bench/trl.py and passes its last lines on; with --tiny flatrl alone."""
     flags = ["--trl", "vllm"]
     if options.tiny:
-        flags = ["--trl", "--prompts", "2", "--group_size", "2", "--tokens", "8", "--rounds", "2"]
+        flags = [
+            "--trl",
+            "--prompts",
+            "2",
+            "--group_size",
+            "2",
+            "--tokens",
+            "8",
+            "--rounds",
+            "2",
+        ]
     elif common.missing_for_trl():
         yield "whole steps", f"not run: {common.missing_for_trl()}"
         return
-    command = [str(common.BENCH / "trl.py"), "--model", build(size, options.folder, options.device), *flags]
+    command = [
+        str(common.BENCH / "trl.py"),
+        "--model",
+        build(size, options.folder, options.device),
+        *flags,
+    ]
     for line in run_script(command).splitlines()[-3:]:
         yield "whole steps (bench/trl.py)", line.strip()
 
@@ -439,30 +550,63 @@ def trl(options: argparse.Namespace, size: str) -> Iterator[Row]:
 def run(options: argparse.Namespace, size: str) -> Iterator[Row]:
     """Runs train.py for two steps."""
     out = options.folder / "run"
-    command = [str(common.REPO / "train.py"), "--model", build(size, options.folder, options.device), "--algo", "ppo",
-               "--kl_coef", "0.01", "--num_steps", "2", "--prompts_per_step", "4", "--group_size", "4",
-               "--max_prompt_tokens", "256", "--eval_every", "0", "--gpu_memory_utilization", "0.4",
-               "--offload", "all", "--output_dir", str(out)]  # fmt: skip
+    command = [
+        str(common.REPO / "train.py"),
+        "--model",
+        build(size, options.folder, options.device),
+        "--algo",
+        "ppo",
+        "--kl_coef",
+        "0.01",
+        "--num_steps",
+        "2",
+        "--prompts_per_step",
+        "4",
+        "--group_size",
+        "4",
+        "--max_prompt_tokens",
+        "256",
+        "--eval_every",
+        "0",
+        "--gpu_memory_utilization",
+        "0.4",
+        "--offload",
+        "all",
+        "--output_dir",
+        str(out),
+    ]
     if options.tiny:
         few_rows = str(common.REPO / "tests/tiny_task.py")
-        command += ["--engine_args", SMALL_CACHE, "--task", few_rows, "--max_response_tokens", "8"]
+        command += [
+            "--engine_args",
+            SMALL_CACHE,
+            "--task",
+            few_rows,
+            "--max_response_tokens",
+            "8",
+        ]
     printed = run_script(command)
     assert "CUDA error" not in printed and "Traceback" not in printed, printed[-2000:]
     last = common.metrics_of(out)[-1]
-    figures = f"{last['timing/step_s']:.1f} s the second step, of it sync {last['timing/sync_s']:.2f}"
+    figures = (
+        f"{last['timing/step_s']:.1f} s the second step, of it sync {last['timing/sync_s']:.2f}"
+    )
     yield "train.py ends with code 0", figures
 
 
 def run_script(command: list[str]) -> str:
     """Returns what a script prints. Raises RuntimeError with its last lines if it fails."""
-    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"code {done.returncode}: {done.stdout.strip()[-500:]}")
     return done.stdout
 
 
 SECTIONS = {
-    section.__name__: section for section in (sleep, sync, agree, suspended, kernels, rollout, update, trl, run)
+    section.__name__: section
+    for section in (sleep, sync, agree, suspended, kernels, rollout, update, trl, run)
 }
 ONCE = ("sleep", "suspended", "kernels", "trl", "run")  # with the first size alone
 
@@ -473,8 +617,20 @@ ONCE = ("sleep", "suspended", "kernels", "trl", "run")  # with the first size al
 def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
     """Runs a section in a process of its own; returns its rows, and the reason as the last one
     if it fails."""
-    command = [sys.executable, __file__, "--section", name, "--sizes", size, "--folder", str(options.folder),
-               "--device", options.device, "--cycles", str(options.cycles)]  # fmt: skip
+    command = [
+        sys.executable,
+        __file__,
+        "--section",
+        name,
+        "--sizes",
+        size,
+        "--folder",
+        str(options.folder),
+        "--device",
+        options.device,
+        "--cycles",
+        str(options.cycles),
+    ]
     if options.tiny:
         command.append("--tiny")
     env = common.environment_of_no_rank()
@@ -485,13 +641,19 @@ def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
     log = options.folder / f"{name}-{size}.log"
     with log.open("w") as file:
         try:
-            done = subprocess.run(command, stdout=file, stderr=file, env=env, timeout=options.timeout)
+            done = subprocess.run(
+                command, stdout=file, stderr=file, env=env, timeout=options.timeout
+            )
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = f"none after {options.timeout} s"
     rows = [tuple(json.loads(line)) for line in rows_file.read_text().splitlines()]
     if code:
-        printed = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        printed = [
+            line.strip()
+            for line in log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         reasons = [line for line in printed if "Error" in line or "assert" in line.lower()]
         last = (reasons or printed or [""])[-1]
         rows.append(("FAILED", f"exit code {code}: {last[:160]}"))
@@ -509,20 +671,36 @@ def main():
     """Runs the sections, or in their processes one of them, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="two shapes of a few thousand parameters, short runs")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="two shapes of a few thousand parameters, short runs",
+    )
     parser.add_argument("--sizes", nargs="+", default=[])
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections")
-    parser.add_argument("--cycles", type=int, help="of sleep and wake; default: 200, with --tiny 3")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections"
+    )
+    parser.add_argument(
+        "--cycles", type=int, help="of sleep and wake; default: 200, with --tiny 3"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a section")
-    parser.add_argument("--folder", type=Path, help="for models and logs, which stay there; default: a temporary one")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for models and logs, which stay there; default: a temporary one",
+    )
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.sizes = options.sizes or (["tiny", "tiny-untied"] if options.tiny else ["0.5B", "1.5B", "7B"])
+    options.sizes = options.sizes or (
+        ["tiny", "tiny-untied"] if options.tiny else ["0.5B", "1.5B", "7B"]
+    )
     options.cycles = options.cycles or (3 if options.tiny else 200)
     if options.section:
         return run_section(options)
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench/gpu.py: error: no CUDA device; --device cpu --tiny runs the same code on a CPU")
+        sys.exit(
+            "bench/gpu.py: error: no CUDA device; --device cpu --tiny runs the same code on a CPU"
+        )
     table = []
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = (options.folder or Path(temporary)).resolve()

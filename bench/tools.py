@@ -134,17 +134,29 @@ class FourTurns:
         latencies = {}
         for row in self.rows:
             for i in range(self.options.group_size):
-                waits = [generator.uniform(FASTEST, slowest) if slowest else 0.0 for _ in range(TURNS - 1)]
+                waits = [
+                    generator.uniform(FASTEST, slowest) if slowest else 0.0
+                    for _ in range(TURNS - 1)
+                ]
                 latencies[row["extra_info"]["index"], i] = waits
         return latencies
 
-    def seconds(self, latencies: dict, lock_step: bool = False, one_at_a_time: bool = False) -> float:
+    def seconds(
+        self, latencies: dict, lock_step: bool = False, one_at_a_time: bool = False
+    ) -> float:
         """Returns how long all trajectories take; in lock step as many at a time as there are
         slots."""
         group_size, n_tokens = self.options.group_size, self.options.tokens
-        task = SimpleNamespace(TOOLS=[wait], reward=no_reward, latencies=latencies, together=nobody)
+        task = SimpleNamespace(
+            TOOLS=[wait], reward=no_reward, latencies=latencies, together=nobody
+        )
         task.turnstile = asyncio.Lock() if one_at_a_time else contextlib.nullcontext()
-        sampling = {"temperature": 1.0, "max_tokens": n_tokens, "ignore_eos": True, "stop_token_ids": []}
+        sampling = {
+            "temperature": 1.0,
+            "max_tokens": n_tokens,
+            "ignore_eos": True,
+            "stop_token_ids": [],
+        }
         wave = self.options.slots // group_size if lock_step else len(self.rows)
         n_sampled = 0
         started = time.perf_counter()
@@ -165,7 +177,9 @@ class BuiltInTask:
     """Plays the built-in task with a slow calculator, in flatrl and in TRL, and counts the
     calls."""
 
-    def __init__(self, play, rows: list[dict], options: argparse.Namespace, model: str, cuda: bool):
+    def __init__(
+        self, play, rows: list[dict], options: argparse.Namespace, model: str, cuda: bool
+    ):
         self.play, self.rows, self.options = play, rows, options
         self.n_calls = 0
         self.latency = None  # () -> seconds of the next call
@@ -178,7 +192,10 @@ class BuiltInTask:
 
         self.tool = calculator
         self.trainer = self.make_trainer(model, cuda)
-        self.calls: dict[str, list[float]] = {"flatrl": [], "TRL": []}  # calls a trajectory, of each round
+        self.calls: dict[str, list[float]] = {
+            "flatrl": [],
+            "TRL": [],
+        }  # calls a trajectory, of each round
 
     def make_trainer(self, model: str, cuda: bool):
         """Returns TRL's GRPOTrainer of the same model, prompts, lengths and tool."""
@@ -189,11 +206,18 @@ class BuiltInTask:
             # TRL knows how to parse the calls of hub models' templates; ours writes them as Qwen3's does.
             tokenizer.response_template = qwen3_template
         trainer = common.trl_trainer(
-            model, tempfile.mkdtemp(), [{"prompt": row["prompt"]} for row in self.rows],
-            lambda completions, **columns: [0.0] * len(completions), tokenizer=tokenizer, tools=[self.tool],
-            dtype=torch.bfloat16 if cuda else torch.float32, max_completion_length=MAX_RESPONSE, temperature=1.0,
-            per_device_train_batch_size=self.options.trajectories, num_generations=self.options.group_size,
-        )  # fmt: skip
+            model,
+            tempfile.mkdtemp(),
+            [{"prompt": row["prompt"]} for row in self.rows],
+            lambda completions, **columns: [0.0] * len(completions),
+            tokenizer=tokenizer,
+            tools=[self.tool],
+            dtype=torch.bfloat16 if cuda else torch.float32,
+            max_completion_length=MAX_RESPONSE,
+            temperature=1.0,
+            per_device_train_batch_size=self.options.trajectories,
+            num_generations=self.options.group_size,
+        )
         trainer.model.train()
         return trainer
 
@@ -201,7 +225,9 @@ class BuiltInTask:
         """Returns the seconds of a rollout."""
         task = SimpleNamespace(TOOLS=[self.tool], reward=example.reward)
         started = time.perf_counter()
-        self.play(task, "tool_agent", self.rows, {"temperature": 1.0, "max_tokens": MAX_RESPONSE})
+        self.play(
+            task, "tool_agent", self.rows, {"temperature": 1.0, "max_tokens": MAX_RESPONSE}
+        )
         return time.perf_counter() - started
 
     def trl(self) -> float:
@@ -236,14 +262,19 @@ class BuiltInTask:
 # ---------------------------------------------------------------- measuring
 
 
-def one_round(i: int, four_turns: FourTurns, built_in: BuiltInTask | None, slowest: float, serial: bool) -> dict:
+def one_round(
+    i: int, four_turns: FourTurns, built_in: BuiltInTask | None, slowest: float, serial: bool
+) -> dict:
     """Runs every side once, with tools that take up to `slowest` seconds (0: none); returns
     name -> (seconds, those of flatrl)."""
     speed = "slow tool" if slowest else "no latency"
     latencies = four_turns.draw(i, slowest)
     ours = four_turns.seconds(latencies)
     seconds = {f"4 turns, {speed}: flatrl": (ours, ours)}
-    seconds[f"4 turns, {speed}: lock step"] = four_turns.seconds(latencies, lock_step=True), ours
+    seconds[f"4 turns, {speed}: lock step"] = (
+        four_turns.seconds(latencies, lock_step=True),
+        ours,
+    )
     if serial:
         one_at_a_time = four_turns.seconds(latencies, lock_step=True, one_at_a_time=True)
         seconds[f"4 turns, {speed}: lock step, one call at a time"] = one_at_a_time, ours
@@ -256,24 +287,47 @@ def one_round(i: int, four_turns: FourTurns, built_in: BuiltInTask | None, slowe
 
 def print_table(table: dict[str, list[tuple[float, float]]], trajectories: int) -> None:
     """Prints medians. table: for each side the pairs (seconds, those of flatrl) of all rounds."""
-    print(f"\n{'medians':50} {'seconds':>8} {'trajectories/s':>15} {'flatrl is faster by (min - max)':>35}")
+    print(
+        f"\n{'medians':50} {'seconds':>8} {'trajectories/s':>15} {'flatrl is faster by (min - max)':>35}"
+    )
     for name, pairs in table.items():
         seconds = statistics.median(theirs for theirs, _ in pairs)
-        ratio = "" if name.endswith("flatrl") else common.spread([theirs / ours for theirs, ours in pairs])
+        ratio = (
+            ""
+            if name.endswith("flatrl")
+            else common.spread([theirs / ours for theirs, ours in pairs])
+        )
         print(f"{name:50} {seconds:8.2f} {trajectories / seconds:15.1f} {ratio:>35}")
 
 
 def parse_options() -> argparse.Namespace:
     """Returns the flags; --slots is set. Ends the program with a message on those that do not go together."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: the built-in task's, which calls its tool in 4 trajectories of 10")
-    numbers = (("trajectories", 64), ("group_size", 8), ("slots", None), ("tokens", 16), ("rounds", 3))
+    parser.add_argument(
+        "--model",
+        help="default: the built-in task's, which calls its tool in 4 trajectories of 10",
+    )
+    numbers = (
+        ("trajectories", 64),
+        ("group_size", 8),
+        ("slots", None),
+        ("tokens", 16),
+        ("rounds", 3),
+    )
     for name, default in numbers:
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--slowest", type=float, default=1.0, help="seconds that a call takes at most")
-    parser.add_argument("--no_serial", action="store_true", help="leave out lock step with one call at a time (slow)")
+    parser.add_argument(
+        "--slowest", type=float, default=1.0, help="seconds that a call takes at most"
+    )
+    parser.add_argument(
+        "--no_serial",
+        action="store_true",
+        help="leave out lock step with one call at a time (slow)",
+    )
     parser.add_argument("--no_trl", action="store_true")
-    parser.add_argument("--engine_args", default="{}", help="of flatrl's engine, as in train.py")
+    parser.add_argument(
+        "--engine_args", default="{}", help="of flatrl's engine, as in train.py"
+    )
     options = parser.parse_args()
     options.slots = options.slots or options.trajectories
     if options.trajectories % options.group_size or options.slots % options.group_size:
@@ -289,12 +343,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"
     args = train.Args(
-        task=str(common.REPO / "examples/calculator.py"), model=options.model, max_num_seqs=options.slots,
-        max_concurrent=options.slots, dtype="bfloat16" if cuda else "float32", engine_args=options.engine_args,
-    )  # fmt: skip
+        task=str(common.REPO / "examples/calculator.py"),
+        model=options.model,
+        max_num_seqs=options.slots,
+        max_concurrent=options.slots,
+        dtype="bfloat16" if cuda else "float32",
+        engine_args=options.engine_args,
+    )
     common.start_alone()
     args.model = args.model or task_model(example, args)
-    args.max_response_tokens = max(MAX_RESPONSE, TURNS * options.tokens + (TURNS - 1) * 64)  # room for tool responses
+    args.max_response_tokens = max(
+        MAX_RESPONSE, TURNS * options.tokens + (TURNS - 1) * 64
+    )  # room for tool responses
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     engine = Engine(args.model, args, device, [tokenizer.eos_token_id])
@@ -310,7 +370,9 @@ def main() -> None:
         """Runs one rollout of these rows; returns its phase."""
         run.task, args.agent = task, agent
         phase = rollout(run, rows, next(steps), options.group_size, sampling)
-        assert len(phase.outputs) == len(rows) * options.group_size and not phase.errors, phase.counts
+        assert len(phase.outputs) == len(rows) * options.group_size and not phase.errors, (
+            phase.counts
+        )
         return phase
 
     four_turns = FourTurns(play, rows, options)
@@ -322,16 +384,24 @@ def main() -> None:
     for i in range(options.rounds + 1):
         seconds = one_round(i, four_turns, built_in, 0.0, serial=False)
         if i:
-            seconds |= one_round(i, four_turns, built_in, options.slowest, serial=not options.no_serial)
+            seconds |= one_round(
+                i, four_turns, built_in, options.slowest, serial=not options.no_serial
+            )
             bounds.append(bound(four_turns.draw(i, options.slowest), options.slots))
             for name, pair in seconds.items():
                 table.setdefault(name, []).append(pair)
         title = f"round {i}" if i else "warm-up"
-        print(f"{title}: " + ", ".join(f"{name} {theirs:.2f} s" for name, (theirs, _) in seconds.items()), flush=True)
+        print(
+            f"{title}: "
+            + ", ".join(f"{name} {theirs:.2f} s" for name, (theirs, _) in seconds.items()),
+            flush=True,
+        )
     print_table(table, options.trajectories)
     print(f"bound of lock step / flatrl by waiting alone: {statistics.median(bounds):.2f}")
     for side, calls in built_in.calls.items() if built_in else ():
-        print(f"calls per trajectory of the built-in task, {side}: {statistics.mean(calls[1:]):.2f}")
+        print(
+            f"calls per trajectory of the built-in task, {side}: {statistics.mean(calls[1:]):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -98,8 +98,12 @@ def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
     import train
     from flatrl.log import Log
 
-    names = {"sync": "timing/sync_s", "generate": "timing/rollout_s", "update": "timing/train_s",
-             "length": "response_length/mean"}  # fmt: skip
+    names = {
+        "sync": "timing/sync_s",
+        "generate": "timing/rollout_s",
+        "update": "timing/train_s",
+        "length": "response_length/mean",
+    }
     write_metrics = Log.metrics
 
     def write_and_wait(log, metrics: dict, *learned) -> None:
@@ -108,11 +112,22 @@ def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
 
     Log.metrics = write_and_wait  # the last that main calls in a step
     args = train.Args(
-        task=__file__, model=options.model, output_dir=f"{folder}/flatrl", num_steps=10**6, eval_every=0, save_every=0,
-        show_every=0, prompts_per_step=options.prompts, group_size=options.group_size, lr=options.lr,
-        max_response_tokens=options.tokens, sampling_args="{}" if options.free else '{"ignore_eos": true}',
-        max_model_len=512 + options.tokens, tokens_per_micro_batch=options.micro_batch, engine_args=options.engine_args,
-    )  # fmt: skip
+        task=__file__,
+        model=options.model,
+        output_dir=f"{folder}/flatrl",
+        num_steps=10**6,
+        eval_every=0,
+        save_every=0,
+        show_every=0,
+        prompts_per_step=options.prompts,
+        group_size=options.group_size,
+        lr=options.lr,
+        max_response_tokens=options.tokens,
+        sampling_args="{}" if options.free else '{"ignore_eos": true}',
+        max_model_len=512 + options.tokens,
+        tokens_per_micro_batch=options.micro_batch,
+        engine_args=options.engine_args,
+    )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         train.main(args)
 
@@ -149,20 +164,31 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
         def on_step_end(self, *state, **more):
             sync = spent.get("sync_weights", 0.0)
             parts = {
-                "sync": sync, "generate": spent["_generate"] - sync,
+                "sync": sync,
+                "generate": spent["_generate"] - sync,
                 "update": spent["training_step"] - spent["_prepare_inputs"],
                 "length": trainer._metrics["train"]["completions/mean_length"][-1],
-            }  # fmt: skip
+            }
             end_step(pipe, parts)
             spent.clear()
 
     trainer = common.trl_trainer(
-        options.model, f"{folder}/trl", [{"prompt": row["prompt"]} for row in load("train")], trl_rewards,
-        callbacks=[Turns()], per_device_train_batch_size=options.prompts * options.group_size,
-        num_generations=options.group_size, max_completion_length=options.tokens,
-        generation_kwargs={} if options.free else forced_length, temperature=1.0, learning_rate=options.lr,
-        lr_scheduler_type="constant", max_steps=10**6, use_vllm=vllm, vllm_max_model_length=options.tokens + 512,
-    )  # fmt: skip
+        options.model,
+        f"{folder}/trl",
+        [{"prompt": row["prompt"]} for row in load("train")],
+        trl_rewards,
+        callbacks=[Turns()],
+        per_device_train_batch_size=options.prompts * options.group_size,
+        num_generations=options.group_size,
+        max_completion_length=options.tokens,
+        generation_kwargs={} if options.free else forced_length,
+        temperature=1.0,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant",
+        max_steps=10**6,
+        use_vllm=vllm,
+        vllm_max_model_length=options.tokens + 512,
+    )
     for name in ("_generate", "_prepare_inputs", "training_step"):
         time_calls(trainer, name, spent)
     if vllm:
@@ -183,7 +209,9 @@ SIDES = {"flatrl": flatrl, "TRL, generate": trl_generate, "TRL, vllm": trl_vllm}
 # ---------------------------------------------------------------- measuring
 
 
-def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list[dict]]:
+def measure(
+    sides: list[str], options: argparse.Namespace, folder: str
+) -> dict[str, list[dict]]:
     """Starts a process for each side and lets them make their steps by turns; returns the
     seconds of each step's parts, without those of the warm-up."""
     context = multiprocessing.get_context("spawn")
@@ -193,7 +221,9 @@ def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[
     try:
         for name in sides:  # one after the other: no side may be at work while another is timed
             pipes[name], their_end = context.Pipe()
-            process = context.Process(target=SIDES[name], args=(their_end, options, folder), daemon=True)
+            process = context.Process(
+                target=SIDES[name], args=(their_end, options, folder), daemon=True
+            )
             processes.append(process)
             process.start()
             their_end.close()
@@ -204,10 +234,14 @@ def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[
                 pipes[name].send(None)
                 parts = pipes[name].recv()
                 seconds = time.perf_counter() - started
-                rest = seconds - sum(parts.get(part, 0.0) for part in ("sync", "generate", "update"))
+                rest = seconds - sum(
+                    parts.get(part, 0.0) for part in ("sync", "generate", "update")
+                )
                 table[name].append({"step": seconds, **parts, "rest": rest})
             title = f"round {i - options.warm_up + 1}" if i >= options.warm_up else "warm-up"
-            seconds = ", ".join(f"{name} {steps[-1]['step']:.2f} s" for name, steps in table.items())
+            seconds = ", ".join(
+                f"{name} {steps[-1]['step']:.2f} s" for name, steps in table.items()
+            )
             print(f"{title}: {seconds}", flush=True)
     finally:
         for process in processes:
@@ -221,13 +255,24 @@ def print_table(table: dict[str, list[dict]], options: argparse.Namespace) -> No
     taken round by round."""
     columns = ("length", "step", "sync", "generate", "update", "rest")
     at_most = " at most" if options.free else ""
-    print(f"\n{options.prompts} prompts x {options.group_size}, {options.tokens} tokens{at_most}, prompts of "
-          f"{options.prompt_tokens or 'their own'} tokens, {os.environ['OMP_NUM_THREADS']} threads; medians of "
-          f"{options.rounds} rounds, seconds")  # fmt: skip
-    print(f"{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by (min - max)")
+    print(
+        f"\n{options.prompts} prompts x {options.group_size}, {options.tokens} tokens{at_most}, prompts of "
+        f"{options.prompt_tokens or 'their own'} tokens, {os.environ['OMP_NUM_THREADS']} threads; medians of "
+        f"{options.rounds} rounds, seconds"
+    )
+    print(
+        f"{'':16}"
+        + "".join(f"{name:>10}" for name in columns)
+        + "   flatrl is faster by (min - max)"
+    )
     for name, steps in table.items():
-        medians = [statistics.median(step.get(column, 0.0) for step in steps) for column in columns]
-        ratios = [step["step"] / ours["step"] for step, ours in zip(steps, table["flatrl"], strict=True)]
+        medians = [
+            statistics.median(step.get(column, 0.0) for step in steps) for column in columns
+        ]
+        ratios = [
+            step["step"] / ours["step"]
+            for step, ours in zip(steps, table["flatrl"], strict=True)
+        ]
         ratio = "" if name == "flatrl" else common.spread(ratios)
         print(f"{name:16}" + "".join(f"{median:10.3f}" for median in medians) + f"   {ratio}")
 
@@ -235,15 +280,42 @@ def print_table(table: dict[str, list[dict]], options: argparse.Namespace) -> No
 def main() -> None:
     """Builds the model if none is given, measures the sides, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: a random model of 2.6M parameters and 275 tokens")
-    for name, default in (("prompts", 16), ("group_size", 8), ("tokens", 64), ("rounds", 5), ("warm_up", 2)):
+    parser.add_argument(
+        "--model", help="default: a random model of 2.6M parameters and 275 tokens"
+    )
+    for name, default in (
+        ("prompts", 16),
+        ("group_size", 8),
+        ("tokens", 64),
+        ("rounds", 5),
+        ("warm_up", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--prompt_tokens", type=int, default=0, help="0: the question alone, 13 with the default model")
+    parser.add_argument(
+        "--prompt_tokens",
+        type=int,
+        default=0,
+        help="0: the question alone, 13 with the default model",
+    )
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"], help="TRL's sides")
-    parser.add_argument("--free", action="store_true", help="responses end by themselves, --tokens is only the limit")
-    parser.add_argument("--micro_batch", type=int, default=16384, help="flatrl's tokens_per_micro_batch")
-    parser.add_argument("--engine_args", default="{}", help="of flatrl's engine, as in train.py")
+    parser.add_argument(
+        "--trl",
+        nargs="*",
+        choices=("generate", "vllm"),
+        default=["generate"],
+        help="TRL's sides",
+    )
+    parser.add_argument(
+        "--free",
+        action="store_true",
+        help="responses end by themselves, --tokens is only the limit",
+    )
+    parser.add_argument(
+        "--micro_batch", type=int, default=16384, help="flatrl's tokens_per_micro_batch"
+    )
+    parser.add_argument(
+        "--engine_args", default="{}", help="of flatrl's engine, as in train.py"
+    )
     options = parser.parse_args()
     if options.trl and common.missing_for_trl():
         parser.error(common.missing_for_trl())

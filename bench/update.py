@@ -42,7 +42,9 @@ from flatrl import devices
 LR = 0.0  # the same work, and all sides keep the same weights
 
 
-def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: int, response_tokens: int) -> dict:
+def trajectories(
+    options: argparse.Namespace, vocab_size: int, prompt_tokens: int, response_tokens: int
+) -> dict:
     """Returns a batch of random token ids with random advantages, in which the members of a
     group share a prompt."""
     generator = torch.Generator().manual_seed(0)
@@ -56,12 +58,20 @@ def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: in
         shared_prompt = random_ids(prompt_tokens)
         for _ in range(options.group_size):
             prompt = random_ids(prompt_tokens) if options.distinct else shared_prompt
-            output = AgentLoopOutput(prompt_ids=prompt, response_ids=random_ids(n), response_mask=[1] * n,
-                                     response_logprobs=[0.0] * n, response_versions=[0] * n, reward=0.0)  # fmt: skip
+            output = AgentLoopOutput(
+                prompt_ids=prompt,
+                response_ids=random_ids(n),
+                response_mask=[1] * n,
+                response_logprobs=[0.0] * n,
+                response_versions=[0] * n,
+                reward=0.0,
+            )
             outputs.append(output)
     batch = data.collate(outputs)
     batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
-    batch["advantages"] = torch.randn(len(outputs), generator=generator)[:, None].expand(-1, n).clone()
+    batch["advantages"] = (
+        torch.randn(len(outputs), generator=generator)[:, None].expand(-1, n).clone()
+    )
     return batch
 
 
@@ -71,7 +81,9 @@ def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: in
 class Flatrl:
     """flatrl's own scoring and update."""
 
-    in_prefix_order = staticmethod(data.in_prefix_order)  # finds what the rows of a micro-batch share
+    in_prefix_order = staticmethod(
+        data.in_prefix_order
+    )  # finds what the rows of a micro-batch share
 
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
         self.args, self.accelerator = args, accelerator
@@ -83,7 +95,9 @@ class Flatrl:
         data.in_prefix_order = self.in_prefix_order
         rows = range(len(batch["lengths"]))
         micros = data.micro_batches_of_this_rank(batch, rows, self.args.tokens_per_micro_batch)
-        return [self.model.pack(batch, micro)["inputs"]["input_ids"].numel() for micro in micros]
+        return [
+            self.model.pack(batch, micro)["inputs"]["input_ids"].numel() for micro in micros
+        ]
 
     def score(self, batch: dict) -> torch.Tensor:
         data.in_prefix_order = self.in_prefix_order
@@ -92,7 +106,9 @@ class Flatrl:
     def update(self, batch: dict):
         data.in_prefix_order = self.in_prefix_order
         rows = range(len(batch["lengths"]))
-        train.optimise(self.learner, train.policy_objective, batch, rows, self.args, self.accelerator)
+        train.optimise(
+            self.learner, train.policy_objective, batch, rows, self.args, self.accelerator
+        )
 
 
 class Unshared(Flatrl):
@@ -110,7 +126,9 @@ class Bare:
 
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
         self.tokens, self.accelerator = options.micro_batch, accelerator
-        model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            options.model, attn_implementation="sdpa", dtype=torch.float32
+        )
         self.model = model.to(accelerator.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0)
 
@@ -122,12 +140,19 @@ class Bare:
         """Cuts a batch into as few parts of equal size as the budget of tokens allows."""
         B, L = batch["input_ids"].shape
         T = batch["response_mask"].shape[1]  # of every response: no row has padding
-        columns = {key: batch[key] for key in ("input_ids", "lengths", "response_mask", "advantages")}
+        columns = {
+            key: batch[key] for key in ("input_ids", "lengths", "response_mask", "advantages")
+        }
         columns["response_ids"] = batch["input_ids"][:, L - T :]
         n = -(-B // max(1, self.tokens // L))
         micros = []
         for rows in torch.arange(B).tensor_split(n):
-            micros.append({key: column[rows].to(self.accelerator.device) for key, column in columns.items()})
+            micros.append(
+                {
+                    key: column[rows].to(self.accelerator.device)
+                    for key, column in columns.items()
+                }
+            )
         return micros
 
     def logprobs(self, micro: dict) -> torch.Tensor:
@@ -136,13 +161,21 @@ class Bare:
         attention_mask = (positions < micro["lengths"][:, None]).long()
         with self.accelerator.autocast():
             n_logits = micro["response_ids"].shape[1] + 1
-            logits = self.model(input_ids=micro["input_ids"], attention_mask=attention_mask, use_cache=False,
-                                logits_to_keep=n_logits).logits[:, :-1]  # fmt: skip
-        return logits.float().log_softmax(-1).gather(-1, micro["response_ids"][..., None])[..., 0]
+            logits = self.model(
+                input_ids=micro["input_ids"],
+                attention_mask=attention_mask,
+                use_cache=False,
+                logits_to_keep=n_logits,
+            ).logits[:, :-1]
+        return (
+            logits.float().log_softmax(-1).gather(-1, micro["response_ids"][..., None])[..., 0]
+        )
 
     @torch.no_grad()
     def score(self, batch: dict) -> torch.Tensor:
-        return torch.cat([self.logprobs(micro).float().cpu() for micro in self.micro_batches(batch)])
+        return torch.cat(
+            [self.logprobs(micro).float().cpu() for micro in self.micro_batches(batch)]
+        )
 
     def update(self, batch: dict):
         """Makes one optimiser step: the advantage-weighted mean of -logprob over all tokens."""
@@ -160,11 +193,19 @@ class Trl(Bare):
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
         self.tokens, self.accelerator = options.micro_batch, accelerator
         self.trainer = common.trl_trainer(
-            options.model, f"{options.folder}/trl", [{"prompt": "?"}], lambda completions, **columns: [],
-            per_device_train_batch_size=options.group_size, num_generations=options.group_size, max_steps=10**6,
-            learning_rate=LR, temperature=1.0,
-        )  # fmt: skip
-        self.trainer._prepare_inputs = lambda inputs: inputs  # what it would generate and score here is given
+            options.model,
+            f"{options.folder}/trl",
+            [{"prompt": "?"}],
+            lambda completions, **columns: [],
+            per_device_train_batch_size=options.group_size,
+            num_generations=options.group_size,
+            max_steps=10**6,
+            learning_rate=LR,
+            temperature=1.0,
+        )
+        self.trainer._prepare_inputs = lambda inputs: (
+            inputs
+        )  # what it would generate and score here is given
         self.trainer.create_optimizer()
         self.model = self.trainer.model.train()
 
@@ -172,7 +213,9 @@ class Trl(Bare):
         token_ids = micro["input_ids"]
         T = micro["response_ids"].shape[1]
         attention_mask = torch.ones_like(token_ids)
-        return self.trainer._get_per_token_logps_and_entropies(self.model, token_ids, attention_mask, T)[0]
+        return self.trainer._get_per_token_logps_and_entropies(
+            self.model, token_ids, attention_mask, T
+        )[0]
 
     def update(self, batch: dict):
         """Makes one optimiser step out of the trainer's own parts."""
@@ -182,10 +225,14 @@ class Trl(Bare):
         trainer.args.steps_per_generation = len(micros)
         for micro in micros:
             prompts = micro["input_ids"][:, : -micro["response_ids"].shape[1]]
-            inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts),
-                      "completion_ids": micro["response_ids"], "completion_mask": micro["response_mask"].long(),
-                      "advantages": micro["advantages"][:, 0],
-                      "num_items_in_batch": batch["response_mask"].sum()}  # fmt: skip
+            inputs = {
+                "prompt_ids": prompts,
+                "prompt_mask": torch.ones_like(prompts),
+                "completion_ids": micro["response_ids"],
+                "completion_mask": micro["response_mask"].long(),
+                "advantages": micro["advantages"][:, 0],
+                "num_items_in_batch": batch["response_mask"].sum(),
+            }
             trainer.training_step(self.model, inputs, None)
         trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
@@ -202,7 +249,9 @@ class SavedMemory:
     `peak` is the most."""
 
     def __init__(self, weights):
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in weights}  # these do not count
+        self.weights = {
+            parameter.untyped_storage().data_ptr() for parameter in weights
+        }  # these do not count
         self.n_users = Counter()  # kept tensors of each storage
         self.bytes = 0
         self.peak = 0
@@ -258,35 +307,55 @@ def measure(sides: dict, batch: dict, rounds: int):
     scores = {name: side.score(batch) for name, side in sides.items()}  # also a warm-up
     for name, score in scores.items():
         largest = (score - scores["flatrl"]).abs().max().item()
-        assert largest < (0.1 if torch.cuda.is_available() else 1e-3), f"{name}'s logprobs are {largest} off"
+        assert largest < (0.1 if torch.cuda.is_available() else 1e-3), (
+            f"{name}'s logprobs are {largest} off"
+        )
     memory = {name: peak_memory(side, batch) for name, side in sides.items()}  # also a warm-up
     timings = []  # of each round, for each side: its seconds of "score" and of "update"
     for _ in range(rounds):
         timing = {}
         for name, side in sides.items():
-            timing[name] = {"score": seconds_of(side.score, batch), "update": seconds_of(side.update, batch)}
+            timing[name] = {
+                "score": seconds_of(side.score, batch),
+                "update": seconds_of(side.update, batch),
+            }
         timings.append(timing)
     for name, side in sides.items():
         cells = []
         for work in ("score", "update"):
             ratios = [timing[name][work] / timing["flatrl"][work] for timing in timings]
-            cells.append(f"{statistics.median(timing[name][work] for timing in timings):9.3f} s")
+            cells.append(
+                f"{statistics.median(timing[name][work] for timing in timings):9.3f} s"
+            )
             cells.append(f"{common.spread(ratios):>20}")
         sizes = side.sizes(batch)
-        cells.append(f"{sum(sizes):7,} tokens in {len(sizes)} passes, {memory[name]:6,.0f} MB for {max(sizes):6,}")
+        cells.append(
+            f"{sum(sizes):7,} tokens in {len(sizes)} passes, {memory[name]:6,.0f} MB for {max(sizes):6,}"
+        )
         print(f"  {name:9}", *cells, flush=True)
 
 
 def main():
     """Builds the sides, and measures them for every length of prompts and responses."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: a random model of 4 layers and a width of 256")
-    for name, default in (("prompts", 4), ("group_size", 8), ("rounds", 5), ("micro_batch", 16384)):
+    parser.add_argument(
+        "--model", help="default: a random model of 4 layers and a width of 256"
+    )
+    for name, default in (
+        ("prompts", 4),
+        ("group_size", 8),
+        ("rounds", 5),
+        ("micro_batch", 16384),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[24, 256, 1024])
     parser.add_argument("--response_tokens", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--distinct", action="store_true", help="every trajectory has a prompt of its own")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="beside flatrl")
+    parser.add_argument(
+        "--distinct", action="store_true", help="every trajectory has a prompt of its own"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="beside flatrl"
+    )
     options = parser.parse_args()
     if "TRL" in options.sides and common.missing_for_trl():
         parser.error(f"{common.missing_for_trl()}, or leave TRL out with --sides unshared bare")
@@ -302,9 +371,11 @@ def main():
         sides = {name: SIDES[name](options, args, accelerator) for name in names}
         parameters = sum(parameter.numel() for parameter in sides["flatrl"].model.parameters())
         distinct = ", distinct prompts" if options.distinct else ""
-        print(f"{options.prompts} x {options.group_size}{distinct}, micro-batches of {options.micro_batch} tokens, "
-              f"{parameters / 1e6:.1f}M parameters, {accelerator.device.type}, {os.environ['OMP_NUM_THREADS']} "
-              "threads; seconds, and how many times flatrl's (min - max)")  # fmt: skip
+        print(
+            f"{options.prompts} x {options.group_size}{distinct}, micro-batches of {options.micro_batch} tokens, "
+            f"{parameters / 1e6:.1f}M parameters, {accelerator.device.type}, {os.environ['OMP_NUM_THREADS']} "
+            "threads; seconds, and how many times flatrl's (min - max)"
+        )
         vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
         for prompt_tokens in options.prompt_tokens:
             for response_tokens in options.response_tokens:
