@@ -20,9 +20,7 @@ from types import SimpleNamespace
 BENCH = Path(__file__).resolve().parent
 REPO = BENCH.parent
 
-others = [
-    folder for folder in sys.path if Path(folder or ".").resolve() not in (BENCH, REPO)
-]
+others = [folder for folder in sys.path if Path(folder or ".").resolve() not in (BENCH, REPO)]
 sys.path[:] = [str(REPO), *others, str(BENCH)]
 n_cores = len(os.sched_getaffinity(0))
 os.environ.setdefault("OMP_NUM_THREADS", str(n_cores))  # before torch is imported
@@ -121,9 +119,7 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
 
     async def answer_all():
         calls = [
-            engine.generate(
-                request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling
-            )
+            engine.generate(request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling)
             for i, prompt in enumerate(prompts)
         ]
         return await asyncio.gather(*calls)
@@ -159,17 +155,13 @@ def missing_for_trl() -> str:
     """Returns what to install for a comparison with TRL, "" if all is there. An import could
     find bench/trl.py."""
     names = ("trl", "datasets")
-    missing = [
-        name for name in names if not any(importlib.metadata.distributions(name=name))
-    ]
+    missing = [name for name in names if not any(importlib.metadata.distributions(name=name))]
     if not missing:
         return ""
     return f"{' and '.join(missing)} missing: pip install trl==1.16.0 datasets"
 
 
-def trl_trainer(
-    model: str, folder: str, prompts: list, rewards, tokenizer=None, **flags
-):
+def trl_trainer(model: str, folder: str, prompts: list, rewards, tokenizer=None, **flags):
     """Returns TRL's GRPOTrainer for a model folder, without KL, evaluations and checkpoints.
 
     prompts: the training rows, dicts with a "prompt". rewards: TRL's reward function. flags:
@@ -180,9 +172,7 @@ def trl_trainer(
     from trl import GRPOConfig, GRPOTrainer
 
     cuda = torch.cuda.is_available()
-    of_trainer = {
-        name: flags.pop(name) for name in ("tools", "callbacks") if name in flags
-    }
+    of_trainer = {name: flags.pop(name) for name in ("tools", "callbacks") if name in flags}
     config = GRPOConfig(
         output_dir=folder,
         beta=0.0,

@@ -1,11 +1,10 @@
-"""How much does a rollout cost beyond plain `LLM.generate`? And a weight sync beyond a copy?
+"""How much does a rollout cost beyond plain `LLM.generate`?
 
     python bench/rollout.py --rounds 9                  # one turn
     python bench/rollout.py --turns 4 --spread even     # turns of half to three halves of --tokens
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
     python bench/rollout.py --turns 4 --width 512       # a larger random model
     python bench/rollout.py --many 1024                 # against a rollout of 8,192 trajectories
-    python bench/rollout.py --sync_mb 500               # a weight sync against a copy
 
 Both sides have the same engine, prompts and lengths. They take turns in one process after a
 warm-up, and the table has the median of the rounds' ratios. A rollout also renders templates,
@@ -52,9 +51,7 @@ class FixedTurns(ToolAgentLoop):
     """An agent loop whose turns end when they reach their length, without being cut off."""
 
     async def run(self, sampling_params, **row):
-        self.lengths = iter(
-            self.task.lengths[row["extra_info"]["index"], row["rollout_n"]]
-        )
+        self.lengths = iter(self.task.lengths[row["extra_info"]["index"], row["rollout_n"]])
         return await super().run(sampling_params, **row)
 
     async def assistant_turn(self, trajectory, sampling_params):
@@ -126,14 +123,10 @@ class Rollouts:
         rows = self.rows[:n]
         sampling = FORCED | {"max_tokens": self.options.tokens}
         started = time.perf_counter()
-        done = rollout(
-            self.run, rows, next(self.steps), self.options.group_size, sampling
-        )
+        done = rollout(self.run, rows, next(self.steps), self.options.group_size, sampling)
         seconds = time.perf_counter() - started
         n_tokens = done.statistics["tokens"]
-        assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, (
-            done.counts
-        )
+        assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, done.counts
         self.idle.append(done.metrics(self.engine)["throughput/idle_share"])
         return n_tokens / seconds
 
@@ -178,7 +171,7 @@ class Rollouts:
         return n_tokens / (time.perf_counter() - started)
 
 
-def measure_rollouts(engine: Engine, policy, options: argparse.Namespace) -> dict:
+def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
     """Compares rollouts with LLM.generate, or with a rollout of --many prompts."""
     train.sync(engine, policy, 0)
     sides = Rollouts(engine, options)
@@ -201,9 +194,7 @@ def measure_rollouts(engine: Engine, policy, options: argparse.Namespace) -> dic
     return {"ratio": common.of_rounds(ratios), "idle": idle}
 
 
-def compare_by_turns(
-    rounds: int, compare: Callable[[], tuple[float, str]]
-) -> list[float]:
+def compare_by_turns(rounds: int, compare: Callable[[], tuple[float, str]]) -> list[float]:
     """Calls compare() -> (ratio, a line) and prints it; returns the ratios after a warm-up."""
     ratios = []
     for i in range(rounds + 1):
@@ -215,52 +206,13 @@ def compare_by_turns(
     return ratios[1:]
 
 
-# ---------------------------------------------------------------- weight sync
-
-
-def measure_sync(engine: Engine, policy, options: argparse.Namespace) -> dict:
-    """Compares train.sync with a copy of the same tensors."""
-    sources = [parameter.detach() for parameter in policy.model.parameters()]
-    dtype = getattr(torch, engine.args.dtype)  # the engine's
-    targets = [source.to(dtype, copy=True) for source in sources]
-
-    def wait_for_device() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    version = itertools.count()
-
-    def compare() -> tuple[float, str]:
-        wait_for_device()
-        synced = train.sync(
-            engine, policy, next(version)
-        )  # wakes the engine, loads, waits
-        engine.sleep()
-        wait_for_device()
-        started = time.perf_counter()
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-        wait_for_device()
-        copied = time.perf_counter() - started
-        line = f"sync {synced * 1e3:7.1f} ms   plain copy {copied * 1e3:7.1f} ms"
-        return synced / copied, line
-
-    megabytes = sum(target.nbytes for target in targets) / 1e6
-    print(f"{megabytes:.0f} MB of weights in {len(sources)} tensors")
-    return {"ratio": common.of_rounds(compare_by_turns(options.rounds, compare))}
-
-
 # ---------------------------------------------------------------- main
 
 
 def model_config(options: argparse.Namespace) -> dict:
     """Returns entries of the random model's configuration."""
     config = {"max_position_embeddings": 4096}
-    if options.sync_mb:  # few and large tensors: layers of 46M float32 weights
-        config |= {"hidden_size": 2048, "intermediate_size": 5504}
-        config |= {"num_attention_heads": 16, "num_key_value_heads": 8}
-        config["num_hidden_layers"] = -(-options.sync_mb * 10**6 // (4 * 46_399_488))
-    elif options.width:
+    if options.width:
         config |= {"hidden_size": options.width, "intermediate_size": 3 * options.width}
         config["num_hidden_layers"] = 6
     return config
@@ -271,11 +223,8 @@ def parse_options() -> argparse.Namespace:
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model")
     parser.add_argument("--width", type=int, help="hidden size of the random model")
-    parser.add_argument(
-        "--spread", choices=("even", "tail"), help="lengths of turns differ"
-    )
+    parser.add_argument("--spread", choices=("even", "tail"), help="lengths of turns differ")
     parser.add_argument("--many", type=int, help="prompts of a second rollout")
-    parser.add_argument("--sync_mb", type=int, help="MB of float32 weights")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     return parser.parse_args()
 
@@ -285,9 +234,7 @@ def main() -> None:
     options = parse_options()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        model_folder = options.model or common.random_model(
-            folder, **model_config(options)
-        )
+        model_folder = options.model or common.random_model(folder, **model_config(options))
         args = train.Args(
             model=model_folder,
             dtype="bfloat16" if device.type == "cuda" else "float32",
@@ -302,7 +249,6 @@ def main() -> None:
         engine = Engine(model_folder, args, device)
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         policy = SimpleNamespace(model=model.to(device), dtype=model.dtype)
-        measure = measure_sync if options.sync_mb else measure_rollouts
         common.write_rows(options.out, [measure(engine, policy, options)])
 
 

@@ -289,12 +289,9 @@ def tools():
     known = runs("tools")
     for name, label in (("rounds", ""), ("waves", ", waves of 64 of 512")):
         for line in known[name].lines:
-            if "ratio" not in line:
-                continue
             middle, *ends = line["ratio"]
             ratio = spread(middle, *ends) if ends else f"{middle:.2f}"
-            bound = f", waiting alone allows {line['bound']:.2f}" if "bound" in line else ""
-            yield f"{line['side']}{label}", ratio + bound
+            yield f"{line['side']}{label}", ratio
 
 
 @table
