@@ -228,9 +228,8 @@ def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
         code = subprocess.run(command, stdout=file, stderr=file, env=env).returncode
     rows = [tuple(json.loads(line)) for line in rows_file.read_text().splitlines()]
     if code:
-        printed = log.read_text(errors="replace").split("\n")
-        reasons = [line.strip() for line in printed if "Error" in line]
-        reason = reasons[-1] if reasons else "no reason"
+        printed = log.read_text(errors="replace").strip().splitlines() or [""]
+        reason = next((line for line in reversed(printed) if "Error" in line), printed[-1])
         rows.append(("FAILED", f"exit code {code}: {reason[:160]}"))
     return rows
 

@@ -82,8 +82,8 @@ RUNS = {
         ],
     ),
     "zoo": (
-        ["--only", "a mask shifted by one", "--", *STEP],
-        [r"\| a mask shifted by one \| 1 \| step 1: response_mask is wrong", "1 of 1 named"],
+        ["--only", "a layer not sent", "--", *STEP],
+        [r"\| a layer not sent \| start \| train.py: error: .*layers\.1\.", "1 of 1 named"],
     ),
 }
 
