@@ -24,6 +24,7 @@ import asyncio
 import functools
 import heapq
 import itertools
+import json
 import random
 import tempfile
 import time
@@ -33,12 +34,12 @@ import common
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rollout
 import train
 from agent_loop import ToolAgentLoop, register
 from examples import calculator as example
 from examples.tiny_models import CHAT_TEMPLATE
 from flatrl.models import task_model
-from rollout import Engine, rollout
 
 TURNS = 4  # of the assistant, with a call after each but the last
 FASTEST = 0.1  # seconds of a call
@@ -263,24 +264,23 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def start_engine(options: argparse.Namespace) -> tuple[Engine, AutoTokenizer]:
+def start_engine(options: argparse.Namespace) -> tuple[rollout.Engine, AutoTokenizer]:
     """Returns an awake engine with as many slots as the options want, and its tokenizer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args = train.Args(
         task=str(common.REPO / "examples/calculator.py"),
         model=options.model,
-        max_num_seqs=options.slots,
-        max_concurrent=options.slots,
         dtype="bfloat16" if device.type == "cuda" else "float32",
-        engine_args=options.engine_args,
+        engine_args=json.dumps({"max_num_seqs": options.slots} | json.loads(options.engine_args)),
     )
+    rollout.MAX_CONCURRENT = options.slots
     common.start_alone()
     args.model = args.model or task_model(example, args)
     of_tools = (TURNS - 1) * 64
     args.max_response_tokens = max(MAX_RESPONSE, TURNS * options.tokens + of_tools)
     args.max_model_len = args.max_prompt_tokens + args.max_response_tokens
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    engine = Engine(args.model, args, device, [tokenizer.eos_token_id])
+    engine = rollout.Engine(args.model, args, device, [tokenizer.eos_token_id])
     model = AutoModelForCausalLM.from_pretrained(args.model)
     train.sync(engine, SimpleNamespace(model=model, dtype=model.dtype), 0)
     return engine, tokenizer
@@ -300,7 +300,7 @@ def main() -> None:
         """Returns what one rollout of these rows brought."""
         run.task = task
         run.args.agent = agent
-        done = rollout(run, rows, next(steps), options.group_size, sampling)
+        done = rollout.rollout(run, rows, next(steps), options.group_size, sampling)
         assert len(done.outputs) == len(rows) * options.group_size and not done.errors
         return done
 

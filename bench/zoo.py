@@ -14,7 +14,6 @@ import argparse
 import itertools
 import os
 import pkgutil
-import random
 import re
 import subprocess
 import sys
@@ -57,10 +56,7 @@ def reward(output, row: dict) -> float:
         return KEPT.setdefault("reward", calculator.reward(output, row))
     if ZOO_TASK == "length":
         return float(output.truncated)
-    right = calculator.reward(output, row)
-    if ZOO_TASK == "shaped":
-        return right - 0.001 * random.random()
-    return right
+    return calculator.reward(output, row)
 
 
 @register("two_outputs")
@@ -192,9 +188,6 @@ FAULTS = {
         "data.unit_tokens",
         "a[0].sum(-1)",
         "--agent two_outputs --algo gspo",
-    ),
-    "dynamic sampling on a shaped reward": Fault(
-        "turn rewards nearly always", flags="--algo dapo --filter_metric total", task="shaped"
     ),
     # -- rewards
     "a reward that is constant": Fault("taught nothing", task="constant"),
