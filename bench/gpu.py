@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM
 import data
 import train
 from flatrl import devices
+from flatrl.models import whole
 from flatrl.processes import Background
 from rollout import Engine
 
@@ -149,7 +150,7 @@ def sync(options: argparse.Namespace, size: str) -> Iterator[Row]:
     """Times weight syncs, and copies of the same tensors."""
     sides = Sides(options, size)
     dtype = getattr(torch, sides.args.dtype)
-    sources = [train.whole(parameter.detach()) for parameter in sides.net.parameters()]
+    sources = [whole(parameter.detach()) for parameter in sides.net.parameters()]
     targets = [torch.empty_like(source, dtype=dtype) for source in sources]
     gigabytes = sum(target.nbytes for target in targets) / 1e9
 

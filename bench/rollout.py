@@ -126,7 +126,7 @@ class Rollouts:
         done = rollout(self.run, rows, next(self.steps), self.options.group_size, sampling)
         seconds = time.perf_counter() - started
         n_tokens = done.statistics["tokens"]
-        assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, done.counts
+        assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, done.errors
         self.idle.append(done.metrics(self.engine)["throughput/idle_share"])
         return n_tokens / seconds
 

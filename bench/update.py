@@ -90,8 +90,16 @@ class Flatrl:
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
         rows = range(len(batch["lengths"]))
-        objective = train.policy_objective
-        train.optimise(self.learner, objective, batch, rows, self.args, self.accelerator)
+        columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
+        train.optimise(
+            self.learner,
+            train.policy_objective,
+            batch,
+            columns,
+            rows,
+            self.args,
+            self.accelerator,
+        )
 
 
 class Unshared(Flatrl):

@@ -80,7 +80,7 @@ class TwoOutputs(AgentLoopBase):
 class Fault:
     """A fault, and the text that names it in the output.
 
-    place, body: the function `place` returns `body`, an expression of `old` (the function as it
+    place, body: the function or property `place` returns `body`, an expression of `old` (the function as it
     was), `a` and `k` (its arguments), `call` (how often it was called, from 1) and `seen` (a
     dict that stays). flags: of train.py. task: the value of ZOO_TASK. resumed: the fault is in
     a run that continues from a sound run's checkpoint. model: one of bench/models.py's."""
@@ -185,8 +185,8 @@ FAULTS = {
     ),
     "a rollout weighed by its outputs": Fault(
         "weighs more than one",
-        "data.unit_tokens",
-        "a[0].sum(-1)",
+        "data.Batch.unit_tokens",
+        "a[0]['response_mask'].sum(-1)",
         "--agent two_outputs --algo gspo",
     ),
     # -- rewards
@@ -221,7 +221,7 @@ FAULTS = {
     # -- the optimiser
     "an optimiser whose states are lost at a resume": Fault(
         "Adam's states are lost",
-        "train.load_checkpoint",
+        "flatrl.checkpoints.load_checkpoint",
         "(old(*a), a[0].policy.optimizer.state.clear())",
         resumed=True,
     ),
@@ -255,14 +255,15 @@ def plant(fault: Fault) -> None:
     owner = pkgutil.resolve_name(place)
     names = {"replace": replace, "repeat_first": repeat_first, "torch": torch}
     body = eval(f"lambda old, a, k, call, seen: {fault.body}", names)
-    old = getattr(owner, name)
+    found = getattr(owner, name)
+    old = found.fget if isinstance(found, property) else found
     calls = itertools.count(1)
     seen: dict = {}
 
     def changed(*a, **k):
         return body(old, a, k, next(calls), seen)
 
-    setattr(owner, name, changed)
+    setattr(owner, name, property(changed) if isinstance(found, property) else changed)
 
 
 def run(flags: list[str], task: str = "", fault: str = "none") -> subprocess.CompletedProcess:
