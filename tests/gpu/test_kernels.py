@@ -1,14 +1,18 @@
-"""Packed attention and token_logprobs against float64: what tests/gpu and tests/test_cuda.py check."""
+"""Packed attention and token_logprobs against float64: on a GPU in bfloat16, on a CPU in small."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import common
 import torch
+from conftest import REPO
 
 import data
 import losses
+
+sys.path.append(str(REPO / "bench"))
+import common
 
 
 def some_prompts(n: int, length: int) -> list[list[int]]:
@@ -49,7 +53,7 @@ def errors(result: torch.Tensor, expected: torch.Tensor, inputs: list, exact: li
     return f"forward {forward:.1e}, gradients {backward:.1e}"
 
 
-def kernels(options: argparse.Namespace, size: str) -> Iterator[tuple[str, str]]:
+def kernels(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Compares packed attention over a forest, and token_logprobs, with float64."""
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -84,3 +88,15 @@ def kernels(options: argparse.Namespace, size: str) -> Iterator[tuple[str, str]]
     expected = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     logprobs = losses.token_logprobs(*given, targets)
     yield f"token_logprobs, {T} x {V}", errors(logprobs, expected, given, exact)
+
+
+def test_kernels_agree_with_float64():
+    """Attention without and with a window, and logprobs; `errors` asserts what bfloat16 allows."""
+    cuda = torch.cuda.is_available()
+    options = argparse.Namespace(device="cuda" if cuda else "cpu", tiny=not cuda)
+    rows = dict(kernels(options))
+    assert len(rows) == 3
+    for figures in rows.values():
+        forward, gradients = (float(part.split()[1]) for part in figures.split(", "))
+        most = 0.05 if cuda else 1e-5
+        assert 0 < forward < most and 0 < gradients < most
