@@ -1,7 +1,6 @@
 """Runs a command and keeps what it measured in results/FIGURE.
 
     python results/record.py quick_start/seed_0 -- python train.py --seed 0
-    python results/record.py rollout/tail -- python bench/rollout.py --spread tail
 
 Recording a run again replaces it. A training run leaves the metrics in KEPT, a bench its rows.
 """
@@ -56,12 +55,14 @@ def measure(command: list[str]) -> list[dict]:
 def main(name: str, command: list[str], results: Path = RESULTS) -> None:
     """Runs the command and writes the two files of results/FIGURE, name being FIGURE/RUN."""
     figure, _, run = name.partition("/")
-    commit = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=RESULTS, capture_output=True, text=True
+    )
     started = time.perf_counter()
     lines = [{"run": run, **line} for line in measure(command)]
     record = {
         "command": shlex.join(command),
-        "commit": subprocess.check_output(commit, cwd=RESULTS, text=True).strip(),
+        "commit": git.stdout.strip(),  # "" where there is no repository
         "date": str(datetime.date.today()),
         "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.platform()}",
         "seconds": round(time.perf_counter() - started),
