@@ -43,7 +43,6 @@ def thin(row: dict) -> dict:
 
 
 def measure(command: list[str]) -> list[dict]:
-    """Runs a command and returns what it wrote. Raises CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         if "train.py" in command:
             subprocess.run([*command, "--output_dir", f"{folder}/run"], check=True)
@@ -55,9 +54,8 @@ def measure(command: list[str]) -> list[dict]:
 def main(name: str, command: list[str], results: Path = RESULTS) -> None:
     """Runs the command and writes the two files of results/FIGURE, name being FIGURE/RUN."""
     figure, _, run = name.partition("/")
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=RESULTS, capture_output=True, text=True
-    )
+    describe = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(describe, cwd=RESULTS, capture_output=True, text=True)
     started = time.perf_counter()
     lines = [{"run": run, **line} for line in measure(command)]
     record = {
@@ -67,14 +65,13 @@ def main(name: str, command: list[str], results: Path = RESULTS) -> None:
         "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.platform()}",
         "seconds": round(time.perf_counter() - started),
     }
-    folder = results / figure
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := results / figure).mkdir(parents=True, exist_ok=True)
     records = folder / "record.json"
     known = json.loads(records.read_text()) if records.exists() else {}
     records.write_text(json.dumps(known | {run: record}, indent=2) + "\n")
     others = [line for line in read_lines(folder / "metrics.jsonl") if line["run"] != run]
-    text = "".join(json.dumps(line) + "\n" for line in others + lines)
-    (folder / "metrics.jsonl").write_text(text)
+    text = "\n".join(map(json.dumps, others + lines))
+    (folder / "metrics.jsonl").write_text(text + "\n")
 
 
 if __name__ == "__main__":
