@@ -1,25 +1,24 @@
-"""Compares engine and trainer for tiny models of many architectures: docs/models.md's table.
+"""For which architectures do the engine and the trainer agree? (docs/models.md's table)
 
-    python bench/models.py                         # all, some minutes each on a CPU with an empty vLLM cache
+    python bench/models.py                         # all; minutes each with an empty vLLM cache
     python bench/models.py qwen3 qwen3_moe         # some
-    python bench/models.py --reference eager       # transformers' own eager forward instead of flatrl's Policy
+    python bench/models.py --reference eager       # against transformers' own eager forward
 
-Compared are the logprobs of sampled tokens. Each model has hidden size 128, 4 layers, the
-calculator task's tokenizer, and weights large enough for logits that spread; each is built in
-a process of its own. Three times the policy's weights are changed at random and synced into
-the engine, the engine samples, and the trainer scores the sampled tokens. The table has a row
-for each architecture: whether engine and trainer agree, or why it does not run, and the
-largest mean and maximum of |engine - trainer| of the three times.
+Each model is tiny and random, with weights large enough for logits that spread, and runs in a
+process of its own. Three times the weights are changed and synced, the engine samples, and the
+trainer scores the sampled tokens. The table has the largest mean and the largest single
+difference of their logprobs in nats, or the reason why a model does not run.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,80 +26,136 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 
-WINDOW = dict(sliding_window=16)
-TIED = dict(tie_word_embeddings=True)
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-LAYERS = ["sliding_attention", "full_attention"] * 2
-HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-NO_KV = dict(num_key_value_heads=4)  # vLLM reads it also where a configuration has no such entry
-# name -> (configuration class of transformers, what differs from COMMON)
-ARCHITECTURES = {
-    "qwen2": ("Qwen2Config", {}),
-    "qwen2 (tied)": ("Qwen2Config", TIED),
-    "qwen3": ("Qwen3Config", {}),
-    "llama": ("LlamaConfig", {}),
-    "mistral": ("MistralConfig", dict(sliding_window=None)),
-    "mistral (window)": ("MistralConfig", WINDOW),
-    "ministral": ("MinistralConfig", WINDOW | dict(layer_types=LAYERS)),
-    "ministral3": ("Ministral3Config", {}),
-    "smollm3": ("SmolLM3Config", dict(no_rope_layers=[1, 1, 1, 0])),
-    "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", WINDOW | dict(layer_types=LAYERS)),
-    "phi3": ("Phi3Config", {}),
-    "gemma2": ("Gemma2Config", WINDOW | TIED | dict(query_pre_attn_scalar=32, layer_types=LAYERS)),
-    "gemma3": ("Gemma3TextConfig", WINDOW | TIED | dict(query_pre_attn_scalar=32, layer_types=LAYERS)),
-    "gemma4": ("Gemma4TextConfig", WINDOW | TIED | dict(layer_types=LAYERS, hidden_size_per_layer_input=0,
-                                                 global_head_dim=32, num_kv_shared_layers=0)),
-    "granite": ("GraniteConfig", dict(logits_scaling=1.0, attention_multiplier=0.2)),
-    "granite (logits_scaling)": ("GraniteConfig", dict(logits_scaling=4.0, attention_multiplier=0.2)),
-    "glm4": ("Glm4Config", {}),
-    "cohere2": ("Cohere2Config", WINDOW | TIED | dict(layer_types=LAYERS)),
-    "exaone4": ("Exaone4Config", WINDOW | dict(layer_types=LAYERS, sliding_window_pattern=2)),
-    "ernie4_5": ("Ernie4_5Config", {}),
-    "seed_oss": ("SeedOssConfig", {}),
-    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {}),
-    "apertus": ("ApertusConfig", {}),
-    "arcee": ("ArceeConfig", {}),
-    "gpt2": ("GPT2Config", dict(n_embd=128, n_layer=4, n_head=4, n_positions=1024, **TIED)),
-    "gpt_neox": ("GPTNeoXConfig", NO_KV),
-    "stablelm": ("StableLmConfig", {}),
-    "nemotron": ("NemotronConfig", {}),
-    "nanochat": ("NanoChatConfig", {}),
-    "qwen2_moe": ("Qwen2MoeConfig", MOE | dict(shared_expert_intermediate_size=64)),
-    "qwen3_moe": ("Qwen3MoeConfig", MOE),
-    "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
-    "olmoe": ("OlmoeConfig", dict(num_experts=4, num_experts_per_tok=2, intermediate_size=64)),
-    "gpt_oss": ("GptOssConfig", WINDOW | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=64,
-                                              layer_types=LAYERS)),
-    "deepseek_v3": ("DeepseekV3Config", dict(
-        topk_method="noaux_tc",
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64,
-        v_head_dim=32, head_dim=64, num_key_value_heads=4)),
-    "qwen3_5": ("Qwen3_5TextConfig", dict(
-        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=32, linear_value_head_dim=32)),
-    "qwen3_next": ("Qwen3NextConfig", MOE | dict(
-        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=32, linear_value_head_dim=32, shared_expert_intermediate_size=64)),
-    "falcon_h1": ("FalconH1Config", dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16,
-                                         mamba_chunk_size=16)),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", dict(
-        layer_types=["mamba", "attention"] * 2, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, num_local_experts=4,
-        num_experts_per_tok=2, shared_intermediate_size=64, position_embedding_type="rope", mamba_chunk_size=16)),
-    "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"] * 2, conv_dim=128,
-                                block_auto_adjust_ff_dim=False)),
-    "mamba2": ("Mamba2Config", dict(num_heads=8, head_dim=32, state_size=16, n_groups=1, chunk_size=16)),
-    "nemotron_h": ("NemotronHConfig", dict(hybrid_override_pattern="M*-M", mamba_num_heads=8, mamba_head_dim=32,
-                                           ssm_state_size=16, n_groups=1, chunk_size=16)),
-}  # fmt: skip
-COMMON = dict(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=4, max_position_embeddings=1024, initializer_range=0.1,
-    tie_word_embeddings=False, bos_token_id=None, **HEADS,
-)  # fmt: skip
 STEPS = 3  # how often engine and trainer are compared
 PROMPTS = 12  # each time
 RESPONSE = 32  # tokens
+COMMON = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=1024,
+    initializer_range=0.1,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+)
+WINDOW = dict(sliding_window=16)
+LAYERS = WINDOW | dict(layer_types=["sliding_attention", "full_attention"] * 2)
+TIED = dict(tie_word_embeddings=True)
+FEW_EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+MOE = FEW_EXPERTS | dict(moe_intermediate_size=64)
+SHARED = dict(shared_expert_intermediate_size=64)
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)
+MAMBA = dict(mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
+LATENT = dict(
+    topk_method="noaux_tc",
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    q_lora_rank=64,
+    kv_lora_rank=512,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=64,
+    v_head_dim=32,
+    head_dim=64,
+    num_key_value_heads=4,
+)
+
+
+def like(kind: str, *parts: dict, **entries) -> tuple[str, dict]:
+    """Returns transformers' configuration class, and the entries that differ from COMMON."""
+    for part in parts:
+        entries = part | entries
+    return kind, entries
+
+
+ARCHITECTURES = {
+    "qwen2": like("Qwen2Config"),
+    "qwen2 (tied)": like("Qwen2Config", TIED),
+    "qwen3": like("Qwen3Config"),
+    "llama": like("LlamaConfig"),
+    "mistral": like("MistralConfig", sliding_window=None),
+    "mistral (window)": like("MistralConfig", WINDOW),
+    "ministral": like("MinistralConfig", LAYERS),
+    "ministral3": like("Ministral3Config"),
+    "smollm3": like("SmolLM3Config", no_rope_layers=[1, 1, 1, 0]),
+    "olmo2": like("Olmo2Config"),
+    "olmo3": like("Olmo3Config", LAYERS),
+    "phi3": like("Phi3Config"),
+    "gemma2": like("Gemma2Config", LAYERS, TIED, query_pre_attn_scalar=32),
+    "gemma3": like("Gemma3TextConfig", LAYERS, TIED, query_pre_attn_scalar=32),
+    "gemma4": like(
+        "Gemma4TextConfig",
+        LAYERS,
+        TIED,
+        hidden_size_per_layer_input=0,
+        global_head_dim=32,
+        num_kv_shared_layers=0,
+    ),
+    "granite": like("GraniteConfig", logits_scaling=1.0, attention_multiplier=0.2),
+    "granite (logits_scaling)": like("GraniteConfig", logits_scaling=4.0, attention_multiplier=0.2),
+    "glm4": like("Glm4Config"),
+    "cohere2": like("Cohere2Config", LAYERS, TIED),
+    "exaone4": like("Exaone4Config", LAYERS, sliding_window_pattern=2),
+    "ernie4_5": like("Ernie4_5Config"),
+    "seed_oss": like("SeedOssConfig"),
+    "hunyuan_v1_dense": like("HunYuanDenseV1Config"),
+    "apertus": like("ApertusConfig"),
+    "arcee": like("ArceeConfig"),
+    "gpt2": like("GPT2Config", TIED, n_embd=128, n_layer=4, n_head=4, n_positions=1024),
+    "gpt_neox": like("GPTNeoXConfig", num_key_value_heads=4),  # vLLM reads the entry all the same
+    "stablelm": like("StableLmConfig"),
+    "nemotron": like("NemotronConfig"),
+    "nanochat": like("NanoChatConfig"),
+    "qwen2_moe": like("Qwen2MoeConfig", MOE, SHARED),
+    "qwen3_moe": like("Qwen3MoeConfig", MOE),
+    "mixtral": like("MixtralConfig", LOCAL_EXPERTS, sliding_window=None),
+    "olmoe": like("OlmoeConfig", FEW_EXPERTS, intermediate_size=64),
+    "gpt_oss": like("GptOssConfig", LAYERS, LOCAL_EXPERTS, intermediate_size=64),
+    "deepseek_v3": like("DeepseekV3Config", LATENT),
+    "qwen3_5": like("Qwen3_5TextConfig", LINEAR),
+    "qwen3_next": like("Qwen3NextConfig", MOE, SHARED, LINEAR),
+    "falcon_h1": like("FalconH1Config", MAMBA, mamba_d_ssm=128, mamba_n_heads=4),
+    "granitemoehybrid": like(
+        "GraniteMoeHybridConfig",
+        MAMBA,
+        LOCAL_EXPERTS,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        shared_intermediate_size=64,
+        position_embedding_type="rope",
+    ),
+    "lfm2": like(
+        "Lfm2Config",
+        layer_types=["conv", "full_attention"] * 2,
+        conv_dim=128,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "mamba2": like(
+        "Mamba2Config", num_heads=8, head_dim=32, state_size=16, n_groups=1, chunk_size=16
+    ),
+    "nemotron_h": like(
+        "NemotronHConfig",
+        hybrid_override_pattern="M*-M",
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=16,
+    ),
+}
 
 
 def build(name: str, folder: Path) -> None:
@@ -108,45 +163,45 @@ def build(name: str, folder: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(common.random_model(folder))
-    kind, more = ARCHITECTURES[name]
-    ids = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    config = getattr(transformers, kind)(**(COMMON | ids | more))
+    kind, entries = ARCHITECTURES[name]
+    eos = tokenizer.eos_token_id
+    ids = dict(vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
+    config = getattr(transformers, kind)(**(COMMON | ids | entries))
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos)
     change(model, 0)
     model.save_pretrained(folder)
 
 
 def change(model, step: int) -> None:
-    """Moves every parameter (and buffer of a checkpoint) by a fifth of its own size, the
-    norms' and biases' too."""
+    """Moves every parameter and saved buffer by a fifth of its own size, norms and biases too."""
     import torch
 
     generator = torch.Generator().manual_seed(step)
     seen = set()
     with torch.no_grad():
         for x in model.state_dict(keep_vars=True).values():
-            if x.is_floating_point() and id(x) not in seen:
-                seen.add(id(x))
-                size = x.std().item() if x.numel() > 1 else 0.0
-                x.add_(torch.randn(x.shape, generator=generator) * max(size, 0.05) * 0.2)
+            if not x.is_floating_point() or id(x) in seen:
+                continue
+            seen.add(id(x))
+            size = x.std().item() if x.numel() > 1 else 0.0
+            noise = torch.randn(x.shape, generator=generator)
+            x.add_(noise * max(size, 0.05) * 0.2)
 
 
 def sample(engine, background, step: int) -> list:
     """Returns trajectories of one turn, with prompts of several lengths."""
-    import random
+    draw = random.Random(step)
+    prompts = [[draw.randrange(3, 250) for _ in range(5 + 4 * i)] for i in range(PROMPTS)]
+    sampling = dict(temperature=1.0, max_tokens=RESPONSE, ignore_eos=True)
+    return common.as_outputs(prompts, common.generate(engine, background, prompts, **sampling))
 
-    generator = random.Random(step)
-    prompts = []
-    for i in range(PROMPTS):
-        prompts.append([generator.randrange(3, 250) for _ in range(5 + 4 * i)])
-    answers = common.generate(engine, background, prompts, temperature=1.0, max_tokens=RESPONSE, ignore_eos=True)
-    return common.as_outputs(prompts, answers)
+
+# ---------------------------------------------------------------- the trainer's logprobs
 
 
 def eager_scores(model, outputs: list, vocab_size: int) -> list:
-    """Returns the logprobs of the sampled tokens by transformers alone, one trajectory at a
-    time."""
+    """Returns the logprobs of the sampled tokens by transformers alone."""
     import torch
 
     scores = []
@@ -167,133 +222,123 @@ def policy_scores(policy, outputs: list, args) -> list:
 
     batch = data.collate(outputs)
     mask = batch["response_mask"].bool()
-    return [row[sampled] for row, sampled in zip(train.score_tokens(policy, batch, args), mask, strict=True)]
+    scores = train.score_tokens(policy, batch, args)
+    return [row[sampled] for row, sampled in zip(scores, mask, strict=True)]
 
 
-def load_trainer(args, vocab_size: int, options):
-    """Returns what trains: flatrl's Policy, or with --reference eager transformers' model."""
+def load_eager(folder: str):
+    """Returns transformers' model in the place of a policy."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    import data
-    import train
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return SimpleNamespace(model=model.eval(), dtype=model.dtype)
 
-    if options.reference == "eager":
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
-        return SimpleNamespace(model=model.eval(), dtype=model.dtype)
-    data.register_packed_attention()
-    return train.Policy(args, vocab_size)
+
+# ---------------------------------------------------------------- comparing
 
 
 def compare(name: str, options) -> dict:
-    """Builds one architecture in this process, compares its engine and trainer, and returns
-    the figures."""
+    """Builds one architecture in this process; returns the differences of engine and trainer."""
     import torch
 
+    import data
     import train
     from flatrl import devices, models
     from flatrl.processes import Background
     from rollout import Engine
 
-    eager = options.reference == "eager"
+    is_eager = options.reference == "eager"
     with tempfile.TemporaryDirectory() as folder:
         build(name, Path(folder))
         args = train.Args(
-            model=folder, dtype=options.dtype, max_prompt_tokens=64, max_response_tokens=64,
-            engine_args=json.dumps({"kv_cache_memory_bytes": 1 << 27} | json.loads(options.engine_args)),
+            model=folder,
+            dtype=options.dtype,
+            max_prompt_tokens=64,
+            max_response_tokens=64,
+            engine_args=json.dumps({"kv_cache_memory_bytes": 1 << 27}),
             tokens_per_micro_batch=2048,
-        )  # fmt: skip
+        )
         accelerator, _ = devices.start_processes(args)
         train.complete_flags(args, accelerator.device.type == "cuda")
-        if eager:
+        if is_eager:
             tokenizer = models.from_pretrained("AutoTokenizer", args, "has no tokenizer")
         else:
             _, tokenizer = models.load_tokenizer(args)
         vocab_size = max(tokenizer.get_vocab().values()) + 1
-        policy = load_trainer(args, vocab_size, options) if options.trainer_first else None
-        engine = Engine(folder, args, accelerator.device, [tokenizer.eos_token_id], vocab_size)
-        policy = policy or load_trainer(args, vocab_size, options)
+        eos = [tokenizer.eos_token_id]
+        engine = Engine(folder, args, accelerator.device, eos, vocab_size)
+        data.register_packed_attention()
+        policy = load_eager(folder) if is_eager else train.Policy(args, vocab_size)
         background = Background()
-        means = []
-        maxima = []
+        differences = []
         for step in range(STEPS):
             change(policy.model, step + 1)
             train.sync(engine, policy, step)
             outputs = sample(engine, background, step)
             engine.sleep()
-            if eager:
+            if is_eager:
                 scores = eager_scores(policy.model, outputs, vocab_size)
             else:
                 scores = policy_scores(policy, outputs, args)
             sampled = torch.cat([torch.tensor(output.response_logprobs) for output in outputs])
-            difference = (torch.cat(scores) - sampled).abs()
-            means.append(difference.mean().item())
-            maxima.append(difference.max().item())
-    surprise = -torch.cat(scores).mean().item()
-    return {"mean": max(means), "max": max(maxima), "means": means, "surprise": surprise}
+            differences.append((torch.cat(scores) - sampled).abs())
+    means = [difference.mean().item() for difference in differences]
+    maxima = [difference.max().item() for difference in differences]
+    return {"mean": max(means), "max": max(maxima)}
 
 
 def compare_and_exit(name: str, options) -> None:
-    """Compares one architecture, prints a JSON line for the parent, and ends this process at
-    once: one that built an engine has nothing left to tidy up."""
+    """Compares one architecture, prints a line of JSON for the parent, and ends this process."""
     from agent_loop import BadInput
 
     try:
         result = compare(name, options)
-    except BadInput as error:
-        result = {"refused": str(error)}
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-        traceback.print_exc()
-    print("RESULT " + json.dumps(result), flush=True)
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def table_row(name: str, result: dict) -> str:
-    """Returns an architecture's row of the table."""
-    if "mean" in result:
         agrees = result["max"] < 1e-3 and result["mean"] < 1e-5
-        verdict = "agrees" if agrees else "**disagrees**"
-        return f"| {name} | {verdict} | {result['mean']:.1e} | {result['max']:.1e} |"
-    kind = "refused" if "refused" in result else "fails"
-    reason = result.get("refused", result.get("error", ""))
-    reason = " ".join(reason.split()).replace("|", "/").split(" [type=")[0]
-    return f"| {name} | {kind}: {reason[:160]} | | |"
+        result["verdict"] = "agrees" if agrees else "**disagrees**"
+    except BadInput as error:
+        result = {"verdict": f"refused: {error}"}
+    except Exception as error:
+        result = {"verdict": f"fails: {type(error).__name__}: {error}"}
+    print("RESULT " + json.dumps(result), flush=True)
+    os._exit(0)  # an engine leaves nothing to tidy up
 
 
 def in_own_process(name: str, options) -> dict:
-    """Runs `compare_and_exit` in a process of its own; returns its result."""
-    words = [word for word in sys.argv[1:] if word not in options.names]
-    command = [sys.executable, __file__, *words, "--one", name]
-    result = {"error": "no answer"}
+    """Compares one architecture in a process of its own; returns its row of the table."""
+    command = [sys.executable, __file__, name, "--one", "--dtype", options.dtype]
+    command += ["--reference", options.reference]
+    result = {"verdict": "fails: no answer"}
     with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         for line in done.stdout.splitlines():
             if line.startswith("RESULT "):
                 result = json.loads(line.removeprefix("RESULT "))
-        if options.verbose:
-            print(done.stdout, done.stderr, file=sys.stderr)
-    return result
+    verdict = " ".join(result["verdict"].split()).replace("|", "/")
+    verdict = re.sub(r"--model \S+ has", "the model has", verdict)
+    return {"name": name, **result, "verdict": verdict.split(" [type=")[0][:160]}
 
 
 def main() -> None:
     """Compares the architectures, each in a process of its own, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help=", ".join(ARCHITECTURES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reference", default="policy", choices=["policy", "eager"])
-    parser.add_argument("--trainer_first", action="store_true", help="build the trainer's model before the engine")
-    parser.add_argument("--engine_args", default="{}", help="more arguments of vllm.LLM, as a JSON object")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for an architecture")
-    parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         return compare_and_exit(options.names[0], options)
-    print("| architecture | engine and trainer | mean | max |\n| --- | --- | --- | --- |", flush=True)
+    print("| architecture | engine and trainer | mean | max |\n| --- | --- | --- | --- |")
+    rows = []
     for name in options.names or ARCHITECTURES:
-        print(table_row(name, in_own_process(name, options)), flush=True)
+        row = in_own_process(name, options)
+        numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("mean", "max")]
+        print(f"| {name} | {row['verdict']} | {' | '.join(numbers)} |", flush=True)
+        rows.append(row)
+    common.write_rows(options.out, rows)
 
 
 if __name__ == "__main__":

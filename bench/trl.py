@@ -1,23 +1,17 @@
-"""Compares the seconds of a GRPO step in flatrl and in TRL's GRPOTrainer, at the same work.
+"""How long does a GRPO step take in flatrl, and the same work in TRL's GRPOTrainer?
 
     pip install trl==1.16.0 datasets
-    python bench/trl.py [--model FOLDER] [--prompts 16] [--group_size 8] [--tokens 64] [--rounds 5]
-    python bench/trl.py --trl generate vllm     # beside TRL with vLLM in its process, too
+    python bench/trl.py --rounds 7
+    python bench/trl.py --trl generate vllm     # TRL with vLLM in its process, too
+    python bench/trl.py --prompt_tokens 300     # tool schemas before every question
+    python bench/trl.py --free                  # responses end where the model ends them
     python bench/trl.py --trl                   # flatrl alone; TRL need not be installed
-    python bench/trl.py --prompt_tokens 300     # a system prompt and tool schemas before every question
 
-Both train the same model on the same prompts, with equal lengths, updates, precision and
-threads. Whole steps of a single turn are timed: flatrl is `train.main` with this file as its
---task, TRL is `GRPOTrainer.train`, which generates with transformers' `generate` or (--trl
-vllm) with vLLM in its own process. Each side runs in a process of its own, made once, and they
-take turns, A B A B: a side makes one step, then it waits until the others have made theirs. A
-step is timed from outside, from the word to go until its end, so that nothing of it is missed;
-each side says itself what it was spent on. Every response has --tokens tokens (flatrl and
-vLLM: ignore_eos; transformers: min_new_tokens). There is one update a step, no KL, no
-evaluation, and no checkpoint; flatrl writes its metrics and rollouts as always, TRL logs
-nothing. On a CPU all is float32. With --free, responses end where the model ends them: both
-sides sample from the same distribution of lengths. The table has the medians of a step's
-parts, and how many times faster flatrl is.
+Both train the same model on the same prompts, with the same lengths, updates, precision and
+threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each
+side has a process of its own, and they take turns: a side makes one step, and waits until the
+others have made theirs. A step is timed from outside, and each side tells its parts. There is
+one update a step, no KL, no evaluation and no checkpoint. On a CPU all is float32.
 """
 
 import argparse
@@ -37,11 +31,14 @@ from transformers.utils import get_json_schema
 from agent_loop import render
 from examples import calculator
 
-# ---------------------------------------------------------------- what both train on; for flatrl this is a task file
+ENDLESS = 10**6  # steps: the parent ends the processes
+PARTS = ("sync", "generate", "update")
+
+# ---------------------------------------------------------------- the task of both
 
 
 def load(split: str) -> list[dict]:
-    """Returns the calculator's questions, with a system prompt before them if there is one."""
+    """Returns the calculator's questions, behind a system prompt if there is one."""
     n_prompts = int(os.environ["BENCH_PROMPTS"])
     system = os.environ["BENCH_SYSTEM"]
     rows = calculator.load(split)[: n_prompts if split == "train" else 1]
@@ -52,14 +49,14 @@ def load(split: str) -> list[dict]:
 
 
 def system_prompt(model: str, n_tokens: int) -> str:
-    """Returns as many instructions and tool schemas as make the first prompt n_tokens long; ""
-    for 0."""
+    """Returns instructions and tool schemas that make the first prompt n_tokens long."""
     if not n_tokens:
         return ""
     tokenizer = AutoTokenizer.from_pretrained(model)
     question = calculator.load("train")[0]["prompt"]
-    text = f"You are an assistant with tools. {json.dumps(get_json_schema(calculator.calculator))} "
-    token_ids = tokenizer.encode(text * (1 + n_tokens // 50), add_special_tokens=False)
+    schema = json.dumps(get_json_schema(calculator.calculator))
+    text = f"You are an assistant with tools. {schema} " * (1 + n_tokens // 50)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
 
     def prompt_length(n: int) -> int:
         system = {"role": "system", "content": tokenizer.decode(token_ids[:n])}
@@ -70,8 +67,7 @@ def system_prompt(model: str, n_tokens: int) -> str:
 
 
 def score(text: str) -> float:
-    """Returns a reward that differs in nearly all responses, so that every group has something
-    to learn from."""
+    """Returns a reward that differs in nearly all responses: every group has a signal."""
     return len(set(text)) / max(1, len(text))
 
 
@@ -83,36 +79,48 @@ def trl_rewards(completions, **columns) -> list[float]:
     return [score(completion[0]["content"]) for completion in completions]
 
 
-# ---------------------------------------------------------------- the sides, each in a process of its own
+# ---------------------------------------------------------------- the sides
 
 
 def end_step(pipe, parts: dict[str, float]) -> None:
-    """Tells the parent that a step is over and what it was spent on, and waits for the word to
-    make the next."""
+    """Tells the parent the parts of a step, and waits for the word to make the next."""
     pipe.send(parts)
     pipe.recv()
 
 
 def flatrl(pipe, options: argparse.Namespace, folder: str) -> None:
-    """Trains with train.main, step by step as the parent says."""
+    """Trains with train.main, step by step."""
     import train
     from flatrl.log import Log
 
-    names = {"sync": "timing/sync_s", "generate": "timing/rollout_s", "update": "timing/train_s",
-             "length": "response_length/mean"}  # fmt: skip
+    names = {
+        "sync": "timing/sync_s",
+        "generate": "timing/rollout_s",
+        "update": "timing/train_s",
+        "length": "response_length/mean",
+    }
     write_metrics = Log.metrics
 
     def write_and_wait(log, metrics: dict, *learned) -> None:
         write_metrics(log, metrics, *learned)
-        end_step(pipe, {name: metrics.get(metric, 0.0) for name, metric in names.items()})
+        end_step(pipe, {part: metrics.get(metric, 0.0) for part, metric in names.items()})
 
-    Log.metrics = write_and_wait  # the last that main calls in a step
+    Log.metrics = write_and_wait  # the last call of a step
     args = train.Args(
-        task=__file__, model=options.model, output_dir=f"{folder}/flatrl", num_steps=10**6, eval_every=0, save_every=0,
-        show_every=0, prompts_per_step=options.prompts, group_size=options.group_size, lr=options.lr,
-        max_response_tokens=options.tokens, sampling_args="{}" if options.free else '{"ignore_eos": true}',
-        max_model_len=512 + options.tokens, tokens_per_micro_batch=options.micro_batch, engine_args=options.engine_args,
-    )  # fmt: skip
+        task=__file__,
+        model=options.model,
+        output_dir=f"{folder}/flatrl",
+        num_steps=ENDLESS,
+        eval_every=0,
+        save_every=0,
+        prompts_per_step=options.prompts,
+        group_size=options.group_size,
+        lr=1e-6,
+        max_response_tokens=options.tokens,
+        sampling_args="{}" if options.free else '{"ignore_eos": true}',
+        max_model_len=512 + options.tokens,
+        engine_args=options.engine_args,
+    )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         train.main(args)
 
@@ -131,38 +139,48 @@ def time_calls(of, name: str, spent: dict[str, float]) -> None:
 
 
 def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = False) -> None:
-    """Trains with GRPOTrainer.train, step by step as the parent says."""
+    """Trains with GRPOTrainer.train, step by step."""
     import torch
     from transformers import TrainerCallback
 
     if vllm and not torch.cuda.is_available():
         common.make_trl_vllm_updatable()
-    forced_length = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
+    forced = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
     spent: dict[str, float] = {}
 
     class Turns(TrainerCallback):
-        """Waits for the word before each step, and tells what a step was spent on after it."""
-
         def on_train_begin(self, *state, **more):
             end_step(pipe, {})
 
         def on_step_end(self, *state, **more):
             sync = spent.get("sync_weights", 0.0)
+            lengths = trainer._metrics["train"]["completions/mean_length"]
             parts = {
-                "sync": sync, "generate": spent["_generate"] - sync,
+                "sync": sync,
+                "generate": spent["_generate"] - sync,
                 "update": spent["training_step"] - spent["_prepare_inputs"],
-                "length": trainer._metrics["train"]["completions/mean_length"][-1],
-            }  # fmt: skip
+                "length": lengths[-1],
+            }
             end_step(pipe, parts)
             spent.clear()
 
     trainer = common.trl_trainer(
-        options.model, f"{folder}/trl", [{"prompt": row["prompt"]} for row in load("train")], trl_rewards,
-        callbacks=[Turns()], per_device_train_batch_size=options.prompts * options.group_size,
-        num_generations=options.group_size, max_completion_length=options.tokens,
-        generation_kwargs={} if options.free else forced_length, temperature=1.0, learning_rate=options.lr,
-        lr_scheduler_type="constant", max_steps=10**6, use_vllm=vllm, vllm_max_model_length=options.tokens + 512,
-    )  # fmt: skip
+        options.model,
+        f"{folder}/trl",
+        [{"prompt": row["prompt"]} for row in load("train")],
+        trl_rewards,
+        callbacks=[Turns()],
+        per_device_train_batch_size=options.prompts * options.group_size,
+        num_generations=options.group_size,
+        max_completion_length=options.tokens,
+        generation_kwargs={} if options.free else forced,
+        temperature=1.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_steps=ENDLESS,
+        use_vllm=vllm,
+        vllm_max_model_length=options.tokens + 512,
+    )
     for name in ("_generate", "_prepare_inputs", "training_step"):
         time_calls(trainer, name, spent)
     if vllm:
@@ -183,67 +201,74 @@ SIDES = {"flatrl": flatrl, "TRL, generate": trl_generate, "TRL, vllm": trl_vllm}
 # ---------------------------------------------------------------- measuring
 
 
-def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list[dict]]:
-    """Starts a process for each side and lets them make their steps by turns; returns the
-    seconds of each step's parts, without those of the warm-up."""
+def start(name: str, options: argparse.Namespace, folder: str) -> tuple:
+    """Starts the process of a side, and waits until it is about to make a step; returns it, and
+    the pipe to it."""
     context = multiprocessing.get_context("spawn")
-    table: dict[str, list[dict]] = {name: [] for name in sides}
-    pipes = {}
-    processes = []
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=SIDES[name], args=(theirs, options, folder), daemon=True)
+    process.start()
+    theirs.close()
+    pipe.recv()
+    return process, pipe
+
+
+def one_step(pipe) -> dict[str, float]:
+    """Lets a side make a step; returns the seconds of its parts."""
+    started = time.perf_counter()
+    pipe.send(None)
+    parts = pipe.recv()
+    return {"step": time.perf_counter() - started, **parts}
+
+
+def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
+    """Lets the sides make their steps by turns; returns them without those of the warm-up."""
+    steps: dict[str, list] = {name: [] for name in sides}
+    started: dict[str, tuple] = {}
     try:
-        for name in sides:  # one after the other: no side may be at work while another is timed
-            pipes[name], their_end = context.Pipe()
-            process = context.Process(target=SIDES[name], args=(their_end, options, folder), daemon=True)
-            processes.append(process)
-            process.start()
-            their_end.close()
-            pipes[name].recv()
+        for name in sides:  # one after the other: none works while another is timed
+            started[name] = start(name, options, folder)
         for i in range(options.warm_up + options.rounds):
-            for name in sides:
-                started = time.perf_counter()
-                pipes[name].send(None)
-                parts = pipes[name].recv()
-                seconds = time.perf_counter() - started
-                rest = seconds - sum(parts.get(part, 0.0) for part in ("sync", "generate", "update"))
-                table[name].append({"step": seconds, **parts, "rest": rest})
-            title = f"round {i - options.warm_up + 1}" if i >= options.warm_up else "warm-up"
-            seconds = ", ".join(f"{name} {steps[-1]['step']:.2f} s" for name, steps in table.items())
+            for name, (_, pipe) in started.items():
+                steps[name].append(one_step(pipe))
+            seconds = ", ".join(f"{name} {made[-1]['step']:.2f} s" for name, made in steps.items())
+            title = "warm-up" if i < options.warm_up else "round"
             print(f"{title}: {seconds}", flush=True)
     finally:
-        for process in processes:
+        for process, _ in started.values():
             process.kill()
             process.join()
-    return {name: steps[options.warm_up :] for name, steps in table.items()}
+    return {name: made[options.warm_up :] for name, made in steps.items()}
 
 
-def print_table(table: dict[str, list[dict]], options: argparse.Namespace) -> None:
-    """Prints the median of each part of each side's steps, and the ratios to flatrl's steps,
-    taken round by round."""
-    columns = ("length", "step", "sync", "generate", "update", "rest")
-    at_most = " at most" if options.free else ""
-    print(f"\n{options.prompts} prompts x {options.group_size}, {options.tokens} tokens{at_most}, prompts of "
-          f"{options.prompt_tokens or 'their own'} tokens, {os.environ['OMP_NUM_THREADS']} threads; medians of "
-          f"{options.rounds} rounds, seconds")  # fmt: skip
-    print(f"{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by (min - max)")
-    for name, steps in table.items():
-        medians = [statistics.median(step.get(column, 0.0) for step in steps) for column in columns]
-        ratios = [step["step"] / ours["step"] for step, ours in zip(steps, table["flatrl"], strict=True)]
-        ratio = "" if name == "flatrl" else common.spread(ratios)
-        print(f"{name:16}" + "".join(f"{median:10.3f}" for median in medians) + f"   {ratio}")
+def print_table(steps: dict[str, list]) -> list[dict]:
+    """Prints the medians of each side's parts, and the ratios of the rounds; returns the rows."""
+    columns = ("length", "step", *PARTS)
+    print(f"\n{'':16}" + "".join(f"{name:>10}" for name in columns) + "   flatrl is faster by")
+    rows = []
+    for name, made in steps.items():
+        row = {"side": name}
+        for column in columns:
+            row[column] = statistics.median(step.get(column, 0.0) for step in made)
+        text = "".join(f"{row[column]:10.3f}" for column in columns)
+        if name != "flatrl":
+            pairs = zip(made, steps["flatrl"], strict=True)
+            ratios = [theirs["step"] / ours["step"] for theirs, ours in pairs]
+            row["ratio"] = common.of_rounds(ratios)
+            text += f"   {common.spread(ratios)}"
+        print(f"{name:16}{text}")
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     """Builds the model if none is given, measures the sides, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: a random model of 2.6M parameters and 275 tokens")
-    for name, default in (("prompts", 16), ("group_size", 8), ("tokens", 64), ("rounds", 5), ("warm_up", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--prompt_tokens", type=int, default=0, help="0: the question alone, 13 with the default model")
-    parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"], help="TRL's sides")
-    parser.add_argument("--free", action="store_true", help="responses end by themselves, --tokens is only the limit")
-    parser.add_argument("--micro_batch", type=int, default=16384, help="flatrl's tokens_per_micro_batch")
-    parser.add_argument("--engine_args", default="{}", help="of flatrl's engine, as in train.py")
+    numbers = dict(prompts=16, group_size=8, tokens=64, rounds=5, warm_up=2, prompt_tokens=0)
+    parser = common.make_parser(__doc__, **numbers)
+    parser.add_argument("--model", help="default: a random model of 2.6M parameters")
+    parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
+    parser.add_argument("--free", action="store_true", help="--tokens is only the limit")
+    parser.add_argument("--engine_args", default="{}", help="as in train.py")
     options = parser.parse_args()
     if options.trl and common.missing_for_trl():
         parser.error(common.missing_for_trl())
@@ -252,7 +277,7 @@ def main() -> None:
         options.model = options.model or common.random_model(f"{folder}/model", **common.LARGER)
         os.environ["BENCH_PROMPTS"] = str(options.prompts)
         os.environ["BENCH_SYSTEM"] = system_prompt(options.model, options.prompt_tokens)
-        print_table(measure(sides, options, folder), options)
+        common.write_rows(options.out, print_table(measure(sides, options, folder)))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,22 @@
-"""Compares the seconds of scoring and of an update with three other implementations.
+"""How long do scoring and an update take, without sharing, and in a bare loop?
 
-    python bench/update.py [--prompt_tokens 24 256 1024] [--response_tokens 64 256] [--rounds 5] [--model FOLDER]
-    python bench/update.py --distinct           # every trajectory has a prompt of its own: there is nothing to share
-    python bench/update.py --micro_batch 2048   # tokens in one forward and backward pass, of every side
-    pip install trl==1.16.0 datasets            # for --sides TRL
+    python bench/update.py [--prompt_tokens 24 256 1024] [--response_tokens 64 256]
+    python bench/update.py --distinct           # no prompt is shared
+    python bench/update.py --micro_batch 2048   # tokens in a forward and backward pass
 
-    flatrl      train.score_tokens; train.optimise: one optimiser step, GRPO, on-policy, no KL
-    unshared    the same with every trajectory as a sequence of its own
-    bare        the transformers model's own forward (sdpa) on right-padded rows, the head on
-                the responses alone, log-softmax, backward, AdamW: no reinforcement learning,
-                no entropies, no metrics
-    TRL         GRPOTrainer's own training_step on prepared inputs, clipping and optimiser
-                step; its own logprobs
+    flatrl      train.score_tokens; train.optimise: one optimiser step, GRPO, no KL
+    unshared    the same, with every trajectory as a sequence of its own
+    bare        transformers' forward (sdpa) on right-padded rows, log-softmax, backward, AdamW
 
-All sides get the same trajectories, groups that share their prompts, and take turns in one
-process (A B A B ...). Token ids are random; there are --prompts x --group_size trajectories,
-and responses have equal lengths, so that rows have no padding to lose time on. Before anything
-is timed, all sides must give the same logprobs. For every length of prompts and of responses
-there is a row for each side: the seconds of scoring and of an update, how many times flatrl's
-they are (taken round by round, then the median), the tokens that go through the network, and
-the memory. Memory on CUDA is the peak of what an update allocates; on a CPU it is the peak of
-what its forward passes keep for their backward passes, without the weights.
+All sides get the same random trajectories and take turns in one process; all must give the same
+logprobs first. Responses have equal lengths, so that no row has padding to lose time on. The
+table has the seconds of scoring and of an update, how many times flatrl's they are, the tokens
+that pass the network, and the memory: on CUDA the peak of an update, on a CPU the most that its
+forward passes keep for their backward passes.
 """
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -42,75 +33,91 @@ from flatrl import devices
 LR = 0.0  # the same work, and all sides keep the same weights
 
 
-def trajectories(options: argparse.Namespace, vocab_size: int, prompt_tokens: int, response_tokens: int) -> dict:
-    """Returns a batch of random token ids with random advantages, in which the members of a
-    group share a prompt."""
+def trajectories(options: argparse.Namespace, vocab_size: int, P: int, R: int) -> dict:
+    """Returns a batch of random tokens and advantages: prompts of P tokens, responses of R."""
     generator = torch.Generator().manual_seed(0)
-    n = response_tokens
 
     def random_ids(n: int) -> list[int]:
         return torch.randint(3, vocab_size, (n,), generator=generator).tolist()
 
     outputs = []
     for _ in range(options.prompts):
-        shared_prompt = random_ids(prompt_tokens)
+        shared = random_ids(P)
         for _ in range(options.group_size):
-            prompt = random_ids(prompt_tokens) if options.distinct else shared_prompt
-            output = AgentLoopOutput(prompt_ids=prompt, response_ids=random_ids(n), response_mask=[1] * n,
-                                     response_logprobs=[0.0] * n, response_versions=[0] * n, reward=0.0)  # fmt: skip
+            output = AgentLoopOutput(
+                prompt_ids=random_ids(P) if options.distinct else shared,
+                response_ids=random_ids(R),
+                response_mask=[1] * R,
+                response_logprobs=[0.0] * R,
+                response_versions=[0] * R,
+                reward=0.0,
+            )
             outputs.append(output)
     batch = data.collate(outputs)
     batch["unit_tokens"] = batch["response_mask"].sum(-1)  # every row is a unit
-    batch["advantages"] = torch.randn(len(outputs), generator=generator)[:, None].expand(-1, n).clone()
+    advantages = torch.randn(len(outputs), generator=generator)
+    batch["advantages"] = advantages[:, None].expand(-1, R).clone()
     return batch
 
 
-# ---------------------------------------------------------------- the sides: score(batch) -> (B, T), update(batch)
+# ---------------------------------------------------------------- the sides
 
 
 class Flatrl:
     """flatrl's own scoring and update."""
 
-    in_prefix_order = staticmethod(data.in_prefix_order)  # finds what the rows of a micro-batch share
+    in_prefix_order = staticmethod(data.in_prefix_order)  # finds what rows share
 
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
-        self.args, self.accelerator = args, accelerator
+        self.args = args
+        self.accelerator = accelerator
         self.learner = train.Learner(train.Policy(args), LR, 1, args, accelerator)
         self.model = self.learner.net
 
     def sizes(self, batch: dict) -> list[int]:
-        """Returns the tokens of each micro-batch that go through the network."""
+        """Returns the tokens of each micro-batch that pass the network."""
         data.in_prefix_order = self.in_prefix_order
         rows = range(len(batch["lengths"]))
-        micros = data.micro_batches_of_this_rank(batch, rows, self.args.tokens_per_micro_batch)
-        return [self.model.pack(batch, micro)["inputs"]["input_ids"].numel() for micro in micros]
+        most = self.args.tokens_per_micro_batch
+        micros = data.micro_batches_of_this_rank(batch, rows, most)
+        packed = [self.model.pack(batch, micro)["inputs"] for micro in micros]
+        return [inputs["input_ids"].numel() for inputs in packed]
 
     def score(self, batch: dict) -> torch.Tensor:
         data.in_prefix_order = self.in_prefix_order
         return train.score_tokens(self.model, batch, self.args)
 
-    def update(self, batch: dict):
+    def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
         rows = range(len(batch["lengths"]))
-        train.optimise(self.learner, train.policy_objective, batch, rows, self.args, self.accelerator)
+        columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
+        train.optimise(
+            self.learner,
+            train.policy_objective,
+            batch,
+            columns,
+            rows,
+            self.args,
+            self.accelerator,
+        )
 
 
 class Unshared(Flatrl):
-    """The same with every trajectory as a sequence of its own."""
+    """The same, with every trajectory as a sequence of its own."""
 
     @staticmethod
     def in_prefix_order(batch, rows):
-        """Says, in the place of data.in_prefix_order, that no row shares anything with another
-        one."""
+        """Takes the place of data.in_prefix_order: no row shares anything."""
         return data.MicroBatch(list(rows), batch["lengths"][rows].tolist(), [0] * len(rows))
 
 
 class Bare:
-    """A bare loop of transformers' own forward and backward, on right-padded rows."""
+    """A bare loop of transformers' forward and backward pass, on right-padded rows."""
 
     def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
-        self.tokens, self.accelerator = options.micro_batch, accelerator
-        model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa", dtype=torch.float32)
+        self.tokens = options.micro_batch
+        self.accelerator = accelerator
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         self.model = model.to(accelerator.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0)
 
@@ -119,33 +126,40 @@ class Bare:
         return [micro["input_ids"].numel() for micro in self.micro_batches(batch)]
 
     def micro_batches(self, batch: dict) -> list[dict]:
-        """Cuts a batch into as few parts of equal size as the budget of tokens allows."""
+        """Cuts a batch into as few equal parts as the budget of tokens allows."""
         B, L = batch["input_ids"].shape
-        T = batch["response_mask"].shape[1]  # of every response: no row has padding
-        columns = {key: batch[key] for key in ("input_ids", "lengths", "response_mask", "advantages")}
+        T = batch["response_mask"].shape[1]
+        names = ("input_ids", "lengths", "response_mask", "advantages")
+        columns = {name: batch[name] for name in names}
         columns["response_ids"] = batch["input_ids"][:, L - T :]
         n = -(-B // max(1, self.tokens // L))
-        micros = []
-        for rows in torch.arange(B).tensor_split(n):
-            micros.append({key: column[rows].to(self.accelerator.device) for key, column in columns.items()})
-        return micros
+        device = self.accelerator.device
+        return [
+            {name: column[rows].to(device) for name, column in columns.items()}
+            for rows in torch.arange(B).tensor_split(n)
+        ]
 
     def logprobs(self, micro: dict) -> torch.Tensor:
         """Returns the logprobs of the responses' tokens, (rows, T)."""
-        positions = torch.arange(micro["input_ids"].shape[1], device=micro["lengths"].device)
-        attention_mask = (positions < micro["lengths"][:, None]).long()
+        lengths = micro["lengths"]
+        positions = torch.arange(micro["input_ids"].shape[1], device=lengths.device)
         with self.accelerator.autocast():
-            n_logits = micro["response_ids"].shape[1] + 1
-            logits = self.model(input_ids=micro["input_ids"], attention_mask=attention_mask, use_cache=False,
-                                logits_to_keep=n_logits).logits[:, :-1]  # fmt: skip
-        return logits.float().log_softmax(-1).gather(-1, micro["response_ids"][..., None])[..., 0]
+            logits = self.model(
+                input_ids=micro["input_ids"],
+                attention_mask=(positions < lengths[:, None]).long(),
+                use_cache=False,
+                logits_to_keep=micro["response_ids"].shape[1] + 1,
+            ).logits[:, :-1]
+        chosen = micro["response_ids"][..., None]
+        return logits.float().log_softmax(-1).gather(-1, chosen)[..., 0]
 
     @torch.no_grad()
     def score(self, batch: dict) -> torch.Tensor:
-        return torch.cat([self.logprobs(micro).float().cpu() for micro in self.micro_batches(batch)])
+        parts = [self.logprobs(micro) for micro in self.micro_batches(batch)]
+        return torch.cat(parts).float().cpu()
 
-    def update(self, batch: dict):
-        """Makes one optimiser step: the advantage-weighted mean of -logprob over all tokens."""
+    def update(self, batch: dict) -> None:
+        """Makes one optimiser step on the mean of -advantage * logprob over all tokens."""
         n_tokens = batch["response_mask"].sum().item()
         for micro in self.micro_batches(batch):
             weighted = self.logprobs(micro) * micro["advantages"] * micro["response_mask"]
@@ -154,45 +168,7 @@ class Bare:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class Trl(Bare):
-    """TRL's own training step on the same padded rows."""
-
-    def __init__(self, options: argparse.Namespace, args: train.Args, accelerator):
-        self.tokens, self.accelerator = options.micro_batch, accelerator
-        self.trainer = common.trl_trainer(
-            options.model, f"{options.folder}/trl", [{"prompt": "?"}], lambda completions, **columns: [],
-            per_device_train_batch_size=options.group_size, num_generations=options.group_size, max_steps=10**6,
-            learning_rate=LR, temperature=1.0,
-        )  # fmt: skip
-        self.trainer._prepare_inputs = lambda inputs: inputs  # what it would generate and score here is given
-        self.trainer.create_optimizer()
-        self.model = self.trainer.model.train()
-
-    def logprobs(self, micro: dict) -> torch.Tensor:
-        token_ids = micro["input_ids"]
-        T = micro["response_ids"].shape[1]
-        attention_mask = torch.ones_like(token_ids)
-        return self.trainer._get_per_token_logps_and_entropies(self.model, token_ids, attention_mask, T)[0]
-
-    def update(self, batch: dict):
-        """Makes one optimiser step out of the trainer's own parts."""
-        trainer = self.trainer
-        micros = self.micro_batches(batch)
-        trainer.current_gradient_accumulation_steps = len(micros)
-        trainer.args.steps_per_generation = len(micros)
-        for micro in micros:
-            prompts = micro["input_ids"][:, : -micro["response_ids"].shape[1]]
-            inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts),
-                      "completion_ids": micro["response_ids"], "completion_mask": micro["response_mask"].long(),
-                      "advantages": micro["advantages"][:, 0],
-                      "num_items_in_batch": batch["response_mask"].sum()}  # fmt: skip
-            trainer.training_step(self.model, inputs, None)
-        trainer.accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm)
-        trainer.optimizer.step()
-        self.model.zero_grad()
-
-
-SIDES = {"flatrl": Flatrl, "unshared": Unshared, "bare": Bare, "TRL": Trl}
+SIDES = {"flatrl": Flatrl, "unshared": Unshared, "bare": Bare}
 
 # ---------------------------------------------------------------- measuring
 
@@ -202,7 +178,7 @@ class SavedMemory:
     `peak` is the most."""
 
     def __init__(self, weights):
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in weights}  # these do not count
+        self.weights = {parameter.untyped_storage().data_ptr() for parameter in weights}
         self.n_users = Counter()  # kept tensors of each storage
         self.bytes = 0
         self.peak = 0
@@ -211,7 +187,7 @@ class SavedMemory:
         return KeptTensor(self, tensor)
 
     def change(self, storage, n: int) -> None:
-        """Notes that a storage has n kept tensors more (1) or fewer (-1)."""
+        """Notes that a storage has one kept tensor more (n = 1) or fewer (n = -1)."""
         address = storage.data_ptr()
         before = self.n_users[address]
         self.n_users[address] += n
@@ -222,10 +198,12 @@ class SavedMemory:
 
 
 class KeptTensor:
-    """A tensor that autograd keeps: it counts from its making until nobody has it any more."""
+    """A tensor that autograd keeps: it counts until it is collected."""
 
     def __init__(self, memory: SavedMemory, tensor):
-        self.memory, self.tensor, self.storage = memory, tensor, tensor.untyped_storage()
+        self.memory = memory
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
         memory.change(self.storage, 1)
 
     def __del__(self):
@@ -253,43 +231,47 @@ def seconds_of(function, batch: dict) -> float:
     return time.perf_counter() - started
 
 
-def measure(sides: dict, batch: dict, rounds: int):
-    """Compares the sides' logprobs of a batch, times them by turns, and prints a row for each."""
+def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
+    """Compares the sides' logprobs, times the sides by turns, prints and returns their rows."""
     scores = {name: side.score(batch) for name, side in sides.items()}  # also a warm-up
     for name, score in scores.items():
         largest = (score - scores["flatrl"]).abs().max().item()
-        assert largest < (0.1 if torch.cuda.is_available() else 1e-3), f"{name}'s logprobs are {largest} off"
-    memory = {name: peak_memory(side, batch) for name, side in sides.items()}  # also a warm-up
-    timings = []  # of each round, for each side: its seconds of "score" and of "update"
-    for _ in range(rounds):
-        timing = {}
-        for name, side in sides.items():
-            timing[name] = {"score": seconds_of(side.score, batch), "update": seconds_of(side.update, batch)}
-        timings.append(timing)
+        tolerance = 0.1 if torch.cuda.is_available() else 1e-3
+        assert largest < tolerance, f"{name}'s logprobs are {largest} off"
+    memory = {name: peak_memory(side, batch) for name, side in sides.items()}
+    timings = [
+        {
+            (name, work): seconds_of(getattr(side, work), batch)
+            for name, side in sides.items()
+            for work in ("score", "update")
+        }
+        for _ in range(rounds)
+    ]
+    rows = []
     for name, side in sides.items():
-        cells = []
-        for work in ("score", "update"):
-            ratios = [timing[name][work] / timing["flatrl"][work] for timing in timings]
-            cells.append(f"{statistics.median(timing[name][work] for timing in timings):9.3f} s")
-            cells.append(f"{common.spread(ratios):>20}")
         sizes = side.sizes(batch)
-        cells.append(f"{sum(sizes):7,} tokens in {len(sizes)} passes, {memory[name]:6,.0f} MB for {max(sizes):6,}")
-        print(f"  {name:9}", *cells, flush=True)
+        row = {"side": name, "tokens": sum(sizes), "passes": len(sizes), "mb": memory[name]}
+        text = f"  {name:9}"
+        for work in ("score", "update"):
+            ratios = [timing[name, work] / timing["flatrl", work] for timing in timings]
+            row[f"{work}_s"] = common.of_rounds([timing[name, work] for timing in timings])[0]
+            row[f"{work}_ratio"] = common.of_rounds(ratios)[0]
+            text += f" {row[f'{work}_s']:9.3f} s {common.spread(ratios):>20}"
+        print(f"{text} {sum(sizes):7,} tokens in {len(sizes)} passes, {memory[name]:,.0f} MB")
+        rows.append(row)
+    return rows
 
 
-def main():
+def main() -> None:
     """Builds the sides, and measures them for every length of prompts and responses."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="default: a random model of 4 layers and a width of 256")
-    for name, default in (("prompts", 4), ("group_size", 8), ("rounds", 5), ("micro_batch", 16384)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    numbers = dict(prompts=4, group_size=8, rounds=5, micro_batch=16384)
+    parser = common.make_parser(__doc__, **numbers)
+    parser.add_argument("--model", help="default: a random model of 2.6M parameters")
     parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[24, 256, 1024])
     parser.add_argument("--response_tokens", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--distinct", action="store_true", help="every trajectory has a prompt of its own")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="beside flatrl")
+    parser.add_argument("--distinct", action="store_true", help="no prompt is shared")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     options = parser.parse_args()
-    if "TRL" in options.sides and common.missing_for_trl():
-        parser.error(f"{common.missing_for_trl()}, or leave TRL out with --sides unshared bare")
     with tempfile.TemporaryDirectory() as options.folder:
         if not options.model:
             larger = common.LARGER | {"max_position_embeddings": 4096}
@@ -300,18 +282,18 @@ def main():
         data.register_packed_attention()
         names = dict.fromkeys(["flatrl", *options.sides])  # each once
         sides = {name: SIDES[name](options, args, accelerator) for name in names}
-        parameters = sum(parameter.numel() for parameter in sides["flatrl"].model.parameters())
-        distinct = ", distinct prompts" if options.distinct else ""
-        print(f"{options.prompts} x {options.group_size}{distinct}, micro-batches of {options.micro_batch} tokens, "
-              f"{parameters / 1e6:.1f}M parameters, {accelerator.device.type}, {os.environ['OMP_NUM_THREADS']} "
-              "threads; seconds, and how many times flatrl's (min - max)")  # fmt: skip
         vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
-        for prompt_tokens in options.prompt_tokens:
-            for response_tokens in options.response_tokens:
-                print(f"prompts of {prompt_tokens}, responses of {response_tokens} tokens")
-                args.max_response_tokens = response_tokens
-                batch = trajectories(options, vocab_size, prompt_tokens, response_tokens)
-                measure(sides, batch, options.rounds)
+        threads = os.environ["OMP_NUM_THREADS"]
+        print(f"{options.prompts} x {options.group_size}, {accelerator.device}, {threads} threads")
+        rows = []
+        for P in options.prompt_tokens:
+            for R in options.response_tokens:
+                print(f"prompts of {P}, responses of {R} tokens", flush=True)
+                args.max_response_tokens = R
+                batch = trajectories(options, vocab_size, P, R)
+                case = {"prompt_tokens": P, "response_tokens": R}
+                rows += [case | row for row in measure(sides, batch, options.rounds)]
+    common.write_rows(options.out, rows)
 
 
 if __name__ == "__main__":

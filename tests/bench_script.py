@@ -1,9 +1,8 @@
 """Runs a bench for tests/test_bench.py: `bench_script.py bench/NAME.py FLAGS` is `python
-bench/NAME.py FLAGS`, faster.
+bench/NAME.py FLAGS`, but faster.
 
-What the bench starts with this Python is forked, as by tests/forking.py, and so are the
-processes of multiprocessing's "spawn". Packages that only draw pictures or make questions, and
-that need not be installed for the tests, are replaced.
+Whatever the bench starts with this Python is forked, as by tests/forking.py, and so are the
+processes of multiprocessing's "spawn". matplotlib, which need not be installed, is replaced.
 """
 
 import json
@@ -16,8 +15,7 @@ from zygote import leave, main_module, run_as_main
 
 
 class Picture:
-    """Has what the benches use of a matplotlib figure and its axes; savefig writes the points of
-    every curve as JSON."""
+    """Stands in for a figure and its axes; savefig writes the points of every curve as JSON."""
 
     def __init__(self):
         self.curves = []
@@ -33,16 +31,6 @@ class Picture:
             json.dump(self.curves, file)
 
 
-class Needles(list):
-    """Has what bench/real.py uses of reasoning_gym's needle_haystack: two questions of a split."""
-
-    def __init__(self, name, seed, size, **limits):
-        super().__init__({"question": f"Ann is {i}. Who is {i}?", "answer": "Ann"} for i in (seed, seed + 1))
-
-    def score_answer(self, answer: str, entry: dict) -> float:
-        return len(set(answer)) / 100 if answer != entry["answer"] else 1.0
-
-
 def subplots(figsize) -> tuple[Picture, Picture]:
     picture = Picture()
     return picture, picture
@@ -50,8 +38,9 @@ def subplots(figsize) -> tuple[Picture, Picture]:
 
 if __name__ == "__main__":
     fork_scripts()
-    multiprocessing.get_context = lambda method, get=multiprocessing.get_context: get("fork")
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method: get_context("fork")
     pyplot = SimpleNamespace(subplots=subplots)
-    sys.modules |= {"reasoning_gym": SimpleNamespace(create_dataset=Needles), "matplotlib.pyplot": pyplot,
-                    "matplotlib": SimpleNamespace(pyplot=pyplot)}  # fmt: skip
+    sys.modules["matplotlib"] = SimpleNamespace(pyplot=pyplot)
+    sys.modules["matplotlib.pyplot"] = pyplot
     leave(run_as_main(*main_module(sys.argv[1:])))

@@ -1,0 +1,342 @@
+"""Writes the tables of README.md and docs/ from the records in results/.
+
+    python results/tables.py            # rewrites every table
+    python results/tables.py --check    # exit code 1 if a table is not that of its records
+    python results/tables.py maze       # prints one
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`. NAME is that of a function
+below; it yields the header of the table, then its rows.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+
+from record import RESULTS, read_lines
+
+REPO = RESULTS.parent
+PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLES: dict[str, Callable[[], Iterator[tuple]]] = {}
+
+
+def table(function):
+    """Registers a function whose name a page may have between its markers."""
+    TABLES[function.__name__] = function
+    return function
+
+
+class Run:
+    """What is recorded of a run: its entry of record.json, and its lines of metrics.jsonl.
+
+    Of runs before 2026-11-26 some numbers are known and their metrics are not: these stand in
+    the record's "figures", by what they are, as "max rollout/logp_diff_max".
+    """
+
+    def __init__(self, record: dict, lines: list[dict]):
+        self.record = record
+        self.lines = lines
+        self.figures = record.get("figures", {})
+
+    def values(self, metric: str) -> list[float]:
+        return [line[metric] for line in self.lines if metric in line]
+
+    def at(self, metric: str, step: int) -> str:
+        """Returns a metric after a step with three digits, "" where it was not recorded."""
+        for line in self.lines:
+            if line["step"] == step and metric in line:
+                return f"{line[metric]:.3f}"
+        return ""
+
+    def largest(self, metric: str) -> float:
+        return self.figures.get(f"max {metric}") or max(self.values(metric))
+
+    def total(self, metric: str) -> float:
+        return self.figures.get(f"sum {metric}") or sum(self.values(metric))
+
+    def first_step(self, metric: str, least: float) -> str:
+        """Returns the first step whose metric is so large, "never" if none is."""
+        figure = self.figures.get(f"first {metric} >= {least}")
+        steps = [line["step"] for line in self.lines if line.get(metric, 0) >= least]
+        return str(figure or min(steps, default="never"))
+
+    def duration(self) -> str:
+        """Returns the time that the command took."""
+        minutes, seconds = divmod(round(self.record["seconds"]), 60)
+        return f"{minutes} min {seconds} s"
+
+
+def runs(figure: str, results: Path = RESULTS) -> dict[str, Run]:
+    """Returns the runs of a figure by their names, in the order of record.json."""
+    records = json.loads((results / figure / "record.json").read_text())
+    lines = read_lines(results / figure / "metrics.jsonl")
+    return {
+        name: Run(record, [line for line in lines if line["run"] == name])
+        for name, record in records.items()
+    }
+
+
+def spread(middle: float, least: float, most: float) -> str:
+    return f"{middle:.2f} ({least:.2f} - {most:.2f})"
+
+
+# ---------------------------------------------------------------- training runs
+
+
+@table
+def quick_start():
+    differences = "largest logp_diff_max / _mean of a step"
+    steps = (0, 10, 20, 40)
+    yield "seed", *(f"eval, step {step}" for step in steps), differences, "whole command"
+    for name, run in runs("quick_start").items():
+        rewards = [run.at("eval/reward", step) for step in steps]
+        differences = [run.largest(f"rollout/logp_diff_{kind}") for kind in ("max", "mean")]
+        difference = " / ".join(f"{x:.1e}" for x in differences)
+        yield name.removeprefix("seed_"), *rewards, difference, run.duration()
+
+
+def rewards_by_step(labels: dict[str, str], figure: str, steps: tuple) -> Iterator[tuple]:
+    """Yields a row of held-out rewards for each run that `labels` names."""
+    known = runs(figure)
+    for name, label in labels.items():
+        yield label, *(known[name].at("eval/reward", step) for step in steps)
+
+
+@table
+def two_hops():
+    steps = (0, 5, 10, 15, 20, 25)
+    labels = {
+        "seed_0": "seed 0",
+        "seed_1": "seed 1, other jobs in the last minute",
+        "seed_2": "seed 2, other jobs all the time",
+        "seed_0_float32": "seed 0 in float32, AVX2 alone, other jobs in the first minutes",
+    }
+    yield "held-out reward after step", *map(str, steps), "whole command"
+    known = runs("two_hops")
+    for row, name in zip(rewards_by_step(labels, "two_hops", steps), labels, strict=True):
+        yield *row, known[name].duration()
+
+
+@table
+def two_hops_imitation():
+    steps = (5, 10, 15, 20, 25)
+    labels = {
+        "rl_beside_imitation": "40 demonstrations once, then 160 prompts with a reward",
+        "imitation_40": "the same 40 demonstrations five times",
+        "imitation_200": "200 demonstrations once",
+    }
+    yield "held-out reward after step", *map(str, steps), "seconds of steps 6 to 25"
+    known = runs("two_hops")
+    for row, name in zip(rewards_by_step(labels, "two_hops", steps), labels, strict=True):
+        figures = known[name].figures
+        yield *row, str(figures["seconds of steps 6 to 25"])
+
+
+@table
+def two_hops_trl():
+    yield "after the demonstrations", "held-out reward at first", "seconds", "steps", "then"
+    known = runs("two_hops")
+    for name, label in (("trl", "TRL with vLLM"), ("flatrl_beside_trl", "flatrl")):
+        first, last = known[name].lines
+        steps = str(last["step"] - first["step"])
+        rewards = [f"{line['held_out']:.3f}" for line in (first, last)]
+        yield label, rewards[0], str(last["seconds"]), steps, rewards[1]
+
+
+@table
+def maze():
+    steps = (0, 6, 8, 12, 18, 24)
+    yield "held-out reward after step", *map(str, steps)
+    for seed in range(3):
+        labels = {f"{algo}_{seed}": f"`{algo}`, seed {seed}" for algo in ("gigpo", "grpo")}
+        yield from rewards_by_step(labels, "maze", steps)
+
+
+@table
+def sokoban():
+    steps = (0, 5, 10, 15, 20, 25, 30)
+    yield "held-out reward after step", *map(str, steps)
+    labels = {f"seed_{seed}": f"seed {seed}" for seed in range(3)}
+    yield from rewards_by_step(labels, "sokoban", steps)
+
+
+@table
+def presets():
+    """A column has a value for each seed."""
+    yield "`--algo`", "eval before", "after", "steps to eval 0.9", "to sampled 0.9", "trajectories"
+    by_algo: dict[str, list[Run]] = {}
+    for name, run in runs("presets").items():
+        by_algo.setdefault(name.rpartition("_")[0], []).append(run)
+    for algo, seeds in by_algo.items():
+        cells = [
+            (
+                run.at("eval/reward", 0),
+                run.at("eval/reward", 40),
+                run.first_step("eval/reward", 0.9),
+                run.first_step("reward/mean", 0.9),
+                f"{run.total('rollout/trajectories'):,.0f}",
+            )
+            for run in seeds
+        ]
+        yield f"`{algo}`", *(", ".join(column) for column in zip(*cells, strict=True))
+
+
+@table
+def staleness():
+    yield "rollout", "trajectories per second", "mean staleness", "largest of a step"
+    for name, run in runs("staleness").items():
+        rate = run.total("rollout/trajectories") / run.total("timing/step_s")
+        stale = run.values("rollout/staleness_mean")
+        mean = fmean(stale) if stale else 0
+        yield name, f"{rate:.0f}", f"{mean:.1f}", f"{max(stale, default=0):.1f}"
+
+
+@table
+def real():
+    """CPU seconds, of the first twenty steps: median, least and most."""
+    yield "SmolLM2 on needle_haystack", "held-out before", "after", "steps", "CPU seconds", "a step"
+    for name, run in runs("real").items():
+        lines = run.lines[:21]
+        held_out = [f"{line['held_out']:.3f}" if "held_out" in line else "" for line in lines]
+        steps = [after["cpu"] - before["cpu"] for before, after in zip(lines, lines[1:])]
+        cost = f"{median(steps):.1f} ({min(steps):.1f} - {max(steps):.1f})"
+        total = f"{lines[-1]['cpu']:.0f}"
+        side, seed = name.split("_")
+        yield f"{side}, seed {seed}", held_out[0], held_out[-1], str(len(steps)), total, cost
+
+
+# ---------------------------------------------------------------- benches: rows that they wrote
+
+
+@table
+def rollout():
+    labels = {
+        "turns": "tokens per second, four turns against one `generate` a turn",
+        "single": "the same, one turn",
+        "even": "four turns of 16 to 48 tokens",
+        "tail": "four turns of 1 to 256 tokens, 32 on average",
+        "wide": "four turns, a larger model",
+        "many": "128 trajectories against 8,192 in a step",
+        "sync": "seconds of a weight sync against a copy of the same 559 MB",
+    }
+    yield "flatrl against plain vLLM", "ratio (min - max)", "engine idle"
+    known = runs("rollout")
+    for name, label in labels.items():
+        row = known[name].lines[0]
+        idle = f"{row['idle']:.0%}" if "idle" in row else ""
+        yield label, spread(*row["ratio"]), idle
+
+
+@table
+def update():
+    """Ratios: how many times flatrl's seconds, of scoring and of an update."""
+    yield "prompt + response tokens", "tokens, unique", "flatrl, s", "unshared", "bare", "TRL", "MB"
+    for name in ("shared", "distinct"):
+        by_case: dict[tuple, dict[str, dict]] = {}
+        for line in runs("update")[name].lines:
+            case = (line["prompt_tokens"], line["response_tokens"])
+            by_case.setdefault(case, {})[line["side"]] = line
+        for (prompt, response), sides in by_case.items():
+            ours = sides["flatrl"]
+            tokens = f"{sides['unshared']['tokens']:,}, {ours['tokens']:,}"
+            seconds = f"{ours['score_s']:.2f} / {ours['update_s']:.2f}"
+            ratios = []
+            for side in ("unshared", "bare", "TRL"):
+                line = sides.get(side)
+                ratios.append(line and f"{line['score_ratio']:.2f} / {line['update_ratio']:.2f}")
+            memory = f"{ours['mb']:,.0f}, {sides['unshared']['mb']:,.0f}"
+            label = f"{prompt:,} + {response}{', distinct prompts' * (name == 'distinct')}"
+            yield label, tokens, seconds, *(ratio or "" for ratio in ratios), memory
+
+
+@table
+def micro_batches():
+    sizes = (2048, 4096, 8192, 16384)
+    known = runs("update")
+    yield "prompt + response tokens", *(f"{size:,}" for size in sizes)
+    for i in range(2):
+        lines = [known[f"micro_batch_{size}"].lines[i] for size in sizes]
+        label = f"{lines[0]['prompt_tokens']:,} + {lines[0]['response_tokens']}"
+        yield label, *(f"{line['update_s']:.2f} s, {line['mb']:,.0f} MB" for line in lines)
+
+
+@table
+def trl():
+    labels = {
+        "agent_prompts": "prompts of 300 tokens, 64 sampled",
+        "short_prompts": "prompts of 13 tokens, 64 sampled, one thread",
+        "two_threads": "the same, two threads",
+        "vllm": "the same, one thread",
+        "free_lengths": "lengths of the model's own, 210 on average",
+    }
+    yield "a step", "beside", "flatrl, s", "TRL, s", "flatrl is faster by (min - max)"
+    known = runs("trl")
+    for name, label in labels.items():
+        ours, *others = known[name].lines
+        for theirs in others:
+            seconds = [
+                f"{side['step']:.2f} ({side['generate']:.2f}, {side['update']:.2f})"
+                for side in (ours, theirs)
+            ]
+            yield label, theirs["side"], *seconds, spread(*theirs["ratio"])
+
+
+@table
+def tools():
+    yield "flatrl against", "how many times faster (min - max)"
+    known = runs("tools")
+    for name, label in (("rounds", ""), ("waves", ", waves of 64 of 512")):
+        for line in known[name].lines:
+            middle, *ends = line["ratio"]
+            ratio = spread(middle, *ends) if ends else f"{middle:.2f}"
+            yield f"{line['side']}{label}", ratio
+
+
+@table
+def host():
+    [line] = runs("host")["host"].lines
+    parts = ("send", "receive", "write", "collate", "credit", "deal", "pack", "all")
+    yield parts
+    yield tuple(f"{line[part]:.1f} s" for part in parts)
+
+
+@table
+def models():
+    yield "architecture", "engine and trainer", "mean", "max"
+    for line in runs("models")["models"].lines:
+        numbers = [f"{line[key]:.1e}" if key in line else "" for key in ("mean", "max")]
+        yield line["name"], line["verdict"], *numbers
+
+
+# ---------------------------------------------------------------- writing
+
+
+def as_markdown(name: str) -> str:
+    """Returns the table of this name. Raises KeyError if there is none."""
+    header, *rows = TABLES[name]()
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def rewrite(text: str) -> str:
+    """Returns a page's text with the tables of the records."""
+    return PLACE.sub(lambda found: found[1] + as_markdown(found[2]) + found[3], text)
+
+
+def main(words: list[str], pages: list[Path]) -> int:
+    """Rewrites the pages, checks them, or prints the tables that are named."""
+    if words and words != ["--check"]:
+        print("\n".join(as_markdown(name) for name in words))
+        return 0
+    different = [page for page in pages if rewrite(page.read_text()) != page.read_text()]
+    for page in different:
+        print(f"{page.name}: a table differs from results/")
+        if not words:
+            page.write_text(rewrite(page.read_text()))
+    return int(bool(words and different))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]))
