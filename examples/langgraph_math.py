@@ -12,7 +12,7 @@ with the columns prompt and reward_model (ground_truth)."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 try:
     from langchain_core.tools import tool

@@ -6,12 +6,12 @@
 The agent is the SDK's own: Agent, Runner, function_tool, its default model. All that it knows of
 flatrl is a base_url and a key of the chat endpoint. What the model does wrong (a tool that isn't
 there, turns without end) raises an AgentsException: that ends the conversation, which is graded
-like any other. An `output_type` is a response_format: examples/openai_api.py says what is trained
+like any other. An `output_type` is a response_format: flatrl/chat/openai_api.py says what is trained
 then."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 try:
     from agents import Agent, AgentsException, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled

@@ -18,7 +18,7 @@ output.extra["answer"]. To train a program of your own on rows of your own, a ta
     def load(split): ...
     def reward(output, row): return float(output.extra.get("answer") == row["extra_info"]["truth"])
 
-or the program posts its reward itself, see examples/endpoint.py. With an exit code other than 0 the
+or the program posts its reward itself, see flatrl/chat/endpoint.py. With an exit code other than 0 the
 trajectory is lost: it is counted in rollout/failed, and the log has the end of its stderr. Not so
 if tokens or turns had run out, which the program meets as status 400: that is an end like any
 other. So is the time limit, --trajectory_timeout, here 600 seconds if it is not given.
@@ -44,7 +44,7 @@ from pathlib import Path
 from agent_loop import AgentLoopOutput, BadInput, in_thread, register
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, build_model, load  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 SECONDS = 600.0  # for a program, if there is no --trajectory_timeout
 MAX_OUTPUT = 64 << 20  # bytes of stdout or stderr: one that prints more is ended

@@ -6,11 +6,11 @@
 The agent is plain pydantic-ai. When the model does something wrong, it tries again, and gives up
 after some times: that ends the conversation, which is graded like any other. An `output_type` that
 is a class forces a tool call, which is taken as "auto"; as NativeOutput it is a response_format:
-examples/openai_api.py says what is trained then."""
+flatrl/chat/openai_api.py says what is trained then."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 try:
     from pydantic_ai import Agent, ModelRetry, UnexpectedModelBehavior, UsageLimits

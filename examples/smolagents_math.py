@@ -18,7 +18,7 @@ from openai import DefaultHttpxClient
 
 from agent_loop import BadInput, register
 from examples.calculator import calculator, load
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 from examples.tiny_models import build_warm_model
 
 try:

@@ -22,7 +22,7 @@ import os
 from agent_loop import BadInput, register
 from examples import calculator
 from examples.calculator import build_model  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 try:
     import verifiers

@@ -1,4 +1,4 @@
-"""Agents written for the OpenAI client: examples/chat_client.py, examples/endpoint.py over HTTP, LangGraph.
+"""Agents written for the OpenAI client: flatrl/chat/client.py, flatrl/chat/endpoint.py over HTTP, LangGraph.
 
 The engine says its lines (see test_agent_loop.py) and keeps what it was asked and what it said, so that each output can
 be compared, token by token, with what the engine saw. Everything runs on one Background, as in a run of train.py.
@@ -36,8 +36,8 @@ from test_agent_loop import (
 
 from agent_loop import AgentLoopOutput, as_tool
 from examples import calculator
-from examples import endpoint as chat_endpoint
-from examples.chat_client import ChatAgentLoop, OutOfBudget
+from flatrl.chat import endpoint as chat_endpoint
+from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 from flatrl.processes import Background
 from rollout import score
 from train import Args

@@ -21,7 +21,7 @@ import agent_loop
 from agent_loop import total_reward
 from data import load_task
 from examples import calculator
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 from rollout import score
 from train import Args
 

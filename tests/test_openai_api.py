@@ -1,4 +1,4 @@
-"""examples/openai_api.py: what frameworks send over HTTP, asked with the openai client; the engine is test_chat.py's.
+"""flatrl/chat/openai_api.py: what frameworks send over HTTP, asked with the openai client; the engine is test_chat.py's.
 
 The constraints of response_format on the real engine stand at the end.
 """
@@ -28,8 +28,8 @@ from test_chat import (  # noqa: F401
 from test_rollout import hf_model, wake
 
 import agent_loop
-from examples import openai_api
-from examples.endpoint import EndpointLoop
+from flatrl.chat import openai_api
+from flatrl.chat.endpoint import EndpointLoop
 from rollout import rollout
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}

@@ -1,5 +1,5 @@
 """What frameworks send over HTTP, and what they get: OpenAI's chat completions and
-Responses, both made by ChatClient.create. examples/endpoint.py is the server.
+Responses, both made by ChatClient.create. flatrl/chat/endpoint.py is the server.
 
 This is what a request may hold beside its messages, and what becomes of it:
 
@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from examples.chat_client import ChatClient
+from flatrl.chat.client import ChatClient
 
 CREATE = {*"""messages tools tool_choice parallel_tool_calls response_format stop max_tokens
     max_completion_tokens logprobs chat_template_kwargs""".split()}

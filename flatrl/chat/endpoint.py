@@ -4,7 +4,7 @@ model is the policy.
 Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings
 that it gets to any framework:
 
-    from examples.endpoint import EndpointLoop
+    from flatrl.chat.endpoint import EndpointLoop
 
     @register("my_agent")
     class MyAgent(EndpointLoop):
@@ -14,8 +14,8 @@ that it gets to any framework:
             return None     # or the reward; without one the task's `reward` is asked
 
 Every rollout has its own base_url and its own key. What the agent asks there, by chat
-completions or Responses, is recorded as exact tokens (see examples.chat_client.ChatClient, which
-also works in process, without HTTP). The table in examples/openai_api.py says what a request
+completions or Responses, is recorded as exact tokens (see flatrl.chat.client.ChatClient, which
+also works in process, without HTTP). The table in flatrl/chat/openai_api.py says what a request
 may hold. Whoever computes the reward may also post it:
 
     POST {base_url}/reward   {"reward": 1.0}       # before the agent returns
@@ -39,8 +39,8 @@ from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agent_loop import call, finite, in_thread
-from examples import openai_api
-from examples.chat_client import ChatAgentLoop, ChatClient, OutOfBudget
+from flatrl.chat import openai_api
+from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
 MAX_BODY = 32 << 20  # bytes of a request
 MAX_SECONDS = 60.0  # for sending a request

@@ -1,6 +1,6 @@
 """Agents written for the OpenAI client, in process: ChatClient looks like `AsyncOpenAI`.
 
-What it samples is recorded as exact tokens. examples/endpoint.py offers the same over HTTP."""
+What it samples is recorded as exact tokens. flatrl/chat/endpoint.py offers the same over HTTP."""
 
 import asyncio
 import base64
@@ -68,7 +68,7 @@ class ChatClient:
 
         Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
         response_format, and content other than text (and, for vision, images as data:
-        URLs). The first four are supported over HTTP, see examples/endpoint.py."""
+        URLs). The first four are supported over HTTP, see flatrl/chat/endpoint.py."""
         is_forced = tool_choice not in (None, "auto", "none")
         if n not in (None, 1) or stream or response_format or is_forced:
             raise ValueError("supported are n=1, stream=False, tool_choice 'auto' or 'none', "
