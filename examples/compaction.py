@@ -39,9 +39,11 @@ def make_row(generator: random.Random) -> dict:
         letters[place] = letter
     log = "".join(letter + generator.choice("0123456789") for letter in letters)
     asked = generator.choice(ASKED)
-    return {"prompt": [{"role": "user", "content": log[:40]}],
-            "reward_model": {"ground_truth": asked + last_reading(log, asked)},
-            "extra_info": {"rest": f"{log[40:]}?{asked}"}}  # fmt: skip
+    return {
+        "prompt": [{"role": "user", "content": log[:40]}],
+        "reward_model": {"ground_truth": asked + last_reading(log, asked)},
+        "extra_info": {"rest": f"{log[40:]}?{asked}"},
+    }
 
 
 def last_reading(log: str, letter: str) -> str:

@@ -31,8 +31,9 @@ class EnvInteraction(Interaction):
     and close in a thread, where they delay no other trajectory. `illegal_reward` is the
     reward of a turn whose action was illegal."""
 
-    def __init__(self, name: str, make: Callable[..., Any], slow: bool = False,
-                 illegal_reward: float = -0.1):
+    def __init__(
+        self, name: str, make: Callable[..., Any], slow: bool = False, illegal_reward: float = -0.1
+    ):
         self.name = name
         self.make = make
         self.slow = slow
@@ -79,14 +80,17 @@ def episodes(name: str, split: str, n_val: int = 64, n_train: int = 1000) -> lis
     return rows
 
 
-def play(env, system_prompt: str | None, seed: int, act: Callable[[], str],
-         turns: int) -> list[dict]:
+def play(
+    env, system_prompt: str | None, seed: int, act: Callable[[], str], turns: int
+) -> list[dict]:
     """Plays an episode of at most so many turns, in which the assistant says what `act`
     returns.
 
     Returns its chat, which begins with the system prompt and the first observation."""
-    chat = [{"role": "system", "content": system_prompt},
-            {"role": "user", "content": env.reset(seed)}]
+    chat = [
+        {"role": "system", "content": system_prompt},
+        {"role": "user", "content": env.reset(seed)},
+    ]
     for _ in range(turns):
         action = act()
         chat.append({"role": "assistant", "content": action})
@@ -111,8 +115,9 @@ def how_far(cells: int, direction: str, opposite: str) -> str:
     return f"{abs(cells)} {direction if cells >= 0 else opposite}"
 
 
-def demonstrated(rows: list[dict], make: Callable[[], Any], act: Callable[[Any], str],
-                 turns: int) -> list[dict]:
+def demonstrated(
+    rows: list[dict], make: Callable[[], Any], act: Callable[[Any], str], turns: int
+) -> list[dict]:
     """Returns the rows, each with a demonstration: an episode of at most so many turns, in
     which the assistant says what `act(environment)` returns."""
     played = []

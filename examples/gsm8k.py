@@ -21,7 +21,9 @@ from pathlib import Path
 
 from examples.calculator import build_model, calculator  # noqa: F401  (train.py calls build_model)
 
-SYSTEM_PROMPT = 'Solve the problem step by step with the calculator. End with "#### N", N the answer.'
+SYSTEM_PROMPT = (
+    'Solve the problem step by step with the calculator. End with "#### N", N the answer.'
+)
 TOOLS = [calculator]
 
 DATA = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"

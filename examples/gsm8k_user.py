@@ -23,7 +23,9 @@ from agent_loop import Interaction
 from examples import gsm8k
 from examples.calculator import build_model  # noqa: F401  (train.py calls it when there is no --model)
 
-SYSTEM_PROMPT = 'Solve the problem step by step. End with "#### N". If the user says it is wrong, think again.'
+SYSTEM_PROMPT = (
+    'Solve the problem step by step. End with "#### N". If the user says it is wrong, think again.'
+)
 
 
 def load(split: str) -> list[dict]:
@@ -53,7 +55,9 @@ class GSM8KUser(Interaction):
     async def start(self, request_id: str, *, ground_truth: str, **kwargs) -> None:
         self.tries[request_id] = 0
 
-    async def generate_response(self, request_id: str, messages: list[dict], *, ground_truth: str, **kwargs) -> tuple:
+    async def generate_response(
+        self, request_id: str, messages: list[dict], *, ground_truth: str, **kwargs
+    ) -> tuple:
         """Grades the last message; returns (done, text, reward, metrics)."""
         self.tries[request_id] += 1
         tries = self.tries[request_id]

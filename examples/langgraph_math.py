@@ -20,7 +20,9 @@ try:
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode, tools_condition
 except ImportError:
-    raise BadInput("examples/langgraph_math.py needs: pip install langgraph langchain-openai") from None
+    raise BadInput(
+        "examples/langgraph_math.py needs: pip install langgraph langchain-openai"
+    ) from None
 
 # The agent executes the tool: flatrl sees only messages.
 LANGCHAIN_TOOLS = [tool(calculator, parse_docstring=True)]

@@ -32,16 +32,25 @@ PAUSE = 1.0  # seconds before the second try
 # The judge's; some endpoints refuse one of these: then edit them.
 SAMPLING = {"temperature": 0.0, "max_tokens": 512}
 
-TRANSIENT = (TimeoutError, openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
+TRANSIENT = (
+    TimeoutError,
+    openai.APIConnectionError,
+    openai.InternalServerError,
+    openai.RateLimitError,
+)
 
 # This is checked here and not in the first reward, because nothing is built or loaded yet.
 BASE_URL = os.environ.get("JUDGE_BASE_URL", "")
 MODEL = os.environ.get("JUDGE_MODEL", "")
 API_KEY = os.environ.get("JUDGE_API_KEY", "")
 if not (BASE_URL and MODEL and API_KEY):
-    raise BadInput("set JUDGE_BASE_URL, JUDGE_MODEL and JUDGE_API_KEY (any word where the endpoint checks no key)")
+    raise BadInput(
+        "set JUDGE_BASE_URL, JUDGE_MODEL and JUDGE_API_KEY (any word where the endpoint checks no key)"
+    )
 if not BASE_URL.startswith(("http://", "https://")):
-    raise BadInput(f"JUDGE_BASE_URL={BASE_URL} is no http:// or https:// address, such as http://127.0.0.1:8000/v1")
+    raise BadInput(
+        f"JUDGE_BASE_URL={BASE_URL} is no http:// or https:// address, such as http://127.0.0.1:8000/v1"
+    )
 
 RUBRIC = "Correct, clear to a twelve-year-old, one or two sentences, nothing beside the point."
 TOPICS = """rain|the tides|an echo|rust|a shadow|the seasons|yeast in bread|a rainbow|thunder|ice that floats|a compass
@@ -90,24 +99,32 @@ async def ask(question: str) -> str:
             try:
                 # The client's own deadline starts anew with every byte that arrives.
                 async with asyncio.timeout(DEADLINE):
-                    reply = await client.chat.completions.create(model=MODEL, messages=messages, **SAMPLING)
+                    reply = await client.chat.completions.create(
+                        model=MODEL, messages=messages, **SAMPLING
+                    )
                 return reply.choices[0].message.content or ""
             except TRANSIENT as error:
                 if attempt == 2:
-                    raise RuntimeError(f"the judge at {BASE_URL} failed twice, at last with {error!r}") from error
+                    raise RuntimeError(
+                        f"the judge at {BASE_URL} failed twice, at last with {error!r}"
+                    ) from error
             await asyncio.sleep(PAUSE)
 
 
 def grade_of(reply: str) -> int:
     """Returns the one grade in a reply. Raises ValueError if there is none, or more than one."""
-    verdict = reply.rpartition("</think>")[2]  # a judge that reasons may weigh several grades before
+    verdict = reply.rpartition("</think>")[
+        2
+    ]  # a judge that reasons may weigh several grades before
     grades = []
     for line in verdict.splitlines():
         match = re.fullmatch(r"\**Grade:\**\s*(10|[0-9])(\s*/\s*10)?\**\.?", line.strip())
         if match:
             grades.append(int(match[1]))
     if len(grades) != 1:
-        raise ValueError(f'the judge\'s reply has {len(grades)} lines "Grade: N", not one: {reply[-200:]!r}')
+        raise ValueError(
+            f'the judge\'s reply has {len(grades)} lines "Grade: N", not one: {reply[-200:]!r}'
+        )
     return grades[0]
 
 

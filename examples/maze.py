@@ -115,6 +115,8 @@ def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
     rows = environments.demonstrated(random.choices(load("train"), k=1600), Maze, poor_step, TURNS)
     open_ways = [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)]
-    east, south = ([environments.how_far(n, *way) for n in range(1 - SIZE, SIZE)] for way in (EAST, SOUTH))
+    east, south = (
+        [environments.how_far(n, *way) for n in range(1 - SIZE, SIZE)] for way in (EAST, SOUTH)
+    )
     pieces = environments.texts(SEEN, [open_ways, east, south])
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

@@ -45,7 +45,9 @@ try:
 
     from examples.data.mcp_server import DELIVERY, PRICES
 except ImportError:
-    raise BadInput("examples/mcp_tools.py needs version 2 of the mcp package: pip install 'mcp>=2,<3'") from None
+    raise BadInput(
+        "examples/mcp_tools.py needs version 2 of the mcp package: pip install 'mcp>=2,<3'"
+    ) from None
 
 CONNECT_SECONDS = 30
 
@@ -53,11 +55,15 @@ CONNECT_SECONDS = 30
 class McpServer:
     """An MCP server: how to reach it, and the session that all calls share."""
 
-    def __init__(self, command: list[str] | None, url: str | None, env: dict | None, headers: dict | None):
+    def __init__(
+        self, command: list[str] | None, url: str | None, env: dict | None, headers: dict | None
+    ):
         self.name = url or " ".join(command)
         self.url = url
         self.headers = headers
-        self.program = None if url else StdioServerParameters(command=command[0], args=command[1:], env=env)
+        self.program = (
+            None if url else StdioServerParameters(command=command[0], args=command[1:], env=env)
+        )
         self.session: Session | None = None
 
     @asynccontextmanager
@@ -66,8 +72,12 @@ class McpServer:
         async with AsyncExitStack() as stack:
             server = self.program
             if self.url:
-                http = httpx2.AsyncClient(headers=self.headers, timeout=httpx2.Timeout(CONNECT_SECONDS, read=None))
-                server = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
+                http = httpx2.AsyncClient(
+                    headers=self.headers, timeout=httpx2.Timeout(CONNECT_SECONDS, read=None)
+                )
+                server = streamable_http_client(
+                    self.url, http_client=await stack.enter_async_context(http)
+                )
             yield await stack.enter_async_context(Client(server))
 
     async def list_tools(self) -> list[Tool]:
@@ -77,7 +87,10 @@ class McpServer:
             while page.next_cursor:
                 page = await client.list_tools(cursor=page.next_cursor)
                 tools += page.tools
-            return [McpTool(self, tool.name, tool.description or "", tool.input_schema) for tool in tools]
+            return [
+                McpTool(self, tool.name, tool.description or "", tool.input_schema)
+                for tool in tools
+            ]
 
     async def call(self, name: str, arguments: dict) -> CallToolResult:
         """Calls a tool. If the server is gone, connects anew and sends the call again, once.
@@ -94,7 +107,10 @@ class McpServer:
             except MCPError as error:
                 # An HTTP server that was started again does not know the session; servers
                 # differ in how they say so.
-                gone = error.code in (CONNECTION_CLOSED, INVALID_REQUEST) or "session" in error.message.lower()
+                gone = (
+                    error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+                    or "session" in error.message.lower()
+                )
                 if not gone:
                     raise RuntimeError(error.message) from error
                 session.over.set()
@@ -126,7 +142,9 @@ class Session:
         except Exception as error:
             # One that comes later, the calls under way have got from the session.
             if not self.client.done():
-                self.client.set_exception(ConnectionError(f"no connection to {server.name}: {reason(error)}"))
+                self.client.set_exception(
+                    ConnectionError(f"no connection to {server.name}: {reason(error)}")
+                )
         finally:
             self.client.cancel()  # if it has no result: the event loop ends
 
@@ -157,7 +175,9 @@ def as_text(content) -> str:
     text = getattr(inner, "text", None)
     if isinstance(text, str):
         return text
-    return f"[{content.type}: {getattr(inner, 'mime_type', None) or getattr(inner, 'uri', 'unknown')}]"
+    return (
+        f"[{content.type}: {getattr(inner, 'mime_type', None) or getattr(inner, 'uri', 'unknown')}]"
+    )
 
 
 def reason(error: BaseException) -> str:
@@ -168,7 +188,10 @@ def reason(error: BaseException) -> str:
 
 
 def mcp_tools(
-    command: list[str] | None = None, url: str | None = None, env: dict | None = None, headers: dict | None = None
+    command: list[str] | None = None,
+    url: str | None = None,
+    env: dict | None = None,
+    headers: dict | None = None,
 ) -> list[Tool]:
     """Returns the tools of an MCP server: of a command to run, or of the URL of one that runs.
 
@@ -190,7 +213,9 @@ def mcp_tools(
 
 SYSTEM_PROMPT = "Look prices up with the tools. End with <answer>N</answer>."
 SERVER = [sys.executable, str(Path(__file__).parent / "data" / "mcp_server.py")]
-TOOLS = mcp_tools(url=os.environ["MCP_URL"]) if "MCP_URL" in os.environ else mcp_tools(command=SERVER)
+TOOLS = (
+    mcp_tools(url=os.environ["MCP_URL"]) if "MCP_URL" in os.environ else mcp_tools(command=SERVER)
+)
 
 
 def load(split: str) -> list[dict]:
@@ -199,7 +224,9 @@ def load(split: str) -> list[dict]:
     random.Random(0).shuffle(orders)
     return [
         {
-            "prompt": [{"role": "user", "content": f"What do {count} x {item} cost, delivered to {town}?"}],
+            "prompt": [
+                {"role": "user", "content": f"What do {count} x {item} cost, delivered to {town}?"}
+            ],
             "data_source": "mcp_shop",
             "reward_model": {"ground_truth": str(count * PRICES[item] + DELIVERY[town])},
             "extra_info": {"index": i},

@@ -34,8 +34,10 @@ def load(split: str) -> list[dict]:
     """Returns games: one from each number up to 21 for "train", 20 for "val"."""
     winnable = [n for n in range(21, 4, -1) if n % 4]
     numbers = {"train": list(range(1, 22)), "val": (2 * winnable)[:20]}[split]
-    return [{"prompt": shown(sticks), "extra_info": {"sticks": sticks, "game": i}}
-            for i, sticks in enumerate(numbers)]  # fmt: skip
+    return [
+        {"prompt": shown(sticks), "extra_info": {"sticks": sticks, "game": i}}
+        for i, sticks in enumerate(numbers)
+    ]
 
 
 def shown(sticks: int) -> list[dict]:

@@ -14,7 +14,14 @@ from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, re
 from flatrl.chat.endpoint import EndpointLoop
 
 try:
-    from agents import Agent, AgentsException, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+    from agents import (
+        Agent,
+        AgentsException,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
 except ImportError:
     raise BadInput("examples/openai_agents.py needs: pip install openai-agents") from None
 

@@ -64,7 +64,11 @@ async def run_program(command: list[str], text: str, variables: dict[str, str]) 
     is not 0 or it printed more than MAX_OUTPUT."""
     # These are files and no pipes, so that a command ends even if it never reads its input, or if
     # a child of it keeps the output open.
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with (
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
         stdin.write(text.encode())
         stdin.seek(0)
         env = os.environ | variables
@@ -80,7 +84,9 @@ async def run_program(command: list[str], text: str, variables: dict[str, str]) 
             while not ending.done():
                 await asyncio.wait({ending}, timeout=1.0)
                 if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT for file in (out, err)):
-                    raise RuntimeError(f"{shlex.join(command)} printed more than {MAX_OUTPUT} bytes")
+                    raise RuntimeError(
+                        f"{shlex.join(command)} printed more than {MAX_OUTPUT} bytes"
+                    )
         finally:
             process = await starting  # also if we were cancelled meanwhile
             with contextlib.suppress(ProcessLookupError):

@@ -26,7 +26,9 @@ from agent_loop import BadInput, ToolResponse
 from examples.calculator import build_model  # noqa: F401  (train.py calls it when there is no --model)
 from examples.sandbox import NotIsolated, require_isolation, run_python
 
-SYSTEM_PROMPT = "Solve the problem. You may run Python and print results. End with <answer>N</answer>."
+SYSTEM_PROMPT = (
+    "Solve the problem. You may run Python and print results. End with <answer>N</answer>."
+)
 SECONDS = 5.0
 MEMORY_MB = 1024  # room for numpy and sympy
 ERROR_LINES = 4  # of a traceback: the place, and what happened
@@ -46,7 +48,9 @@ async def code_interpreter(code: str) -> ToolResponse:
         text += f"\nError: the program took longer than {SECONDS:g} seconds"
     elif result.returncode:
         lines = result.stderr.strip().splitlines()[-ERROR_LINES:]
-        text += "\n" + "\n".join(lines or [f"Error: the program ended with code {result.returncode}"])
+        text += "\n" + "\n".join(
+            lines or [f"Error: the program ended with code {result.returncode}"]
+        )
     failed = bool(result.returncode) and not result.timed_out
     counts = {"failed": failed, "timeouts": result.timed_out, "networked": not result.no_network}
     return ToolResponse(text=text.strip() or "(nothing printed)", metrics=counts)
@@ -68,14 +72,24 @@ def load(split: str) -> list[dict]:
         a = generator.randint(2, 30)
         b = generator.randint(31, 400)
         c = generator.randint(7, 97)
-        text, answer = generator.choice([
-            (f"What is the remainder of {a}^{b} divided by {c}?", pow(a, b, c)),
-            (f"What is the sum of the digits of {a}^{c}?", sum(map(int, str(a**c)))),
-            (f"How many primes are there from {b} to {b + c}?", sum(map(is_prime, range(b, b + c + 1)))),
-            (f"How many of the numbers 1, 2, ..., {b} have no factor in common with {c}?",
-             sum(gcd(n, c) == 1 for n in range(1, b + 1))),
-            (f"Of {a + 5} people, how many committees of {a // 3 + 2} can be formed?", comb(a + 5, a // 3 + 2)),
-        ])  # fmt: skip
+        text, answer = generator.choice(
+            [
+                (f"What is the remainder of {a}^{b} divided by {c}?", pow(a, b, c)),
+                (f"What is the sum of the digits of {a}^{c}?", sum(map(int, str(a**c)))),
+                (
+                    f"How many primes are there from {b} to {b + c}?",
+                    sum(map(is_prime, range(b, b + c + 1))),
+                ),
+                (
+                    f"How many of the numbers 1, 2, ..., {b} have no factor in common with {c}?",
+                    sum(gcd(n, c) == 1 for n in range(1, b + 1)),
+                ),
+                (
+                    f"Of {a + 5} people, how many committees of {a // 3 + 2} can be formed?",
+                    comb(a + 5, a // 3 + 2),
+                ),
+            ]
+        )
         questions[text] = answer
     rows = list(questions.items())
     return [

@@ -128,9 +128,16 @@ async def _slot():
         yield
 
 
-async def run_python(code: str, timeout: float = 5.0, memory_mb: int = 256,
-                     max_output: int = 10_000, file_mb: int = 16, max_processes: int = 32,
-                     cpu_s: int | None = None, isolate: bool = True) -> Result:
+async def run_python(
+    code: str,
+    timeout: float = 5.0,
+    memory_mb: int = 256,
+    max_output: int = 10_000,
+    file_mb: int = 16,
+    max_processes: int = 32,
+    cpu_s: int | None = None,
+    isolate: bool = True,
+) -> Result:
     """Runs a Python program in a fresh folder that is its home; returns how it ended.
 
     It has no stdin, nothing of our environment and (see Result) no network. Programs wait for
@@ -148,9 +155,16 @@ async def run_python(code: str, timeout: float = 5.0, memory_mb: int = 256,
     Raises NotIsolated (see the top of this file), and OSError if no process can be started."""
     go_on = bool(os.environ.get("SANDBOX_UNISOLATED"))
     python = {*map(os.path.abspath, (sys.prefix, sys.base_prefix, sys.exec_prefix))}
-    job = {"code": code, "memory_mb": memory_mb, "file_mb": file_mb, "isolate": isolate,
-           "insist": isolate and not go_on, "cpu_s": cpu_s or math.ceil(timeout),
-           "max_processes": max_processes, "python": sorted(python)}
+    job = {
+        "code": code,
+        "memory_mb": memory_mb,
+        "file_mb": file_mb,
+        "isolate": isolate,
+        "insist": isolate and not go_on,
+        "cpu_s": cpu_s or math.ceil(timeout),
+        "max_processes": max_processes,
+        "python": sorted(python),
+    }
     if os.geteuid() != 0 and not job["insist"]:
         # Our files in /proc are root's then, and nobody may trace us.
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -163,18 +177,31 @@ async def run_python(code: str, timeout: float = 5.0, memory_mb: int = 256,
 
 async def _run(job: dict, folder: str, timeout: float, max_output: int) -> Result:
     """Starts the supervisor of a job in a folder, waits for its end, and returns the result."""
-    env = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/local/bin:/usr/bin:/bin",
-           "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
-           # Each of their threads takes 30 MB of addresses, and each thread's own arena 64
-           # MB.
-           "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    env = {
+        "HOME": folder,
+        "TMPDIR": folder,
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        # Each of their threads takes 30 MB of addresses, and each thread's own arena 64
+        # MB.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
     command = [sys.executable, "-I", "-S", "-c", SUPERVISOR]
     report_end, supervisors_end = os.pipe()
     with open(report_end, "rb", buffering=0) as report_file:
         try:
             transport, output = await asyncio.get_running_loop().subprocess_exec(
-                lambda: Output(max_output), *command, env=env, cwd=folder,
-                pass_fds=[supervisors_end], start_new_session=True)
+                lambda: Output(max_output),
+                *command,
+                env=env,
+                cwd=folder,
+                pass_fds=[supervisors_end],
+                start_new_session=True,
+            )
         finally:
             os.close(supervisors_end)
         stdin = transport.get_pipe_transport(0)
@@ -206,10 +233,16 @@ async def _run(job: dict, folder: str, timeout: float, max_output: int) -> Resul
         raise NotIsolated(
             f"this host does not let programs be isolated ({report['refused']}): they could read, "
             "write and signal what your user can. SANDBOX_UNISOLATED=1 in the environment goes on "
-            "all the same")
+            "all the same"
+        )
     late = late and "returncode" not in report and not report.get("out_of_memory")
-    return Result(output.text(1, folder), output.text(2, folder), timed_out=late,
-                  truncated=bool(output.cut), **report)
+    return Result(
+        output.text(1, folder),
+        output.text(2, folder),
+        timed_out=late,
+        truncated=bool(output.cut),
+        **report,
+    )
 
 
 def require_isolation():

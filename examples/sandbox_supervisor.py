@@ -80,7 +80,11 @@ FORBIDDEN = """
     request_key        249 218
     keyctl             250 219
 """
-AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10  # the only families of sockets; AF_VSOCK leads to the hypervisor
+AF_UNIX, AF_INET, AF_INET6 = (
+    1,
+    2,
+    10,
+)  # the only families of sockets; AF_VSOCK leads to the hypervisor
 SOL_SOCKET, SO_SNDBUF = 1, 7
 
 
@@ -114,9 +118,7 @@ def enter_namespaces() -> bool:
     group = os.getegid()
     if LIBC.unshare(CLONE_NEWUSER | NEWIPC_NEWPID_NEWNET) != 0:
         return False
-    maps = {"setgroups": "deny",
-            "uid_map": f"{user} {user} 1",
-            "gid_map": f"{group} {group} 1"}
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
     for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -146,8 +148,16 @@ def show(path: str, root: str):
     mount(path, target, None, MS_BIND_REC)
     if not path.startswith("/dev/"):
         attributes = struct.pack("QQQQ", RDONLY_NOSUID_NODEV, 0, 0, 0)
-        check(LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes,
-                           len(attributes)))
+        check(
+            LIBC.syscall(
+                MOUNT_SETATTR,
+                AT_FDCWD,
+                os.fsencode(target),
+                AT_RECURSIVE,
+                attributes,
+                len(attributes),
+            )
+        )
 
 
 def take_own_root(job: dict):
@@ -159,8 +169,9 @@ def take_own_root(job: dict):
     check(LIBC.unshare(CLONE_NEWNS))
     mount(None, "/", None, MS_REC_PRIVATE)
     megabytes = 4 * job["file_mb"] + len(job["code"]) // (1 << 18) + 1
-    mount("tmpfs", root, "tmpfs", NOSUID_NODEV,
-          f"size={megabytes}m,nr_inodes=20000,mode=755".encode())
+    mount(
+        "tmpfs", root, "tmpfs", NOSUID_NODEV, f"size={megabytes}m,nr_inodes=20000,mode=755".encode()
+    )
     with open("/proc/self/maps") as maps:
         libraries = {os.path.dirname(line.split()[5]) for line in maps if "/lib" in line}
     folders = []
@@ -442,7 +453,8 @@ def supervise():
     os.close(to_supervisor)
 
     written, out_of_memory = watch(
-        init, from_init, job["memory_mb"] << 20, buffer if in_namespaces else 0)
+        init, from_init, job["memory_mb"] << 20, buffer if in_namespaces else 0
+    )
     os.kill(init, signal.SIGKILL)
     kill_children()
     if out_of_memory:

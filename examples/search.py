@@ -38,7 +38,9 @@ from examples.calculator import build_model  # noqa: F401  (the tiny model, for 
 
 SYSTEM_PROMPT = "Search for facts, one hop at a time. End with <answer>NAME</answer>."
 TOP_K = 3
-STOP_WORDS = set("a an and at by did does in into is of on or that the to was what where which who".split())
+STOP_WORDS = set(
+    "a an and at by did does in into is of on or that the to was what where which who".split()
+)
 BUNDLED = Path(__file__).parent / "data" / "search_corpus.jsonl"
 
 
@@ -49,7 +51,9 @@ class Bm25:
         try:  # bm25s is faster, but imports numba, beside which vLLM 0.32 for CPUs does not start
             from rank_bm25 import BM25Okapi
         except ImportError:
-            raise BadInput("examples/search.py needs the rank_bm25 package: pip install rank_bm25") from None
+            raise BadInput(
+                "examples/search.py needs the rank_bm25 package: pip install rank_bm25"
+            ) from None
         self.texts = texts
         self.words = [words_of(text) for text in texts]
         self.index = BM25Okapi(self.words)
@@ -76,7 +80,9 @@ def read_corpus(path: str | Path) -> list[dict]:
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise BadInput(f"the corpus {path} can't be read as jsonl: {error}") from None
-    if not rows or not all(isinstance(row, dict) and isinstance(row.get("contents"), str) for row in rows):
+    if not rows or not all(
+        isinstance(row, dict) and isinstance(row.get("contents"), str) for row in rows
+    ):
         raise BadInput(f"the corpus {path} needs rows with a text column 'contents'")
     return rows
 
@@ -104,8 +110,16 @@ QUESTIONS = {  # the facts to chain, from the subject in braces to the answer
     ("author", "birthplace"): "In which town was the author of {} born?",
     ("birthplace", "river"): "Which river runs through the town where {} was born?",
     ("river", "sea"): "Into which sea does the river that runs through {} flow?",
-    ("founder", "birthplace", "river"): "Which river runs through the birthplace of the founder of {}?",
-    ("author", "birthplace", "river"): "Which river runs through the birthplace of the author of {}?",
+    (
+        "founder",
+        "birthplace",
+        "river",
+    ): "Which river runs through the birthplace of the founder of {}?",
+    (
+        "author",
+        "birthplace",
+        "river",
+    ): "Which river runs through the birthplace of the author of {}?",
     ("birthplace", "river", "sea"): "Into which sea does the river of the birthplace of {} flow?",
 }
 

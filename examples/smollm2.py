@@ -59,7 +59,10 @@ def convert(target: str | Path) -> None:
         sys.exit(NEEDS)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": package.submodule_search_locations[0], "gguf_file": FILE}
+    source = {
+        "pretrained_model_name_or_path": package.submodule_search_locations[0],
+        "gguf_file": FILE,
+    }
     model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.chat_template = CHAT_TEMPLATE.strip()

@@ -129,10 +129,14 @@ def load(split: str) -> list[dict]:
     """Returns the rows of the speedrun's files. Raises BadInput if they are not there."""
     folder = os.environ.get("SOKOBAN_DATA")
     if not folder:
-        raise BadInput("examples/sokoban_speedrun.py needs SOKOBAN_DATA, the speedrun's folder llm/datasets")
+        raise BadInput(
+            "examples/sokoban_speedrun.py needs SOKOBAN_DATA, the speedrun's folder llm/datasets"
+        )
     file = Path(folder, {"train": "sokoban_train.jsonl", "val": "sokoban_eval.jsonl"}[split])
     if not file.is_file():
-        raise BadInput(f"SOKOBAN_DATA={folder}: there is no {file.name} (of the speedrun's llm/datasets)")
+        raise BadInput(
+            f"SOKOBAN_DATA={folder}: there is no {file.name} (of the speedrun's llm/datasets)"
+        )
     boards = [json.loads(line)["question"] for line in file.read_text().splitlines()]
     return [
         {

@@ -44,8 +44,10 @@ def pair(first: dict, second: dict) -> dict:
     """Returns a row that asks for two of the calculator's rows."""
     question = f"What is {expression_of(first)} and {expression_of(second)}?"
     truth = " ".join(row["reward_model"]["ground_truth"] for row in (first, second))
-    return {"prompt": [{"role": "user", "content": question}],
-            "reward_model": {"ground_truth": f"<answer>{truth}</answer>"}}  # fmt: skip
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"ground_truth": f"<answer>{truth}</answer>"},
+    }
 
 
 def reward(output, row: dict) -> float:
@@ -67,7 +69,9 @@ class SubAgents(AgentLoopBase):
             questions = re.findall(QUESTION, text)[: self.args.max_parallel_calls]
             if "<answer>" in text or not questions:
                 break
-            runs = await asyncio.gather(*(self.ask(question, sampling_params) for question in questions))
+            runs = await asyncio.gather(
+                *(self.ask(question, sampling_params) for question in questions)
+            )
             outputs += itertools.chain(*runs)
             said = " ".join(answer_of(run[-1]) for run in runs)
             if not self.append(main, [{"role": "user", "content": said}], None, stops):
@@ -78,8 +82,10 @@ class SubAgents(AgentLoopBase):
 
     async def ask(self, question: str, sampling_params: dict) -> list:
         """Runs a sub-agent, which is a tool agent; returns its outputs."""
-        prompt = [{"role": "system", "content": calculator.SYSTEM_PROMPT},
-                  {"role": "user", "content": f"What is {question}?"}]  # fmt: skip
+        prompt = [
+            {"role": "system", "content": calculator.SYSTEM_PROMPT},
+            {"role": "user", "content": f"What is {question}?"},
+        ]
         loop = ToolAgentLoop(self.engine, self.tokenizer, self.processor, self.task, self.args)
         outputs = await loop.run(sampling_params, prompt=prompt)
         outputs = outputs if isinstance(outputs, list) else [outputs]

@@ -23,7 +23,14 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
 
-from agent_loop import AgentLoopOutput, BadInput, Demonstration, LoopArgs, agent_loop_class, task_tools
+from agent_loop import (
+    AgentLoopOutput,
+    BadInput,
+    Demonstration,
+    LoopArgs,
+    agent_loop_class,
+    task_tools,
+)
 from data import load_rows
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -100,20 +107,33 @@ def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                for token in SPECIAL_TOKENS])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     # Pieces are not special, so that decoding keeps them: the tool parser and the reward read
     # them in the text.
-    backend.add_tokens([AddedToken(piece, special=False, normalized=False)
-                        for piece in dict.fromkeys([*PIECES, *pieces])])
+    backend.add_tokens(
+        [
+            AddedToken(piece, special=False, normalized=False)
+            for piece in dict.fromkeys([*PIECES, *pieces])
+        ]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE.strip(), clean_up_tokenization_spaces=False,
-        model_max_length=1024)
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE.strip(),
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
 
 
-def init_model(path: str | Path, tie_word_embeddings: bool = True, pieces: Sequence[str] = (),
-               **config_overrides) -> tuple:
+def init_model(
+    path: str | Path,
+    tie_word_embeddings: bool = True,
+    pieces: Sequence[str] = (),
+    **config_overrides,
+) -> tuple:
     """Writes a random Qwen2 (0.48M parameters) and its tokenizer to the folder `path`.
 
     Returns (model, tokenizer). pieces: texts that are to be one token each, beside PIECES.
@@ -143,24 +163,47 @@ def init_model(path: str | Path, tie_word_embeddings: bool = True, pieces: Seque
     return model, tokenizer
 
 
-def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (),
-            batch_size: int = 16, lr: float = 3e-3):
+def warm_up(
+    model,
+    tokenizer,
+    chats: list[list[dict]],
+    tools: Sequence = (),
+    batch_size: int = 16,
+    lr: float = 3e-3,
+):
     """Trains the model to say what the assistant says in the chats; each is seen once, in
     order.
 
     tools: the functions that an agent loop will show to the model in its prompts."""
     batch = tokenizer.apply_chat_template(
-        chats, tools=[get_json_schema(tool) for tool in tools] or None,
-        return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt",
+        chats,
+        tools=[get_json_schema(tool) for tool in tools] or None,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        return_tensors="pt",
         # Padding is behind the end, where causal attention needs no mask.
-        padding=True, padding_side="right")
+        padding=True,
+        padding_side="right",
+    )
     lengths = batch["attention_mask"].sum(1)
-    imitate(model, batch["input_ids"], lengths, torch.as_tensor(batch["assistant_masks"]),
-            batch_size, lr)
+    imitate(
+        model,
+        batch["input_ids"],
+        lengths,
+        torch.as_tensor(batch["assistant_masks"]),
+        batch_size,
+        lr,
+    )
 
 
-def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor,
-            batch_size: int, lr: float):
+def imitate(
+    model,
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor,
+    batch_size: int,
+    lr: float,
+):
     """Trains the model to say the tokens of input_ids (N, T) whose mask (N, T) is 1.
 
     A row's tokens behind its length (N,) are padding. Each row is seen once, in order."""
@@ -172,7 +215,8 @@ def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.T
         return min((step + 1) / 20, 1, 2 - 2 * step / n_batches)
 
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     model.train()
     starts = range(0, len(input_ids), batch_size)
@@ -208,17 +252,24 @@ def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
     print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def build_warm_model(path: str | Path, chats: list[list[dict]], tools: Sequence = (),
-                     batch_size: int = 16):
+def build_warm_model(
+    path: str | Path, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16
+):
     """Writes a model that has learned from the chats, see `warm_up`, to the folder `path`."""
     model, tokenizer = init_model(path)
     warm_up(model, tokenizer, chats, tools, batch_size)
     model.eval().save_pretrained(path)
 
 
-def build_from_demonstrations(path: str | Path, task, rows: list[dict],
-                              pieces: Sequence[str] = (), agent: str | None = None,
-                              batch_size: int = 32, lr: float = 3e-3):
+def build_from_demonstrations(
+    path: str | Path,
+    task,
+    rows: list[dict],
+    pieces: Sequence[str] = (),
+    agent: str | None = None,
+    batch_size: int = 32,
+    lr: float = 3e-3,
+):
     """Writes a model that has learned to say the rows' demonstrations to the folder `path`.
 
     task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes
@@ -228,14 +279,19 @@ def build_from_demonstrations(path: str | Path, task, rows: list[dict],
     beginnings of its tools' calls are so in any case. agent: as --agent.
 
     Raises BadInput for a row that can't be played, and for one without a demonstration."""
-    source = SimpleNamespace(load=lambda split: rows,
-                             SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None))
+    source = SimpleNamespace(
+        load=lambda split: rows, SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None)
+    )
     rows = load_rows(source, "train")
     model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
     sequences = asyncio.run(play_all(rows, task, tokenizer, agent))
     lengths = torch.tensor([len(ids) for ids, _ in sequences])
-    ids, mask = (torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(sequence[i]) for sequence in sequences], batch_first=True) for i in (0, 1))
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(sequence[i]) for sequence in sequences], batch_first=True
+        )
+        for i in (0, 1)
+    )
     imitate(model, ids, lengths, mask, batch_size, lr)
     model.eval().save_pretrained(path)
 
@@ -265,18 +321,28 @@ async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tup
 
     Raises BadInput if it makes none, or is not the whole demonstration."""
     window = tokenizer.model_max_length
-    args = LoopArgs(agent=agent, max_response_tokens=window, max_model_len=window,
-                    max_assistant_turns=0)
+    args = LoopArgs(
+        agent=agent, max_response_tokens=window, max_model_len=window, max_assistant_turns=0
+    )
     turns = list(row.get("demonstration") or ())
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
     loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
     try:
         outputs = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
     except Exception as error:
-        raise BadInput(f"the demonstration of row {row['index']} can't be played: {error}") from error
+        raise BadInput(
+            f"the demonstration of row {row['index']} can't be played: {error}"
+        ) from error
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
     if turns or not any(1 in output.response_mask for output in outputs):
-        raise BadInput(f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
-                       "demonstration left, or it has none")
-    return [(output.prompt_ids + output.response_ids,
-             [0] * len(output.prompt_ids) + output.response_mask) for output in outputs]
+        raise BadInput(
+            f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
+            "demonstration left, or it has none"
+        )
+    return [
+        (
+            output.prompt_ids + output.response_ids,
+            [0] * len(output.prompt_ids) + output.response_mask,
+        )
+        for output in outputs
+    ]

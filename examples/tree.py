@@ -41,9 +41,13 @@ class Tree(ToolAgentLoop):
         outputs = await super().run(sampling_params, **row)
         if row["validate"]:
             return outputs
-        trunks = outputs if isinstance(outputs, list) else [outputs]  # where a template rewrites history
+        trunks = (
+            outputs if isinstance(outputs, list) else [outputs]
+        )  # where a template rewrites history
         for trunk in trunks:
-            trunk.unit = "trunk"  # also where no tool was called: such a rollout has a reward as it is
+            trunk.unit = (
+                "trunk"  # also where no tool was called: such a rollout has a reward as it is
+            )
         leaves = [leaf.output() for leaf in self.leaves]
         for leaf in leaves:
             leaf.reward = reward(leaf, row)

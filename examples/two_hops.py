@@ -75,7 +75,9 @@ def search(query: str) -> str:
     asked = words_of(query) & counts.keys()
     if not asked:
         return "Nothing found."
-    return max(words, key=lambda sentence: sum(1 / counts[word] for word in asked & words[sentence]))
+    return max(
+        words, key=lambda sentence: sum(1 / counts[word] for word in asked & words[sentence])
+    )
 
 
 class Library(Interaction):
@@ -102,7 +104,11 @@ def load(split: str) -> list[dict]:
         question = f"Somebody {verb} {thing}. What is it that the same person {other_verb}?"
         row = {"prompt": question, "reward_model": {"ground_truth": answer}}
         if split == "train":
-            row["demonstration"] = [f"{SEARCH} {verb} {thing}", f"{SEARCH} {name} {other_verb}", answer]
+            row["demonstration"] = [
+                f"{SEARCH} {verb} {thing}",
+                f"{SEARCH} {name} {other_verb}",
+                answer,
+            ]
         rows.append(row)
     return rows
 
@@ -111,7 +117,9 @@ def reward(output, row: dict) -> float:
     """Returns 1.0 if the last message is the assistant's, and the answer alone; else 0.0."""
     last = output.messages[-1]
     said = (last["content"] or "").strip().lower()
-    return float(last["role"] == "assistant" and said == row["reward_model"]["ground_truth"].lower())
+    return float(
+        last["role"] == "assistant" and said == row["reward_model"]["ground_truth"].lower()
+    )
 
 
 def build_model(path: str | Path) -> None:

@@ -44,7 +44,15 @@ start_interaction, finalize_interaction               start, finalize; generate_
 import asyncio
 from uuid import uuid4
 
-from agent_loop import AgentLoopBase, AgentLoopOutput, parse_tool_calls, register, render, row_kwargs, task_tools
+from agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    parse_tool_calls,
+    register,
+    render,
+    row_kwargs,
+    task_tools,
+)
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model, reward  # noqa: F401  (parts of a task, found by name)
 
@@ -60,11 +68,16 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict, **kwargs) -> AgentLoopOutput:
         messages = list(kwargs["prompt"])  # kwargs["raw_prompt"]
-        prompt_ids = render(self.tokenizer, messages)  # run_in_executor(None, apply_chat_template): cached, no thread
+        prompt_ids = render(
+            self.tokenizer, messages
+        )  # run_in_executor(None, apply_chat_template): cached, no thread
         output = await self.engine.generate(  # self.server_manager.generate
             request_id=uuid4().hex,
             prompt_ids=prompt_ids,
-            sampling_params={"max_tokens": self.args.max_response_tokens, **sampling_params},  # sampling_params
+            sampling_params={
+                "max_tokens": self.args.max_response_tokens,
+                **sampling_params,
+            },  # sampling_params
         )
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
@@ -85,29 +98,41 @@ class CustomToolAgentLoop(AgentLoopBase):
     instead."""
 
     async def run(self, sampling_params: dict, **kwargs) -> list[AgentLoopOutput]:
-        self.tools = task_tools(self.task, row_kwargs(kwargs, "tools_kwargs"))  # initialize_tools_from_config
+        self.tools = task_tools(
+            self.task, row_kwargs(kwargs, "tools_kwargs")
+        )  # initialize_tools_from_config
         schemas = [tool.schema for tool in self.tools.values()]
         stops = self.stop_token_ids(sampling_params)
-        agent_data = self.start(kwargs, schemas)  # AgentData(...), apply_chat_template(messages, tools=tool_schemas)
+        agent_data = self.start(
+            kwargs, schemas
+        )  # AgentData(...), apply_chat_template(messages, tools=tool_schemas)
         while True:
             # server_manager.generate, response_mask += [1] * n, response_logprobs += ..., and
             # the length limits
             text = await self.assistant_turn(agent_data, sampling_params)
             if text is None:  # len(response_mask) >= self.response_length
                 break
-            _, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, schemas)  # extract_tool_calls
+            _, calls = parse_tool_calls(
+                text, self.args.tool_parser, self.tokenizer, schemas
+            )  # extract_tool_calls
             if not calls:
                 break
             if agent_data.assistant_turns == self.args.max_assistant_turns:
                 agent_data.stop_reason = "max_turns"
                 break
             calls = calls[: self.args.max_parallel_calls]
-            messages = await asyncio.gather(*(self._call_tool(call, agent_data.request_id) for call in calls))
+            messages = await asyncio.gather(
+                *(self._call_tool(call, agent_data.request_id) for call in calls)
+            )
             # apply_chat_template(messages)[len(self.system_prompt) :], response_mask += [0] *
             # n, user_turns += 1
-            if not self.append(agent_data, messages, schemas, stops):  # more than response_length: stop_reason "length"
+            if not self.append(
+                agent_data, messages, schemas, stops
+            ):  # more than response_length: stop_reason "length"
                 break
-        return agent_data.outputs()  # one, unless the template rewrote the history (Qwen3 drops earlier reasoning)
+        return (
+            agent_data.outputs()
+        )  # one, unless the template rewrote the history (Qwen3 drops earlier reasoning)
 
     async def _call_tool(self, tool_call: dict, request_id: str) -> dict:
         """Executes a call; returns the tool's message, which has the error if there is one."""
@@ -117,7 +142,9 @@ class CustomToolAgentLoop(AgentLoopBase):
             if tool_call["error"]:
                 raise ValueError(tool_call["error"])
             async with asyncio.timeout(self.args.tool_timeout):
-                response = await self.tools[tool_call["name"]].execute(request_id, tool_call["arguments"])
+                response = await self.tools[tool_call["name"]].execute(
+                    request_id, tool_call["arguments"]
+                )
         except Exception as error:
             response = f"Error: {str(error) or repr(error)}"
         return {"role": "tool", "content": str(response)}

@@ -37,7 +37,10 @@ def demonstration(row: dict) -> list:
     What the tool answers in between is not said here: the agent loop runs it."""
     call = function_call("", "calculator", {"expression": expression_of(row)})
     answer = row["reward_model"]["ground_truth"]
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, f"<answer>{answer}</answer>"]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        f"<answer>{answer}</answer>",
+    ]
 
 
 def build_model(path: str | Path) -> None:

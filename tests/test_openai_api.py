@@ -90,9 +90,8 @@ def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
         assert [(c.index, c.message.content) for c in three.choices] == [(0, "yes"), (1, "no"), (2, "well")]
         sampled = sum(len(encode(tokenizer, text + END)) for text in ("yes", "no", "well"))
         assert three.usage.completion_tokens == sampled == three.usage.total_tokens - three.usage.prompt_tokens
-        for n in (-1, 129):
-            with pytest.raises(openai.BadRequestError, match="1 to 128 choices"):
-                await client.chat.completions.create(model="x", messages=messages, n=n)
+        with pytest.raises(openai.BadRequestError, match="at least 1 choice"):
+            await client.chat.completions.create(model="x", messages=messages, n=-1)
 
     outputs, engine = play_http(agent, "2", "yes", "no", "well")
     assert_output(outputs[0], engine, (1, "2" + END), user_turn("Sure?"), (2, "yes" + END))
@@ -157,9 +156,6 @@ REFUSED = {
     "an unknown tool": (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
     "an unknown choice": (dict(tools=[OTHER], tool_choice="sometimes"), "tool_choice"),
     "an unknown format": (dict(response_format={"type": "xml"}), "response_format"),
-    "a format as long as a book": (
-        dict(response_format=JSON | {"json_schema": {"name": "x", "schema": {"enum": [*range(20_000)]}}}),
-        "response_format have 1..,... characters, and may have 32,768"),
     "a format without a schema": (dict(response_format={"type": "json_schema"}), "json_schema"),
 }
 
