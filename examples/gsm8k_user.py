@@ -1,27 +1,25 @@
-"""GSM8K with a simulated user: if the answer is wrong, the user says so, and the model tries again.
+"""GSM8K with a simulated user, who says if the answer is wrong, so that the model tries again.
 
 On the built-in tiny model, with the bundled problems:
 
     accelerate launch train.py --task examples/gsm8k_user.py --max_response_tokens 256
 
-On the real data set, as the parquet files of verl's
-examples/data_preprocess/gsm8k_multiturn_w_interaction.py (their columns prompt,
-reward_model.ground_truth and extra_info.interaction_kwargs {"name", "query", "ground_truth"} are
-read):
+On the real data set, as the parquet files that verl's
+examples/data_preprocess/gsm8k_multiturn_w_interaction.py writes (used are their columns prompt,
+reward_model.ground_truth and extra_info.interaction_kwargs {"name", "query", "ground_truth"}):
 
-    accelerate launch train.py --task examples/gsm8k_user.py --model Qwen/Qwen2.5-0.5B-Instruct \
-        --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \
+    accelerate launch train.py --task examples/gsm8k_user.py --model Qwen/Qwen2.5-0.5B-Instruct \\
+        --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \\
         --max_prompt_tokens 1024 --max_response_tokens 2048
 
-All reward is the user's and belongs to a turn: 1 for an answer that is right at once, 1/2 at the
-second try, 1/3 at the third, 0 for a wrong one (with less it would pay to run out of tokens
-instead of answering). `--algo ppo` and `reinforce_pp` credit a reward where it falls; the group
-estimators (grpo, rloo, ...) sum a trajectory's. The task's own reward, the "outcome" of
---filter_metric, is always 0: for dynamic sampling give `--filter_metric total` or `right`."""
+The user pays all reward, turn by turn: 1 for an answer that is right at once, 1/2 at the second
+try, 1/3 at the third, and 0 for a wrong one (a penalty would make it pay to run out of tokens
+instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward; the
+group estimators (grpo, rloo, ...) sum over the trajectory."""
 
 from agent_loop import Interaction
 from examples import gsm8k
-from examples.calculator import build_model  # noqa: F401  (train.py calls it when there is no --model)
+from examples.calculator import build_model  # noqa: F401  (train.py calls it without a --model)
 
 SYSTEM_PROMPT = (
     'Solve the problem step by step. End with "#### N". If the user says it is wrong, think again.'
@@ -43,8 +41,8 @@ def load(split: str) -> list[dict]:
 class GSM8KUser(Interaction):
     """Checks the answer of each assistant turn, up to max_tries times.
 
-    It is verl's Gsm8kInteraction with a limit. One instance serves all trajectories, so what it
-    knows about a trajectory is kept under its request_id."""
+    This is verl's Gsm8kInteraction with a limit. One instance serves all trajectories, so the state
+    of each is kept under its request_id."""
 
     name = "gsm8k"
 
@@ -77,7 +75,5 @@ INTERACTIONS = [GSM8KUser()]
 
 
 def reward(output, row: dict) -> dict:
-    """Returns a score of 0.0, which is added to what the user paid.
-
-    "right" is for the log and --filter_metric."""
+    """Returns a score of 0.0, which is added to the user's payments; "right" is logged."""
     return {"score": 0.0, "right": gsm8k.reward(output, row)["score"]}

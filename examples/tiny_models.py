@@ -5,9 +5,8 @@
     build_warm_model(path, chats)                   the same from whole chats
     init_model(path)                                a random model
 
-All random numbers are of the global generators, which train.py has seeded. The text of this
-file is part of the name under which train.py caches built models: an edit here builds them
-anew."""
+All random numbers come from the global generators, which train.py has seeded. train.py caches the
+models; an edit of this file builds them anew."""
 
 import asyncio
 import sys
@@ -34,9 +33,8 @@ from agent_loop import (
 from data import load_rows
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60.
-# None reaches over the end of a message: appended messages leave the tokens before them as
-# they are.
+# Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60. None
+# spans the end of a message, so appended messages leave the tokens before them unchanged.
 PIECES = [
     "Use the calculator. End with <answer>N</answer>.",
     "system\n",
@@ -53,9 +51,9 @@ PIECES = [
     "</answer>",
 ]
 
-# Qwen2.5's template, but tools are only named: copying is not learned in seconds behind a
-# preamble of 200 tokens. What {% generation %} encloses is the assistant's own: the warm-up
-# trains on that and nothing else.
+# Qwen2.5's template, but tools are only named: after a preamble of 200 tokens, copying is not
+# learned in seconds. {% generation %} encloses the assistant's own tokens, which alone the warm-up
+# trains on.
 CHAT_TEMPLATE = """
 {%- set system = messages and messages[0].role == 'system' %}
 {%- if system or tools %}
@@ -101,7 +99,7 @@ CHAT_TEMPLATE = """
 def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with a token for every byte, and one for each of PIECES and `pieces`.
 
-    Any text round trips."""
+    Encoding and decoding restores any text."""
     tokens = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -110,8 +108,7 @@ def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
-    # Pieces are not special, so that decoding keeps them: the tool parser and the reward read
-    # them in the text.
+    # Pieces are not special, so that decoding keeps them for the tool parser and the reward.
     backend.add_tokens(
         [
             AddedToken(piece, special=False, normalized=False)
@@ -136,8 +133,8 @@ def init_model(
 ) -> tuple:
     """Writes a random Qwen2 (0.48M parameters) and its tokenizer to the folder `path`.
 
-    Returns (model, tokenizer). pieces: texts that are to be one token each, beside PIECES.
-    config_overrides are fields of Qwen2Config."""
+    Returns (model, tokenizer). pieces: more texts that become one token each. config_overrides:
+    fields of Qwen2Config."""
     tokenizer = make_tokenizer(pieces)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = {
@@ -148,9 +145,9 @@ def init_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
-        # Copying is attention to an exact place. It is learned several times faster from
-        # weights larger than the usual 0.02, and with positions that turn faster than a
-        # long-context model's.
+        # Copying is attention to an exact place. It is learned several times faster with weights
+        # larger than the usual 0.02, and with positions that rotate faster than a long-context
+        # model's.
         "initializer_range": 0.1,
         "rope_theta": 100.0,
         "tie_word_embeddings": tie_word_embeddings,
@@ -171,8 +168,7 @@ def warm_up(
     batch_size: int = 16,
     lr: float = 3e-3,
 ):
-    """Trains the model to say what the assistant says in the chats; each is seen once, in
-    order.
+    """Trains the model on the assistant's tokens in the chats; each is seen once, in order.
 
     tools: the functions that an agent loop will show to the model in its prompts."""
     batch = tokenizer.apply_chat_template(
@@ -181,7 +177,7 @@ def warm_up(
         return_assistant_tokens_mask=True,
         return_dict=True,
         return_tensors="pt",
-        # Padding is behind the end, where causal attention needs no mask.
+        # With padding at the end, causal attention needs no mask.
         padding=True,
         padding_side="right",
     )
@@ -204,9 +200,9 @@ def imitate(
     batch_size: int,
     lr: float,
 ):
-    """Trains the model to say the tokens of input_ids (N, T) whose mask (N, T) is 1.
+    """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
 
-    A row's tokens behind its length (N,) are padding. Each row is seen once, in order."""
+    A row's tokens after its length (N,) are padding. Each row is seen once, in order."""
     n_batches = len(input_ids) // batch_size
     labels = input_ids.masked_fill(mask == 0, -100)
 
@@ -237,10 +233,11 @@ def imitate(
 
 
 def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
-    """Yields the items under a progress bar, and says in the end how long they took. Where the
-    output is no terminal, it prints every few seconds how long the others will take."""
+    """Yields the items under a progress bar, and prints at the end how long they took.
+
+    Without a terminal, it prints every few seconds how long the others will take."""
     start = last = time.monotonic()
-    # A terminal may say that it has no rows: tqdm would draw nothing.
+    # Some terminals report 0 rows, and tqdm would then draw nothing.
     bar = tqdm(items, title, leave=False, disable=None, nrows=20)
     for n, item in enumerate(bar, 1):
         yield item
@@ -255,7 +252,7 @@ def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
 def build_warm_model(
     path: str | Path, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16
 ):
-    """Writes a model that has learned from the chats, see `warm_up`, to the folder `path`."""
+    """Writes a model that has learned from the chats (see `warm_up`) to the folder `path`."""
     model, tokenizer = init_model(path)
     warm_up(model, tokenizer, chats, tools, batch_size)
     model.eval().save_pretrained(path)
@@ -270,15 +267,15 @@ def build_from_demonstrations(
     batch_size: int = 32,
     lr: float = 3e-3,
 ):
-    """Writes a model that has learned to say the rows' demonstrations to the folder `path`.
+    """Writes a model that has learned the rows' demonstrations to the folder `path`.
 
-    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes
-    them, with a column `demonstration`. Each is played once, in order, by its own agent loop,
-    with the task's tools and simulated users, so that the model sees the very tokens of a
-    run. pieces: texts that are to be one token each; the task's system prompt and the
-    beginnings of its tools' calls are so in any case. agent: as --agent.
+    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes them,
+    with a column `demonstration`. Each is played once, in order, by its own agent loop, with the
+    task's tools and simulated users, so the model sees exactly the tokens of a run. pieces: texts
+    that become one token each; the task's system prompt and the beginnings of its tools' calls
+    always do. agent: as --agent.
 
-    Raises BadInput for a row that can't be played, and for one without a demonstration."""
+    Raises BadInput for a row that has no demonstration, or one that can't be played."""
     source = SimpleNamespace(
         load=lambda split: rows, SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None)
     )
@@ -297,8 +294,7 @@ def build_from_demonstrations(
 
 
 def common_pieces(task) -> list[str]:
-    """Returns texts that a task's trajectories repeat: its system prompt, and the beginning of
-    each tool's call."""
+    """Returns frequent texts of a task: its system prompt and how each tool's call begins."""
     pieces = [task.SYSTEM_PROMPT] if getattr(task, "SYSTEM_PROMPT", None) else []
     for name, tool in task_tools(task).items():
         pieces.append(name)
@@ -309,7 +305,7 @@ def common_pieces(task) -> list[str]:
 
 
 async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list[tuple]:
-    """Returns what `play` makes of each row, in order."""
+    """Returns the results of `play` for all rows, in order."""
     sequences = []
     for row in told(rows, "playing the demonstrations"):
         sequences += await play(row, task, tokenizer, agent)
@@ -317,9 +313,9 @@ async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list
 
 
 async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tuple]:
-    """Returns (token ids, mask) of each output that the row's loop makes of its demonstration.
+    """Plays a row's demonstration in its loop; returns (token ids, mask) of each output.
 
-    Raises BadInput if it makes none, or is not the whole demonstration."""
+    Raises BadInput if the loop makes no output, or does not use the whole demonstration."""
     window = tokenizer.model_max_length
     args = LoopArgs(
         agent=agent, max_response_tokens=window, max_model_len=window, max_assistant_turns=0

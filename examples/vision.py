@@ -1,15 +1,15 @@
-"""Seeing: a tool that returns an image, and a tiny vision-language model that learns to look.
+"""Images: in the prompt and from a tool, and a tiny vision-language model that learns to look.
 
     accelerate launch train.py --task examples/vision.py
     accelerate launch train.py --task examples/vision.py --max_response_tokens 512 \\
         --model Qwen/Qwen2.5-VL-3B-Instruct
 
-The prompt shows a card of four cells that are nearly grey; `zoom` returns one of them as an image
-in its full colour. The built-in model zooms on about half of the cards and guesses on the others,
-where 1 answer of 4 is right. Building it takes half a minute. Qwen2.5-VL's own template does not
-show tools: with that model, say in SYSTEM_PROMPT what a call looks like.
+The prompt shows a card of four cells that are nearly grey; `zoom` returns one of them in its full
+colour. The built-in model zooms on about half of the cards and guesses on the others, where 1
+answer of 4 is right. Building it takes half a minute. Qwen2.5-VL's own template does not show
+tools: with that model, describe a call in SYSTEM_PROMPT.
 
-The images of a prompt are the row's column "images", each with a placeholder in a message; the
+The images of a prompt are the row's column "images", each with a placeholder in a message. The
 images of a tool are in its response."""
 
 import itertools
@@ -37,8 +37,8 @@ from examples.tiny_models import CHAT_TEMPLATE, init_model
 def without_torchvision() -> None:
     """Makes transformers and vLLM process images with Pillow where torchvision does not work.
 
-    That may be so on a CPU. Both want torchvision for Qwen's processors, of which only the video
-    part needs it. Call this before a processor is loaded, and before vLLM imports the model."""
+    Both want torchvision for Qwen's processors, although only the video part needs it. Call this
+    before a processor is loaded, and before vLLM imports the model."""
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import is_torchvision_available
 
@@ -53,8 +53,7 @@ def without_torchvision() -> None:
         return [name for name in get_all(cls) if name != "video_processor"]
 
     ProcessorMixin.get_attributes = classmethod(get_attributes)
-    # vLLM asks the video processor for sizes and arguments, and takes a function from the
-    # module.
+    # vLLM asks the video processor for sizes and arguments, and imports a function from its module.
     ProcessorMixin.video_processor = property(lambda self: self.image_processor)
     sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
     # A fresh process would not have these patches.
@@ -127,7 +126,7 @@ def reward(output, row) -> float:
     return float(answers == [row["reward_model"]["ground_truth"]])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model: a Qwen2.5-VL of 0.2M parameters, with the calculator's tokenizer and a template
 # that shows images.
 
