@@ -1,4 +1,4 @@
-r"""The default task: two-digit arithmetic with a calculator, and a tiny model to learn it.
+"""The default task: two-digit arithmetic with a calculator, and a tiny model to learn it.
 
     accelerate launch train.py                      # this file is the default --task
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -10,7 +10,9 @@ A question is `What is 37*48?`. The policy may call `calculator` and must end wi
 
     system     Use the calculator. End with <answer>N</answer>.
     user       What is 37*48?
-    assistant  <tool_call>\n{"name": "calculator", "arguments": {"expression": "37*48"}}\n</tool_call>
+    assistant  <tool_call>
+               {"name": "calculator", "arguments": {"expression": "37*48"}}
+               </tool_call>
     tool       1776
     assistant  <answer>1776</answer>
 

@@ -140,7 +140,7 @@ class Session:
 
 
 class McpTool(Tool):
-    """One tool of an MCP server. A row's execute_kwargs are arguments that the model can't choose."""
+    """One tool of an MCP server; a row's execute_kwargs are arguments beyond the model's choice."""
 
     def __init__(self, server: McpServer, name: str, description: str | None, parameters: dict):
         function = {"name": name, "description": description or "", "parameters": parameters}

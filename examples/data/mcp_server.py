@@ -1,4 +1,4 @@
-"""A small MCP server, the price list of a shop: over stdio, or over HTTP with `python mcp_server.py PORT`."""
+"""A small MCP server, a shop's price list: over stdio, or with `mcp_server.py PORT` over HTTP."""
 
 import sys
 
