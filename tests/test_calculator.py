@@ -120,12 +120,6 @@ def test_calculator_rejects_huge_numbers_without_computing_them(expression):
         tracemalloc.stop()
 
 
-def test_schema():
-    function = SCHEMAS[0]["function"]
-    assert function["name"] == "calculator"
-    assert function["parameters"]["required"] == ["expression"]
-
-
 # ---- reward
 
 
@@ -228,13 +222,6 @@ def test_template_is_append_only(tokenizer):
             assert head + tokenizer.encode(whole[len(prompt) :], add_special_tokens=False) == ids
 
 
-def test_trajectory_is_short(tokenizer):
-    prompt = render(tokenizer, [USER], add_generation_prompt=True)
-    whole = render(tokenizer, [USER, CALL, RESULT, ANSWER])
-    assert len(tokenizer.encode(prompt)) <= 24
-    assert 30 <= len(tokenizer.encode(whole)) <= 60
-
-
 def test_hermes_parser_reads_the_rendered_call(tokenizer):
     parsers = pytest.importorskip("vllm.tool_parsers.hermes_tool_parser")
     start, end = render(tokenizer, [USER], add_generation_prompt=True), "<|im_end|>\n"
@@ -275,13 +262,6 @@ def test_demonstrations_are_half_calls_half_guesses(tokenizer):
     assert all(score == 1.0 for score, call in zip(scores, calls, strict=True) if call)
     guessed = [score for score, call in zip(scores, calls, strict=True) if not call]
     assert sum(guessed) / len(guessed) < 0.1
-
-
-def test_warm_up_trains_on_the_assistants_tokens_only(tokenizer):
-    chat = [USER, CALL, RESULT, ANSWER]
-    batch = tokenizer.apply_chat_template(chat, tools=SCHEMAS, return_dict=True, return_assistant_tokens_mask=True)
-    own = [i for i, mine in zip(batch["input_ids"], batch["assistant_masks"], strict=True) if mine]
-    assert tokenizer.decode(own) == f"{RAW_CALL}<|im_end|><answer>1776</answer><|im_end|>"
 
 
 def test_build_is_reproducible(tmp_path):

@@ -104,25 +104,6 @@ def test_a_step_back_is_blamed_in_a_rollout_that_is_praised(tokenizer):
     assert of_turns[2] > of_turns[0] > 0 > advantages[1, 0] and of_turns[4:] == [0] * 5  # nobody else was there
 
 
-def test_the_poor_walker(built):
-    """Three steps in ten are on a shortest way, half of the others take the first open way."""
-    walks = [(row["extra_info"]["index"], row["demonstration"]) for row in built["rows"]]
-    assert {seed for seed, _ in walks} <= set(range(256, 1256))
-    n = n_nearer = n_first = 0
-    for seed, steps in walks:
-        env = maze.Maze()
-        env.reset(seed)
-        for step in steps:
-            ways = env.open_ways()
-            if len(ways) == 3:
-                n, n_first = n + 1, n_first + (step == ways[0])
-                n_nearer += env.distances[maze.after(env.place, step)] < env.distances[env.place]
-            assert step in ways
-            _, _, done, _ = env.step(step)
-        assert done
-    assert 0.4 < n_first / n < 0.65 and 0.4 < n_nearer / n < 0.75
-
-
 def read_demonstrations(task, env, built, n_tokens: int):
     """Checks that the built-in model's tokenizer has n_tokens for an observation, and that its demonstrations say
     their actions and nothing else. Yields (actions, all token ids) of each."""

@@ -160,13 +160,6 @@ def test_the_schemas_are_there_at_once_and_are_those_of_function_tools(tools):
     assert tools["add"].server is tools["pid"].server
 
 
-def test_tools_can_be_listed_while_an_event_loop_runs(http_server, run):
-    async def inside():
-        return mcp_tools.mcp_tools(url=http_server.url)
-
-    assert len(run(inside())) == 7
-
-
 def test_a_call_returns_text_and_a_row_s_kwargs_are_arguments(tools, run):
     async def calls():
         first = await tools["add"].execute("r", {"a": 2, "b": 3})
@@ -285,19 +278,6 @@ def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert server.session.task.done() and not server.session.usable()
-
-
-def test_a_server_killed_during_calls_answers_them_after_a_restart(stdio, run, tmp_path):
-    async def calls():
-        pid = int(await stdio["pid"].execute("r", {}))
-        held = {"held": str(tmp_path)}
-        sums = [asyncio.create_task(stdio["add"].execute("r", {"a": i} | held)) for i in range(10)]
-        await under_way(10, tmp_path)
-        os.kill(pid, signal.SIGKILL)
-        (tmp_path / "open").touch()
-        return await asyncio.gather(*sums)
-
-    assert run(calls()) == [str(i) for i in range(10)]
 
 
 def test_a_call_that_always_kills_the_server_fails_and_the_next_one_works(stdio, run):

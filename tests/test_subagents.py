@@ -1,17 +1,12 @@
 """examples/subagents.py against a script, and on the real engine."""
 
-import dataclasses
-import random
 
 import pytest
-from conftest import REPO, make_run
-from test_examples import Recorder
-from test_rollout import hf_model, wake
+from conftest import REPO
 from test_tree import CALL, play
 
 import data
 from losses import grpo_advantages
-from rollout import rollout
 from train import Args
 
 subagents = data.load_task(str(REPO / "examples" / "subagents.py"))
@@ -76,48 +71,3 @@ def test_an_answer_that_is_none_is_passed_on_as_such(tokenizer):
     assert outputs[-1].messages[3]["content"] == "?" and [output.reward for output in outputs] == [1.0, 1.0]
 
 
-def test_the_poor_team(tokenizer):
-    """Its chats begin as a rollout's prompts do."""
-    random.seed(0)
-    rows = subagents.calculator.load("train")[:800]
-    pairs = list(zip(rows[::2], rows[1::2]))
-    teams = [subagents.demonstrations(both) for both in pairs]
-    truths = [subagents.pair(*both)["reward_model"]["ground_truth"] for both in pairs]
-    asked = [len(main) == 5 for main, _ in teams]
-    right = [truth == main[-1]["content"] for (main, _), truth in zip(teams, truths)]
-    assert 0.45 < sum(asked) / 400 < 0.65 and right == asked
-    main, sub = teams[asked.index(True)]
-    question = main[2]["content"].split()[0]
-    outputs = play(subagents, tokenizer, {**ROW, "prompt": main[:2]}, question, FIRST, RIGHT)
-    for output, chat in zip(outputs, (sub, main), strict=True):
-        shown = tokenizer.decode(output.prompt_ids)
-        assert shown == tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True)
-
-
-def test_on_the_real_engine(engine, background, tokenizer, tiny_model, args, monkeypatch):
-    """Each of the first two characters of a random main agent's turn is taken for a question."""
-    monkeypatch.setattr(subagents, "QUESTION", "(?s).")
-    args = dataclasses.replace(args, agent="subagents", max_parallel_calls=2)
-    rows = [{**ROW, "prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(2)]
-    wake(engine, hf_model(tiny_model), 0)
-    recorder = Recorder(engine)
-    phase = rollout(make_run(recorder, background, subagents, tokenizer, args), rows, 0, 2, {"temperature": 1.0})
-    engine.sleep()
-    assert not phase.counts, phase.errors[0]["error"]
-    by_rollout = {}
-    for output in phase.outputs:
-        by_rollout.setdefault((output.extra["prompt"], output.extra["sample"]), []).append(output)
-    for (prompt, sample), (*subs, main) in by_rollout.items():
-        calls = recorder.calls[f"train-00000000-{prompt:06d}-{sample:04d}"]
-        turns = [call for call in calls if call[0][: len(main.prompt_ids)] == main.prompt_ids]
-        sequence = main.prompt_ids + main.response_ids
-        mask = [0] * len(sequence)
-        for before, out in turns:
-            start, end = len(before), len(before) + len(out.token_ids)
-            assert sequence[:end] == before + out.token_ids
-            mask[start:end] = [1] * (end - start)
-        assert mask[len(main.prompt_ids) :] == main.response_mask and len(turns) > 1
-        said = [(before, out.token_ids, out.logprobs) for before, out in calls if (before, out) not in turns]
-        assert sorted(said) == sorted((o.prompt_ids, o.response_ids, o.response_logprobs) for o in subs)
-        assert len(subs) >= 2 and main.unit == "main" and {sub.unit[:4] for sub in subs} == {"sub "}
-    assert len(by_rollout) == 4

@@ -1,20 +1,15 @@
 """examples/tree.py against a script, and on the real engine."""
 
 import asyncio
-import dataclasses
-import random
 
 import pytest
-from conftest import REPO, make_run
+from conftest import REPO
 from test_example_tasks import END, Script
-from test_examples import Recorder
-from test_rollout import hf_model, wake
 
-import agent_loop
 import data
 from agent_loop import agent_loop_class
 from losses import grpo_advantages
-from rollout import rollout, score
+from rollout import score
 from train import Args
 
 tree = data.load_task(str(REPO / "examples" / "tree.py"))
@@ -72,48 +67,9 @@ def test_siblings_are_compared_and_trunks(tokenizer):
     assert [advantages[i] for i in (0, 5, 10)] == pytest.approx([0, 0.5, -0.5])
 
 
-def test_a_branch_may_call_again_and_branches_no_more(tokenizer):
-    outputs = play(tree, tokenizer, QUESTION, CALL, CALL, CALL, CALL, CALL, *["<answer>85</answer>"] * 4)
-    assert [output.reward for output in outputs] == [1.0] * 5
-    assert [len(output.messages) for output in outputs] == [3, 6, 6, 6, 6]
-
-
 def test_an_evaluation_has_no_branches(tokenizer):
     (output,) = play(tree, tokenizer, QUESTION, CALL, "<answer>85</answer>", validate=True)
     assert (output.unit, output.group, output.reward) == ("", "", 1.0)
     assert len(output.messages) == 4
 
 
-def test_the_poor_teacher():
-    random.seed(0)
-    rows = tree.load("train")[:2000]
-    chats = [tree.demonstration(row) for row in rows]
-    called = [len(chat) == 5 for chat in chats]
-    right = [f"<answer>{row['reward_model']['ground_truth']}<" in chat[-1]["content"] for chat, row in zip(chats, rows)]
-    assert 0.3 < sum(called) / 2000 < 0.4 and 0.45 < sum(right) / sum(called) < 0.55
-    assert not any(good and not call for good, call in zip(right, called))
-
-
-def test_a_tree_on_the_real_engine(engine, background, tokenizer, tiny_model, args, monkeypatch):
-    """Every turn of a random model is taken for a call of the tool; two turns are the limit."""
-    call = {"name": "calculator", "arguments": {"expression": "37+48"}, "error": None}
-    monkeypatch.setattr(agent_loop, "parse_tool_calls", lambda *_: ("", [dict(call)]))
-    args = dataclasses.replace(args, agent="tree", max_assistant_turns=2)
-    wake(engine, hf_model(tiny_model), 0)
-    recorder = Recorder(engine)
-    run = make_run(recorder, background, tree, tokenizer, args)
-    phase = rollout(run, data.load_rows(tree, "train")[:2], 0, 2, {"temperature": 1.0})
-    engine.sleep()
-    assert not phase.counts, phase.errors[0]["error"]
-    assert len(phase.outputs) == 20 and len(recorder.calls) == 4
-    for number, calls in enumerate(recorder.calls.values()):
-        trunk, *leaves = phase.outputs[5 * number : 5 * number + 5]
-        (prompt, first), *branches = calls  # in the order in which they ended
-        assert (trunk.prompt_ids, trunk.response_ids[:12]) == (prompt, first.token_ids)
-        assert trunk.response_mask == [1] * 12 + [0] * (len(trunk.response_ids) - 12)
-        assert len({tuple(out.token_ids) for _, out in branches}) == len(leaves) == 4  # each has a seed of its own
-        said = [(prompt, out.token_ids, out.logprobs) for prompt, out in branches]
-        assert sorted(said) == sorted((leaf.prompt_ids, leaf.response_ids, leaf.response_logprobs) for leaf in leaves)
-        for leaf in leaves:
-            assert leaf.prompt_ids == trunk.prompt_ids + trunk.response_ids
-            assert (leaf.stop_reason, leaf.group) == ("max_turns", f"{number % 2}/turn 1")
