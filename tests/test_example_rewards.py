@@ -168,16 +168,13 @@ def test_judge_that_is_not_there(judged):
         asyncio.run(task.reward(output_of("Hi", "Ho"), {}))
 
 
-@pytest.mark.parametrize(
-    ("reply", "grade"),
-    [
-        ("Grade: 7", 7),
-        ("Good.\n\nGrade: 10\n", 10),
-        ("**Grade: 3/10**", 3),
-        ("**Grade:** 4.\r\n", 4),
-        ("<think>\nGrade: 2\nno:\n</think>\nGrade: 8", 8),
-    ],
-)
+@pytest.mark.parametrize(("reply", "grade"), [
+    ("Grade: 7", 7),
+    ("Good.\n\nGrade: 10\n", 10),
+    ("**Grade: 3/10**", 3),
+    ("**Grade:** 4.\r\n", 4),
+    ("<think>\nGrade: 2\nno:\n</think>\nGrade: 8", 8),
+])  # fmt: skip
 def test_grades(judged, reply, grade):
     assert judged("")[0].grade_of(reply) == grade
 
@@ -252,20 +249,17 @@ def test_ported_single_turn(tokenizer, port, line):
     assert output.num_turns == 2 and len(output.response_ids) == min(400, len(output.response_ids))
 
 
-@pytest.mark.parametrize(
-    ("lines", "ended", "num_turns"),
-    [
-        (["<answer>5</answer>"], "stop", 2),
-        ([call("37*48"), "<answer>1776</answer>"], "stop", 4),
-        (["Let me see.\n" + call("1+1") + "\n" + call("2*2"), call("4-1"), "done"], "stop", 6),
-        ([call("1/0"), call("letters"), call("1", base=2), call(["1"]), "so be it"], "stop", 10),
-        (["<tool_call>\n{not JSON}\n</tool_call>", "so be it"], "stop", 4),
-        ([call("1+1"), ("half a tho", "length")], "length", 4),
-        ([call("1+1"), ("", "abort")], "abort", 4),
-        ([(call("1+1"), "stop"), "stopped by a string"], "stop", 4),
-        ([call("1+1")], "max_turns", 16),
-    ],
-)
+@pytest.mark.parametrize(("lines", "ended", "num_turns"), [
+    (["<answer>5</answer>"], "stop", 2),
+    ([call("37*48"), "<answer>1776</answer>"], "stop", 4),
+    (["Let me see.\n" + call("1+1") + "\n" + call("2*2"), call("4-1"), "done"], "stop", 6),
+    ([call("1/0"), call("letters"), call("1", base=2), call(["1"]), "so be it"], "stop", 10),
+    (["<tool_call>\n{not JSON}\n</tool_call>", "so be it"], "stop", 4),
+    ([call("1+1"), ("half a tho", "length")], "length", 4),
+    ([call("1+1"), ("", "abort")], "abort", 4),
+    ([(call("1+1"), "stop"), "stopped by a string"], "stop", 4),
+    ([call("1+1")], "max_turns", 16),
+])  # fmt: skip
 def test_ported_tool_loop(tokenizer, port, lines, ended, num_turns):
     output = assert_same(tokenizer, port, "ported_tool_agent", "tool_agent", lines, max_response_tokens=1000)
     assert (output.stop_reason, output.num_turns) == (ended, num_turns)

@@ -1,4 +1,4 @@
-"""Agents of two frameworks, unpatched, through the chat endpoint: what each can ask for, exact tokens, one training run.
+"""Agents of two frameworks, unpatched, through the chat endpoint: all that they ask for, exact tokens, a training run.
 
 The engine says its lines (see test_chat.py). A framework that is not installed is skipped.
 """

@@ -1,4 +1,4 @@
-"""flatrl/chat/openai_api.py: what frameworks send over HTTP, asked with the openai client; the engine is test_chat.py's.
+"""flatrl/chat/openai_api.py: requests as frameworks send them, by the openai client; the engine is test_chat.py's.
 
 The constraints of response_format on the real engine stand at the end.
 """
