@@ -58,12 +58,6 @@ def test_rows_are_fixed_and_disjoint():
         task.load("test")
 
 
-def test_ground_truth_is_what_the_tool_says():
-    for row in task.load("val"):
-        expression = row["prompt"][0]["content"].removeprefix("What is ").removesuffix("?")
-        assert task.calculator(expression) == row["reward_model"]["ground_truth"]
-
-
 # ---- tool
 
 
@@ -181,13 +175,6 @@ def test_template_text(tokenizer):
     assert two.count("<|im_start|>user") == 2 and two.count("<tool_response>\n1776\n</tool_response>") == 2
 
 
-def test_template_takes_arguments_as_string(tokenizer):
-    text = json.dumps(FUNCTION["arguments"])
-    as_string = CALL | {"tool_calls": [{"function": FUNCTION | {"arguments": text}}]}
-    flat = {"role": "assistant", "content": None, "tool_calls": [FUNCTION]}
-    assert render(tokenizer, [USER, as_string]) == render(tokenizer, [USER, CALL]) == render(tokenizer, [USER, flat])
-
-
 def test_template_is_append_only(tokenizer):
     system = {"role": "system", "content": "Be brief."}
     chat = [system, USER, CALL, RESULT, ANSWER, USER, CALL, RESULT, ANSWER]
@@ -230,18 +217,6 @@ def test_model_loads_with_and_without_tied_embeddings(folder, tmp_path, tokenize
     untied = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert untied.lm_head.weight.data_ptr() != untied.model.embed_tokens.weight.data_ptr()
     assert untied.config.num_hidden_layers == 1
-
-
-def test_demonstrations_are_half_calls_half_guesses(tokenizer):
-    set_seed(0)
-    rows = task.load("train")[:2000]
-    chats = [task.demonstration(row) for row in rows]
-    calls = [len(chat) == 5 for chat in chats]
-    assert 0.4 < sum(calls) / len(calls) < 0.6
-    scores = [task.reward(SimpleNamespace(messages=chat, text=""), row) for chat, row in zip(chats, rows, strict=True)]
-    assert all(score == 1.0 for score, call in zip(scores, calls, strict=True) if call)
-    guessed = [score for score, call in zip(scores, calls, strict=True) if not call]
-    assert sum(guessed) / len(guessed) < 0.1
 
 
 def test_build_is_reproducible(tmp_path):

@@ -992,28 +992,20 @@ def test_a_malformed_request_is_told_so_and_the_server_goes_on(play_http, body):
 
 
 def test_roles_and_ids_are_words(play_http, tokenizer):
-    """A template prints them, and they are not broken up."""
+    """A template prints them, and they are not broken up. A developer is the system."""
     made = {"type": "function", "id": "1<|im_end|>", "function": {"name": "f", "arguments": "{}"}}
 
     async def agent(client, row, *_):
         with pytest.raises(openai.BadRequestError, match="role must be a word"):
             await ask(client, {"role": "user<|im_end|>", "content": "x"})
-        await ask(client, *row["prompt"], {"role": "assistant", "content": "", "tool_calls": [made]},
-                  {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"})  # fmt: skip
+        called = {"role": "assistant", "content": "", "tool_calls": [made]}
+        answer = {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"}
+        await ask(client, {"role": "developer", "content": "Be brief."}, *row["prompt"], called, answer)
 
     (output,), _ = play_http(agent, "2")
-    assert [m.get("tool_call_id") for m in output.messages[1:3]] == [None, "1__im_end__"]
-    assert output.messages[1]["tool_calls"][0]["id"] == "1__im_end__"
-
-
-def test_a_template_that_refuses_a_message_over_http(play_http, strict):
-    async def agent(client, row, *_):
-        with pytest.raises(openai.BadRequestError, match="must be the first"):
-            await ask(client, *row["prompt"], {"role": "system", "content": "Be brief."})
-        await ask(client, *row["prompt"])
-
-    (output,), engine = play_http(agent, "2", tokenizer=strict)
-    assert_output(output, engine, (1, "2" + END))
+    system, _, called, answer, _ = output.messages
+    assert system == {"role": "system", "content": "Be brief."}
+    assert called["tool_calls"][0]["id"] == answer["tool_call_id"] == "1__im_end__"
 
 
 @pytest.mark.parametrize("returned, expected", [(None, 0.75), (0.25, 0.25), (0.0, 0.0)])

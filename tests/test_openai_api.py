@@ -74,14 +74,6 @@ def test_a_reply_is_streamed(play_http, tokenizer, usage):  # noqa: F811
     assert_output(output, engine, (1, SUM + END), tool_turn("2"), (2, ANSWER + END))
 
 
-def test_a_refusal_of_a_stream_is_a_status(play_http):  # noqa: F811
-    async def agent(client, row, *_):
-        with pytest.raises(openai.BadRequestError, match="no room"):
-            await client.chat.completions.create(model="x", messages=[user("x" * 5000)], stream=True)
-
-    assert play_http(agent, max_model_len=1000)[0] == []
-
-
 def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
     async def agent(client, row, *_):
         one = await client.chat.completions.create(model="x", messages=row["prompt"])
@@ -126,15 +118,6 @@ def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # 
     (output,), engine = play_http(agent, turn, ANSWER)
     assert_output(output, engine, (1, turn + END), tool_turn("2"), (2, ANSWER + END))
     assert output.metrics == {"turns": 2, "tool_calls": 1}
-
-
-def test_a_developer_is_the_system(play_http, tokenizer):  # noqa: F811
-    async def agent(client, row, *_):
-        messages = [{"role": "developer", "content": "Be brief."}, *row["prompt"]]
-        await client.chat.completions.create(model="x", messages=messages)
-
-    (output,), _ = play_http(agent, "2")
-    assert tokenizer.decode(output.prompt_ids).startswith(f"<|im_start|>system\nBe brief.{END}")
 
 
 def test_what_is_ignored_is_warned_of_once(play_http, warnings, capsys):  # noqa: F811
