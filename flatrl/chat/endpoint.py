@@ -51,11 +51,10 @@ def _error(status: int, message: str, code: str) -> JSONResponse:
 
 def _bypass_proxies() -> None:
     """Keeps the calls to loopback, and their keys, away from HTTP proxies."""
-    names = ("no_proxy", "NO_PROXY")
-    direct = [os.environ[name] for name in names if os.environ.get(name)]
-    if "*" not in direct:
-        for name in names:
-            os.environ[name] = ",".join([*direct, "127.0.0.1"])
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        if not {"*", "127.0.0.1"} & set(hosts):
+            os.environ[name] = ",".join([*hosts, "127.0.0.1"])
 
 
 class ChatEndpoint:
