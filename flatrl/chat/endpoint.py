@@ -51,10 +51,12 @@ def _error(status: int, message: str, code: str) -> JSONResponse:
 
 def _bypass_proxies() -> None:
     """Keeps the calls to loopback, and their keys, away from HTTP proxies."""
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = [host for host in os.environ.get(name, "").split(",") if host]
-        if not {"*", "127.0.0.1"} & set(hosts):
-            os.environ[name] = ",".join([*hosts, "127.0.0.1"])
+    names = ("no_proxy", "NO_PROXY")
+    hosts = ",".join(os.environ.get(name, "") for name in names).split(",")
+    hosts = dict.fromkeys([*filter(None, hosts), "127.0.0.1"])  # each once
+    if "*" not in hosts:
+        for name in names:
+            os.environ[name] = ",".join(hosts)
 
 
 class ChatEndpoint:
