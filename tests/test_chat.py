@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import io
 import json
+import os
 import random
 import socket
 from types import SimpleNamespace
@@ -850,6 +851,17 @@ def play_http(play, endpoint, openai_client):
         return outputs, engine
 
     return play_http
+
+
+def test_no_proxy_gets_calls_to_loopback(monkeypatch):
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "mine.org,127.0.0.1")
+    for _ in range(2):
+        chat_endpoint._bypass_proxies()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "mine.org,127.0.0.1"
+    monkeypatch.setenv("no_proxy", "*")
+    chat_endpoint._bypass_proxies()
+    assert os.environ["no_proxy"] == "*"
 
 
 async def post(client, path: str, body):
