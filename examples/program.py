@@ -1,12 +1,10 @@
 """Any program in any language as the agent: a command that asks the policy over HTTP.
 
     accelerate launch train.py --task examples/program.py --agent program
-    cd examples/programs && npm install openai@6 && cd -
-    PROGRAM="node examples/programs/calculator.mjs" \\
-        accelerate launch train.py --task examples/program.py --agent program
+    PROGRAM="node agent.mjs" accelerate launch train.py --task examples/program.py --agent program
 
-The first command runs programs/calculator.sh, an agent made of curl and jq; the others run the same
-agent in JavaScript.
+The first command runs programs/calculator.sh, an agent made of curl and jq, the second an agent of
+yours.
 
 PROGRAM is run once for each trajectory. It is split into words as in a shell, but no shell runs it.
 It finds OPENAI_BASE_URL and OPENAI_API_KEY for its trajectory in its environment, as OpenAI's
@@ -35,12 +33,11 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from agent_loop import AgentLoopOutput, BadInput, in_thread, register
+from agent_loop import AgentLoopOutput, BadInput, register
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, build_model, load  # noqa: F401
 from flatrl.chat.endpoint import EndpointLoop
@@ -64,26 +61,20 @@ async def run_program(command: list[str], text: str, variables: dict[str, str]) 
         stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         stdin.write(text.encode())
         stdin.seek(0)
-        # In a thread: on a busy machine a fork takes so long that it would hold up the others.
-        starting = asyncio.ensure_future(
-            in_thread(
-                subprocess.Popen,
-                command,
-                stdin=stdin,
-                stdout=out,
-                stderr=err,
-                env=os.environ | variables,
-                start_new_session=True,
-            )
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin,
+            stdout=out,
+            stderr=err,
+            env=os.environ | variables,
+            start_new_session=True,
         )
         try:
-            process = await asyncio.shield(starting)
-            await in_thread(process.wait)
+            await process.wait()
         finally:
-            process = await starting  # even if we were cancelled meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await in_thread(process.wait)
+            await process.wait()
         if process.returncode:
             problem = f"{shlex.join(command)} ended with code {process.returncode}"
             raise RuntimeError(f"{problem}: {_end(err)[-2000:].strip()}")
