@@ -1,7 +1,7 @@
 """Talk to a trained policy in the terminal, with the tools and the engine of training.
 
     python examples/chat.py runs/calculator/final --task examples/calculator.py
-    python examples/chat.py runs/calculator/final --task examples/calculator.py --eval_temperature 1
+    python examples/chat.py runs/calculator/final --eval_sampling_args '{"temperature": 1}'
 
     you> What is 37*48?
       calculator({"expression": "37*48"})
@@ -83,7 +83,7 @@ class Terminal(Interaction):
 async def converse(engine, tokenizer, processor, task, args) -> list[AgentLoopOutput]:
     """Holds conversations until the user quits; returns their outputs."""
     outputs = []
-    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    sampling = args.sampling(validate=True)
     system = getattr(task, "SYSTEM_PROMPT", None)
     while True:
         terminal = Terminal()
@@ -127,8 +127,9 @@ def read_arguments(argv: list[str]):
 
     # Without training steps, the model may be in the very folder that training would write to.
     defaults = ["--num_steps", "0", "--task", str(Path(__file__).with_name("calculator.py"))]
-    defaults += ["--max_assistant_turns", "0", "--max_user_turns", "0"]
+    defaults += ["--max_assistant_turns", "0"]
     args = train.parse_args([*defaults, "--model", *argv])  # the last of a repeated flag counts
+    args.max_user_turns = 0
     train.check_args(args)
     return args
 

@@ -10,13 +10,13 @@ as they give no hints about Sokoban beyond its rules. With its llm/datasets/ in 
     accelerate launch --config_file configs/eight_gpus.yaml train.py \\
         --task examples/sokoban_speedrun.py --model Qwen/Qwen3-4B-Instruct-2507 --num_steps 60 \\
         --prompts_per_step 16 --group_size 8 --temperature 0.8 --lr 1.6e-6 --warmup_steps 5 \\
-        --lr_schedule linear --weight_decay 0.01 --loss_agg seq-mean-token-mean --max_staleness 4 \\
+        --lr_schedule linear --loss_agg seq-mean-token-mean --max_staleness 4 \\
         --max_prompt_tokens 1536 --max_response_tokens 5632 --tokens_per_micro_batch 16384 \\
         --gradient_checkpointing --eval_every 0
     accelerate launch --config_file configs/eight_gpus.yaml train.py \\
         --task examples/sokoban_speedrun.py --model runs/sokoban_speedrun/final --num_steps 0 \\
-        --eval_samples 8 --eval_temperature 0.8 --eval_top_p 0.95 --max_prompt_tokens 1536 \\
-        --max_response_tokens 12288
+        --eval_samples 8 --eval_sampling_args '{"temperature": 0.8, "top_p": 0.95}' \\
+        --max_prompt_tokens 1536 --max_response_tokens 12288
 
 Compare eval/pass@1 of the second command, with eval/reward_stderr, with the published scores.
 Neither command has been run here. The speedrun does three things that this does not: it forces an

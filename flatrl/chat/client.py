@@ -254,7 +254,7 @@ class ChatClient:
             raise ValueError("only text content is supported in chat messages")
         limit = self.loop.args.max_images
         if len(images) == limit:
-            raise ValueError(f"supported are {limit} images, see --max_images")
+            raise ValueError(f"supported are {limit} images, see max_images of --agent_args")
         if kind == "image":  # from the row's own prompt, numbered by ChatAgentLoop
             if part.get("image") not in range(len(self.row_images)):
                 raise ValueError(
