@@ -77,11 +77,8 @@ FORBIDDEN = """
     request_key        249 218
     keyctl             250 219
 """
-AF_UNIX, AF_INET, AF_INET6 = (
-    1,
-    2,
-    10,
-)  # the only families of sockets; AF_VSOCK leads to the hypervisor
+# The only families of sockets: AF_VSOCK, for one, leads to the hypervisor.
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 SOL_SOCKET, SO_SNDBUF = 1, 7
 
 

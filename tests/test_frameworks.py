@@ -170,10 +170,12 @@ def test_a_wrong_call_costs_the_reward_and_no_trajectory(play, line):
     assert total_reward(outputs[-1]) == 0.0 and 1 <= len(engine.prompts) <= 2
 
 
-@pytest.mark.parametrize("limits", [dict(max_assistant_turns=2), dict(max_response_tokens=70)])
-def test_out_of_budget(play, limits):
+@pytest.mark.parametrize(
+    "limits, reason", [(dict(max_assistant_turns=2), "max_turns"), (dict(max_response_tokens=70), "length")]
+)
+def test_out_of_budget(play, limits, reason):
     outputs, engine = play(*[call(expression="1111+2222")] * 5, **limits)
-    assert total_reward(outputs[-1]) == 0.0 and len(engine.prompts) == 2
+    assert (total_reward(outputs[-1]), outputs[-1].stop_reason) == (0.0, reason)
 
 
 def test_the_limit_of_turns_is_the_runs(play):
@@ -183,7 +185,7 @@ def test_the_limit_of_turns_is_the_runs(play):
 
 
 def test_agents_of_both_frameworks_are_trained(cache, tmp_path):
-    """Within three steps of one run, whose rows name the agent, both of them answer.
+    """Within six steps of one run, whose rows name the agent, both of them answer.
 
     The model is warmed up on two questions: it knows by heart how to guess and how to call the tool."""
     pytest.importorskip("langgraph")
@@ -207,8 +209,8 @@ def build_model(path):
 """)
     flags = {
         "task": task,
-        "num_steps": 3,
-        "prompts_per_step": 4,
+        "num_steps": 6,
+        "prompts_per_step": 8,
         "eval_every": 0,
         "lr": "1e-3",
         "save_every": 0,
@@ -222,6 +224,6 @@ def build_model(path):
         assert rows[-1][f"eval/{name}/reward"] >= max(first[f"eval/{name}/reward"], 0.75), name
     assert rows[-1]["eval/reward"] > first["eval/reward"] + 0.15, [row["reward/mean"] for row in rows]
     for row in rows:
-        assert row["rollout/trajectories"] == 2 * 8 * 2 and row["rollout/logp_diff_max"] < 1e-3
-    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000003.jsonl").open()]
+        assert row["rollout/trajectories"] == 8 * 8 and row["rollout/logp_diff_max"] < 1e-3
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000006.jsonl").open()]
     assert any(r["messages"][-2]["role"] == "tool" and r["reward"] == 1.0 for r in rollouts)
