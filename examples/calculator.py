@@ -1,4 +1,4 @@
-r"""The default task: two-digit arithmetic with a calculator, and a tiny model to learn it.
+"""The default task: two-digit arithmetic with a calculator, and a tiny model to learn it.
 
     accelerate launch train.py                      # this file is the default --task
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -10,18 +10,20 @@ A question is `What is 37*48?`. The policy may call `calculator` and must end wi
 
     system     Use the calculator. End with <answer>N</answer>.
     user       What is 37*48?
-    assistant  <tool_call>\n{"name": "calculator", "arguments": {"expression": "37*48"}}\n</tool_call>
+    assistant  <tool_call>
+               {"name": "calculator", "arguments": {"expression": "37*48"}}
+               </tool_call>
     tool       1776
     assistant  <answer>1776</answer>
 
 A task file is a plain module with `load` and `reward`. The rest is optional: `TOOLS`,
-`SYSTEM_PROMPT` and `build_model`, which train.py calls (and caches) when no --model is given.
+`SYSTEM_PROMPT`, and `build_model`, which train.py calls (and caches) if no --model is given.
 
-The built model has learned to use the tool, but not to rely on it. Its greedy answers are right
-for 0.58-0.60 of the held-out questions (seeds 0-2). When it samples, it calls the tool in 4
-trajectories of 10; 0.98 of these end in the right answer, and a guess never does. The rest is
-for RL to find. Building takes 27 s on two threads, 43 s on one. A trajectory has 21 prompt
-tokens, and 25 more with a call, 5 with a guess."""
+The built model has learned to use the tool, but not to rely on it. Its greedy answers are right for
+0.58-0.60 of the held-out questions (seeds 0-2). When it samples, it calls the tool in 4
+trajectories of 10; 0.98 of these end in the right answer, and a guess never does. The rest is for
+RL to find. Building takes 27 s on two threads, 43 s on one. A trajectory has 21 prompt tokens, and
+25 more with a call, 5 with a guess."""
 
 import ast
 import itertools
@@ -32,10 +34,8 @@ from pathlib import Path
 
 from examples.tiny_models import build_warm_model
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows: what to ask. Train and val are cut from one fixed shuffle of all questions, so they
-# never share a question.
-
+# --------------------------------------------------------------------------------------------------
+# Rows: train and val are cut from one fixed shuffle of all questions, so they share none.
 
 # train.py puts it before every prompt.
 SYSTEM_PROMPT = "Use the calculator. End with <answer>N</answer>."
@@ -47,7 +47,7 @@ def load(split: str) -> list[dict]:
     "val" has 512 held-out questions, "train" 8,192 others."""
     numbers = range(10, 100)
     questions = list(itertools.product(numbers, numbers, OPERATORS))  # 24,300
-    # A generator of its own: --seed changes the order of training, never the split.
+    # A fixed seed: --seed changes the order of training, never the split.
     random.Random(0).shuffle(questions)
     questions = {"train": questions[512 : 512 + 8192], "val": questions[:512]}[split]
     return [
@@ -61,9 +61,9 @@ def load(split: str) -> list[dict]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tool: a typed Python function whose docstring becomes the schema. The model reads the message
-# of an exception that it raises.
+# --------------------------------------------------------------------------------------------------
+# Tool: a typed Python function, whose docstring becomes the schema. If it raises an exception, the
+# model reads the message.
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 BINARY = {
@@ -96,7 +96,7 @@ def calculator(expression: str) -> str:
         raise ValueError("the expression may hold only numbers, parentheses and + - * / // % **")
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, MemoryError, RecursionError):  # the last two where it is nested too deeply
+    except (SyntaxError, MemoryError, RecursionError):  # the last two if nested too deeply
         raise ValueError(f"not an arithmetic expression: {expression}") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
@@ -108,7 +108,7 @@ def calculator(expression: str) -> str:
 def _evaluate(node: ast.expr) -> int | float:
     """Returns the value of a parsed expression.
 
-    Raises SyntaxError for what is no arithmetic, ValueError for what is too large or not real."""
+    Raises SyntaxError if it is no arithmetic, ValueError if a number is too large or not real."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in UNARY:
@@ -116,7 +116,7 @@ def _evaluate(node: ast.expr) -> int | float:
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         left = _evaluate(node.left)
         right = _evaluate(node.right)
-        # This is checked before the power is computed: 9**9**9 takes minutes.
+        # Checked before the power is computed: 9**9**9 takes minutes.
         if isinstance(node.op, ast.Pow) and abs(right) > MAX_EXPONENT:
             raise ValueError(f"the exponent is larger than {MAX_EXPONENT}")
         value = BINARY[type(node.op)](left, right)
@@ -131,48 +131,48 @@ def _evaluate(node: ast.expr) -> int | float:
 
 TOOLS = [calculator]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Reward
 
 
 def reward(output, row: dict) -> float:
-    """Returns 1.0 if the last message is the assistant's and has one answer, the right integer.
+    """Returns 1.0 if the last message is the assistant's, with one answer, the right integer.
 
-    Otherwise it returns 0.0."""
+    Otherwise returns 0.0."""
     last = output.messages[-1] if output.messages else {}
     answers = re.findall(r"<answer>(.*?)</answer>", last.get("content") or "", re.DOTALL)
     # There must be exactly one: a list of guesses must not pay.
     if last.get("role") != "assistant" or len(answers) != 1:
         return 0.0
-    # At most 30 digits, so that int() never gets a runaway row of them.
+    # At most 30 digits, so that int() never gets a runaway number.
     if not re.fullmatch(r"\s*-?[0-9]{1,30}\s*", answers[0]):
         return 0.0
     return float(int(answers[0]) == int(row["reward_model"]["ground_truth"]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The built-in model: warmed up only halfway. All random numbers are of the global generators,
+# --------------------------------------------------------------------------------------------------
+# The built-in model: warmed up only halfway. All random numbers come from the global generators,
 # which train.py has seeded.
 
 
 def expression_of(row: dict) -> str:
-    """Returns what a row asks for, such as 37*48."""
+    """Returns the expression in a row's question, such as 37*48."""
     return re.search(r"[0-9]+\D[0-9]+", row["prompt"][0]["content"]).group()
 
 
 def demonstration(row: dict) -> list[dict]:
     """Returns a conversation of an imperfect teacher, who guesses on about half of the questions.
 
-    On the others the teacher calls the tool."""
+    On the others he calls the tool."""
     expression = expression_of(row)
     answer = row["reward_model"]["ground_truth"]
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, *row["prompt"]]
-    # The teacher is overconfident: when the first number is below 50 it mostly guesses, else
-    # it mostly calls. So the greedy model guesses on four questions of nine whatever the
-    # seed, while sampling tries both on every question: there is something to find, and each
-    # group of samples can find it.
+    # The teacher is overconfident: if the first number is below 50 he mostly guesses, else he
+    # mostly calls. So the greedy model guesses on four questions of nine with any seed, while
+    # sampling tries both on every question: there is something to find, and each group of
+    # samples can find it.
     if random.random() < (0.7 if int(expression[:2]) < 50 else 0.3):
-        # The guess is the first number: it is wrong, and no noise to learn by heart.
+        # The guess is the first number: wrong, but no noise to learn by heart.
         guess = re.match("[0-9]+", expression).group()
         return prompt + [{"role": "assistant", "content": f"<answer>{guess}</answer>"}]
     function = {"name": "calculator", "arguments": {"expression": expression}}

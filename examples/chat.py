@@ -1,18 +1,17 @@
-"""A conversation with a trained policy in the terminal, with the tools and the engine of training.
+"""Talk to a trained policy in the terminal, with the tools and the engine of training.
 
     python examples/chat.py runs/calculator/final --task examples/calculator.py
-    python examples/chat.py runs/calculator/final --task examples/calculator.py --eval_temperature 1
+    python examples/chat.py runs/calculator/final --eval_sampling_args '{"temperature": 1}'
 
     you> What is 37*48?
       calculator({"expression": "37*48"})
       calculator> 1776
     policy> <answer>1776</answer>
 
-You are the simulated user of agent_loop.ToolAgentLoop. The task's SYSTEM_PROMPT and TOOLS are
-used, its INTERACTIONS are not; the default --task is the calculator. /new starts another
-conversation, Ctrl-D or /quit ends the program. All flags of train.py are known. The policy
-samples as in an evaluation (--eval_temperature 0: greedy). A conversation ends where
---max_response_tokens or --max_model_len are used up."""
+You take the place of the simulated user. The task's SYSTEM_PROMPT and TOOLS are used, its
+INTERACTIONS are not; the default --task is the calculator. /new starts another conversation, Ctrl-D
+or /quit ends the program. All flags of train.py work. The policy samples as in an evaluation, by
+default greedily. A conversation ends when --max_response_tokens or --max_model_len are used up."""
 
 import json
 import sys
@@ -21,7 +20,14 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import data  # noqa: E402
-from agent_loop import DEADLINE, AgentLoopOutput, BadInput, Interaction, ToolAgentLoop, in_thread  # noqa: E402
+from agent_loop import (  # noqa: E402
+    DEADLINE,
+    AgentLoopOutput,
+    BadInput,
+    Interaction,
+    ToolAgentLoop,
+    in_thread,
+)
 from flatrl import devices, models
 from flatrl.vision import Vision
 
@@ -35,7 +41,7 @@ class Terminal(Interaction):
 
     def __init__(self):
         self.command = ""
-        self.n_shown = 0  # messages that `show` has seen
+        self.n_shown = 0  # messages that `show` has printed
 
     async def ask(self) -> str:
         """Returns what the user types next, or "" if that is a command."""
@@ -52,13 +58,13 @@ class Terminal(Interaction):
 
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Shows the new messages and asks the user; returns (done, text, reward, metrics)."""
-        DEADLINE.get().reschedule(None)  # people think
+        DEADLINE.get().reschedule(None)  # people take their time
         self.show(messages)
         text = await self.ask()
         return not text, text, 0.0, {}
 
     def show(self, messages: list[dict]) -> None:
-        """Prints the messages that have come since the last call, except the user's own lines."""
+        """Prints the messages since the last call, except the user's own."""
         for message in messages[self.n_shown :]:
             if message["role"] == "assistant":
                 if message.get("reasoning_content"):
@@ -75,9 +81,9 @@ class Terminal(Interaction):
 
 
 async def converse(engine, tokenizer, processor, task, args) -> list[AgentLoopOutput]:
-    """Holds conversations until the user quits; returns their outputs, as a rollout has them."""
+    """Holds conversations until the user quits; returns their outputs."""
     outputs = []
-    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    sampling = args.sampling(validate=True)
     system = getattr(task, "SYSTEM_PROMPT", None)
     while True:
         terminal = Terminal()
@@ -103,9 +109,9 @@ async def converse(engine, tokenizer, processor, task, args) -> list[AgentLoopOu
 
 
 def talk(engine, background, *arguments) -> list[AgentLoopOutput]:
-    """Runs `converse` on the background thread, while this one steps the engine; returns its outputs.
+    """Runs `converse` on the background thread, while this one steps the awake engine.
 
-    The engine must be awake."""
+    Returns its outputs."""
     future = background.submit(converse(engine, *arguments))
     future.add_done_callback(lambda _: engine.poke())
     while not future.done():
@@ -119,10 +125,11 @@ def read_arguments(argv: list[str]):
         raise BadInput("python examples/chat.py MODEL --task FILE, and any of train.py's flags")
     import train
 
-    # Nothing is trained: the model may be that of the run into whose folder training would write.
+    # Without training steps, the model may be in the very folder that training would write to.
     defaults = ["--num_steps", "0", "--task", str(Path(__file__).with_name("calculator.py"))]
-    defaults += ["--max_assistant_turns", "0", "--max_user_turns", "0"]
-    args = train.parse_args([*defaults, "--model", *argv])  # of a flag given twice the last counts
+    defaults += ["--max_assistant_turns", "0"]
+    args = train.parse_args([*defaults, "--model", *argv])  # the last of a repeated flag counts
+    args.max_user_turns = 0
     train.check_args(args)
     return args
 
@@ -152,7 +159,7 @@ def main(argv: list[str]) -> None:
     try:
         talk(engine, background, tokenizer, processor, task, args)
     finally:
-        background.close()  # otherwise it reports that the process takes long to end
+        background.close()
 
 
 if __name__ == "__main__":

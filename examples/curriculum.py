@@ -1,11 +1,11 @@
-"""A curriculum for rows of which most teach nothing: a sampler prefers groups that disagree.
+"""A curriculum: a sampler chooses the next row, here one whose groups disagree.
 
     accelerate launch train.py --task examples/curriculum.py
     python bench/curriculum.py                              # against the shuffle, three seeds
 
 The questions are the calculator's, but fifteen in sixteen of the 512 training rows have no right
-answer, like some rows of real data. No trajectory is ever rewarded there, so there is nothing to
-learn from them. Which rows these are, the sampler finds out by trying."""
+answer, like some rows of real data. They are never rewarded, so they teach nothing. The sampler
+finds out by trying which rows these are."""
 
 import random
 
@@ -14,7 +14,7 @@ from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model, reward  # noq
 
 
 def load(split: str) -> list[dict]:
-    """Returns 512 of the calculator's rows; of the training rows only every sixteenth is solvable."""
+    """Returns 512 of the calculator's rows; only every sixteenth training row is solvable."""
     rows = calculator.load(split)[:512]
     for i, row in enumerate(rows):
         if split == "train" and i % 16:
@@ -25,12 +25,13 @@ def load(split: str) -> list[dict]:
 def sampler(history: list[list]) -> int:
     """Returns the index of the training row to draw next.
 
-    history has a list for each group that was drawn so far: [row, step, reward, reward, ...]; while
-    a group is under way there are no rewards yet, and its row is left alone. While there are rows
-    that were never tried, half of the draws are of these. Of the other draws, nine in ten are the
-    row with different rewards that was not drawn for longest; one in ten is a row with equal
-    rewards, which may differ by now."""
-    # The choice depends on the history alone, so that a resumed run goes on as it would have.
+    history has a list for each group that was drawn so far: [row, step, reward, reward, ...].
+    While a group is in progress it has no rewards, and its row is not drawn again.
+
+    As long as some rows were never tried, half of the draws are from these. Of the other draws,
+    nine in ten are the row with different rewards that was not drawn for longest. One in ten is a
+    row with equal rewards, which may differ by now."""
+    # The choice depends on the history alone, so that a resumed run draws the same rows.
     generator = random.Random(len(history))
     last_rewards = {}  # of each row, in the order of the last draws
     for row, _, *rewards in history:

@@ -1,4 +1,4 @@
-"""GSM8K, grade-school word problems, with a calculator; the reward reads the final number.
+"""A known data set: GSM8K, grade-school word problems, with a calculator.
 
 On the built-in tiny model, with the 24 problems of data/gsm8k_sample.jsonl (it runs, but such a
 model can't learn this):
@@ -6,11 +6,10 @@ model can't learn this):
     accelerate launch train.py --task examples/gsm8k.py
 
 On the real data set, as the parquet files that verl's examples/data_preprocess/gsm8k.py writes
-(their columns prompt, whose last words ask for the answer after "####",
-reward_model.ground_truth and extra_info.index are read):
+(used are their columns prompt, reward_model.ground_truth and extra_info.index):
 
-    accelerate launch train.py --task examples/gsm8k.py --model Qwen/Qwen2.5-0.5B-Instruct \
-        --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \
+    accelerate launch train.py --task examples/gsm8k.py --model Qwen/Qwen2.5-0.5B-Instruct \\
+        --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \\
         --max_prompt_tokens 1024 --max_response_tokens 1024
 """
 
@@ -21,7 +20,9 @@ from pathlib import Path
 
 from examples.calculator import build_model, calculator  # noqa: F401  (train.py calls build_model)
 
-SYSTEM_PROMPT = 'Solve the problem step by step with the calculator. End with "#### N", N the answer.'
+SYSTEM_PROMPT = (
+    'Solve the problem step by step with the calculator. End with "#### N", N the answer.'
+)
 TOOLS = [calculator]
 
 DATA = Path(__file__).parent / "data" / "gsm8k_sample.jsonl"
@@ -43,8 +44,7 @@ def load(split: str) -> list[dict]:
     ]
 
 
-# *+, ++ and ?+ never give back what they took, so that a search takes time linear in the text,
-# whatever the model says.
+# The possessive *+, ++ and ?+ never backtrack, so a search takes time linear in the text.
 NUMBER = r"((?:[-+]?\$?|\$[-+])(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++))"
 ANSWER = re.compile(rf"####\s*+{NUMBER}|<answer>\s*+{NUMBER}[^<]*+</answer>")
 
@@ -52,27 +52,24 @@ ANSWER = re.compile(rf"####\s*+{NUMBER}|<answer>\s*+{NUMBER}[^<]*+</answer>")
 def find_answer(text: str) -> Decimal | None:
     """Returns the number right after "####" or at the start of <answer>...</answer>, or None.
 
-    The first is GSM8K's mark, the second what the tiny model says. Where a text has several, of
-    either kind, the last one counts: a model may correct itself, and a list of guesses is worth no
-    more than its last. "$" and "," are stripped; what follows the number ("apples", "%") is not
-    read."""
+    "####" is GSM8K's own mark; the tiny model writes <answer>. The last one counts: a model may
+    correct itself, and a list of guesses is worth no more than its last. "$" and "," are stripped,
+    and anything after the number ("apples", "%") is ignored."""
     numbers = [match[1] or match[2] for match in ANSWER.finditer(text)]
     return Decimal(re.sub("[$,]", "", numbers[-1])) if numbers else None
 
 
 def grade(text: str, ground_truth: str) -> dict:
-    """Returns {"score", "format"}: 1.0 or 0.0 for a right number, and for any number at all.
+    """Returns {"score", "format"}: 1.0 for the right number, and for any number at all.
 
-    The format is only logged."""
+    Only the score is a reward; the format is logged."""
     answer = find_answer(text)
     right = answer is not None and answer == Decimal(str(ground_truth).replace(",", ""))
     return {"score": float(right), "format": float(answer is not None)}
 
 
 def reward(output, row: dict) -> dict:
-    """Returns the grade of the last message; one that is not the assistant's has no answer.
-
-    It is a tool's result, for example, where nobody answered that."""
+    """Returns the grade of the last message, which must be the assistant's."""
     last = output.messages[-1] if output.messages else {}
     text = last.get("content") if last.get("role") == "assistant" else None
     return grade(text or "", row["reward_model"]["ground_truth"])

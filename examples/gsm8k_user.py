@@ -1,29 +1,30 @@
-"""GSM8K with a simulated user: if the answer is wrong, the user says so, and the model tries again.
+"""GSM8K with a simulated user, who says if the answer is wrong, so that the model tries again.
 
 On the built-in tiny model, with the bundled problems:
 
     accelerate launch train.py --task examples/gsm8k_user.py --max_response_tokens 256
 
-On the real data set, as the parquet files of verl's
-examples/data_preprocess/gsm8k_multiturn_w_interaction.py (their columns prompt,
-reward_model.ground_truth and extra_info.interaction_kwargs {"name", "query", "ground_truth"} are
-read):
+On the real data set, as the parquet files that verl's
+examples/data_preprocess/gsm8k_multiturn_w_interaction.py writes (used are their columns prompt,
+reward_model.ground_truth and extra_info.interaction_kwargs {"name", "query", "ground_truth"}):
 
-    accelerate launch train.py --task examples/gsm8k_user.py --model Qwen/Qwen2.5-0.5B-Instruct \
-        --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \
+    accelerate launch train.py --task examples/gsm8k_user.py --model Qwen/Qwen2.5-0.5B-Instruct \\
+        --train_files ~/data/gsm8k/train.parquet --val_files ~/data/gsm8k/test.parquet \\
         --max_prompt_tokens 1024 --max_response_tokens 2048
 
-All reward is the user's and belongs to a turn: 1 for an answer that is right at once, 1/2 at the
-second try, 1/3 at the third, 0 for a wrong one (with less it would pay to run out of tokens
-instead of answering). `--algo ppo` and `reinforce_pp` credit a reward where it falls; the group
-estimators (grpo, rloo, ...) sum a trajectory's. The task's own reward, the "outcome" of
---filter_metric, is always 0: for dynamic sampling give `--filter_metric total` or `right`."""
+The user pays all reward, turn by turn: 1 for an answer that is right at once, 1/2 at the second
+try, 1/3 at the third, and 0 for a wrong one (a penalty would make it pay to run out of tokens
+instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward; the
+group estimators (grpo, rloo, ...) sum over the trajectory. Dynamic sampling (--algo dapo) looks at
+the task's own reward, which is always 0 here: it would keep nothing."""
 
 from agent_loop import Interaction
 from examples import gsm8k
-from examples.calculator import build_model  # noqa: F401  (train.py calls it when there is no --model)
+from examples.calculator import build_model  # noqa: F401  (train.py calls it without a --model)
 
-SYSTEM_PROMPT = 'Solve the problem step by step. End with "#### N". If the user says it is wrong, think again.'
+SYSTEM_PROMPT = (
+    'Solve the problem step by step. End with "#### N". If the user says it is wrong, think again.'
+)
 
 
 def load(split: str) -> list[dict]:
@@ -41,8 +42,8 @@ def load(split: str) -> list[dict]:
 class GSM8KUser(Interaction):
     """Checks the answer of each assistant turn, up to max_tries times.
 
-    It is verl's Gsm8kInteraction with a limit. One instance serves all trajectories, so what it
-    knows about a trajectory is kept under its request_id."""
+    This is verl's Gsm8kInteraction with a limit. One instance serves all trajectories, so the state
+    of each is kept under its request_id."""
 
     name = "gsm8k"
 
@@ -53,7 +54,9 @@ class GSM8KUser(Interaction):
     async def start(self, request_id: str, *, ground_truth: str, **kwargs) -> None:
         self.tries[request_id] = 0
 
-    async def generate_response(self, request_id: str, messages: list[dict], *, ground_truth: str, **kwargs) -> tuple:
+    async def generate_response(
+        self, request_id: str, messages: list[dict], *, ground_truth: str, **kwargs
+    ) -> tuple:
         """Grades the last message; returns (done, text, reward, metrics)."""
         self.tries[request_id] += 1
         tries = self.tries[request_id]
@@ -73,7 +76,5 @@ INTERACTIONS = [GSM8KUser()]
 
 
 def reward(output, row: dict) -> dict:
-    """Returns a score of 0.0, which is added to what the user paid.
-
-    "right" is for the log and --filter_metric."""
+    """Returns a score of 0.0, which is added to the user's payments; "right" is logged."""
     return {"score": 0.0, "right": gsm8k.reward(output, row)["score"]}

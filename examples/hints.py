@@ -1,16 +1,16 @@
-r"""Self-distillation: the calculator's questions, each with a `hint` that says how to answer it.
+r"""Self-distillation: the calculator's questions, each with a `hint` at the answer.
 
     accelerate launch train.py --task examples/hints.py --algo opsd
 
-With --algo opsd the policy is its own teacher: it scores what it has sampled behind the question
-once more, behind the question and the hint. The task's reward is logged, and teaches nothing.
+With --algo opsd the policy is its own teacher. It samples after the question, and then scores the
+sampled tokens once more, after the question with the hint. The task's reward is only logged.
 
-    user       What is 37*48?                 the policy samples behind this
-    user       What is 37*48?\n\nCall 37*48.  and scores it behind this, too
+    user       What is 37*48?                 the policy samples after this
+    user       What is 37*48?\n\nCall 37*48.  and scores its sample after this, too
 
-The built-in model of examples/calculator.py guesses on about half of the questions. This file's
-has read hints as well: in every second conversation of its warm-up the question has one, and the
-teacher then always calls the calculator."""
+The built-in model of examples/calculator.py guesses on about half of the questions. This one has
+also read hints: in every second conversation of its warm-up the question has one, and the teacher
+then always calls the calculator."""
 
 import random
 from pathlib import Path

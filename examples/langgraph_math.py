@@ -1,18 +1,18 @@
-"""A LangGraph agent on arithmetic, trained unchanged through the chat endpoint.
+"""An agent framework over HTTP: a LangGraph agent on arithmetic, trained unchanged.
 
     pip install langgraph langchain-openai
     accelerate launch train.py --task examples/langgraph_math.py --agent langgraph
     accelerate launch train.py --task examples/langgraph_math.py --agent langgraph \\
         --model Qwen/Qwen2.5-0.5B-Instruct
 
-This is verl's LangGraph example. The agent is plain LangGraph: a model node and a tool node,
-which know nothing of flatrl but a base_url and a key. Every call that it makes is recorded as
-exact tokens, so the whole conversation is trained as one trajectory. --train_files takes rows
-with the columns prompt and reward_model (ground_truth)."""
+This is verl's LangGraph example. The agent is plain LangGraph, a model node and a tool node, which
+know nothing of flatrl but a base_url and a key. All its calls are recorded as exact tokens, so the
+whole conversation is trained as one trajectory. --train_files takes rows with the columns prompt
+and reward_model (ground_truth)."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 try:
     from langchain_core.tools import tool
@@ -20,7 +20,9 @@ try:
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode, tools_condition
 except ImportError:
-    raise BadInput("examples/langgraph_math.py needs: pip install langgraph langchain-openai") from None
+    raise BadInput(
+        "examples/langgraph_math.py needs: pip install langgraph langchain-openai"
+    ) from None
 
 # The agent executes the tool: flatrl sees only messages.
 LANGCHAIN_TOOLS = [tool(calculator, parse_docstring=True)]

@@ -1,4 +1,4 @@
-"""A maze, another one in each row: the agent sees the open ways around it and where the goal is.
+"""An environment of one's own: a maze, a different one for each row, and credit by place.
 
     accelerate launch train.py --task examples/maze.py --algo gigpo --lr 1e-3 --num_steps 24 \\
         --max_assistant_turns 10 --max_response_tokens 192
@@ -10,10 +10,10 @@
                goal 1 east 3 north               # A . . .
     assistant  w
 
-A rollout earns 1 if it comes to the goal in ten steps, whichever of them were good. The same places
-come back, in a rollout that goes to and fro and in others of its maze: `gigpo` compares the steps
-that were taken in one place. For that `reward` says what the state of each turn was. The built-in
-model has seen a poor walker, who mostly takes the first open way (docs/credit.md)."""
+A rollout earns 1 if it reaches the goal within ten steps, whichever of them were good. The same
+places come back, in a rollout that walks to and fro and in other rollouts of the same maze. `gigpo`
+compares the steps that were taken in one place. For that, `reward` notes the state of each turn.
+The built-in model has seen a poor walker, who mostly takes the first open way (docs/credit.md)."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ SYSTEM_PROMPT = "Go to the goal: n, e, s or w."
 SEEN = ("open {}", "\ngoal {}", " {}")
 SIZE = 5
 WALLS = 0.4  # the share of the cells
-NEAREST, FARTHEST = 4, 7  # the least number of steps from the start to the goal
+NEAREST, FARTHEST = 4, 7  # bounds on the length of the shortest way to the goal
 TURNS = 10
 EAST, SOUTH = ("east", "west"), ("south", "north")
 STEPS = {"n": (-1, 0), "e": (0, 1), "s": (1, 0), "w": (0, -1)}
@@ -37,7 +37,7 @@ class Maze:
     """A maze of SIZE x SIZE cells, a start and a goal; places are (row, column)."""
 
     def reset(self, seed: int) -> str:
-        """Makes the maze of this number; returns what is seen at the start."""
+        """Makes the maze with this number; returns the first observation."""
         generator = random.Random(seed)
         cells = list(itertools.product(range(SIZE), repeat=2))
         starts = []
@@ -52,7 +52,7 @@ class Maze:
         return self.seen()
 
     def distances_to_goal(self) -> dict[tuple, int]:
-        """Returns the least number of steps to the goal from each place that has a way to it."""
+        """Returns the number of steps to the goal from each place that has a way to it."""
         distances = {self.goal: 0}
         places = [self.goal]
         for place in places:  # the list grows meanwhile
@@ -68,10 +68,10 @@ class Maze:
         return [step for step in STEPS if after(self.place, step) in self.free]
 
     def seen(self) -> str:
-        """Returns the open ways, and where the goal is."""
+        """Returns the observation: the open ways, and where the goal is."""
         south, east = (goal - own for goal, own in zip(self.goal, self.place))
-        where = environments.how_far(east, *EAST), environments.how_far(south, *SOUTH)
-        return "".join(map(str.format, SEEN, [" ".join(self.open_ways()), *where]))
+        values = [" ".join(self.open_ways()), how_far(east, *EAST), how_far(south, *SOUTH)]
+        return "".join(map(str.format, SEEN, values))
 
     def step(self, action: str) -> tuple[str, float, bool, dict]:
         """Takes a step, or stays before a wall; returns (observation, reward, done, info)."""
@@ -89,6 +89,11 @@ def after(place: tuple, step: str) -> tuple:
     return place[0] + STEPS[step][0], place[1] + STEPS[step][1]
 
 
+def how_far(cells: int, direction: str, opposite: str) -> str:
+    """Returns a distance and its direction, such as "2 east", or "1 west" for -1 cell."""
+    return f"{abs(cells)} {direction if cells >= 0 else opposite}"
+
+
 INTERACTIONS = [environments.EnvInteraction("maze", Maze)]
 
 
@@ -98,13 +103,15 @@ def load(split: str) -> list[dict]:
 
 
 def reward(output, row: dict) -> float:
-    """Returns 0.0: the environment has paid. Notes the state of each turn, what was seen before it."""
+    """Returns 0.0, because the environment has paid, and notes the state of each turn."""
     output.metrics["states"] = environments.seen_before_turns(output)
     return 0.0
 
 
 def poor_step(maze: Maze) -> str:
-    """Returns a step: three in ten are on a shortest way, half of the others the first open one."""
+    """Returns a step of a poor walker.
+
+    Three in ten are on a shortest way, half of the others are the first open one."""
     ways = maze.open_ways()
     if random.random() < 0.3:
         return min(ways, key=lambda way: maze.distances[after(maze.place, way)])
@@ -112,9 +119,12 @@ def poor_step(maze: Maze) -> str:
 
 
 def build_model(path: str) -> None:
-    """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
-    rows = environments.demonstrated(random.choices(load("train"), k=1600), Maze, poor_step, TURNS)
+    """Writes the default model to the folder `path`: train.py calls it without a --model."""
+    rows = random.choices(load("train"), k=1600)
+    rows = environments.demonstrated(rows, Maze, poor_step, TURNS)
     open_ways = [" ".join(steps) for n in range(5) for steps in itertools.combinations(STEPS, n)]
-    east, south = ([environments.how_far(n, *way) for n in range(1 - SIZE, SIZE)] for way in (EAST, SOUTH))
+    cells = range(1 - SIZE, SIZE)
+    east = [how_far(n, *EAST) for n in cells]
+    south = [how_far(n, *SOUTH) for n in cells]
     pieces = environments.texts(SEEN, [open_ways, east, south])
     build_from_demonstrations(path, sys.modules[__name__], rows, pieces=pieces)

@@ -8,26 +8,23 @@
     MCP_URL=http://127.0.0.1:8000/mcp accelerate launch train.py --task examples/mcp_tools.py
 
 The package comes with vLLM. The task: how much do some goods cost with their delivery? Only the
-shop's server (`data/mcp_server.py`) knows the prices. For rows of your own give `--train_files
-train.parquet --val_files test.parquet`, with columns `prompt` (chat messages) and `reward_model`
-{"ground_truth": an integer}. In a task of your own:
+shop's server (`data/mcp_server.py`) knows the prices. In a task of your own:
 
     from examples.mcp_tools import mcp_tools
 
     TOOLS = mcp_tools(command=["npx", "some-mcp-server"], env={"API_KEY": ...})
     TOOLS += mcp_tools(url="https://.../mcp", headers={"Authorization": "Bearer ..."})
 
-The tools are listed once, at import, by a session that is closed again. The first call opens the
-session that serves the calls, one for each server (and rank), and all trajectories share it. So a
-server with state must keep trajectories apart by an argument, which a row gives as `tools_kwargs`
-{tool: {"execute_kwargs": {argument: value}}}."""
+The tools are listed once, at import, in a session that is closed again. The first call opens the
+session that serves all trajectories: one for each server and rank. A server with state must
+therefore tell trajectories apart by an argument, which a row gives as `tools_kwargs` {tool:
+{"execute_kwargs": {argument: value}}}."""
 
 import asyncio
 import itertools
 import json
 import os
 import random
-import re
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +32,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from agent_loop import BadInput, Tool
-from examples.calculator import build_model  # noqa: F401  (the tiny model, for when no --model is given)
+from examples.calculator import build_model, reward  # noqa: F401  (train.py calls them)
 
 try:
     import httpx2  # mcp's own HTTP client
@@ -45,7 +42,7 @@ try:
 
     from examples.data.mcp_server import DELIVERY, PRICES
 except ImportError:
-    raise BadInput("examples/mcp_tools.py needs version 2 of the mcp package: pip install 'mcp>=2,<3'") from None
+    raise BadInput("examples/mcp_tools.py needs: pip install 'mcp>=2,<3'") from None
 
 CONNECT_SECONDS = 30
 
@@ -53,21 +50,31 @@ CONNECT_SECONDS = 30
 class McpServer:
     """An MCP server: how to reach it, and the session that all calls share."""
 
-    def __init__(self, command: list[str] | None, url: str | None, env: dict | None, headers: dict | None):
+    def __init__(
+        self,
+        command: list[str] | None = None,
+        url: str | None = None,
+        env: dict | None = None,
+        headers: dict | None = None,
+    ):
         self.name = url or " ".join(command)
         self.url = url
         self.headers = headers
-        self.program = None if url else StdioServerParameters(command=command[0], args=command[1:], env=env)
+        self.program = None
+        if command:
+            self.program = StdioServerParameters(command=command[0], args=command[1:], env=env)
         self.session: Session | None = None
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
-        """Starts the program, or connects to the URL, and gives a client with a new session."""
+        """Starts the program, or connects to the URL; yields a client with a new session."""
         async with AsyncExitStack() as stack:
             server = self.program
             if self.url:
-                http = httpx2.AsyncClient(headers=self.headers, timeout=httpx2.Timeout(CONNECT_SECONDS, read=None))
-                server = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
+                timeout = httpx2.Timeout(CONNECT_SECONDS, read=None)
+                http = httpx2.AsyncClient(headers=self.headers, timeout=timeout)
+                http = await stack.enter_async_context(http)
+                server = streamable_http_client(self.url, http_client=http)
             yield await stack.enter_async_context(Client(server))
 
     async def list_tools(self) -> list[Tool]:
@@ -77,7 +84,7 @@ class McpServer:
             while page.next_cursor:
                 page = await client.list_tools(cursor=page.next_cursor)
                 tools += page.tools
-            return [McpTool(self, tool.name, tool.description or "", tool.input_schema) for tool in tools]
+        return [McpTool(self, tool.name, tool.description, tool.input_schema) for tool in tools]
 
     async def call(self, name: str, arguments: dict) -> CallToolResult:
         """Calls a tool. If the server is gone, connects anew and sends the call again, once.
@@ -92,20 +99,20 @@ class McpServer:
             try:
                 return await client.call_tool(name, arguments)
             except MCPError as error:
-                # An HTTP server that was started again does not know the session; servers
-                # differ in how they say so.
-                gone = error.code in (CONNECTION_CLOSED, INVALID_REQUEST) or "session" in error.message.lower()
-                if not gone:
+                # An HTTP server that was restarted does not know the session. Servers differ in
+                # how they report it.
+                codes = (CONNECTION_CLOSED, INVALID_REQUEST)
+                if error.code not in codes and "session" not in error.message.lower():
                     raise RuntimeError(error.message) from error
                 session.over.set()
         raise ConnectionError(f"the MCP server ended twice during this call of {name}")
 
 
 class Session:
-    """An open session, held by a task of its own from its first to its last moment.
+    """An open session, held by one task of its own from beginning to end.
 
-    anyio wants a session entered and left in one task. The tasks that make calls can't be
-    that one: their deadlines cancel them, and they end before the session does."""
+    anyio wants a session entered and left in one task. The tasks that make calls can't be that one:
+    their deadlines cancel them, and they end before the session does."""
 
     def __init__(self, server: McpServer):
         self.over = asyncio.Event()
@@ -124,40 +131,39 @@ class Session:
                 self.client.set_result(client)
                 await self.over.wait()
         except Exception as error:
-            # One that comes later, the calls under way have got from the session.
+            # A later error reaches the pending calls by itself.
             if not self.client.done():
-                self.client.set_exception(ConnectionError(f"no connection to {server.name}: {reason(error)}"))
+                problem = f"no connection to {server.name}: {reason(error)}"
+                self.client.set_exception(ConnectionError(problem))
         finally:
             self.client.cancel()  # if it has no result: the event loop ends
 
 
 class McpTool(Tool):
-    """One tool of an MCP server. A row's execute_kwargs are arguments that the model does not choose."""
+    """One tool of an MCP server; a row's execute_kwargs are arguments beyond the model's choice."""
 
-    def __init__(self, server: McpServer, name: str, description: str, parameters: dict):
-        function = {"name": name, "description": description, "parameters": parameters}
+    def __init__(self, server: McpServer, name: str, description: str | None, parameters: dict):
+        function = {"name": name, "description": description or "", "parameters": parameters}
         self.server = server
         self.name = name
         self.schema = {"type": "function", "function": function}
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs) -> str:
-        """Returns the tool's text. Raises RuntimeError with what the tool says of a failure."""
+        """Returns the tool's text. Raises RuntimeError with the text of a failure."""
         result = await self.server.call(self.name, arguments | execute_kwargs)
         text = "\n".join(map(as_text, result.content))
         if result.is_error:
-            raise RuntimeError(text or f"{self.name} failed and did not say why")
+            raise RuntimeError(text or f"{self.name} failed without a message")
         if not result.content and result.structured_content is not None:
             return json.dumps(result.structured_content)
         return text
 
 
 def as_text(content) -> str:
-    """Returns the text of a content block; one of another kind is only named."""
+    """Returns the text of a content block, or the name of its kind if it has none."""
     inner = getattr(content, "resource", content)  # of an embedded resource
     text = getattr(inner, "text", None)
-    if isinstance(text, str):
-        return text
-    return f"[{content.type}: {getattr(inner, 'mime_type', None) or getattr(inner, 'uri', 'unknown')}]"
+    return text if isinstance(text, str) else f"[{content.type}]"
 
 
 def reason(error: BaseException) -> str:
@@ -167,16 +173,12 @@ def reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def mcp_tools(
-    command: list[str] | None = None, url: str | None = None, env: dict | None = None, headers: dict | None = None
-) -> list[Tool]:
-    """Returns the tools of an MCP server: of a command to run, or of the URL of one that runs.
+def mcp_tools(**server) -> list[Tool]:
+    """Returns the tools of an MCP server: command=, a program to run, or url=, a running server.
 
     env: variables for the command, which inherits PATH, HOME and little else. headers: for
     every HTTP request. Raises BadInput if the server can't be reached."""
-    if bool(command) == bool(url):
-        raise BadInput("mcp_tools needs either a command or a url")
-    server = McpServer(command, url, env, headers)
+    server = McpServer(**server)
     try:
         # In a thread with an event loop of its own, as one may be running here.
         with ThreadPoolExecutor(1) as thread:
@@ -185,36 +187,28 @@ def mcp_tools(
         raise BadInput(f"the MCP server {server.name} can't be reached: {reason(error)}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The task.
+# ------------------------------------------------------------------------------ the task
 
 SYSTEM_PROMPT = "Look prices up with the tools. End with <answer>N</answer>."
 SERVER = [sys.executable, str(Path(__file__).parent / "data" / "mcp_server.py")]
-TOOLS = mcp_tools(url=os.environ["MCP_URL"]) if "MCP_URL" in os.environ else mcp_tools(command=SERVER)
+if "MCP_URL" in os.environ:
+    TOOLS = mcp_tools(url=os.environ["MCP_URL"])
+else:
+    TOOLS = mcp_tools(command=SERVER)
 
 
 def load(split: str) -> list[dict]:
-    """Returns the rows of a split, the same on every call: 50 orders for "val", 400 for "train"."""
+    """Returns the rows of a split, always the same: 50 orders for "val", 400 for "train"."""
     orders = list(itertools.product(range(1, 10), PRICES, DELIVERY))
     random.Random(0).shuffle(orders)
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"What do {count} x {item} cost, delivered to {town}?"}],
+    rows = []
+    for i, (count, item, town) in enumerate({"train": orders[50:], "val": orders[:50]}[split]):
+        question = f"What do {count} x {item} cost, delivered to {town}?"
+        row = {
+            "prompt": [{"role": "user", "content": question}],
             "data_source": "mcp_shop",
             "reward_model": {"ground_truth": str(count * PRICES[item] + DELIVERY[town])},
             "extra_info": {"index": i},
         }
-        for i, (count, item, town) in enumerate({"train": orders[50:], "val": orders[:50]}[split])
-    ]
-
-
-def reward(output, row: dict) -> float:
-    """Returns 1.0 if the last message is the assistant's and has one answer, the right integer.
-
-    Otherwise it returns 0.0."""
-    last = output.messages[-1] if output.messages else {}
-    answers = re.findall(r"<answer>\s*(.*?)\s*</answer>", last.get("content") or "", re.DOTALL)
-    # There must be exactly one: a list of guesses must not pay.
-    if last.get("role") != "assistant" or len(answers) != 1:
-        return 0.0
-    return float(answers[0] == str(row["reward_model"]["ground_truth"]))
+        rows.append(row)
+    return rows

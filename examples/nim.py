@@ -1,6 +1,6 @@
 """Self-play: both sides of a game are the same policy, and each has a baseline of its own.
 
-    accelerate launch train.py --task examples/nim.py --agent self_play --max_response_tokens 4 \
+    accelerate launch train.py --task examples/nim.py --agent self_play --max_response_tokens 4 \\
         --prompts_per_step 16 --group_size 16 --lr 1e-3 --num_steps 24
 
     first    user       u           21 sticks are on the table; a move takes one, two or three
@@ -11,15 +11,12 @@
 A game is one rollout, each move an output, and each side a unit: the moves of a side share the
 reward of its game, 1 for a win, 0 for a loss. The first side is compared with the first sides of
 the other games from the same number of sticks, the second with the second ones. From some numbers
-the first side wins most games, and without a baseline of its own each of its moves would be
-praised. A move that the rules don't allow loses.
+the first side wins most games; without a baseline of its own, each of its moves would be praised. A
+move that breaks the rules loses.
 
 In an evaluation the policy moves first, against a perfect player, from numbers where a win is
-possible. One mistake loses the game.
-
-The built-in model has seen a poor teacher, who mostly takes one stick. docs/units.md has what it
-learns. The game is not tic-tac-toe because a model this small did not learn to see three in a line,
-even from a perfect teacher. A number is a letter, one token, because it does not divide, either."""
+possible. One mistake loses the game. The built-in model has seen a poor teacher, who mostly takes
+one stick. docs/units.md shows what it learns. A number is a letter, because that is one token."""
 
 import random
 from pathlib import Path
@@ -33,13 +30,18 @@ OTHER = {"first": "second", "second": "first"}
 def load(split: str) -> list[dict]:
     """Returns games: one from each number up to 21 for "train", 20 for "val"."""
     winnable = [n for n in range(21, 4, -1) if n % 4]
-    numbers = {"train": list(range(1, 22)), "val": (2 * winnable)[:20]}[split]
-    return [{"prompt": shown(sticks), "extra_info": {"sticks": sticks, "game": i}}
-            for i, sticks in enumerate(numbers)]  # fmt: skip
+    numbers = {
+        "train": list(range(1, 22)),
+        "val": (2 * winnable)[:20],
+    }
+    return [
+        {"prompt": shown(sticks), "extra_info": {"sticks": sticks, "game": i}}
+        for i, sticks in enumerate(numbers[split])
+    ]
 
 
 def shown(sticks: int) -> list[dict]:
-    """Returns the prompt of a move: a letter, which is one token."""
+    """Returns the prompt of a move: a letter."""
     return [{"role": "user", "content": chr(ord("a") + sticks - 1)}]
 
 
@@ -50,7 +52,9 @@ def allowed(sticks: int) -> list[str]:
 
 def perfect_move(sticks: int, generator: random.Random) -> str:
     """Returns a move that leaves a multiple of four, or any move if there is none."""
-    return str(sticks % 4) if sticks % 4 else generator.choice(allowed(sticks))
+    if sticks % 4:
+        return str(sticks % 4)
+    return generator.choice(allowed(sticks))
 
 
 def reward(output, row: dict):
@@ -80,7 +84,9 @@ class SelfPlay(AgentLoopBase):
                 break
             sticks -= int(move)
             side = OTHER[side]
-        for output in outputs:  # the side to move has lost: it can't move, or has broken the rules
+
+        # The side to move has lost: it has no stick to take, or has broken the rules.
+        for output in outputs:
             output.reward = float(output.unit != side)
         return outputs
 
@@ -94,6 +100,6 @@ def demonstration(sticks: int) -> list[dict]:
 
 
 def build_model(path: str | Path) -> None:
-    """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
+    """Writes the default model to the folder `path`: train.py calls it without a --model."""
     chats = [demonstration(random.randint(1, 21)) for _ in range(600 * 32)]
     build_warm_model(path, chats, batch_size=32)

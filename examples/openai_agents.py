@@ -1,20 +1,26 @@
-"""An agent of the OpenAI Agents SDK on arithmetic, trained unchanged by the Responses API.
+"""The Responses API: an agent of the OpenAI Agents SDK on arithmetic, trained unchanged.
 
     pip install openai-agents
     accelerate launch train.py --task examples/openai_agents.py --agent openai_agents
 
-The agent is the SDK's own: Agent, Runner, function_tool, its default model. All that it knows of
-flatrl is a base_url and a key of the chat endpoint. What the model does wrong (a tool that isn't
-there, turns without end) raises an AgentsException: that ends the conversation, which is graded
-like any other. An `output_type` is a response_format: examples/openai_api.py says what is trained
-then."""
+The agent uses only the SDK: Agent, Runner, function_tool and its default model. It knows nothing of
+flatrl but a base_url and a key. Mistakes of the model (a call of an unknown tool, endless turns)
+raise an AgentsException. That ends the conversation, which is graded like any other. An
+`output_type` is a response_format: see flatrl/chat/openai_api.py for what is trained then."""
 
 from agent_loop import BadInput, register
 from examples.calculator import SYSTEM_PROMPT, build_model, calculator, load, reward  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
 try:
-    from agents import Agent, AgentsException, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+    from agents import (
+        Agent,
+        AgentsException,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
 except ImportError:
     raise BadInput("examples/openai_agents.py needs: pip install openai-agents") from None
 

@@ -1,32 +1,29 @@
 """Any program in any language as the agent: a command that asks the policy over HTTP.
 
     accelerate launch train.py --task examples/program.py --agent program
-    cd examples/programs && npm install openai@6 && cd -
-    PROGRAM="node examples/programs/calculator.mjs" \\
-        accelerate launch train.py --task examples/program.py --agent program
+    PROGRAM="node agent.mjs" accelerate launch train.py --task examples/program.py --agent program
 
-The first command runs programs/calculator.sh, an agent of curl and jq; the others run the same
-agent in JavaScript.
+The first command runs programs/calculator.sh, an agent made of curl and jq, the second an agent of
+yours.
 
-PROGRAM is run once for each trajectory. It has words as in a shell, but no shell runs it. In its
-environment are OPENAI_BASE_URL and OPENAI_API_KEY of its trajectory, where OpenAI's clients look
-for them. On its standard input is the row as JSON: its columns, with "prompt", and "step",
+PROGRAM is run once for each trajectory. It is split into words as in a shell, but no shell runs it.
+It finds OPENAI_BASE_URL and OPENAI_API_KEY for its trajectory in its environment, as OpenAI's
+clients expect. Its standard input is the row as JSON: the columns, with "prompt", and "step",
 "index", "rollout_n" and "validate". The last line that it prints is the answer, in
-output.extra["answer"]. To train a program of your own on rows of your own, a task file needs
+output.extra["answer"]. To train your own program on your own rows, a task file needs
 
     from examples.program import *              # registers the agent, reads PROGRAM
     def load(split): ...
     def reward(output, row): return float(output.extra.get("answer") == row["extra_info"]["truth"])
 
-or the program posts its reward itself, see examples/endpoint.py. With an exit code other than 0 the
-trajectory is lost: it is counted in rollout/failed, and the log has the end of its stderr. Not so
-if tokens or turns had run out, which the program meets as status 400: that is an end like any
-other. So is the time limit, --trajectory_timeout, here 600 seconds if it is not given.
+or the program posts its reward itself, see flatrl/chat/endpoint.py. An exit code other than 0 drops
+the trajectory: it is counted in rollout/failed, and the end of its stderr is logged. If tokens or
+turns ran out, which the program sees as status 400, the trajectory is kept. The same holds for the
+time limit, trajectory_timeout, here 600 seconds by default.
 
-A program has a process group of its own, which is killed when the program has ended, is late or
-the run stops: its children die with it. If the run itself is killed, the programs get no reply any
-more. They have our environment and files, because they are yours: what a model wrote belongs into
-examples/sandbox.py. As many run at once as there are trajectories: see --max_concurrent."""
+A program has a process group of its own, which is killed when the program has ended, is late or the
+run stops. If the run itself is killed, the programs get no more replies. They have our environment
+and files, because they are yours: run a model's code in examples/sandbox.py."""
 
 import asyncio
 import contextlib
@@ -36,19 +33,16 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from agent_loop import AgentLoopOutput, BadInput, in_thread, register
+from agent_loop import AgentLoopOutput, BadInput, register
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, build_model, load  # noqa: F401
-from examples.endpoint import EndpointLoop
+from flatrl.chat.endpoint import EndpointLoop
 
-SECONDS = 600.0  # for a program, if there is no --trajectory_timeout
-MAX_OUTPUT = 64 << 20  # bytes of stdout or stderr: one that prints more is ended
-MAX_READ = 1 << 16  # bytes of these that are read, at the end
+SECONDS = 600.0  # for a program, unless trajectory_timeout is set
 
 AGENTS = Path(__file__).parent / "programs"
 COMMAND = shlex.split(os.environ.get("PROGRAM", "")) or ["sh", str(AGENTS / "calculator.sh")]
@@ -59,33 +53,28 @@ if not shutil.which(COMMAND[0]):
 async def run_program(command: list[str], text: str, variables: dict[str, str]) -> str:
     """Runs a command with `text` on its stdin; returns the last line that it printed, or "".
 
-    variables are added to its environment. Whatever is in its process group is killed at the end,
-    also if this is cancelled. Raises OSError if it can't be started, RuntimeError if its exit code
-    is not 0 or it printed more than MAX_OUTPUT."""
-    # These are files and no pipes, so that a command ends even if it never reads its input, or if
-    # a child of it keeps the output open.
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    variables are added to its environment. Its process group is killed at the end, also if this is
+    cancelled. Raises RuntimeError if its exit code is not 0."""
+    # Files instead of pipes: a command then ends even if it never reads its input, or if a child
+    # keeps its output open.
+    with contextlib.ExitStack() as stack:
+        stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         stdin.write(text.encode())
         stdin.seek(0)
-        env = os.environ | variables
-        files = {"stdin": stdin, "stdout": out, "stderr": err}
-        # In threads: on a busy machine a fork takes so long that it would hold up all other
-        # trajectories.
-        starting = asyncio.ensure_future(
-            in_thread(subprocess.Popen, command, **files, env=env, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin,
+            stdout=out,
+            stderr=err,
+            env=os.environ | variables,
+            start_new_session=True,
         )
         try:
-            process = await asyncio.shield(starting)
-            ending = asyncio.ensure_future(in_thread(process.wait))
-            while not ending.done():
-                await asyncio.wait({ending}, timeout=1.0)
-                if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT for file in (out, err)):
-                    raise RuntimeError(f"{shlex.join(command)} printed more than {MAX_OUTPUT} bytes")
+            await process.wait()
         finally:
-            process = await starting  # also if we were cancelled meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await in_thread(process.wait)
+            await process.wait()
         if process.returncode:
             problem = f"{shlex.join(command)} ended with code {process.returncode}"
             raise RuntimeError(f"{problem}: {_end(err)[-2000:].strip()}")
@@ -94,22 +83,22 @@ async def run_program(command: list[str], text: str, variables: dict[str, str]) 
 
 
 def _end(file) -> str:
-    """Returns the end of a file as text."""
-    file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_READ))
+    """Returns the last 64 KB of a file as text."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
     return file.read().decode(errors="replace")
 
 
 @register("program")
 class ProgramLoop(EndpointLoop):
-    """One run of the command; the reward is the task's, which finds the answer in output.extra."""
+    """One run of the command; the task's reward finds the answer in output.extra."""
 
     async def run(self, sampling_params: dict, **row) -> list[AgentLoopOutput]:
-        """Runs one trajectory; the program's answer is in extra["answer"] of its last output."""
+        """Runs one trajectory; its last output, which is rewarded, has extra["answer"]."""
         self.answer = None
         self.args = copy.copy(self.args)
         self.args.trajectory_timeout = self.args.trajectory_timeout or SECONDS
         outputs = await super().run(sampling_params, **row)
-        for output in outputs[-1:]:  # the output that the reward belongs to
+        for output in outputs[-1:]:
             output.extra["answer"] = self.answer
         return outputs
 
@@ -119,6 +108,6 @@ class ProgramLoop(EndpointLoop):
 
 
 def reward(output: AgentLoopOutput, row: dict) -> float:
-    """Returns the calculator's reward for the program's answer: 1.0 for the right <answer>N</answer>."""
+    """Returns the calculator's reward for the program's answer."""
     messages = [{"role": "assistant", "content": output.extra.get("answer")}]
     return calculator.reward(replace(output, messages=messages), row)

@@ -1,17 +1,14 @@
-"""The supervisor of one program: sandbox.py runs this file's text by `python -c`, for each
-program.
+"""The supervisor of one program: sandbox.py runs this file's text by `python -c` for each program.
 
-    trainer ── supervisor ── init ── the program, and whatever it starts
+    trainer -- supervisor -- init -- the program, and its children
 
-The supervisor reads its job, one line of JSON, from stdin. It starts init in namespaces of
-its own, if the host allows that, and watches its memory. It kills everything when the program
-ends, takes too much memory, or stdin closes (deadline, cancellation, death of the trainer).
-Then it writes its report, lines of JSON, to the descriptor job["report"], and deletes the
-program's folder.
+The supervisor reads its job, one line of JSON, from stdin. It starts init, in namespaces of its own
+if the host allows that, and watches its memory. It kills everything when the program ends, takes
+too much memory, or stdin closes (deadline, cancellation, death of the trainer). Then it writes its
+report, lines of JSON, to the descriptor job["report"], and deletes the program's folder.
 
-This file runs alone, so it imports nothing but the standard library. The names of constants
-are the kernel's: see the man pages unshare(2), mount(2), mount_setattr(2), prctl(2) and
-seccomp(2)."""
+This file runs alone, so it imports only the standard library. The constants are named as in the
+kernel: see the man pages unshare(2), mount(2), mount_setattr(2), prctl(2) and seccomp(2)."""
 
 import contextlib
 import ctypes
@@ -45,11 +42,11 @@ PR_SET_NO_NEW_PRIVS = 38
 LIBC = ctypes.CDLL(None, use_errno=True)
 X86 = os.uname().machine == "x86_64"
 ROOT = os.geteuid() == 0
-# User ids from 60578 to 61183 belong to nobody (https://systemd.io/UIDS-GIDS). The number is
-# chosen here because init, in a namespace of PIDs, always has PID 1.
+# User ids from 60578 to 61183 are unused (https://systemd.io/UIDS-GIDS). The number is chosen here
+# because init, in a namespace of PIDs, always has PID 1.
 UNUSED_UID = 60578 + os.getpid() % 600
 
-# What the program may see of the host, besides Python's own folders.
+# The parts of the host that the program may see, besides Python's own folders.
 SYSTEM = """/bin /lib /lib32 /lib64 /sbin /usr /etc/ld.so.cache /etc/alternatives
             /dev/null /dev/zero /dev/random /dev/urandom"""
 
@@ -80,7 +77,8 @@ FORBIDDEN = """
     request_key        249 218
     keyctl             250 219
 """
-AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10  # the only families of sockets; AF_VSOCK leads to the hypervisor
+# The only families of sockets: AF_VSOCK, for one, leads to the hypervisor.
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 SOL_SOCKET, SO_SNDBUF = 1, 7
 
 
@@ -104,8 +102,7 @@ def prctl(option: int, value: int):
 
 
 def enter_namespaces() -> bool:
-    """Moves our children into new namespaces of PIDs, network and IPC; returns whether it
-    worked.
+    """Moves our children into new namespaces of PIDs, network and IPC; returns if it worked.
 
     Root may do that directly; others, where the host allows it, inside a new user namespace."""
     if ROOT and LIBC.unshare(NEWIPC_NEWPID_NEWNET) == 0:
@@ -114,9 +111,7 @@ def enter_namespaces() -> bool:
     group = os.getegid()
     if LIBC.unshare(CLONE_NEWUSER | NEWIPC_NEWPID_NEWNET) != 0:
         return False
-    maps = {"setgroups": "deny",
-            "uid_map": f"{user} {user} 1",
-            "gid_map": f"{group} {group} 1"}
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
     for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -130,8 +125,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def show(path: str, root: str):
-    """Shows a path of the host at the same place below `root`: read-only, unless it is a
-    device.
+    """Mounts a path of the host below `root`: read-only, unless it is a device.
 
     Raises OSError."""
     target = root + path
@@ -146,8 +140,16 @@ def show(path: str, root: str):
     mount(path, target, None, MS_BIND_REC)
     if not path.startswith("/dev/"):
         attributes = struct.pack("QQQQ", RDONLY_NOSUID_NODEV, 0, 0, 0)
-        check(LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(target), AT_RECURSIVE, attributes,
-                           len(attributes)))
+        check(
+            LIBC.syscall(
+                MOUNT_SETATTR,
+                AT_FDCWD,
+                os.fsencode(target),
+                AT_RECURSIVE,
+                attributes,
+                len(attributes),
+            )
+        )
 
 
 def take_own_root(job: dict):
@@ -159,8 +161,9 @@ def take_own_root(job: dict):
     check(LIBC.unshare(CLONE_NEWNS))
     mount(None, "/", None, MS_REC_PRIVATE)
     megabytes = 4 * job["file_mb"] + len(job["code"]) // (1 << 18) + 1
-    mount("tmpfs", root, "tmpfs", NOSUID_NODEV,
-          f"size={megabytes}m,nr_inodes=20000,mode=755".encode())
+    mount(
+        "tmpfs", root, "tmpfs", NOSUID_NODEV, f"size={megabytes}m,nr_inodes=20000,mode=755".encode()
+    )
     with open("/proc/self/maps") as maps:
         libraries = {os.path.dirname(line.split()[5]) for line in maps if "/lib" in line}
     folders = []
@@ -212,10 +215,10 @@ def drop_root(job: dict, own_files: bool) -> bool:
 
 
 def forbid_system_calls():
-    """Forbids the FORBIDDEN system calls, clone into a user namespace, families of sockets
-    other than the three above, and larger buffers of sockets, by a seccomp filter.
+    """Installs a seccomp filter: instructions (operation, jump if true, jump if false, operand).
 
-    The filter is a program of instructions (operation, jump if true, jump if false, operand)."""
+    It forbids the FORBIDDEN system calls, clone into a user namespace, families of sockets other
+    than the three above, and larger buffers of sockets."""
     if os.uname().machine not in ("x86_64", "aarch64"):
         return
     architecture = 0xC000003E if X86 else 0xC00000B7
@@ -272,11 +275,10 @@ def limit(kind: int, soft: int, spare: int = 0):
 
 
 def isolate(job: dict, in_namespaces: bool) -> dict:
-    """Gives this process files and a user of its own, as far as the host allows; returns the
-    report.
+    """Gives this process files and a user of its own, as far as the host allows.
 
-    The report has no_network, own_files, own_user, and, if the job insists on isolation and
-    does not get it, the reason as "refused"."""
+    Returns the report: no_network, own_files, own_user, and, if the job insists on isolation
+    and does not get it, the reason as "refused"."""
     own_files = False
     reason = "namespaces are not allowed"
     if in_namespaces:
@@ -295,7 +297,7 @@ def isolate(job: dict, in_namespaces: bool) -> dict:
 
 
 def set_limits(job: dict):
-    """Sets the limits of init, which the program inherits, but for the number of processes."""
+    """Sets the limits that init and the program share: all but the number of processes."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_CPU, job["cpu_s"], spare=1)  # SIGXCPU, and a second later SIGKILL
@@ -307,7 +309,7 @@ def set_limits(job: dict):
 def fork_program(max_processes: int) -> int:
     """Forks a process that becomes the program, main.py; returns its PID.
 
-    Whoever forks is limited too, so the hard limit stays open until the program sets its own."""
+    The limit applies to init too, so the hard one stays open until the program sets its own."""
     limit(resource.RLIMIT_NPROC, max_processes, spare=1 << 20)
     try:
         program = os.fork()
@@ -357,8 +359,7 @@ def run_init(job: dict, in_namespaces: bool, to_supervisor: int):
 def memory(pid: int) -> int:
     """Returns the bytes that a process and its descendants have in memory.
 
-    Memory that several share counts once, where we may know how much that is. Processes that
-    have ended count 0."""
+    Shared memory counts once, if the kernel tells us how much it is. Ended processes count 0."""
     total = 0
     with contextlib.suppress(OSError):
         with open(f"/proc/{pid}/statm") as file:
@@ -406,9 +407,8 @@ def kill_children():
 def watch(init: int, from_init: int, max_memory: int, buffer: int) -> tuple[bytes, bool]:
     """Waits until the program ends, takes too much memory, or our stdin closes.
 
-    Returns what init has written, and whether it was the memory. That is looked at ten times
-    a second, while nothing else happens. buffer: bytes of a socket; 0 where the sockets of
-    our network namespace are not the program's alone."""
+    Returns the report that init has written, and whether it was the memory, which is checked ten
+    times a second. buffer: bytes per socket; 0 if others share our network namespace."""
     written = b""
     while b"returncode" not in written:
         ready, _, _ = select.select([0, from_init], [], [], 0.1)
@@ -442,7 +442,8 @@ def supervise():
     os.close(to_supervisor)
 
     written, out_of_memory = watch(
-        init, from_init, job["memory_mb"] << 20, buffer if in_namespaces else 0)
+        init, from_init, job["memory_mb"] << 20, buffer if in_namespaces else 0
+    )
     os.kill(init, signal.SIGKILL)
     kill_children()
     if out_of_memory:
@@ -453,8 +454,7 @@ def supervise():
         tell(job["report"], {"out_of_memory": out_of_memory})
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    # Unlike shutil.rmtree, rm is not afraid of deep trees, and is not in our way: we end
-    # here.
+    # Unlike shutil.rmtree, rm can delete very deep trees.
     os.execvp("rm", ["rm", "-rf", job["folder"]])
 
 

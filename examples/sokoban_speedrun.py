@@ -1,26 +1,22 @@
-"""Sokoban in one answer, by the rules of the public Sokoban speedrun, which is for 8 GPUs.
+"""A public benchmark: the Sokoban speedrun, whose rules are for 8 GPUs and real models.
 
-This is an adapter to that benchmark, for real models. It was not shown to learn. `sokoban.py` is
-the game move by move, for the built-in model.
-
-The speedrun (github.com/JeanKaddour/sokoban_speedrun, its LLM track) trains
-Qwen3-4B-Instruct-2507 on one host with 8 H100s until the lower end of a 95% interval of
-held-out pass@1 exceeds 0.80. Its published times: GRPO, 60 steps, 36:53, 0.884; CISPO, 35
-steps, 19:20, 0.858. Boards, split, reward and evaluation are fixed; algorithm and prompt are
-free, as long as they give no hints about Sokoban beyond its rules. With its llm/datasets/ in
-a folder:
+It was not shown to learn here. The speedrun (github.com/JeanKaddour/sokoban_speedrun, its LLM
+track) trains Qwen3-4B-Instruct-2507 on one host with 8 H100s until the lower end of a 95% interval
+of held-out pass@1 exceeds 0.80. Its published times: GRPO, 60 steps, 36:53, 0.884; CISPO, 35 steps,
+19:20, 0.858. Boards, split, reward and evaluation are fixed. Algorithm and prompt are free, as long
+as they give no hints about Sokoban beyond its rules. With its llm/datasets/ in a folder:
 
     export SOKOBAN_DATA=sokoban_speedrun/llm/datasets
     accelerate launch --config_file configs/eight_gpus.yaml train.py \\
         --task examples/sokoban_speedrun.py --model Qwen/Qwen3-4B-Instruct-2507 --num_steps 60 \\
         --prompts_per_step 16 --group_size 8 --temperature 0.8 --lr 1.6e-6 --warmup_steps 5 \\
-        --lr_schedule linear --weight_decay 0.01 --loss_agg seq-mean-token-mean --max_staleness 4 \\
+        --lr_schedule linear --loss_agg seq-mean-token-mean --max_staleness 4 \\
         --max_prompt_tokens 1536 --max_response_tokens 5632 --tokens_per_micro_batch 16384 \\
         --gradient_checkpointing --eval_every 0
     accelerate launch --config_file configs/eight_gpus.yaml train.py \\
         --task examples/sokoban_speedrun.py --model runs/sokoban_speedrun/final --num_steps 0 \\
-        --eval_samples 8 --eval_temperature 0.8 --eval_top_p 0.95 --max_prompt_tokens 1536 \\
-        --max_response_tokens 12288
+        --eval_samples 8 --eval_sampling_args '{"temperature": 0.8, "top_p": 0.95}' \\
+        --max_prompt_tokens 1536 --max_response_tokens 12288
 
 Compare eval/pass@1 of the second command, with eval/reward_stderr, with the published scores.
 Neither command has been run here. The speedrun does three things that this does not: it forces an
@@ -28,8 +24,7 @@ answer at the length limit ("time is up"), it samples with top_p 0.95 in trainin
 rate ends at 0.15 of its start.
 
 The first parseable <answer> counts. The reward is the share of the uncovered goals that the moves
-have covered in the end, and it is 1 only if no box is left beside a goal; an evaluation counts the
-1s."""
+cover in the end. It is 1 only if no box is left off a goal; an evaluation counts the 1s."""
 
 import json
 import os
@@ -38,14 +33,15 @@ from pathlib import Path
 
 from agent_loop import BadInput
 
-SYSTEM_PROMPT = """Solve a Sokoban puzzle. It is solved if no box stands beside a goal after your last move.
+SYSTEM_PROMPT = """Solve a Sokoban puzzle: push every box on a goal.
 
-Each cell is one symbol: + wall, - floor, X goal, @ box, $ box on a goal, * player, % player on a goal. Rows and columns
-are numbered from 0, rows downwards.
+Each cell is one symbol: + wall, - floor, X goal, @ box, $ box on a goal, * player, % player on a
+goal. Rows and columns are numbered from 0, rows downwards.
 
-U, D, L and R move the player one cell up, down, left or right. A player who moves against a box pushes it one cell
-further, if the cell behind it is a floor or a goal; boxes can't be pulled, nor two be pushed at once. A box on a goal
-may be pushed off it. A move that is not possible changes nothing.
+U, D, L and R move the player one cell up, down, left or right. A player who moves against a box
+pushes it one cell further, if the cell behind it is a floor or a goal; boxes can't be pulled, nor
+two be pushed at once. A box on a goal may be pushed off it. A move that is not possible changes
+nothing.
 
 Think the moves through, then end with all of them in one line, like <answer>URRD</answer>."""
 MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
@@ -129,10 +125,14 @@ def load(split: str) -> list[dict]:
     """Returns the rows of the speedrun's files. Raises BadInput if they are not there."""
     folder = os.environ.get("SOKOBAN_DATA")
     if not folder:
-        raise BadInput("examples/sokoban_speedrun.py needs SOKOBAN_DATA, the speedrun's folder llm/datasets")
+        raise BadInput(
+            "examples/sokoban_speedrun.py needs SOKOBAN_DATA, the speedrun's folder llm/datasets"
+        )
     file = Path(folder, {"train": "sokoban_train.jsonl", "val": "sokoban_eval.jsonl"}[split])
     if not file.is_file():
-        raise BadInput(f"SOKOBAN_DATA={folder}: there is no {file.name} (of the speedrun's llm/datasets)")
+        raise BadInput(
+            f"SOKOBAN_DATA={folder}: there is no {file.name} (of the speedrun's llm/datasets)"
+        )
     boards = [json.loads(line)["question"] for line in file.read_text().splitlines()]
     return [
         {

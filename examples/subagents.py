@@ -5,17 +5,17 @@
     main        user       What is 37*48 and 85-21?
                 assistant  37*48 85-21                  two questions, and no answer yet
     sub 37*48   user       What is 37*48?               a prompt and a context of its own;
-                assistant  calculator("37*48") = 1776   the other sub-agent is at work as well
+                assistant  calculator("37*48") = 1776   the other sub-agent works in parallel
                 assistant  <answer>1776</answer>
-    main        user       1776 64                      what the sub-agents have answered
+    main        user       1776 64                      the sub-agents' answers
                 assistant  <answer>1776 64</answer>
 
-Each agent is a unit, and all units of a rollout earn whether the last answer is right: mostly nobody
-knows the right answer to a part. But sub-agents are compared with those that were asked the same in
-the prompt's other rollouts, main agents with main agents.
+Each agent is a unit. All units of a rollout earn whether the last answer is right, because in
+general the right answer to a part is unknown. But a sub-agent is compared only with those that were
+asked the same in the prompt's other rollouts, and main agents with main agents.
 
-The main agent of the built-in model asks in about half of its rollouts and guesses in the others;
-so do sub-agents with the calculator. docs/units.md has what they learn."""
+The main agent of the built-in model asks in about half of its rollouts and guesses in the others.
+So do sub-agents with the calculator. docs/units.md shows what they learn."""
 
 import asyncio
 import itertools
@@ -41,11 +41,13 @@ def load(split: str) -> list[dict]:
 
 
 def pair(first: dict, second: dict) -> dict:
-    """Returns a row that asks for two of the calculator's rows."""
+    """Returns a row that asks the questions of two of the calculator's rows."""
     question = f"What is {expression_of(first)} and {expression_of(second)}?"
     truth = " ".join(row["reward_model"]["ground_truth"] for row in (first, second))
-    return {"prompt": [{"role": "user", "content": question}],
-            "reward_model": {"ground_truth": f"<answer>{truth}</answer>"}}  # fmt: skip
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"ground_truth": f"<answer>{truth}</answer>"},
+    }
 
 
 def reward(output, row: dict) -> float:
@@ -55,19 +57,20 @@ def reward(output, row: dict) -> float:
 
 @register("subagents")
 class SubAgents(AgentLoopBase):
-    """The main agent: the questions that it asks are answered by sub-agents, side by side."""
+    """The main agent; sub-agents answer its questions in parallel."""
 
     async def run(self, sampling_params, **row):
-        """Returns the sub-agents' outputs and the main agent's; in evaluations the latter alone."""
+        """Returns the outputs of all agents; in evaluations only those of the main agent."""
         main = self.start(row)
         main.unit = "main"
-        outputs = []  # of sub-agents
+        outputs = []  # of the sub-agents
         stops = self.stop_token_ids(sampling_params)
         while text := await self.assistant_turn(main, sampling_params):
             questions = re.findall(QUESTION, text)[: self.args.max_parallel_calls]
             if "<answer>" in text or not questions:
                 break
-            runs = await asyncio.gather(*(self.ask(question, sampling_params) for question in questions))
+            asked = [self.ask(question, sampling_params) for question in questions]
+            runs = await asyncio.gather(*asked)
             outputs += itertools.chain(*runs)
             said = " ".join(answer_of(run[-1]) for run in runs)
             if not self.append(main, [{"role": "user", "content": said}], None, stops):
@@ -78,8 +81,10 @@ class SubAgents(AgentLoopBase):
 
     async def ask(self, question: str, sampling_params: dict) -> list:
         """Runs a sub-agent, which is a tool agent; returns its outputs."""
-        prompt = [{"role": "system", "content": calculator.SYSTEM_PROMPT},
-                  {"role": "user", "content": f"What is {question}?"}]  # fmt: skip
+        prompt = [
+            {"role": "system", "content": calculator.SYSTEM_PROMPT},
+            {"role": "user", "content": f"What is {question}?"},
+        ]
         loop = ToolAgentLoop(self.engine, self.tokenizer, self.processor, self.task, self.args)
         outputs = await loop.run(sampling_params, prompt=prompt)
         outputs = outputs if isinstance(outputs, list) else [outputs]
@@ -87,7 +92,7 @@ class SubAgents(AgentLoopBase):
 
 
 def answer_of(output) -> str:
-    """Returns what stands between the answer tags of the last message, or "?"."""
+    """Returns the text between the answer tags of the last message, or "?"."""
     answers = re.findall("<answer>(.*?)</answer>", output.messages[-1]["content"])
     return answers[0] if len(answers) == 1 else "?"
 
@@ -110,7 +115,7 @@ def demonstrations(rows: list[dict]) -> list[list[dict]]:
 
 
 def build_model(path: str | Path) -> None:
-    """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
+    """Writes the default model to the folder `path`: train.py calls it without a --model."""
     rows = calculator.load("train")
     chats = [chat for _ in range(12000) for chat in demonstrations(random.choices(rows, k=2))]
     random.shuffle(chats)

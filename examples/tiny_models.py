@@ -5,9 +5,8 @@
     build_warm_model(path, chats)                   the same from whole chats
     init_model(path)                                a random model
 
-All random numbers are of the global generators, which train.py has seeded. The text of this
-file is part of the name under which train.py caches built models: an edit here builds them
-anew."""
+All random numbers come from the global generators, which train.py has seeded. train.py caches the
+models; an edit of this file builds them anew."""
 
 import asyncio
 import sys
@@ -23,13 +22,19 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
 
-from agent_loop import AgentLoopOutput, BadInput, Demonstration, LoopArgs, agent_loop_class, task_tools
+from agent_loop import (
+    AgentLoopOutput,
+    BadInput,
+    Demonstration,
+    LoopArgs,
+    agent_loop_class,
+    task_tools,
+)
 from data import load_rows
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60.
-# None reaches over the end of a message: appended messages leave the tokens before them as
-# they are.
+# Each fixed string of examples/calculator.py is one token, so that a trajectory has 30-60. None
+# spans the end of a message, so appended messages leave the tokens before them unchanged.
 PIECES = [
     "Use the calculator. End with <answer>N</answer>.",
     "system\n",
@@ -46,9 +51,9 @@ PIECES = [
     "</answer>",
 ]
 
-# Qwen2.5's template, but tools are only named: copying is not learned in seconds behind a
-# preamble of 200 tokens. What {% generation %} encloses is the assistant's own: the warm-up
-# trains on that and nothing else.
+# Qwen2.5's template, but tools are only named: after a preamble of 200 tokens, copying is not
+# learned in seconds. {% generation %} encloses the assistant's own tokens, which alone the warm-up
+# trains on.
 CHAT_TEMPLATE = """
 {%- set system = messages and messages[0].role == 'system' %}
 {%- if system or tools %}
@@ -94,30 +99,42 @@ CHAT_TEMPLATE = """
 def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with a token for every byte, and one for each of PIECES and `pieces`.
 
-    Any text round trips."""
+    Encoding and decoding restores any text."""
     tokens = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                for token in SPECIAL_TOKENS])
-    # Pieces are not special, so that decoding keeps them: the tool parser and the reward read
-    # them in the text.
-    backend.add_tokens([AddedToken(piece, special=False, normalized=False)
-                        for piece in dict.fromkeys([*PIECES, *pieces])])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    # Pieces are not special, so that decoding keeps them for the tool parser and the reward.
+    backend.add_tokens(
+        [
+            AddedToken(piece, special=False, normalized=False)
+            for piece in dict.fromkeys([*PIECES, *pieces])
+        ]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE.strip(), clean_up_tokenization_spaces=False,
-        model_max_length=1024)
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE.strip(),
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
 
 
-def init_model(path: str | Path, tie_word_embeddings: bool = True, pieces: Sequence[str] = (),
-               **config_overrides) -> tuple:
+def init_model(
+    path: str | Path,
+    tie_word_embeddings: bool = True,
+    pieces: Sequence[str] = (),
+    **config_overrides,
+) -> tuple:
     """Writes a random Qwen2 (0.48M parameters) and its tokenizer to the folder `path`.
 
-    Returns (model, tokenizer). pieces: texts that are to be one token each, beside PIECES.
-    config_overrides are fields of Qwen2Config."""
+    Returns (model, tokenizer). pieces: more texts that become one token each. config_overrides:
+    fields of Qwen2Config."""
     tokenizer = make_tokenizer(pieces)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = {
@@ -128,9 +145,9 @@ def init_model(path: str | Path, tie_word_embeddings: bool = True, pieces: Seque
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
-        # Copying is attention to an exact place. It is learned several times faster from
-        # weights larger than the usual 0.02, and with positions that turn faster than a
-        # long-context model's.
+        # Copying is attention to an exact place. It is learned several times faster with weights
+        # larger than the usual 0.02, and with positions that rotate faster than a long-context
+        # model's.
         "initializer_range": 0.1,
         "rope_theta": 100.0,
         "tie_word_embeddings": tie_word_embeddings,
@@ -143,27 +160,49 @@ def init_model(path: str | Path, tie_word_embeddings: bool = True, pieces: Seque
     return model, tokenizer
 
 
-def warm_up(model, tokenizer, chats: list[list[dict]], tools: Sequence = (),
-            batch_size: int = 16, lr: float = 3e-3):
-    """Trains the model to say what the assistant says in the chats; each is seen once, in
-    order.
+def warm_up(
+    model,
+    tokenizer,
+    chats: list[list[dict]],
+    tools: Sequence = (),
+    batch_size: int = 16,
+    lr: float = 3e-3,
+):
+    """Trains the model on the assistant's tokens in the chats; each is seen once, in order.
 
     tools: the functions that an agent loop will show to the model in its prompts."""
     batch = tokenizer.apply_chat_template(
-        chats, tools=[get_json_schema(tool) for tool in tools] or None,
-        return_assistant_tokens_mask=True, return_dict=True, return_tensors="pt",
-        # Padding is behind the end, where causal attention needs no mask.
-        padding=True, padding_side="right")
+        chats,
+        tools=[get_json_schema(tool) for tool in tools] or None,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        return_tensors="pt",
+        # With padding at the end, causal attention needs no mask.
+        padding=True,
+        padding_side="right",
+    )
     lengths = batch["attention_mask"].sum(1)
-    imitate(model, batch["input_ids"], lengths, torch.as_tensor(batch["assistant_masks"]),
-            batch_size, lr)
+    imitate(
+        model,
+        batch["input_ids"],
+        lengths,
+        torch.as_tensor(batch["assistant_masks"]),
+        batch_size,
+        lr,
+    )
 
 
-def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor,
-            batch_size: int, lr: float):
-    """Trains the model to say the tokens of input_ids (N, T) whose mask (N, T) is 1.
+def imitate(
+    model,
+    input_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor,
+    batch_size: int,
+    lr: float,
+):
+    """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
 
-    A row's tokens behind its length (N,) are padding. Each row is seen once, in order."""
+    A row's tokens after its length (N,) are padding. Each row is seen once, in order."""
     n_batches = len(input_ids) // batch_size
     labels = input_ids.masked_fill(mask == 0, -100)
 
@@ -172,7 +211,8 @@ def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.T
         return min((step + 1) / 20, 1, 2 - 2 * step / n_batches)
 
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     model.train()
     starts = range(0, len(input_ids), batch_size)
@@ -193,10 +233,11 @@ def imitate(model, input_ids: torch.Tensor, lengths: torch.Tensor, mask: torch.T
 
 
 def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
-    """Yields the items under a progress bar, and says in the end how long they took. Where the
-    output is no terminal, it prints every few seconds how long the others will take."""
+    """Yields the items under a progress bar, and prints at the end how long they took.
+
+    Without a terminal, it prints every few seconds how long the others will take."""
     start = last = time.monotonic()
-    # A terminal may say that it has no rows: tqdm would draw nothing.
+    # Some terminals report 0 rows, and tqdm would then draw nothing.
     bar = tqdm(items, title, leave=False, disable=None, nrows=20)
     for n, item in enumerate(bar, 1):
         yield item
@@ -208,41 +249,52 @@ def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
     print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def build_warm_model(path: str | Path, chats: list[list[dict]], tools: Sequence = (),
-                     batch_size: int = 16):
-    """Writes a model that has learned from the chats, see `warm_up`, to the folder `path`."""
+def build_warm_model(
+    path: str | Path, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16
+):
+    """Writes a model that has learned from the chats (see `warm_up`) to the folder `path`."""
     model, tokenizer = init_model(path)
     warm_up(model, tokenizer, chats, tools, batch_size)
     model.eval().save_pretrained(path)
 
 
-def build_from_demonstrations(path: str | Path, task, rows: list[dict],
-                              pieces: Sequence[str] = (), agent: str | None = None,
-                              batch_size: int = 32, lr: float = 3e-3):
-    """Writes a model that has learned to say the rows' demonstrations to the folder `path`.
+def build_from_demonstrations(
+    path: str | Path,
+    task,
+    rows: list[dict],
+    pieces: Sequence[str] = (),
+    agent: str | None = None,
+    batch_size: int = 32,
+    lr: float = 3e-3,
+):
+    """Writes a model that has learned the rows' demonstrations to the folder `path`.
 
-    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes
-    them, with a column `demonstration`. Each is played once, in order, by its own agent loop,
-    with the task's tools and simulated users, so that the model sees the very tokens of a
-    run. pieces: texts that are to be one token each; the task's system prompt and the
-    beginnings of its tools' calls are so in any case. agent: as --agent.
+    task: the task's module, sys.modules[__name__] in its own file. rows: as --algo sft takes them,
+    with a column `demonstration`. Each is played once, in order, by its own agent loop, with the
+    task's tools and simulated users, so the model sees exactly the tokens of a run. pieces: texts
+    that become one token each; the task's system prompt and the beginnings of its tools' calls
+    always do. agent: as --agent.
 
-    Raises BadInput for a row that can't be played, and for one without a demonstration."""
-    source = SimpleNamespace(load=lambda split: rows,
-                             SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None))
+    Raises BadInput for a row that has no demonstration, or one that can't be played."""
+    source = SimpleNamespace(
+        load=lambda split: rows, SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None)
+    )
     rows = load_rows(source, "train")
     model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
     sequences = asyncio.run(play_all(rows, task, tokenizer, agent))
     lengths = torch.tensor([len(ids) for ids, _ in sequences])
-    ids, mask = (torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(sequence[i]) for sequence in sequences], batch_first=True) for i in (0, 1))
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(sequence[i]) for sequence in sequences], batch_first=True
+        )
+        for i in (0, 1)
+    )
     imitate(model, ids, lengths, mask, batch_size, lr)
     model.eval().save_pretrained(path)
 
 
 def common_pieces(task) -> list[str]:
-    """Returns texts that a task's trajectories repeat: its system prompt, and the beginning of
-    each tool's call."""
+    """Returns frequent texts of a task: its system prompt and how each tool's call begins."""
     pieces = [task.SYSTEM_PROMPT] if getattr(task, "SYSTEM_PROMPT", None) else []
     for name, tool in task_tools(task).items():
         pieces.append(name)
@@ -253,7 +305,7 @@ def common_pieces(task) -> list[str]:
 
 
 async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list[tuple]:
-    """Returns what `play` makes of each row, in order."""
+    """Returns the results of `play` for all rows, in order."""
     sequences = []
     for row in told(rows, "playing the demonstrations"):
         sequences += await play(row, task, tokenizer, agent)
@@ -261,22 +313,32 @@ async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list
 
 
 async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tuple]:
-    """Returns (token ids, mask) of each output that the row's loop makes of its demonstration.
+    """Plays a row's demonstration in its loop; returns (token ids, mask) of each output.
 
-    Raises BadInput if it makes none, or is not the whole demonstration."""
+    Raises BadInput if the loop makes no output, or does not use the whole demonstration."""
     window = tokenizer.model_max_length
-    args = LoopArgs(agent=agent, max_response_tokens=window, max_model_len=window,
-                    max_assistant_turns=0)
+    args = LoopArgs(
+        agent=agent, max_response_tokens=window, max_model_len=window, max_assistant_turns=0
+    )
     turns = list(row.get("demonstration") or ())
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
     loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
     try:
         outputs = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
     except Exception as error:
-        raise BadInput(f"the demonstration of row {row['index']} can't be played: {error}") from error
+        raise BadInput(
+            f"the demonstration of row {row['index']} can't be played: {error}"
+        ) from error
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
     if turns or not any(1 in output.response_mask for output in outputs):
-        raise BadInput(f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
-                       "demonstration left, or it has none")
-    return [(output.prompt_ids + output.response_ids,
-             [0] * len(output.prompt_ids) + output.response_mask) for output in outputs]
+        raise BadInput(
+            f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
+            "demonstration left, or it has none"
+        )
+    return [
+        (
+            output.prompt_ids + output.response_ids,
+            [0] * len(output.prompt_ids) + output.response_mask,
+        )
+        for output in outputs
+    ]

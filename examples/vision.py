@@ -1,15 +1,15 @@
-"""Seeing: a tool that returns an image, and a tiny vision-language model that learns to look.
+"""Images: in the prompt and from a tool, and a tiny vision-language model that learns to look.
 
     accelerate launch train.py --task examples/vision.py
     accelerate launch train.py --task examples/vision.py --max_response_tokens 512 \\
         --model Qwen/Qwen2.5-VL-3B-Instruct
 
-The prompt shows a card of four cells that are nearly grey; `zoom` returns one of them as an image
-in its full colour. The built-in model zooms on about half of the cards and guesses on the others,
-where 1 answer of 4 is right. Building it takes half a minute. Qwen2.5-VL's own template does not
-show tools: with that model, say in SYSTEM_PROMPT what a call looks like.
+The prompt shows a card of four cells that are nearly grey; `zoom` returns one of them in its full
+colour. The built-in model zooms on about half of the cards and guesses on the others, where 1
+answer of 4 is right. Building it takes half a minute. Qwen2.5-VL's own template does not show
+tools: with that model, describe a call in SYSTEM_PROMPT.
 
-The images of a prompt are the row's column "images", each with a placeholder in a message; the
+The images of a prompt are the row's column "images", each with a placeholder in a message. The
 images of a tool are in its response."""
 
 import itertools
@@ -21,7 +21,12 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import AutoProcessor, GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    GenerationConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agent_loop import Tool, ToolResponse
@@ -32,8 +37,8 @@ from examples.tiny_models import CHAT_TEMPLATE, init_model
 def without_torchvision() -> None:
     """Makes transformers and vLLM process images with Pillow where torchvision does not work.
 
-    That may be so on a CPU. Both want torchvision for Qwen's processors, of which only the video
-    part needs it. Call this before a processor is loaded, and before vLLM imports the model."""
+    Both want torchvision for Qwen's processors, although only the video part needs it. Call this
+    before a processor is loaded, and before vLLM imports the model."""
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import is_torchvision_available
 
@@ -48,8 +53,7 @@ def without_torchvision() -> None:
         return [name for name in get_all(cls) if name != "video_processor"]
 
     ProcessorMixin.get_attributes = classmethod(get_attributes)
-    # vLLM asks the video processor for sizes and arguments, and takes a function from the
-    # module.
+    # vLLM asks the video processor for sizes and arguments, and imports a function from its module.
     ProcessorMixin.video_processor = property(lambda self: self.image_processor)
     sys.modules["transformers.models.qwen2_vl.image_processing_qwen2_vl"] = pil
     # A fresh process would not have these patches.
@@ -80,13 +84,15 @@ def load(split: str) -> list[dict]:
     rows = []
     for i, (colours, cell) in enumerate({"train": cards[64:], "val": cards[:64]}[split]):
         question = [{"type": "image"}, {"type": "text", "text": f"Cell {cell}?"}]
-        rows.append({
-            "prompt": [{"role": "user", "content": question}],
-            "images": [card(colours)],
-            "reward_model": {"ground_truth": colours[cell - 1]},
-            "extra_info": {"index": i, "cell": cell},
-            "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}},
-        })  # fmt: skip
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": question}],
+                "images": [card(colours)],
+                "reward_model": {"ground_truth": colours[cell - 1]},
+                "extra_info": {"index": i, "cell": cell},
+                "tools_kwargs": {"zoom": {"execute_kwargs": {"colours": colours}}},
+            }
+        )
     return rows
 
 
@@ -96,12 +102,19 @@ class Zoom(Tool):
     name = "zoom"
     cell = {"type": "integer", "minimum": 1, "maximum": 4}
     parameters = {"type": "object", "properties": {"cell": cell}, "required": ["cell"]}
-    schema = {"type": "function", "function": {"name": name, "description": "Show a cell.", "parameters": parameters}}
+    schema = {
+        "type": "function",
+        "function": {"name": name, "description": "Show a cell.", "parameters": parameters},
+    }
 
-    async def execute(self, request_id: str, arguments: dict, colours: Sequence[str]) -> ToolResponse:
+    async def execute(
+        self, request_id: str, arguments: dict, colours: Sequence[str]
+    ) -> ToolResponse:
         if arguments.get("cell") not in (1, 2, 3, 4):
             raise ValueError("cell must be 1, 2, 3 or 4")
-        return ToolResponse(images=[Image.new("RGB", (56, 56), COLOURS[colours[arguments["cell"] - 1]])])
+        return ToolResponse(
+            images=[Image.new("RGB", (56, 56), COLOURS[colours[arguments["cell"] - 1]])]
+        )
 
 
 TOOLS = [Zoom()]
@@ -113,7 +126,7 @@ def reward(output, row) -> float:
     return float(answers == [row["reward_model"]["ground_truth"]])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model: a Qwen2.5-VL of 0.2M parameters, with the calculator's tokenizer and a template
 # that shows images.
 
@@ -135,17 +148,45 @@ def init_vision_model(path: str | Path):
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = TEMPLATE
     start, end, image, video = tokenizer.convert_tokens_to_ids(tokens)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 100.0}}  # fmt: skip
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
-              "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip
-    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
-        text_config=text | ends | {"initializer_range": 0.1}, vision_config=vision | {"initializer_range": 0.1},
-        image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
-        tie_word_embeddings=True,
-    ))  # fmt: skip
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [4, 6, 6],
+            "rope_theta": 100.0,
+        },
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    model = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=text | ends | {"initializer_range": 0.1},
+            vision_config=vision | {"initializer_range": 0.1},
+            image_token_id=image,
+            video_token_id=video,
+            vision_start_token_id=start,
+            vision_end_token_id=end,
+            tie_word_embeddings=True,
+        )
+    )
     model.generation_config = GenerationConfig(**ends)
     pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28})
     for part in (model, tokenizer, pixels):
@@ -188,7 +229,9 @@ def build_model(path: str | Path, num_batches: int = 300) -> None:
         chats, images = zip(*map(demonstration, random.choices(rows, k=16)), strict=True)
         texts = processor.apply_chat_template(list(chats), tools=[TOOLS[0].schema], tokenize=False)
         images = list(itertools.chain.from_iterable(images))
-        batch = processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
+        batch = processor(
+            text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"
+        )
         prompt = (batch["input_ids"] == assistant).cumsum(1) == 0
         labels = batch["input_ids"].masked_fill(prompt | (batch["attention_mask"] == 0), -100)
         model(**batch, labels=labels).loss.backward()

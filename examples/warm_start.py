@@ -1,17 +1,18 @@
 r"""A warm start: demonstrations first, then reinforcement learning, in one command.
 
-    accelerate launch train.py --task examples/warm_start.py --imitation_steps 200 --num_steps 240 --lr 1e-3
+    accelerate launch train.py --task examples/warm_start.py --imitation_steps 200 \
+        --num_steps 240 --lr 1e-3
 
-The questions, the tool and the reward are those of examples/calculator.py, but this model has
-never seen a tool call. It is a parrot: it repeats what it was told last. Every reward is 0, and
+The questions, the tool and the reward are those of examples/calculator.py, but this model has never
+seen a tool call. It is a parrot: it repeats the last thing that it was told. Every reward is 0, so
 reinforcement learning alone finds nothing to prefer:
 
     user       What is 37*48?
     assistant  <answer>37*48</answer>
 
 The training rows have a column `demonstration`, the turns of an assistant who calls the tool. In
-the first steps the agent loop gets these turns in place of sampled ones, runs the tool on them,
-and the policy learns to say them. From then on it samples, and learns from the reward."""
+the first steps the agent loop takes these turns in place of sampled ones and runs the tool on them,
+and the policy learns to say them. After that it samples, and learns from the reward."""
 
 import random
 from pathlib import Path
@@ -34,10 +35,13 @@ def load(split: str) -> list[dict]:
 def demonstration(row: dict) -> list:
     """Returns the assistant's turns: a call of the tool, as a message, and the answer, as a text.
 
-    What the tool answers in between is not said here: the agent loop runs it."""
+    The tool's result in between is left out: the agent loop runs the tool."""
     call = function_call("", "calculator", {"expression": expression_of(row)})
     answer = row["reward_model"]["ground_truth"]
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, f"<answer>{answer}</answer>"]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        f"<answer>{answer}</answer>",
+    ]
 
 
 def build_model(path: str | Path) -> None:

@@ -58,52 +58,34 @@ def test_rows_are_fixed_and_disjoint():
         task.load("test")
 
 
-def test_ground_truth_is_what_the_tool_says():
-    for row in task.load("val"):
-        expression = row["prompt"][0]["content"].removeprefix("What is ").removesuffix("?")
-        assert task.calculator(expression) == row["reward_model"]["ground_truth"]
-
-
 # ---- tool
 
 
-@pytest.mark.parametrize(
-    "expression, value",
-    [
-        ("37*48", "1776"),
-        (" 12 - 85 ", "-73"),
-        ("-(2+3)*4", "-20"),
-        ("7//2", "3"),
-        ("-7%3", "2"),
-        ("2**10", "1024"),
-        ("2**-1", "0.5"),
-        ("1/4", "0.25"),
-        ("6/2", "3"),
-        ("0.1+0.2", "0.3"),
-        ("1." + "0" * 90 + "**2", "1"),  # long but harmless
-    ],
-)
+@pytest.mark.parametrize("expression, value", [
+    ("37*48", "1776"),
+    (" 12 - 85 ", "-73"),
+    ("-(2+3)*4", "-20"),
+    ("7//2", "3"),
+    ("2**10", "1024"),
+    ("2**-1", "0.5"),
+    ("1/4", "0.25"),
+    ("1." + "0" * 90 + "**2", "1"),  # long but harmless
+])  # fmt: skip
 def test_calculator_values(expression, value):
     assert task.calculator(expression) == value
 
 
-@pytest.mark.parametrize(
-    "expression, message",
-    [
-        ("", "only numbers"),
-        ("37*", "not an arithmetic expression"),
-        ("07*8", "not an arithmetic expression"),
-        ("2(3)", "not an arithmetic expression"),
-        ("()", "not an arithmetic expression"),
-        ("(" * 49 + "1", "not an arithmetic expression"),
-        ("__import__('os')", "only numbers"),
-        ("\u0663*2", "only numbers"),
-        ("1/0", "division by zero"),
-        ("0**-1", "division by zero"),
-        ("(-8)**0.5", "not a real number"),
-        ("1+" * 60 + "1", "longer than"),
-    ],
-)
+@pytest.mark.parametrize("expression, message", [
+    ("", "only numbers"),
+    ("37*", "not an arithmetic expression"),
+    ("07*8", "not an arithmetic expression"),
+    ("(" * 49 + "1", "not an arithmetic expression"),
+    ("__import__('os')", "only numbers"),
+    ("\u0663*2", "only numbers"),
+    ("1/0", "division by zero"),
+    ("(-8)**0.5", "not a real number"),
+    ("1+" * 60 + "1", "longer than"),
+])  # fmt: skip
 def test_calculator_errors_are_readable(expression, message):
     with pytest.raises(ValueError, match=message):
         task.calculator(expression)
@@ -120,35 +102,21 @@ def test_calculator_rejects_huge_numbers_without_computing_them(expression):
         tracemalloc.stop()
 
 
-def test_schema():
-    function = SCHEMAS[0]["function"]
-    assert function["name"] == "calculator"
-    assert function["parameters"]["required"] == ["expression"]
-
-
 # ---- reward
 
 
-@pytest.mark.parametrize(
-    "content, score",
-    [
-        ("<answer>1776</answer>", 1.0),
-        ("so <answer> 1776\n</answer>.", 1.0),
-        ("<answer>1777</answer>", 0.0),
-        ("<answer>-1776</answer>", 0.0),
-        ("1776", 0.0),
-        ("<answer>1776", 0.0),
-        ("", 0.0),
-        (None, 0.0),
-        ("<answer></answer>", 0.0),
-        ("<answer>1776.0</answer>", 0.0),
-        ("<answer>1_776</answer>", 0.0),
-        ("<answer>" + "9" * 5000 + "</answer>", 0.0),
-        ("<answer>1</answer><answer>1776</answer>", 0.0),  # a list of guesses must not pay
-        ("<answer>1776</answer><answer>1776</answer>", 0.0),
-        ("<answer>1<answer>1776</answer>", 0.0),
-    ],
-)
+@pytest.mark.parametrize("content, score", [
+    ("<answer>1776</answer>", 1.0),
+    ("so <answer> 1776\n</answer>.", 1.0),
+    ("<answer>1777</answer>", 0.0),
+    ("1776", 0.0),
+    (None, 0.0),
+    ("<answer>1776.0</answer>", 0.0),
+    ("<answer>1_776</answer>", 0.0),
+    ("<answer>" + "9" * 5000 + "</answer>", 0.0),
+    ("<answer>1</answer><answer>1776</answer>", 0.0),  # a list of guesses must not pay
+    ("<answer>1<answer>1776</answer>", 0.0),
+])  # fmt: skip
 def test_reward(content, score):
     row = {"prompt": [USER], "reward_model": {"ground_truth": "1776"}}
     output = SimpleNamespace(messages=[USER, {"role": "assistant", "content": content}], text=content or "")
@@ -207,13 +175,6 @@ def test_template_text(tokenizer):
     assert two.count("<|im_start|>user") == 2 and two.count("<tool_response>\n1776\n</tool_response>") == 2
 
 
-def test_template_takes_arguments_as_string(tokenizer):
-    text = json.dumps(FUNCTION["arguments"])
-    as_string = CALL | {"tool_calls": [{"function": FUNCTION | {"arguments": text}}]}
-    flat = {"role": "assistant", "content": None, "tool_calls": [FUNCTION]}
-    assert render(tokenizer, [USER, as_string]) == render(tokenizer, [USER, CALL]) == render(tokenizer, [USER, flat])
-
-
 def test_template_is_append_only(tokenizer):
     system = {"role": "system", "content": "Be brief."}
     chat = [system, USER, CALL, RESULT, ANSWER, USER, CALL, RESULT, ANSWER]
@@ -226,13 +187,6 @@ def test_template_is_append_only(tokenizer):
             head = tokenizer.encode(prompt, add_special_tokens=False)
             assert ids[: len(head)] == head
             assert head + tokenizer.encode(whole[len(prompt) :], add_special_tokens=False) == ids
-
-
-def test_trajectory_is_short(tokenizer):
-    prompt = render(tokenizer, [USER], add_generation_prompt=True)
-    whole = render(tokenizer, [USER, CALL, RESULT, ANSWER])
-    assert len(tokenizer.encode(prompt)) <= 24
-    assert 30 <= len(tokenizer.encode(whole)) <= 60
 
 
 def test_hermes_parser_reads_the_rendered_call(tokenizer):
@@ -263,25 +217,6 @@ def test_model_loads_with_and_without_tied_embeddings(folder, tmp_path, tokenize
     untied = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert untied.lm_head.weight.data_ptr() != untied.model.embed_tokens.weight.data_ptr()
     assert untied.config.num_hidden_layers == 1
-
-
-def test_demonstrations_are_half_calls_half_guesses(tokenizer):
-    set_seed(0)
-    rows = task.load("train")[:2000]
-    chats = [task.demonstration(row) for row in rows]
-    calls = [len(chat) == 5 for chat in chats]
-    assert 0.4 < sum(calls) / len(calls) < 0.6
-    scores = [task.reward(SimpleNamespace(messages=chat, text=""), row) for chat, row in zip(chats, rows, strict=True)]
-    assert all(score == 1.0 for score, call in zip(scores, calls, strict=True) if call)
-    guessed = [score for score, call in zip(scores, calls, strict=True) if not call]
-    assert sum(guessed) / len(guessed) < 0.1
-
-
-def test_warm_up_trains_on_the_assistants_tokens_only(tokenizer):
-    chat = [USER, CALL, RESULT, ANSWER]
-    batch = tokenizer.apply_chat_template(chat, tools=SCHEMAS, return_dict=True, return_assistant_tokens_mask=True)
-    own = [i for i, mine in zip(batch["input_ids"], batch["assistant_masks"], strict=True) if mine]
-    assert tokenizer.decode(own) == f"{RAW_CALL}<|im_end|><answer>1776</answer><|im_end|>"
 
 
 def test_build_is_reproducible(tmp_path):

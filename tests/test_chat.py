@@ -1,4 +1,4 @@
-"""Agents written for the OpenAI client: examples/chat_client.py, examples/endpoint.py over HTTP, LangGraph.
+"""Agents written for the OpenAI client: flatrl/chat/client.py, flatrl/chat/endpoint.py over HTTP, LangGraph.
 
 The engine says its lines (see test_agent_loop.py) and keeps what it was asked and what it said, so that each output can
 be compared, token by token, with what the engine saw. Everything runs on one Background, as in a run of train.py.
@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import io
 import json
+import os
 import random
 import socket
 from types import SimpleNamespace
@@ -36,8 +37,8 @@ from test_agent_loop import (
 
 from agent_loop import AgentLoopOutput, as_tool
 from examples import calculator
-from examples import endpoint as chat_endpoint
-from examples.chat_client import ChatAgentLoop, OutOfBudget
+from flatrl.chat import endpoint as chat_endpoint
+from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 from flatrl.processes import Background
 from rollout import score
 from train import Args
@@ -167,6 +168,16 @@ async def solve(client, messages, tools=(CALCULATOR,)) -> list:
             messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
 
 
+async def asks_once(client, prompt, **row):
+    """The shortest agent."""
+    await ask(client, *prompt)
+
+
+async def solves(client, prompt, **row):
+    """The usual agent."""
+    await solve(client, prompt)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One conversation
 
@@ -234,17 +245,6 @@ def test_what_a_completion_holds(play, tokenizer):
     assert first.id != second.id
 
 
-def test_parallel_calls_of_one_turn_have_their_own_ids(play):
-    async def chat(client, prompt, **row):
-        await solve(client, prompt)
-
-    turn = SUM + "\n" + call(expression="2*3")
-    (output,), engine = play(chat, turn, ANSWER)
-    assert_output(output, engine, (1, turn + END), tool_turn("2", "6"), (2, ANSWER + END))
-    assert [made["id"] for made in output.messages[1]["tool_calls"]] == ["000001000", "000001001"]
-    assert output.num_turns == 4
-
-
 @pytest.mark.parametrize(
     "text", ['<tool_call>\n{"name": "calc\n</tool_call>', call() + "\n<tool_call>\n[1]\n</tool_call>"]
 )
@@ -272,10 +272,7 @@ def test_sampled_tokens_are_never_tokenised_again(play, tokenizer):
     spelled = [token for letter in SUM for token in encode(tokenizer, letter)] + [tokenizer.eos_token_id]
     assert len(spelled) > len(encode(tokenizer, SUM + END))
 
-    async def chat(client, prompt, **row):
-        await solve(client, prompt)
-
-    (output,), engine = play(chat, (spelled, "stop"), ANSWER)
+    (output,), engine = play(solves, (spelled, "stop"), ANSWER)
     given = encode(tokenizer, tool_turn("2"))
     assert engine.prompts[1] == output.prompt_ids + spelled + given
     assert output.response_ids == spelled + given + encode(tokenizer, ANSWER + END)
@@ -363,17 +360,6 @@ def test_a_changed_history_forks(play, tokenizer, changed):
     assert [output.num_turns for output in outputs] == [4, 2]
 
 
-def test_the_same_question_twice_is_two_outputs(play):
-    async def chat(client, prompt, **row):
-        for _ in range(2):
-            await ask(client, *prompt)
-
-    outputs, engine = play(chat, "2", "2")
-    for n, output in enumerate(outputs, start=1):
-        assert_output(output, engine, (n, "2" + END))
-    assert len(outputs) == 2
-
-
 def test_parallel_calls_never_share_a_sequence(play):
     """Both go on from one reply: the first takes its sequence, the other starts one of its own; so again from there."""
 
@@ -391,26 +377,6 @@ def test_parallel_calls_never_share_a_sequence(play):
     )  # fmt: skip
     assert_output(outputs[1], engine, (3, "R1" + END), more, (5, "R2" + END))
     assert_exact(outputs, engine)
-
-
-def test_parallel_questions_each_start_their_own(play):
-    async def chat(client, prompt, **row):
-        await asyncio.gather(*(ask(client, *prompt) for _ in range(5)))
-
-    outputs, engine = play(chat, *"abcde")
-    assert len(outputs) == 5
-    assert_exact(outputs, engine)
-
-
-def test_tool_calls_of_parallel_agents_have_different_ids(play):
-    ids = []
-
-    async def chat(client, prompt, **row):
-        for message in await asyncio.gather(*(ask(client, *prompt, tools=[CALCULATOR]) for _ in range(2))):
-            ids.append(message.tool_calls[0].id)
-
-    play(chat, SUM, SUM)
-    assert len(set(ids)) == 2
 
 
 def test_sub_agents_are_outputs_of_their_own_and_the_last_speaker_is_last(play, tokenizer):
@@ -461,7 +427,7 @@ def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokeni
     assert [output.metrics.get("forks", 0) for output in outputs] == [0, 0, 2]
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_whatever_an_agent_does_each_token_is_in_one_output(make, seed):
     """Agents that go on from any point of any conversation they had, alone or in parallel, with any tools."""
     draw = random.Random(seed)
@@ -513,16 +479,6 @@ def test_max_tokens_and_stop_are_the_agents_and_the_rest_is_the_runs(play, how, 
     assert sampling == {"temperature": 0.7, "max_tokens": 50}
 
 
-def test_without_a_limit_of_the_run_the_agents_counts(play):
-    async def chat(client, prompt, **row):
-        message = await ask(client, *prompt, max_tokens=10)
-        await ask(client, *prompt, message, user("Go on"))  # of one call only
-
-    _, engine = play(chat, "2", "3")
-    used = len(encode(engine.tokenizer, "2" + END + user_turn("Go on")))
-    assert [params["max_tokens"] for params in engine.params] == [10, 2000 - used]
-
-
 def test_a_reply_that_was_cut_goes_on(play):
     async def chat(client, prompt, **row):
         completion = await client.chat.completions.create(messages=prompt, max_tokens=3)
@@ -533,14 +489,6 @@ def test_a_reply_that_was_cut_goes_on(play):
     (output,), engine = play(chat, "12345", "ok")
     assert_output(output, engine, (1, "123"), END + user_turn("Go on"), (2, "ok" + END))
     assert output.stop_reason == "stop"
-
-
-def test_a_last_reply_that_was_cut_is_a_truncated_trajectory(play):
-    async def chat(client, prompt, **row):
-        await ask(client, *prompt, max_tokens=3)
-
-    (output,), _ = play(chat, "12345")
-    assert (output.stop_reason, output.truncated) == ("length", True)
 
 
 def test_a_stop_string_leaves_the_end_of_turn_token_to_the_suffix(play):
@@ -600,16 +548,6 @@ def test_what_is_not_supported_is_refused_and_costs_nothing(play, how):
     assert_output(output, engine, (1, "2" + END))
 
 
-def test_a_refused_call_is_no_turn(play):
-    async def chat(client, prompt, **row):
-        with pytest.raises(ValueError, match="text content"):
-            await ask(client, IMAGE)
-        await ask(client, *prompt)
-
-    (output,), _ = play(chat, "2", max_assistant_turns=1)
-    assert output.stop_reason == "stop"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Budgets, errors, time
 
@@ -653,11 +591,8 @@ def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, tokenizer, fra
 
 
 def test_one_token_of_room_is_enough(play, tokenizer):
-    async def chat(client, prompt, **row):
-        await solve(client, prompt)
-
     size = len(encode(tokenizer, SUM + END + tool_turn("2")))
-    (output,), engine = play(chat, SUM, "12", max_response_tokens=size + 1)
+    (output,), engine = play(solves, SUM, "12", max_response_tokens=size + 1)
     assert_output(output, engine, (1, SUM + END), tool_turn("2"), (2, "1"))
     assert output.stop_reason == "length"
 
@@ -716,14 +651,6 @@ def test_another_exception_of_the_agent_is_raised(play, error):
         play(chat, "2", trajectory_timeout=HANGS)
 
 
-def test_a_failing_engine_is_raised(play):
-    async def chat(client, prompt, **row):
-        await solve(client, prompt)
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        play(chat, SUM, RuntimeError("out of memory"))
-
-
 @pytest.mark.parametrize("how", ["the engine fails", "the agent gives up"])
 def test_a_conversation_that_failed_stands_first(play, how):
     """The task's reward is asked of the last output: never of one whose last question has no answer."""
@@ -745,19 +672,6 @@ def test_a_conversation_that_failed_stands_first(play, how):
     assert_output(failed, engine, (2, "yes" + END), user_turn("More."))
     assert [m["content"] for m in whole.messages] == ["What is 1+1?", "plan"]
     assert [failed.reward, whole.reward] == [None, 0.5]
-
-
-def test_the_last_asked_is_last_though_it_had_no_room(play):
-    """A helper's conversation is over; the main one's next question does not fit, which ends the run."""
-
-    async def chat(client, prompt, **row):
-        plan = await ask(client, *prompt)
-        await ask(client, user("Help."))
-        await ask(client, *prompt, plan, user("x" * 5000))
-
-    (helper, main), engine = play(chat, "plan", "yes", max_model_len=1000)
-    assert [helper.messages[-1]["content"], main.messages[-1]["content"]] == ["yes", "plan"]
-    assert [helper.stop_reason, main.stop_reason] == ["stop", "length"]
 
 
 def pixels(*colours: int) -> list[dict]:
@@ -825,15 +739,6 @@ def test_a_timeout_in_a_tool_keeps_what_was_sampled(play):
     assert (output.stop_reason, output.reward, output.truncated) == ("timeout", None, False)
 
 
-def test_a_timeout_while_the_engine_samples_keeps_what_was_sampled(play):
-    async def chat(client, prompt, **row):
-        await solve(client, prompt)
-
-    (output,), engine = play(chat, SUM, LATE, trajectory_timeout=HANGS)
-    assert_output(output, engine, (1, SUM + END), tool_turn("2"))
-    assert (output.stop_reason, engine.cancelled) == ("timeout", [2])
-
-
 def test_a_timeout_that_the_agent_wraps_is_one(play):
     async def chat(client, prompt, **row):
         await ask(client, *prompt)
@@ -857,22 +762,6 @@ def test_calls_that_outlive_the_agent_are_ended(play):
     outputs, engine = play(chat, "2", NEVER)
     assert engine.cancelled == [2]
     assert_output(outputs[-1], engine, (1, "2" + END), user_turn("And?"))
-
-
-def test_a_call_that_the_agent_gave_up_loses_nothing(play):
-    """An agent's own deadline for a call: what it says then, the same again here, is another sequence at worst."""
-
-    async def chat(client, prompt, **row):
-        first = await ask(client, *prompt)
-        history = [*prompt, first, user("And?")]
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(client, *history), HANGS)
-        await ask(client, *history)
-
-    outputs, engine = play(chat, "2", LATE, "3")
-    assert_exact(outputs, engine)
-    assert outputs[-1].messages[-1] == {"role": "assistant", "content": "3"}
-    assert engine.cancelled == [2]
 
 
 @pytest.fixture(scope="module")
@@ -905,25 +794,14 @@ def test_an_agent_that_never_asks_is_skipped(play):
 
 
 def test_a_prompt_that_fills_the_window_is_skipped(play, tokenizer):
-    async def chat(client, prompt, **row):
-        await ask(client, *prompt)
-
-    outputs, engine = play(chat, max_model_len=len(encode(tokenizer, FIRST)))
+    outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, FIRST)))
     assert (outputs, engine.prompts) == ([], [])
 
 
 def test_an_aborted_reply(play):
-    async def chat(client, prompt, **row):
-        await ask(client, *prompt)
-
-    (output,), engine = play(chat, ("ab", "abort"))
+    (output,), engine = play(asks_once, ("ab", "abort"))
     assert_output(output, engine, (1, "ab"))
     assert output.stop_reason == "abort"
-
-
-def test_a_loop_without_chat_says_so(tokenizer):
-    with pytest.raises(TypeError, match="Bare has no chat method"):
-        run(type("Bare", (ChatAgentLoop,), {})(None, tokenizer, None, None, Args()).run({}, prompt=PROMPT))
 
 
 def test_the_agent_gets_the_row(play):
@@ -975,6 +853,17 @@ def play_http(play, endpoint, openai_client):
     return play_http
 
 
+def test_no_proxy_gets_calls_to_loopback(monkeypatch):
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "mine.org,127.0.0.1")
+    for _ in range(2):
+        chat_endpoint._bypass_proxies()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "mine.org,127.0.0.1"
+    monkeypatch.setenv("no_proxy", "*")
+    chat_endpoint._bypass_proxies()
+    assert os.environ["no_proxy"] == "*"
+
+
 async def post(client, path: str, body):
     return await client.post(path, body=body, cast_to=object)
 
@@ -1006,32 +895,6 @@ def test_http_gives_the_same_outputs_as_in_process(play, play_http):
     assert (remote.prompts, remote.params) == (engine.prompts, engine.params)
     assert_exact(there, remote)
     assert [output.reward for output in there] == [None, 0.5]
-
-
-def test_a_completion_over_http(play_http, tokenizer):
-    seen = []
-
-    async def agent(client, row, *_):
-        seen.append(await client.chat.completions.create(
-            model="policy", messages=row["prompt"], tools=[CALCULATOR], logprobs=True,
-            extra_body={"return_token_ids": True},
-        ))  # fmt: skip
-
-    _, engine = play_http(agent, SUM)
-    choice, ids = seen[0].choices[0], encode(tokenizer, SUM + END)
-    assert (seen[0].prompt_token_ids, choice.token_ids, choice.finish_reason) == (engine.prompts[0], ids, "tool_calls")
-    assert choice.message.tool_calls[0].function.arguments == '{"expression": "1+1"}'
-    assert [entry.logprob for entry in choice.logprobs.content] == logprobs_of(1, len(ids))
-    assert seen[0].usage.completion_tokens == len(ids)
-
-
-def test_the_model_is_listed(play_http):
-    async def agent(client, row, *_):
-        models.extend([model.id async for model in client.models.list()])
-
-    models = []
-    assert play_http(agent)[0] == []  # it never asked the model
-    assert models == ["policy"]
 
 
 def test_nobody_gets_in_without_the_key(play_http):
@@ -1118,16 +981,14 @@ MALFORMED = {
     "calls without a function": {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
     "max_tokens a text": {"messages": PROMPT, "max_tokens": "many"},
     "max_tokens -1": {"messages": PROMPT, "max_tokens": -1},
-}
-NO_MESSAGES = {
+    "max_tokens NaN": {"messages": PROMPT, "max_tokens": float("nan")},
+    "max_tokens True": {"messages": PROMPT, "max_completion_tokens": True},
     "messages a text": {"messages": "hello"},
-    "messages of texts": {"messages": ["hello"]},
     "content of texts": {"messages": [{"role": "user", "content": ["hello"]}]},
+    "nested deeply": b'{"messages":' + b"[" * 100_000,
 }
-
-
 @pytest.mark.parametrize("body", [
-    pytest.param(body, id=name) for name, body in (MALFORMED | NO_MESSAGES).items()
+    pytest.param(body, id=name) for name, body in MALFORMED.items()
 ])  # fmt: skip
 def test_a_malformed_request_is_told_so_and_the_server_goes_on(play_http, body):
     async def agent(client, row, base_url, api_key):
@@ -1142,99 +1003,21 @@ def test_a_malformed_request_is_told_so_and_the_server_goes_on(play_http, body):
     assert len(outputs) == 1
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "reward"])
-@pytest.mark.parametrize("body, status, said", [
-    pytest.param(b'{"messages":' + b"[" * 100_000, 400, "RecursionError", id="lists"),
-    pytest.param(b'{"a":' * 100_000, 400, "RecursionError", id="objects"),
-    pytest.param(b" " * (1 << 20) + b"{}", 413, "more than", id="long"),
-])  # fmt: skip
-def test_a_body_that_is_nested_or_long_is_refused(play_http, path, body, status, said, monkeypatch):
-    monkeypatch.setattr(chat_endpoint, "MAX_BODY", 1 << 20)
-
-    async def agent(client, row, base_url, api_key):
-        answer = await raw("POST", f"{base_url}/{path}", body, {"Authorization": f"Bearer {api_key}"})
-        assert answer.status_code == status and said in answer.json()["error"]["message"]
-        await ask(client, *row["prompt"])
-
-    outputs, engine = play_http(agent, "2")
-    assert_output(outputs[-1], engine, (1, "2" + END))
-
-
-@pytest.mark.parametrize("field, value", [
-    ("max_tokens", float("nan")), ("max_tokens", 1.5), ("max_tokens", True), ("max_completion_tokens", "7"),
-])  # fmt: skip
-def test_a_limit_that_is_no_number_is_refused(play_http, field, value):
-    async def agent(client, row, base_url, api_key):
-        body = {"messages": row["prompt"], field: value}
-        answer = await raw("POST", f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
-        assert answer.status_code == 400 and field in answer.json()["error"]["message"]
-        body = {"input": "Hi", "max_output_tokens": value}
-        answer = await raw("POST", f"{base_url}/responses", body, {"Authorization": f"Bearer {api_key}"})
-        assert answer.status_code == 400 and "max_output_tokens" in answer.json()["error"]["message"]
-
-    assert play_http(agent)[0] == []
-
-
 def test_roles_and_ids_are_words(play_http, tokenizer):
-    """A template prints them, and they are not broken up."""
+    """A template prints them, and they are not broken up. A developer is the system."""
     made = {"type": "function", "id": "1<|im_end|>", "function": {"name": "f", "arguments": "{}"}}
 
     async def agent(client, row, *_):
         with pytest.raises(openai.BadRequestError, match="role must be a word"):
             await ask(client, {"role": "user<|im_end|>", "content": "x"})
-        await ask(client, *row["prompt"], {"role": "assistant", "content": "", "tool_calls": [made]},
-                  {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"})  # fmt: skip
+        called = {"role": "assistant", "content": "", "tool_calls": [made]}
+        answer = {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"}
+        await ask(client, {"role": "developer", "content": "Be brief."}, *row["prompt"], called, answer)
 
     (output,), _ = play_http(agent, "2")
-    assert [m.get("tool_call_id") for m in output.messages[1:3]] == [None, "1__im_end__"]
-    assert output.messages[1]["tool_calls"][0]["id"] == "1__im_end__"
-
-
-def test_the_refusal_of_a_huge_body_reaches_the_client(play_http, monkeypatch):
-    monkeypatch.setattr(chat_endpoint, "MAX_BODY", 1 << 20)
-
-    async def agent(client, row, base_url, api_key):
-        body = b" " * (100 << 20)
-        answer = await raw("POST", f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
-        assert answer.status_code == 413 and "more than 1048576 bytes" in answer.json()["error"]["message"]
-
-    assert play_http(agent)[0] == []
-
-
-def test_a_client_that_leaves_or_dawdles(play_http, monkeypatch, capfd):
-    """One that leaves costs no traceback, and one that does not go on loses its connection."""
-    monkeypatch.setattr(chat_endpoint, "MAX_SECONDS", 0.3)
-
-    async def agent(client, row, base_url, api_key):
-        host = base_url.removeprefix("http://").split("/")[0]
-        name, port = host.split(":")
-        head = f"POST /{base_url.split('/', 3)[3]}/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
-        head = f"{head}Authorization: Bearer {api_key}\r\nContent-Length: 1000\r\n\r\n".encode()
-        for sent, answer in ((b"", b""), (head[:30], b""), (head + b"{", b"HTTP/1.1 408")):
-            reader, writer = await asyncio.open_connection(name, port)
-            writer.write(sent)
-            assert (await asyncio.wait_for(reader.read(), HANGS))[:12] == answer
-            writer.close()
-        _, writer = await asyncio.open_connection(name, port)
-        writer.write(head + b"{")
-        await writer.drain()
-        writer.close()
-        await asyncio.sleep(0.2)
-        await ask(client, *row["prompt"])
-
-    (output,), engine = play_http(agent, "2")
-    assert_output(output, engine, (1, "2" + END))
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_template_that_refuses_a_message_over_http(play_http, strict):
-    async def agent(client, row, *_):
-        with pytest.raises(openai.BadRequestError, match="must be the first"):
-            await ask(client, *row["prompt"], {"role": "system", "content": "Be brief."})
-        await ask(client, *row["prompt"])
-
-    (output,), engine = play_http(agent, "2", tokenizer=strict)
-    assert_output(output, engine, (1, "2" + END))
+    system, _, called, answer, _ = output.messages
+    assert system == {"role": "system", "content": "Be brief."}
+    assert called["tool_calls"][0]["id"] == answer["tool_call_id"] == "1__im_end__"
 
 
 @pytest.mark.parametrize("returned, expected", [(None, 0.75), (0.25, 0.25), (0.0, 0.0)])
@@ -1284,43 +1067,6 @@ def test_the_server_listens_on_loopback_only(play_http, endpoint):
         socket.create_connection(("127.0.0.2", port)).close()
 
 
-def test_a_hundred_trajectories_at_once(make, endpoint, openai_client):
-    """All of them wait in the engine at the same time, twice."""
-
-    class Together(Engine):
-        async def generate(self, **request):
-            await everybody.wait()
-            return await super().generate(**request)
-
-    async def agent(base_url, api_key, row):
-        keys.add((base_url, api_key))
-        await solve(openai_client.with_options(base_url=base_url, api_key=api_key), row["prompt"])
-        return float(row["index"])
-
-    async def scenario():
-        engines, runs = [], []
-        for index in range(100):
-            running, engine = make(
-                agent,
-                [call(expression=f"{index}+1"), f"{index}"],
-                base=chat_endpoint.EndpointLoop,
-                row={"index": index},
-            )
-            engine.__class__ = Together
-            engines.append(engine)
-            runs.append(running)
-        return await asyncio.gather(*runs), engines
-
-    keys, everybody = set(), asyncio.Barrier(100)
-    every, engines = run(scenario())
-    for index, ((output,), engine) in enumerate(zip(every, engines, strict=True)):
-        turn = call(expression=f"{index}+1")
-        assert_output(output, engine, (1, turn + END), tool_turn(str(index + 1)), (2, f"{index}{END}"))
-        assert output.reward == index
-    assert len(keys) == len({url for url, _ in keys}) == len({key for _, key in keys}) == 100
-    assert endpoint.clients == {}
-
-
 def test_a_plain_agent(play, endpoint):
     """Not async: it runs in a thread of its own, with the blocking client."""
 
@@ -1346,48 +1092,21 @@ def test_a_failing_agent_is_raised_and_removed(play_http, endpoint):
     assert endpoint.clients == {}
 
 
-def test_a_failing_engine_over_http(play_http):
-    async def agent(client, row, *_):
-        with pytest.raises(openai.InternalServerError):
-            await ask(client, *row["prompt"])
-        await ask(client, *row["prompt"])
-
-    (output,), engine = play_http(agent, RuntimeError("out of memory"), "2")
-    assert_output(output, engine, (2, "2" + END))
-
-
-def cancel_in_the_middle(make, agent, lines, there):
-    """There: what is so when it is to be cancelled."""
+def test_an_agent_cancelled_while_the_engine_samples_leaves_no_request(make, endpoint, openai_client):
+    async def agent(base_url, api_key, row):
+        await ask(openai_client.with_options(base_url=base_url, api_key=api_key), *row["prompt"])
 
     async def scenario():
-        running, engine = make(agent, lines, base=chat_endpoint.EndpointLoop)
+        running, engine = make(agent, [NEVER], base=chat_endpoint.EndpointLoop)
         playing = asyncio.create_task(running)
-        while not there(engine):
+        while not engine.prompts:
             await asyncio.sleep(0.005)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
         return engine
 
-    return run(scenario())
-
-
-def test_an_agent_cancelled_in_the_middle_is_removed(make, endpoint, openai_client):
-    async def agent(base_url, api_key, row):
-        answers.append(await ask(openai_client.with_options(base_url=base_url, api_key=api_key), *row["prompt"]))
-        await for_ever()
-
-    answers = []
-    cancel_in_the_middle(make, agent, ["2"], lambda engine: answers)
-    assert answers[0].content == "2"
-    assert endpoint.clients == {}
-
-
-def test_an_agent_cancelled_while_the_engine_samples_leaves_no_request(make, endpoint, openai_client):
-    async def agent(base_url, api_key, row):
-        await ask(openai_client.with_options(base_url=base_url, api_key=api_key), *row["prompt"])
-
-    engine = cancel_in_the_middle(make, agent, [NEVER], lambda engine: engine.prompts)
+    engine = run(scenario())
     assert endpoint.clients == {}
     wait_for(lambda: engine.cancelled == [1])
 
@@ -1413,89 +1132,3 @@ def test_a_timeout_over_http_while_the_engine_samples(make, endpoint, openai_cli
     assert (outputs[0].stop_reason, engine.cancelled, endpoint.clients) == ("timeout", [2], {})
 
 
-def test_an_endpoint_loop_without_agent_says_so(tokenizer, endpoint):
-    loop = type("Bare", (chat_endpoint.EndpointLoop,), {})(None, tokenizer, None, None, Args())
-    with pytest.raises(TypeError, match="Bare has no agent method"):
-        run(loop.run({}, prompt=PROMPT))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# LangGraph
-
-
-@pytest.fixture(scope="module")
-def langgraph_math():
-    pytest.importorskip("langgraph")
-    pytest.importorskip("langchain_openai")
-    from examples import langgraph_math
-
-    return langgraph_math
-
-
-@pytest.fixture
-def play_graph(langgraph_math, endpoint, tokenizer):
-    """play_graph(line, ...) -> (outputs, engine) of examples/langgraph_math.py on its first validation row."""
-
-    def play_graph(*lines, **args):
-        row = langgraph_math.load("val")[0]
-        prompt = [{"role": "system", "content": langgraph_math.SYSTEM_PROMPT}, user("What is 1+1?")]
-        row = row | {"prompt": prompt, "reward_model": {"ground_truth": "2"}}
-        engine = Engine(tokenizer, lines)
-        args = Args(**{"max_response_tokens": 2000} | args)
-        loop = langgraph_math.LangGraphAgent(engine, tokenizer, None, langgraph_math, args)
-        outputs = run(loop.run({}, **row, step=0, index=0, rollout_n=0, validate=False))
-        assert endpoint.clients == {}
-        return outputs, engine, row
-
-    return play_graph
-
-
-def test_langgraph(play_graph, langgraph_math, tokenizer):
-    (output,), engine, row = play_graph(SUM, ANSWER)
-    prompt = f"<|im_start|>system\n{langgraph_math.SYSTEM_PROMPT}\nTools: calculator{END}\n{FIRST}"
-    assert output.prompt_ids == encode(tokenizer, prompt)
-    assert_output(output, engine, (1, SUM + END), tool_turn("2"), (2, ANSWER + END))
-    assert output.messages == [
-        *row["prompt"],
-        {"role": "assistant", "content": "", "tool_calls": called(("calculator", {"expression": "1+1"}))},
-        {"role": "tool", "content": "2", "tool_call_id": "000001000"},
-        {"role": "assistant", "content": ANSWER},
-    ]
-    assert (output.stop_reason, output.num_turns, output.reward) == ("stop", 4, None)
-    run(score(langgraph_math, [output], row))
-    assert output.reward == 1.0
-
-
-def test_langgraph_with_two_calls_in_a_turn_and_a_text(play_graph):
-    turn = "Both: " + SUM + "\n" + call(expression="2*3")
-    (output,), engine, _ = play_graph(turn, call(expression="2+6"), ANSWER)
-    assert_output(
-        output, engine, (1, turn + END), tool_turn("2", "6"), (2, call(expression="2+6") + END), tool_turn("8"),
-        (3, ANSWER + END),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("turn, said", [
-    (call(expression="1/0"), "division by zero"),
-    (call(), "expression"),
-    (call("abacus", beads=2), "abacus is not a valid tool"),
-])  # fmt: skip
-def test_langgraph_tells_the_model_of_a_tools_error(play_graph, turn, said):
-    (output,), engine, _ = play_graph(turn, ANSWER)
-    message = output.messages[-2]
-    assert message["role"] == "tool" and said in message["content"] and "Error" in message["content"]
-    assert_output(output, engine, (1, turn + END), tool_turn(message["content"]), (2, ANSWER + END))
-
-
-@pytest.mark.parametrize(
-    "limits, reason", [(dict(max_assistant_turns=2), "max_turns"), (dict(max_response_tokens=70), "length")]
-)
-def test_langgraph_out_of_budget(play_graph, limits, reason):
-    (output,), engine, _ = play_graph(*[call(expression="1111+2222")] * 5, **limits)
-    assert output.stop_reason == reason
-    assert_exact([output], engine)
-
-
-def test_langgraph_leaves_the_limit_of_turns_to_the_run(play_graph):
-    (output,), engine, _ = play_graph(*[SUM] * 8)
-    assert (output.stop_reason, len(engine.prompts)) == ("max_turns", 8)

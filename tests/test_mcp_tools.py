@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import importlib.util
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, time_passes, wait_for
@@ -162,13 +160,6 @@ def test_the_schemas_are_there_at_once_and_are_those_of_function_tools(tools):
     assert tools["add"].server is tools["pid"].server
 
 
-def test_tools_can_be_listed_while_an_event_loop_runs(http_server, run):
-    async def inside():
-        return mcp_tools.mcp_tools(url=http_server.url)
-
-    assert len(run(inside())) == 7
-
-
 def test_a_call_returns_text_and_a_row_s_kwargs_are_arguments(tools, run):
     async def calls():
         first = await tools["add"].execute("r", {"a": 2, "b": 3})
@@ -178,17 +169,7 @@ def test_a_call_returns_text_and_a_row_s_kwargs_are_arguments(tools, run):
 
 
 def test_other_contents_are_named(tools, run):
-    assert run(tools["mixed"].execute("r", {})) == "one\n[image: image/png]\na memo"
-
-
-def test_structured_content_without_text_is_json(run):
-    result = mcp_tools.CallToolResult(content=[], structured_content={"n": 1})
-
-    async def answer(name, arguments):
-        return result
-
-    tool = McpTool(SimpleNamespace(call=answer), "t", "", {})
-    assert run(tool.execute("r", {})) == '{"n": 1}'
+    assert run(tools["mixed"].execute("r", {})) == "one\n[image]\na memo"
 
 
 def test_env_and_headers_reach_the_server(stdio, http, run):
@@ -252,7 +233,7 @@ def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, 
 
 
 def test_a_deadline_while_connecting_leaves_the_connecting_to_go_on(program, run):
-    server = McpServer([sys.executable, program], None, None, None)
+    server = McpServer([sys.executable, program])
     tool = McpTool(server, "pid", "", {})
 
     async def calls():
@@ -269,7 +250,7 @@ def test_a_deadline_while_connecting_leaves_the_connecting_to_go_on(program, run
 
 def test_the_deadline_of_connecting_does_not_end_the_session(http_server, run, monkeypatch):
     monkeypatch.setattr(mcp_tools, "CONNECT_SECONDS", HANGS / 2)
-    server = McpServer(None, http_server.url, None, None)
+    server = McpServer(url=http_server.url)
 
     async def calls():
         await server.call("pid", {})
@@ -283,7 +264,7 @@ def test_the_deadline_of_connecting_does_not_end_the_session(http_server, run, m
 
 
 def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
-    server = McpServer([sys.executable, program], None, None, None)
+    server = McpServer([sys.executable, program])
     tool = McpTool(server, "pid", "", {})
 
     async def calls():
@@ -297,19 +278,6 @@ def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert server.session.task.done() and not server.session.usable()
-
-
-def test_a_server_killed_during_calls_answers_them_after_a_restart(stdio, run, tmp_path):
-    async def calls():
-        pid = int(await stdio["pid"].execute("r", {}))
-        held = {"held": str(tmp_path)}
-        sums = [asyncio.create_task(stdio["add"].execute("r", {"a": i} | held)) for i in range(10)]
-        await under_way(10, tmp_path)
-        os.kill(pid, signal.SIGKILL)
-        (tmp_path / "open").touch()
-        return await asyncio.gather(*sums)
-
-    assert run(calls()) == [str(i) for i in range(10)]
 
 
 def test_a_call_that_always_kills_the_server_fails_and_the_next_one_works(stdio, run):
@@ -340,7 +308,7 @@ def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_pat
 def test_an_http_server_with_sessions_that_was_restarted_gets_a_new_session(http_server, run, monkeypatch):
     """Servers of the protocol before 2026 know their sessions by a header, and refuse one they don't know."""
     monkeypatch.setattr(mcp_tools, "Client", functools.partial(mcp_tools.Client, mode="legacy"))
-    server = McpServer(None, http_server.url, None, None)
+    server = McpServer(url=http_server.url)
     tool = McpTool(server, "pid", "", {})
     assert run(tool.execute("r", {})) == str(http_server.process.pid)
     session = server.session
@@ -351,19 +319,10 @@ def test_an_http_server_with_sessions_that_was_restarted_gets_a_new_session(http
     end_session(server, run)
 
 
-def test_input_that_cannot_work_is_said_at_import(tmp_path):
-    with pytest.raises(BadInput, match="either a command or a url"):
-        mcp_tools.mcp_tools()
-    with pytest.raises(BadInput, match="either a command or a url"):
-        mcp_tools.mcp_tools(command=["x"], url="http://x")
-    with pytest.raises(BadInput, match="no-such-program can't be reached: .*No such file"):
-        mcp_tools.mcp_tools(command=[str(tmp_path / "no-such-program")])
-    with pytest.raises(BadInput, match="can't be reached: "):
-        mcp_tools.mcp_tools(command=[sys.executable, "-c", "pass"])  # ends at once
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        with pytest.raises(BadInput, match="can't be reached: .*(refused|failed)"):
-            mcp_tools.mcp_tools(url=f"http://127.0.0.1:{free.getsockname()[1]}/mcp")
+@pytest.mark.parametrize("command", [["/no-such-program"], [sys.executable, "-c", "pass"]])
+def test_a_server_that_can_not_be_reached_is_named_at_import(command):
+    with pytest.raises(BadInput, match=f"the MCP server {command[0]}.* can't be reached: "):
+        mcp_tools.mcp_tools(command=command)
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch):
@@ -372,21 +331,8 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch):
         mcp_tools.mcp_tools(command=[sys.executable, "-c", "import sys; sys.stdin.read()"])
 
 
-@pytest.mark.parametrize("missing", ["mcp", "mcp.server.mcpserver"])
-def test_without_the_package_the_hint_says_what_to_install(monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "examples.data.mcp_server")
-    spec = importlib.util.spec_from_file_location("mcp_tools_again", mcp_tools.__file__)
-    with pytest.raises(BadInput, match="pip install 'mcp>=2,<3'"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The task of the file, through the agent loop, on the run's background loop.
-
-
-def output(*contents: str, role: str = "assistant"):
-    return SimpleNamespace(messages=[{"role": role, "content": content} for content in contents])
 
 
 def test_the_rows():
@@ -396,18 +342,6 @@ def test_the_rows():
     assert train == mcp_tools.load("train")
     by_question = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in train + val}
     assert by_question["What do 3 x lamp cost, delivered to Brindo?"] == str(3 * 34 + 7)
-
-
-def test_the_reward():
-    row = {"reward_model": {"ground_truth": "109"}}
-    assert mcp_tools.reward(output("<answer>109</answer>"), row) == 1.0
-    assert mcp_tools.reward(output("3*34+7", "so <answer> 109\n</answer>"), row) == 1.0
-    assert mcp_tools.reward(output("<answer>109</answer>"), {"reward_model": {"ground_truth": 109}}) == 1.0
-    assert mcp_tools.reward(output("<answer>110</answer>"), row) == 0.0
-    assert mcp_tools.reward(output("109"), row) == 0.0
-    assert mcp_tools.reward(output("<answer>1</answer><answer>109</answer>"), row) == 0.0
-    assert mcp_tools.reward(output("<answer>109</answer>", role="tool"), row) == 0.0
-    assert mcp_tools.reward(SimpleNamespace(messages=[]), row) == 0.0
 
 
 def tool_call(name: str, **arguments) -> str:
@@ -439,11 +373,3 @@ def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
         end_session(mcp_tools.TOOLS[0].server, run)
 
 
-def test_the_bundled_server_serves_http(run):
-    server = HttpServer(str(Path(mcp_tools.__file__).parent / "data" / "mcp_server.py"))
-    try:
-        tools = by_name(mcp_tools.mcp_tools(url=server.url))
-        assert list(tools) == ["price", "delivery"]
-        assert run(tools["delivery"].execute("r", {"town": "Harnvel"})) == "16"
-    finally:
-        server.kill()

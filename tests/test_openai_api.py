@@ -1,4 +1,4 @@
-"""examples/openai_api.py: what frameworks send over HTTP, asked with the openai client; the engine is test_chat.py's.
+"""flatrl/chat/openai_api.py: requests as frameworks send them, by the openai client; the engine is test_chat.py's.
 
 The constraints of response_format on the real engine stand at the end.
 """
@@ -28,8 +28,8 @@ from test_chat import (  # noqa: F401
 from test_rollout import hf_model, wake
 
 import agent_loop
-from examples import openai_api
-from examples.endpoint import EndpointLoop
+from flatrl.chat import openai_api
+from flatrl.chat.endpoint import EndpointLoop
 from rollout import rollout
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
@@ -74,14 +74,6 @@ def test_a_reply_is_streamed(play_http, tokenizer, usage):  # noqa: F811
     assert_output(output, engine, (1, SUM + END), tool_turn("2"), (2, ANSWER + END))
 
 
-def test_a_refusal_of_a_stream_is_a_status(play_http):  # noqa: F811
-    async def agent(client, row, *_):
-        with pytest.raises(openai.BadRequestError, match="no room"):
-            await client.chat.completions.create(model="x", messages=[user("x" * 5000)], stream=True)
-
-    assert play_http(agent, max_model_len=1000)[0] == []
-
-
 def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
     async def agent(client, row, *_):
         one = await client.chat.completions.create(model="x", messages=row["prompt"])
@@ -90,9 +82,8 @@ def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
         assert [(c.index, c.message.content) for c in three.choices] == [(0, "yes"), (1, "no"), (2, "well")]
         sampled = sum(len(encode(tokenizer, text + END)) for text in ("yes", "no", "well"))
         assert three.usage.completion_tokens == sampled == three.usage.total_tokens - three.usage.prompt_tokens
-        for n in (-1, 129):
-            with pytest.raises(openai.BadRequestError, match="1 to 128 choices"):
-                await client.chat.completions.create(model="x", messages=messages, n=n)
+        with pytest.raises(openai.BadRequestError, match="at least 1 choice"):
+            await client.chat.completions.create(model="x", messages=messages, n=-1)
 
     outputs, engine = play_http(agent, "2", "yes", "no", "well")
     assert_output(outputs[0], engine, (1, "2" + END), user_turn("Sure?"), (2, "yes" + END))
@@ -129,15 +120,6 @@ def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # 
     assert output.metrics == {"turns": 2, "tool_calls": 1}
 
 
-def test_a_developer_is_the_system(play_http, tokenizer):  # noqa: F811
-    async def agent(client, row, *_):
-        messages = [{"role": "developer", "content": "Be brief."}, *row["prompt"]]
-        await client.chat.completions.create(model="x", messages=messages)
-
-    (output,), _ = play_http(agent, "2")
-    assert tokenizer.decode(output.prompt_ids).startswith(f"<|im_start|>system\nBe brief.{END}")
-
-
 def test_what_is_ignored_is_warned_of_once(play_http, warnings, capsys):  # noqa: F811
     async def agent(client, row, *_):
         how = dict(temperature=0.0, top_p=0.5, seed=7, user="u", metadata={"a": "b"}, frequency_penalty=None)
@@ -157,9 +139,6 @@ REFUSED = {
     "an unknown tool": (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
     "an unknown choice": (dict(tools=[OTHER], tool_choice="sometimes"), "tool_choice"),
     "an unknown format": (dict(response_format={"type": "xml"}), "response_format"),
-    "a format as long as a book": (
-        dict(response_format=JSON | {"json_schema": {"name": "x", "schema": {"enum": [*range(20_000)]}}}),
-        "response_format have 1..,... characters, and may have 32,768"),
     "a format without a schema": (dict(response_format={"type": "json_schema"}), "json_schema"),
 }
 

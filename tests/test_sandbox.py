@@ -23,7 +23,7 @@ from conftest import HANGS, REPO, time_passes, wait_for
 from test_agent_loop import Script
 
 from agent_loop import BadInput, agent_loop_class, in_time
-from data import filter_overlong, load_rows, load_task
+from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
 from rollout import score
@@ -130,32 +130,10 @@ def test_output_and_exit_codes():
     assert [result.returncode for result in both("import os; os.abort()")] == [-signal.SIGABRT] * 2
 
 
-def test_a_traceback_does_not_depend_on_the_folders_name():
-    one, two = both("def f():\n    return 1 / 0\nf()")
-    assert one.returncode == 1
-    assert 'File "/sandbox/main.py", line 2, in f' in one.stderr
-    assert one.stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert one.stderr == two.stderr
-
-
-@pytest.mark.parametrize("code, said", [
-    ("print('\ud800')", "SyntaxError"),  # a lone surrogate in the source
-    ("x = '\0'", "SyntaxError"),
-    ("def f(:", "SyntaxError"),
-])  # fmt: skip
-def test_code_that_is_not_python(code, said):
+@pytest.mark.parametrize("code", ["print('\ud800')", "x = '\0'", "def f(:"])  # the first has a lone surrogate
+def test_code_that_is_not_python(code):
     result = run(code)
-    assert result.returncode == 1 and said in result.stderr
-
-
-def test_empty_and_large_programs():
-    assert run("").returncode == 0
-    assert run(f"x = '{'y' * 3_000_000}'\nprint(len(x))").stdout == "3000000\n"
-
-
-def test_garbage_bytes_are_replaced():
-    for result in both(r"import os; os.write(1, b'a\xff\xfe\x00\xc3b'); os.write(2, b'\x80')"):
-        assert (result.stdout, result.stderr) == ("a\ufffd\ufffd\0\ufffdb", "\ufffd")
+    assert result.returncode == 1 and "SyntaxError" in result.stderr
 
 
 def test_stdin_environment_and_descriptors(monkeypatch):
@@ -181,14 +159,6 @@ def test_stdin_environment_and_descriptors(monkeypatch):
         assert lines[1].endswith("/sandbox /sandbox ['main.py']")
         assert lines[2] == "['0', '1', '2', '3']"
         assert len(lines) == 6 and "SECRET" not in result.stdout and "hunter2" not in result.stdout
-
-
-def test_our_own_environment_cannot_be_read(host):
-    if not (host.no_network or host.own_user):
-        pytest.skip("this host allows neither namespaces nor another user id")
-    result = run(f"print(open('/proc/{os.getpid()}/environ').read())")
-    said = ("[Errno 13] Permission denied", "[Errno 2] No such file or directory")
-    assert result.stderr.endswith(tuple(f"Error: {why}: '/proc/{os.getpid()}/environ'\n" for why in said))
 
 
 def test_it_does_not_run_as_root(host):
@@ -240,7 +210,8 @@ def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
     lines = result.stdout.splitlines()
     assert lines[:3] == ["FileNotFoundError"] * 3 and lines[3] in ("PermissionError", "FileNotFoundError")
     assert lines[4:6] == ["FileNotFoundError", "True"] and lines[6].endswith("] /sandbox")
-    assert not {"home", "etc/passwd", "var", "work", "run"} & set(re.findall(r"'(.*?)'", lines[6]))
+    pythons = {Path(prefix).parts[1] for prefix in (sys.prefix, sys.base_prefix)}
+    assert not ({"home", "var", "run", "srv"} - pythons) & set(re.findall(r"'(.*?)'", lines[6]))
     for folder in "/tmp", "/dev/shm", sys.prefix:
         assert not Path(folder, "flatrl-left-behind").exists()
 
@@ -266,18 +237,6 @@ def test_an_endless_loop_ends_at_the_deadline():
     for result in both_late("print('before')\nopen('there', 'x')\nwhile True: pass"):
         assert result.timed_out and result.returncode == -signal.SIGKILL
         assert result.stdout == "before\n"  # what it had printed is not lost
-
-
-def test_ignoring_signals_does_not_help():
-    for result in both_late("""
-        import signal, time
-        for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(s, signal.SIG_IGN)
-        print("ready")
-        open("there", "x")
-        while True: time.sleep(1)
-    """):
-        assert result.timed_out and result.stdout == "ready\n"
 
 
 def test_cpu_time():
@@ -393,20 +352,6 @@ def test_families_of_sockets():
         assert result.stdout == "[1, 2, 10]\n[1]\n"
 
 
-def test_threads_fit_into_the_memory():
-    for result in both("""
-        import threading
-        barrier = threading.Barrier(17)
-        threads = [threading.Thread(target=lambda: (bytes(1000), barrier.wait())) for _ in range(16)]
-        threading.stack_size(1 << 18)
-        for thread in threads:
-            thread.start()
-        barrier.wait()
-        print("all")
-    """):
-        assert result.stdout == "all\n", result.stderr
-
-
 def test_file_size():
     for result in both("""
         with open("big", "wb", buffering=0) as file:
@@ -500,10 +445,9 @@ def children(result: Result) -> list[int]:
     return processes_in() if result.no_network else list(pids.values())
 
 
-@pytest.mark.parametrize("end, code", [("os._exit(7)", 7), ("raise KeyError", 1), ("os.kill(os.getpid(), 9)", -9)])
-def test_children_do_not_outlive_the_program(end, code):
-    for result in both(textwrap.dedent(CHILDREN) + end):
-        assert result.returncode == code and not result.timed_out
+def test_children_do_not_outlive_the_program():
+    for result in both(textwrap.dedent(CHILDREN) + "os._exit(7)"):
+        assert result.returncode == 7 and not result.timed_out
         assert not any(map(alive, children(result)))
 
 
@@ -610,19 +554,6 @@ def test_folders_that_resist_are_deleted():  # see `folders`
         assert result.stdout == "done\n"
 
 
-def test_concurrent_runs_keep_apart():
-    async def all_of_them():
-        code = (
-            "open('mine', 'x').write('{0}'); import os, time; time.sleep(0.2); print(open('mine').read(), os.listdir())"
-        )
-        return await asyncio.gather(*(run_python(code.format(i), HANGS) for i in range(20)))
-
-    before = sorted(os.listdir("/proc/self/fd"))
-    results = asyncio.run(all_of_them())
-    assert [result.stdout.split()[0] for result in results] == [str(i) for i in range(20)]
-    assert sorted(os.listdir("/proc/self/fd")) == before  # no descriptor is left
-
-
 def test_slots_bound_the_number_of_programs(monkeypatch, folders):
     monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -663,12 +594,6 @@ def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
         return [(await run).stdout for run in (first, second)]
 
     assert asyncio.run(two()) == ["first\n", "second\n"]
-
-
-def test_on_the_background_loop(background):
-    """The loop that tools run on is not the main thread's."""
-    assert background.submit(run_python("print(6 * 7)", HANGS)).result(timeout=HANGS).stdout == "42\n"
-    assert background.submit(run_python("while True: pass", 0.5)).result(timeout=HANGS).timed_out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -738,21 +663,6 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
     assert said[1:3] == ["Error: the program ended with code 3", "(nothing printed)"]
     assert said[3] == "y" * 30 + "..." + "y" * 30
     assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1 and output.reward == 1.0
-
-
-def test_retool_rows(tokenizer):
-    rows = {split: load_rows(retool, split) for split in ("train", "val")}
-    questions = {split: [row["prompt"][1]["content"] for row in rows[split]] for split in rows}
-    assert (len(set(questions["train"])), len(set(questions["val"]))) == (320, 80)
-    assert not set(questions["train"]) & set(questions["val"])
-    assert rows["val"] == load_rows(retool, "val")
-    assert filter_overlong(rows["train"], tokenizer, retool, Args()) == rows["train"]
-    answers = {row["prompt"][1]["content"]: row["reward_model"]["ground_truth"] for row in rows["train"] + rows["val"]}
-    for question, answer in answers.items():
-        if match := re.fullmatch(r"How many primes are there from (\d+) to (\d+)\?", question):
-            a, b = map(int, match.groups())
-            sieve = {n for n in range(2, b + 1)} - {i * j for i in range(2, b + 1) for j in range(2, b // i + 1)}
-            assert answer == str(len([n for n in sieve if n >= a]))
 
 
 @pytest.mark.parametrize("text, truth, reward", [

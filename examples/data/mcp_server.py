@@ -1,4 +1,4 @@
-"""A small MCP server, the price list of a shop: over stdio, or over HTTP with `python mcp_server.py PORT`."""
+"""A small MCP server, a shop's price list: over stdio, or with `mcp_server.py PORT` over HTTP."""
 
 import sys
 
@@ -19,14 +19,18 @@ PRICES = {
 }
 DELIVERY = {"Oskary": 11, "Brindo": 7, "Harnvel": 16, "Pellany": 22, "Ruddick": 9}
 
-server = MCPServer("shop", log_level="CRITICAL")  # a wrong call is daily business: no traceback for each
+server = MCPServer(
+    "shop", log_level="CRITICAL"
+)  # a wrong call is daily business: no traceback for each
 
 
 @server.tool()
 def price(item: str) -> int:
     """The price of one item, in coins."""
     if item not in PRICES:
-        raise ToolError(f"no item {item!r}; there are: {', '.join(PRICES)}")  # the one exception whose text is sent
+        raise ToolError(
+            f"no item {item!r}; there are: {', '.join(PRICES)}"
+        )  # the one exception whose text is sent
     return PRICES[item]
 
 

@@ -1,10 +1,9 @@
-"""Trains agents written for the OpenAI client unchanged: a chat endpoint on loopback whose
-model is the policy.
+"""Trains agents written for the OpenAI client unchanged: an endpoint whose model is the policy.
 
-Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings
-that it gets to any framework:
+Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings that it
+gets to any framework:
 
-    from examples.endpoint import EndpointLoop
+    from flatrl.chat.endpoint import EndpointLoop
 
     @register("my_agent")
     class MyAgent(EndpointLoop):
@@ -13,20 +12,19 @@ that it gets to any framework:
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
-Every rollout has its own base_url and its own key. What the agent asks there, by chat
-completions or Responses, is recorded as exact tokens (see examples.chat_client.ChatClient, which
-also works in process, without HTTP). The table in examples/openai_api.py says what a request
-may hold. Whoever computes the reward may also post it:
+Every rollout has its own base_url and its own key. Its requests, chat completions or Responses, are
+recorded as exact tokens (see flatrl.chat.client.ChatClient, which also works in process, without
+HTTP). flatrl/chat/openai_api.py lists what a request may hold. The agent, or whoever else knows the
+reward, may also post it before the agent returns:
 
-    POST {base_url}/reward   {"reward": 1.0}       # before the agent returns
+    POST {base_url}/reward   {"reward": 1.0}
 
-The server binds to 127.0.0.1 at a free port, and answers nobody without the rollout's key. See
+The server binds to 127.0.0.1 at a free port, and answers only requests with the rollout's key. See
 examples/langgraph_math.py."""
 
 import asyncio
 import hmac
 import importlib
-import json
 import os
 import secrets
 import socket
@@ -36,81 +34,46 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agent_loop import call, finite, in_thread
-from examples import openai_api
-from examples.chat_client import ChatAgentLoop, ChatClient, OutOfBudget
+from flatrl.chat import openai_api
+from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
-MAX_BODY = 32 << 20  # bytes of a request
-MAX_SECONDS = 60.0  # for sending a request
-
-
-class BadBody(ValueError):
-    """The body of a request can't be read: status, message and code."""
-
-
-async def _json_of(request: Request) -> dict:
-    """Reads the body of a request. Raises BadBody, and what json.loads raises: RecursionError
-    where it is nested deeply."""
-    body = bytearray()
-    size = 0
-    try:
-        async with asyncio.timeout(MAX_SECONDS):
-            # Read to its end even if it is too long: who still sends does not see an answer.
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= MAX_BODY:
-                    body += chunk
-    except ClientDisconnect:
-        raise BadBody(499, "the client has gone", "client_closed_request") from None
-    except TimeoutError:
-        raise BadBody(408, f"the request took more than {MAX_SECONDS:g} seconds",
-                      "request_timeout") from None
-    if size > MAX_BODY:
-        raise BadBody(413, f"the request has more than {MAX_BODY} bytes", "request_too_large")
-    return json.loads(body)
+# What a malformed request raises, here or in a template.
+BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, RecursionError, TemplateError)
 
 
 def _error(status: int, message: str, code: str) -> JSONResponse:
     """Returns an error in OpenAI's form."""
     error = {"message": message, "type": "invalid_request_error", "code": code}
-    headers = {"connection": "close"} if status == 408 else {}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse({"error": error}, status)
 
 
-class Connection(AutoHTTPProtocol):
-    """A connection that is closed when no request has begun for MAX_SECONDS.
-
-    A head that comes letter by letter is none."""
-
-    def connection_made(self, transport):
-        super().connection_made(transport)
-        self.check(None)
-
-    def check(self, before):
-        """Closes the connection if it waits in the same place as MAX_SECONDS ago."""
-        waits = self.cycle is None or self.cycle.response_complete
-        state = waits, self.cycle
-        if waits and state == before:
-            self.transport.close()
-        elif not self.transport.is_closing():
-            self.loop.call_later(MAX_SECONDS, self.check, state)
+def _bypass_proxies() -> None:
+    """Keeps the calls to loopback, and their keys, away from HTTP proxies."""
+    names = ("no_proxy", "NO_PROXY")
+    hosts = ",".join(os.environ.get(name, "") for name in names).split(",")
+    hosts = dict.fromkeys([*filter(None, hosts), "127.0.0.1"])  # each once
+    if "*" not in hosts:
+        for name in names:
+            os.environ[name] = ",".join(hosts)
 
 
 class ChatEndpoint:
-    """One server for a run, on the agent loops' event loop; the first rollout starts it."""
+    """The run's server, on the event loop of the agent loops; the first rollout starts it."""
 
     def __init__(self):
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
         self.url: str | None = None
         self.started: asyncio.Future | None = None
-        self.app = Starlette(routes=[
-            Route("/{name}/v1/chat/completions", self.completions, methods=["POST"]),
-            Route("/{name}/v1/responses", self.responses, methods=["POST"]),
-            Route("/{name}/v1/reward", self.reward, methods=["POST"]),
-            Route("/{name}/v1/models", self.models),
-        ])  # fmt: skip
+        self.app = Starlette(
+            routes=[
+                Route("/{name}/v1/chat/completions", self.completions, methods=["POST"]),
+                Route("/{name}/v1/responses", self.responses, methods=["POST"]),
+                Route("/{name}/v1/reward", self.reward, methods=["POST"]),
+                Route("/{name}/v1/models", self.models),
+            ]
+        )
 
     async def add(self, client: ChatClient) -> tuple[str, str, str]:
         """Returns the name, base_url and api_key of a new rollout."""
@@ -127,21 +90,21 @@ class ChatEndpoint:
         import uvicorn
         from openai import AsyncOpenAI
 
-        # A proxy must not get calls to loopback, nor their keys.
-        direct = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
-        if "*" not in direct:
-            hosts = ",".join(dict.fromkeys([*direct, "127.0.0.1"]))
-            os.environ["no_proxy"] = hosts
-            os.environ["NO_PROXY"] = hosts
+        _bypass_proxies()
         # This import takes seconds, in which the event loop must go on.
         await in_thread(importlib.import_module, "vllm.entrypoints.openai.responses.utils")
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.openai = AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0)
-        self.server = uvicorn.Server(uvicorn.Config(
-            self.app, log_level="error", lifespan="off", http=Connection, backlog=4096,
-            timeout_keep_alive=MAX_SECONDS))
+        config = uvicorn.Config(
+            self.app,
+            log_level="error",
+            lifespan="off",
+            backlog=4096,
+            timeout_keep_alive=60,
+        )
+        self.server = uvicorn.Server(config)
         self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
         while not self.server.started:
             if self.serving.done():
@@ -150,7 +113,7 @@ class ChatEndpoint:
             await asyncio.sleep(0.01)
 
     def client_of(self, request: Request) -> ChatClient | None:
-        """Returns the client of the rollout that a request names, if it has that one's key."""
+        """Returns the client of the request's rollout, or None without that rollout's key."""
         client, key = self.clients.get(request.path_params["name"], (None, ""))
         sent = request.headers.get("authorization", "").removeprefix("Bearer ")
         if client and hmac.compare_digest(sent.encode(), key.encode()):
@@ -193,32 +156,30 @@ class ChatEndpoint:
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def take_reward(self, client: ChatClient, body: dict) -> Response:
-        """Takes the rollout's reward."""
+        """Keeps the rollout's reward."""
         client.reward = finite(body["reward"], "a reward")
         return JSONResponse({})
 
     async def reply(self, request: Request, make) -> Response:
-        """Returns what `await make(client, body)` makes of a request, or its error in OpenAI's
-        form."""
+        """Returns the response that `await make(client, body)` makes, or its error."""
         client = self.client_of(request)
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
         try:
-            task = asyncio.ensure_future(make(client, await _json_of(request)))
-            # Nobody waits for the reply of a client that has gone, perhaps to ask again.
+            task = asyncio.ensure_future(make(client, await request.json()))
+            # A client that has left, perhaps to ask again, needs no reply.
             while not task.done():
                 await asyncio.wait({task}, timeout=0.5)
                 if not task.done() and await request.is_disconnected():
                     task.cancel()
             if task.cancelled():
-                return _error(499, "the client has gone", "client_closed_request")
+                raise ClientDisconnect
             return task.result()
+        except ClientDisconnect:
+            return _error(499, "the client has left", "client_closed_request")
         except OutOfBudget as error:
             return _error(400, str(error), "context_length_exceeded")
-        except BadBody as error:
-            return _error(*error.args)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError,
-                TemplateError) as error:
+        except BAD_REQUEST as error:
             return _error(400, f"{type(error).__name__}: {error}", "invalid_request")
 
 
@@ -226,11 +187,11 @@ ENDPOINT = ChatEndpoint()
 
 
 class EndpointLoop(ChatAgentLoop):
-    """The base class of agents that speak HTTP: a subclass writes `agent`, as an async
-    function or as a plain one, which then runs in a thread.
+    """The base class of agents that speak HTTP: a subclass writes `agent`.
 
-    constrains: whether replies keep to a response_format, and are not trained then; see the
-    table in openai_api.py."""
+    `agent` is an async function, or a plain one, which then runs in a thread. constrains:
+    whether a response_format constrains the reply, which is then not trained; see
+    flatrl/chat/openai_api.py."""
 
     constrains = True
 
@@ -238,8 +199,9 @@ class EndpointLoop(ChatAgentLoop):
         raise TypeError(f"{type(self).__name__} has no agent method")
 
     def openai(self, base_url: str, api_key: str):
-        """Returns an AsyncOpenAI client. All clients of a run share one connection pool,
-        because making one takes longer than using it."""
+        """Returns an AsyncOpenAI client.
+
+        All clients of a run share one connection pool: making a pool takes longer than using it."""
         return ENDPOINT.openai.with_options(base_url=base_url, api_key=api_key)
 
     async def chat(self, client: ChatClient, **row) -> float | None:

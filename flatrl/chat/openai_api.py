@@ -1,28 +1,28 @@
-"""What frameworks send over HTTP, and what they get: OpenAI's chat completions and
-Responses, both made by ChatClient.create. examples/endpoint.py is the server.
+"""OpenAI's chat completions and Responses over HTTP, both made by ChatClient.create.
 
-This is what a request may hold beside its messages, and what becomes of it:
+flatrl/chat/endpoint.py is the server. Besides its messages, a request may hold:
 
     n                  as many choices, each a token sequence of its own; all are trained
-    stream             the whole reply when it is there, as one chunk
+    stream             works, but the whole reply arrives as one chunk
                        (stream_options.include_usage works as OpenAI's)
-    tools, parallel_tool_calls=false
-                       as OpenAI's; of several calls only the first is made
-    tool_choice        "none" works; "required" and a named tool are taken as "auto", with a
+    tools              works as OpenAI's
+    parallel_tool_calls=false
+                       keeps only the first of several calls
+    tool_choice        "none" works; "required" and a named tool count as "auto", with a
                        warning, so the reply is sampled freely and trained
     response_format, text
-                       vLLM's structured outputs keep the reply to json_object or json_schema
-                       (a tool may be called instead). The reply is NOT TRAINED: its logprobs
-                       are those under vLLM's mask, which the trainer does not have. With
+                       vLLM's structured outputs constrain the reply to json_object or
+                       json_schema (or a tool call). The reply is NOT TRAINED: its logprobs are
+                       those under vLLM's mask, which the trainer does not have. With
                        EndpointLoop.constrains = False it is sampled freely, and trained
     max_tokens, max_completion_tokens, max_output_tokens, stop, logprobs, chat_template_kwargs
                        work as OpenAI's and vLLM's
-    RUNS_OWN           is ignored, with one warning for each: the run's own values are taken
+    RUNS_OWN           is ignored, with one warning for each name: the run's values are used
     NO_MATTER          is ignored: it makes no difference here
     anything else      is refused if it is set
 
-A developer's message is a system message. Responses are not stored: a request that goes on
-from one by its id is refused."""
+A developer message is a system message. Responses are not stored: a request that refers to one by
+its id is refused."""
 
 import asyncio
 import itertools
@@ -31,16 +31,48 @@ import sys
 import time
 from collections.abc import Iterator
 
-from examples.chat_client import ChatClient
+from flatrl.chat.client import ChatClient
 
-CREATE = {*"""messages tools tool_choice parallel_tool_calls response_format stop max_tokens
-    max_completion_tokens logprobs chat_template_kwargs""".split()}
-RUNS_OWN = {*"""temperature top_p top_k min_p seed frequency_penalty presence_penalty
-    repetition_penalty logit_bias reasoning reasoning_effort verbosity""".split()}
-NO_MATTER = {*"""model user metadata store service_tier safety_identifier prompt_cache_key
-    prompt_cache_retention return_token_ids prediction truncation stream_options""".split()}
-MAX_CHOICES = 128
-MAX_SCHEMA = 32_768  # characters of JSON that constrain a reply; the engine stalls on long ones
+CREATE = {
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "stop",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "chat_template_kwargs",
+}
+RUNS_OWN = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "reasoning",
+    "reasoning_effort",
+    "verbosity",
+}
+NO_MATTER = {
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "return_token_ids",
+    "prediction",
+    "truncation",
+    "stream_options",
+}
 warned: set[str] = set()
 
 
@@ -52,23 +84,20 @@ def warn_once(text: str) -> None:
 
 
 def structured_outputs(loop, **request):
-    """Returns vLLM's constraint for a response_format, or None; tools may be called, too.
+    """Returns vLLM's constraint for a response_format, or None; it also allows tool calls.
 
-    request: tools, tool_choice and response_format. Raises ValueError if one of them is
-    malformed in the eyes of vLLM's own server, or if they are longer than MAX_SCHEMA."""
+    request: tools, tool_choice and response_format. Raises ValueError if vLLM's own server would
+    refuse them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 
-    size = len(json.dumps(request))
-    if size > MAX_SCHEMA:
-        raise ValueError(f"tools, tool_choice and response_format have {size:,} characters, "
-                         f"and may have {MAX_SCHEMA:,}")
     try:
         request = ChatCompletionRequest(messages=[], **request)
         if request.tools and request.extract_structured_outputs():
-            # The reply is a tool call in the model's own format, or what response_format says.
+            # The reply is a tool call in the model's own format, or fits the response_format.
             parser_class = ParserManager.get_parser(
-                loop.args.tool_parser, enable_auto_tools=True, tool_strict_level="parameter")
+                loop.args.tool_parser, enable_auto_tools=True, tool_strict_level="parameter"
+            )
             parser = parser_class(loop.tokenizer, request.tools)
             free_choice = request.model_copy(update={"tool_choice": "auto"})
             request = parser.adjust_request(free_choice)
@@ -80,24 +109,26 @@ def structured_outputs(loop, **request):
 def arguments(loop, body: dict) -> dict:
     """Returns the arguments of ChatClient.create for the body of a chat request.
 
-    Raises ValueError as the table above says."""
+    Raises ValueError for what the table above refuses."""
     unknown = {name for name, value in body.items() if value} - CREATE - RUNS_OWN - NO_MATTER
     if unknown:
         raise ValueError(f"not supported: {', '.join(sorted(unknown))}")
     for name in sorted(RUNS_OWN & body.keys()):
         if body[name] is not None:
             warn_once(f"an agent sets {name}, which is ignored: the run's own is taken")
+
     result = {name: body[name] for name in CREATE & body.keys()}
-    forced = result.get("tool_choice") not in (None, "auto", "none")
-    if forced or result.get("response_format"):
+    is_forced = result.get("tool_choice") not in (None, "auto", "none")
+    if is_forced or result.get("response_format"):
         names = ("tools", "tool_choice", "response_format")
-        constraint = structured_outputs(loop, **{
-            name: result[name] for name in names if result.get(name)})
+        given = {name: result[name] for name in names if result.get(name)}
+        constraint = structured_outputs(loop, **given)
         if constraint and loop.constrains:
             result["structured_outputs"] = constraint
             warn_once(
-                "an agent asks for a response_format: its reply keeps to it, and is not trained")
-        if forced:
+                "an agent asks for a response_format: its reply keeps to it, and is not trained"
+            )
+        if is_forced:
             warn_once("an agent forces a tool call by tool_choice, which is taken as 'auto'")
             result["tool_choice"] = "auto"
         result.pop("response_format", None)
@@ -109,8 +140,8 @@ async def complete(client: ChatClient, body: dict):
 
     Raises what ChatClient.create raises."""
     n = body.pop("n", None) or 1
-    if not 1 <= n <= MAX_CHOICES:
-        raise ValueError(f"supported are 1 to {MAX_CHOICES} choices, not n={n}")
+    if n < 1:
+        raise ValueError(f"supported is at least 1 choice, not n={n}")
     create = arguments(client.loop, body)
     completion, *others = await asyncio.gather(*(client.create(**create) for _ in range(n)))
     for i, other in enumerate(others, start=1):
@@ -122,8 +153,9 @@ async def complete(client: ChatClient, body: dict):
 
 
 def chunks(completion, include_usage: bool) -> Iterator[dict]:
-    """Yields a chat completion as it is streamed: for each choice a chunk with the message,
-    and one that says why it ended."""
+    """Yields a chat completion as it is streamed.
+
+    Each choice has two chunks: its message, and the reason for its end."""
     whole = completion.model_dump()
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
@@ -139,30 +171,33 @@ def chunks(completion, include_usage: bool) -> Iterator[dict]:
         yield head | {"choices": [], "usage": whole["usage"]}
 
 
-# -------------------------------------- the Responses API, as the OpenAI Agents SDK uses it
+def server_sent(events: Iterator[dict], named: bool) -> Iterator[str]:
+    """Yields server-sent events, named by their type (Responses) or ended by [DONE] (chat)."""
+    for event in events:
+        name = f"event: {event['type']}\n" if named else ""
+        yield f"{name}data: {json.dumps(event)}\n\n"
+    if not named:
+        yield "data: [DONE]\n\n"
+
+
+# ------------------------------------ the Responses API, as the OpenAI Agents SDK uses it
 
 
 def chat_of(body: dict) -> dict:
-    """Returns the body of the chat request that a Responses request stands for.
+    """Returns the body of the chat request that is equivalent to a Responses request.
 
-    Raises ValueError for what it can't stand for."""
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.openai.responses.utils import construct_input_messages
-
-    translated = "input instructions tools tool_choice text max_output_tokens include".split()
+    Raises ValueError if there is none."""
+    translated = {
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "text",
+        "max_output_tokens",
+        "include",
+    }
     chat = {name: value for name, value in body.items() if name not in translated}
-    try:
-        request = ResponsesRequest(input=body["input"], instructions=body.get("instructions"))
-        messages = construct_input_messages(
-            request_instructions=request.instructions, request_input=request.input)
-    except Exception as error:  # vLLM's own have no common base
-        raise ValueError(f"input: {error}") from None
-    for message in messages:
-        message["content"] = _chat_content(message.get("content"))
-        reasoning = message.pop("reasoning", None)
-        if reasoning:
-            message["reasoning_content"] = reasoning
-    chat["messages"] = messages
+    chat["messages"] = _messages(body)
     tools = body.get("tools") or []
     refused = [tool["type"] for tool in tools if tool["type"] != "function"]
     if refused:
@@ -170,19 +205,41 @@ def chat_of(body: dict) -> dict:
     chat["tools"] = [_function(tool, "description", "parameters") for tool in tools]
     choice = body.get("tool_choice")
     chat["tool_choice"] = _function(choice) if isinstance(choice, dict) else choice
+
     text = body.get("text") or {}
+    chat["verbosity"] = text.get("verbosity")
     form = text.get("format")
     if form:
         chat["response_format"] = {"type": form["type"]}
         if form.get("schema"):
             schema = {key: form.get(key) for key in ("name", "schema", "strict")}
             chat["response_format"]["json_schema"] = schema
-    chat["verbosity"] = text.get("verbosity")
     chat["max_completion_tokens"] = body.get("max_output_tokens")
-    include = {*(body.get("include") or ())} - {"reasoning.encrypted_content"}  # there is none
+    include = set(body.get("include") or ())
+    include.discard("reasoning.encrypted_content")  # there is none
     chat["logprobs"] = "message.output_text.logprobs" in include
     chat["include"] = include - {"message.output_text.logprobs"}
     return chat
+
+
+def _messages(body):
+    """Returns the input of a Responses request as chat messages."""
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+    try:
+        request = ResponsesRequest(input=body["input"], instructions=body.get("instructions"))
+        messages = construct_input_messages(
+            request_instructions=request.instructions, request_input=request.input
+        )
+    except Exception as error:  # vLLM's own have no common base
+        raise ValueError(f"input: {error}") from None
+    for message in messages:
+        message["content"] = _chat_content(message.get("content"))
+        reasoning = message.pop("reasoning", None)
+        if reasoning:
+            message["reasoning_content"] = reasoning
+    return messages
 
 
 def _function(item, *keys):
@@ -191,7 +248,11 @@ def _function(item, *keys):
     return {"type": "function", "function": function}
 
 
-CHAT_PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+CHAT_PARTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "input_image": "image_url",
+}
 
 
 def _chat_content(content):
@@ -201,50 +262,85 @@ def _chat_content(content):
     parts = []
     for part in content:
         kind = CHAT_PARTS.get(part["type"], part["type"])
-        parts.append({"type": kind} | ({kind: part[kind]} if kind in part else {}))
+        chat_part = {"type": kind}
+        if kind in part:
+            chat_part[kind] = part[kind]
+        parts.append(chat_part)
     return parts
 
 
 def response_of(completion, body: dict) -> dict:
-    """Returns the response to a Responses request: its items are the reply's reasoning, its
-    text and its tool calls."""
+    """Returns the response to a Responses request.
+
+    Its items are the reply's reasoning, its text and its tool calls."""
     choice = completion.choices[0]
     usage = completion.usage
     is_cut = choice.finish_reason == "length"
     number = completion.id.removeprefix("chatcmpl-")
     return {
-        "id": f"resp_{number}", "object": "response", "created_at": int(time.time()),
-        "model": "policy", "error": None, "status": "incomplete" if is_cut else "completed",
+        "id": f"resp_{number}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": "policy",
+        "error": None,
+        "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _items(choice, number), "tools": body.get("tools") or [],
-        "metadata": body.get("metadata") or {}, "instructions": body.get("instructions"),
+        "output": _items(choice, number),
+        "tools": body.get("tools") or [],
+        "metadata": body.get("metadata") or {},
+        "instructions": body.get("instructions"),
         "tool_choice": body.get("tool_choice") or "auto",
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "temperature": None, "top_p": None,
+        "temperature": None,
+        "top_p": None,
         "usage": {
-            "input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens, "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0}}}
+            "input_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
 
 
 def _items(choice, number):
-    """Returns a choice's reasoning, text and tool calls as items of a response."""
+    """Returns a choice's reasoning, text and tool calls as the items of a response."""
     message = choice.message
     items = []
     reasoning = getattr(message, "reasoning_content", None)
     if reasoning:
-        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [],
-                      "content": [{"type": "reasoning_text", "text": reasoning}]})
+        item = {
+            "type": "reasoning",
+            "id": f"rs_{number}",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": reasoning}],
+        }
+        items.append(item)
     if message.content or not message.tool_calls:
-        logprobs = choice.logprobs.model_dump()["content"] if choice.logprobs else []
-        part = {"type": "output_text", "text": message.content, "annotations": [],
-                "logprobs": logprobs}
-        items.append({"type": "message", "id": f"msg_{number}", "role": "assistant",
-                      "status": "completed", "content": [part]})
+        part = {
+            "type": "output_text",
+            "text": message.content,
+            "annotations": [],
+            "logprobs": choice.logprobs.model_dump()["content"] if choice.logprobs else [],
+        }
+        item = {
+            "type": "message",
+            "id": f"msg_{number}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+        items.append(item)
     for call in message.tool_calls or ():
-        items.append({"type": "function_call", "id": f"fc_{number}_{call.id}",
-                      "status": "completed", "call_id": call.id, "name": call.function.name,
-                      "arguments": call.function.arguments})
+        item = {
+            "type": "function_call",
+            "id": f"fc_{number}_{call.id}",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.function.name,
+            "arguments": call.function.arguments,
+        }
+        items.append(item)
     return items
 
 
@@ -262,10 +358,10 @@ def events(response: dict) -> Iterator[dict]:
         empty = {"status": "in_progress"} | ({"arguments": ""} if is_call else {"content": []})
         yield event("output_item.added", output_index=i, item=item | empty)
         if is_call:
+            kind = "function_call_arguments"
             text = item["arguments"]
-            yield event("function_call_arguments.delta", **place, delta=text)
-            yield event(
-                "function_call_arguments.done", **place, name=item["name"], arguments=text)
+            yield event(f"{kind}.delta", **place, delta=text)
+            yield event(f"{kind}.done", **place, name=item["name"], arguments=text)
         for j, part in enumerate(item.get("content", ())):
             place["content_index"] = j
             kind = part["type"]
@@ -276,13 +372,3 @@ def events(response: dict) -> Iterator[dict]:
             yield event("content_part.done", **place, part=part)
         yield event("output_item.done", output_index=i, item=item)
     yield event(response["status"], response=response)
-
-
-def server_sent(events: Iterator[dict], named: bool) -> Iterator[str]:
-    """Yields server-sent events: named by their type (Responses), or with [DONE] at the
-    end (chat completions)."""
-    for event in events:
-        name = f"event: {event['type']}\n" if named else ""
-        yield f"{name}data: {json.dumps(event)}\n\n"
-    if not named:
-        yield "data: [DONE]\n\n"

@@ -1,6 +1,6 @@
 """Agents written for the OpenAI client, in process: ChatClient looks like `AsyncOpenAI`.
 
-What it samples is recorded as exact tokens. examples/endpoint.py offers the same over HTTP."""
+It records what it samples as exact tokens. flatrl/chat/endpoint.py offers the same over HTTP."""
 
 import asyncio
 import base64
@@ -11,76 +11,87 @@ import re
 import time
 from contextlib import suppress
 
-from agent_loop import AgentLoopBase, AgentLoopOutput, function_call, make_calls, parse_tool_calls, templated
+from agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    function_call,
+    make_calls,
+    parse_tool_calls,
+    templated,
+)
 
 
 class OutOfBudget(RuntimeError):
     """No tokens ("length") or no turns ("max_turns") are left for another reply."""
 
 
-def _identity(message):
-    """Returns what two messages have in common if they are the same one.
-
-    The ids and names of tool results are not compared: clients add and drop them."""
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return message["role"], message["content"], json.dumps(calls, sort_keys=True)
-
-
-def _word(id):
-    """Returns the id of a tool call with _ for all but ASCII letters, digits and hyphens."""
-    return re.sub(r"[^\w-]", "_", id, flags=re.ASCII)
-
-
 class ChatClient:
-    """Stands for `AsyncOpenAI` as agents use it: client.chat.completions.create(messages=...).
+    """Stands in for `AsyncOpenAI`: agents call client.chat.completions.create(messages=...).
 
-    It runs in process and records exact tokens. If the messages of a call go on from those
-    of an earlier call (its reply included), the call continues that token sequence.
-    Otherwise it starts a sequence of its own, so rewritten histories and sub-agents become
-    several outputs. The agent may choose max_tokens and stop; temperature and the like stay
-    the run's, because the trainer has to know them. Calls raise OutOfBudget when the
-    rollout's tokens or turns are used up."""
+    A call whose messages extend those of an earlier call, including its reply, continues that
+    token sequence. Any other call starts a sequence of its own, so rewritten histories and
+    sub-agents become several outputs.
+
+    The agent may choose max_tokens and stop. Temperature and the like stay the run's, because
+    the trainer has to know them. Calls raise OutOfBudget when the rollout's tokens or turns
+    are used up."""
 
     def __init__(self, loop, sampling_params, row_images=()):
         self.loop = loop
         self.sampling_params = sampling_params
         self.row_images = row_images
         self.trusted = []  # the row's messages: see agent_loop.render
-        self.trajectories = []  # one for each token sequence; the last one was asked last
-        self.tasks = []  # one for each call: those under way at the end are cancelled
+        self.trajectories = []  # one per token sequence, the most recently asked last
+        self.tasks = []  # one per call: those still running at the end are cancelled
         self.turns = 0  # calls so far
         self.over = False  # whether the agent is done
         self.reward = None  # the agent's own; if it stays None, the task's reward is asked
         self.exhausted = None  # "length" | "max_turns" if the last call ran out of budget
-        self.chat = self  # client.chat.completions.create is this object's `create`
+        # client.chat.completions.create is this object's `create`.
+        self.chat = self
         self.completions = self
 
     async def create(
-        self, *, messages, tools=None, tool_choice="auto", n=1, stream=False, logprobs=False,
-        max_tokens=None, max_completion_tokens=None, stop=None, response_format=None,
-        parallel_tool_calls=True, extra_body=None, **others):
+        self,
+        *,
+        messages,
+        tools=None,
+        tool_choice="auto",
+        n=1,
+        stream=False,
+        logprobs=False,
+        max_tokens=None,
+        max_completion_tokens=None,
+        stop=None,
+        response_format=None,
+        parallel_tool_calls=True,
+        extra_body=None,
+        **others,
+    ):
         """Returns an openai ChatCompletion, with vLLM's prompt_token_ids and token_ids.
 
-        `chat_template_kwargs`, in extra_body or (over HTTP) beside the rest, override
-        --chat_template_args. So may vLLM's `structured_outputs` (StructuredOutputsParams):
-        the reply then keeps to them and is not trained (mask 0), because its logprobs are
-        those under vLLM's mask.
+        Two of vLLM's extras work, in extra_body or as plain arguments: `chat_template_kwargs`
+        overrides --chat_template_args, and `structured_outputs` constrains the reply. A
+        constrained reply is not trained (mask 0): its logprobs are those under vLLM's mask.
 
-        Raises ValueError on what is not supported: n > 1, stream, a forced tool_choice,
-        response_format, and content other than text (and, for vision, images as data:
-        URLs). The first four are supported over HTTP, see examples/endpoint.py."""
+        Raises ValueError for n > 1, stream, a forced tool_choice, response_format, and content
+        other than text (and, for vision models, images as data: URLs). The endpoint supports
+        the first four: see flatrl/chat/openai_api.py."""
         is_forced = tool_choice not in (None, "auto", "none")
         if n not in (None, 1) or stream or response_format or is_forced:
-            raise ValueError("supported are n=1, stream=False, tool_choice 'auto' or 'none', "
-                             "and no response_format")
+            raise ValueError(
+                "supported are n=1, stream=False, tool_choice 'auto' or 'none', "
+                "and no response_format"
+            )
         others.update(extra_body or {})
         if max_completion_tokens is not None:
             max_tokens = max_completion_tokens
         sampling = self._sampling(max_tokens, stop, others.get("structured_outputs"))
         tools = [] if tool_choice == "none" else list(tools or [])
+        template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
+
         images = []  # of all messages, in the order of their placeholders
         messages = [self._plain(message, images) for message in messages]
-        template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
         if self.loop.too_long(messages):
             self._give_up("length")
         trajectory = self._resume(messages, images, tools, template)
@@ -88,36 +99,43 @@ class ChatClient:
         turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
         text = await self._sample(trajectory, sampling)
-        # What the agent raises next comes from it.
+
+        # If there is no room left, an error that the agent raises now comes from that.
         self.exhausted = "length" if self.loop.room(trajectory) < 1 else None
+        self._read(trajectory, text, turn, sampling, tools, parallel_tool_calls is False)
+        trajectory.tools = tools, template  # from now on, other calls may continue it
+        return self._completion(trajectory, n_tokens_before, logprobs)
+
+    def _read(self, trajectory, text, turn, sampling, tools, only_one):
+        """Cuts stop strings off the reply, and parses its tool calls; text: None if cut off."""
         trajectory.count("turns")
         reply = trajectory.messages[-1]
         if text:
-            for string in sampling.get("stop", ()):  # it was sampled, and is not in the reply
+            for string in sampling.get("stop", ()):  # sampled, but not part of the reply
                 text = text.split(string)[0]
                 reply["content"] = reply["content"].split(string)[0]
         if text and tools:
-            calls = self._calls(text, tools, parallel_tool_calls is False, reply, turn)
+            calls = self._calls(text, tools, only_one, reply, turn)
             trajectory.count("tool_calls", len(calls))
-        trajectory.tools = tools, template  # from now on other calls may go on from it
-        return self._completion(trajectory, n_tokens_before, logprobs)
 
     def _sampling(self, max_tokens, stop, structured_outputs):
-        """Returns the run's sampling parameters, with what the agent may choose."""
+        """Returns the run's sampling parameters, with the agent's choices."""
         if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
-            raise ValueError(f"max_tokens must be a whole number of at least 1, not "
-                             f"{max_tokens!r:.80} (max_completion_tokens, max_output_tokens)")
+            raise ValueError(
+                f"max_tokens must be a whole number of at least 1, not {max_tokens!r:.80} "
+                "(max_completion_tokens, max_output_tokens)"
+            )
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
         if stop:
-            sampling["stop"] = [stop] if isinstance(stop, str) else stop  # the engine checks it
+            sampling["stop"] = [stop] if isinstance(stop, str) else stop
         if structured_outputs:
             sampling["structured_outputs"] = structured_outputs
         return sampling
 
     async def _sample(self, trajectory, sampling):
-        """Samples a turn as a task of its own, which `close` can cancel."""
+        """Samples a turn in a task of its own, which `close` can cancel."""
         task = asyncio.ensure_future(self.loop.assistant_turn(trajectory, sampling))
         self.tasks.append(task)
         try:
@@ -128,10 +146,10 @@ class ChatClient:
             raise OutOfBudget("the trajectory is over") from None
 
     def _calls(self, text, tools, only_one, reply, turn):
-        """Parses a turn's tool calls, and puts them into its message; malformed ones stay
-        text, as in vLLM's server."""
+        """Parses a turn's tool calls into its message; malformed ones stay text, as in vLLM."""
         content, calls = parse_tool_calls(
-            text, self.loop.args.tool_parser, self.loop.tokenizer, tools)
+            text, self.loop.args.tool_parser, self.loop.tokenizer, tools
+        )
         if any(call["error"] for call in calls):
             return []
         if only_one:
@@ -141,21 +159,28 @@ class ChatClient:
         return calls
 
     def _resume(self, messages, images, tools, template):
-        """Returns the trajectory in which the next turn is sampled: the longest one whose
-        messages these go on from, or a new one. Calls that run in parallel never share one."""
+        """Returns the longest trajectory that the messages extend, or else a new one.
+
+        The new messages are appended to it. Parallel calls never share a trajectory."""
+        if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
+            self._give_up("max_turns")
         loop = copy.copy(self.loop)
         loop.tokenizer = templated(loop.tokenizer, template)
-        if self.over or 0 < loop.args.max_assistant_turns <= self.turns:
-            self._give_up("max_turns")
         identities = [_identity(message) for message in messages]
 
-        def goes_on(trajectory):
-            n = len(trajectory.messages)
-            return (trajectory.tools == (tools, template) and n < len(messages)
-                    and list(map(_identity, trajectory.messages)) == identities[:n])
+        def is_extended(trajectory):
+            history = [_identity(message) for message in trajectory.messages]
+            return (
+                trajectory.tools == (tools, template)
+                and len(history) < len(messages)
+                and history == identities[: len(history)]
+            )
 
-        earlier = max(filter(goes_on, self.trajectories), default=None,
-                      key=lambda trajectory: len(trajectory.messages))
+        earlier = max(
+            filter(is_extended, self.trajectories),
+            default=None,
+            key=lambda trajectory: len(trajectory.messages),
+        )
         if earlier:
             trajectory = earlier
             new_messages = messages[len(trajectory.messages) :]
@@ -163,16 +188,16 @@ class ChatClient:
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new_messages, tools, stops, new_images)
             self.trajectories.remove(trajectory)
-            self.trajectories.append(trajectory)  # it is the last one asked
+            self.trajectories.append(trajectory)  # the most recently asked
         else:
             trajectory = loop.start({"prompt": messages, "images": images}, tools, self.trusted)
-            trajectory.trusted = self.trusted
+            trajectory.trusted = self.trusted  # until AgentLoopBase.start keeps it itself
             fits = loop.room(trajectory) > 0
             if fits:
                 self.trajectories.append(trajectory)
         if not fits:
             self._give_up("length")
-        # Nothing may go on from it until its turn is sampled, and never if that fails.
+        # No call may continue it before its turn is sampled, and none ever if that fails.
         trajectory.tools = None
         return trajectory
 
@@ -182,15 +207,17 @@ class ChatClient:
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
     async def close(self):
-        """Ends the calls that outlived the agent (in threads, over HTTP); refuses new ones."""
+        """Cancels the calls that outlive the agent (in threads, over HTTP), and refuses more."""
         self.over = True
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _plain(self, message, images):
-        """Returns a chat message of any client as templates want it: its content a text or a
-        list of parts, the arguments of its calls a dict. Its images are added to `images`."""
+        """Returns any client's chat message in the form that templates expect.
+
+        Its content becomes a text or a list of parts, the arguments of its calls a dict. Its
+        images are added to `images`."""
         if not isinstance(message, dict):
             message = message.model_dump(exclude_none=True)
         content = message.get("content") or ""
@@ -198,9 +225,10 @@ class ChatClient:
             content = [self._part(part, images) for part in content]
             if all(part["type"] == "text" for part in content):
                 content = "".join(part["text"] for part in content)
-        keys = "role name tool_call_id reasoning_content".split()
+
+        keys = ("role", "name", "tool_call_id", "reasoning_content")
         plain = {key: message[key] for key in keys if message.get(key)}
-        # Templates print roles and ids, and agent_loop.render takes them for words.
+        # Templates print roles and ids. They must not spell special tokens.
         if not re.fullmatch(r"\w+", plain["role"], re.ASCII):
             raise ValueError(f"a message's role must be a word, not {plain['role']!r:.80}")
         if "tool_call_id" in plain:
@@ -208,16 +236,17 @@ class ChatClient:
         if plain["role"] == "developer":  # OpenAI's new name for system, unknown to templates
             plain["role"] = "system"
         plain["content"] = content
+
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
-            with suppress(ValueError, TypeError):  # no JSON, or a dict already: it is kept
+            with suppress(ValueError, TypeError):  # no JSON, or a dict already: kept as it is
                 arguments = json.loads(arguments)
-            plain.setdefault("tool_calls", []).append(function_call(
-                _word(call["id"]), call["function"]["name"], arguments))
+            made = function_call(_word(call["id"]), call["function"]["name"], arguments)
+            plain.setdefault("tool_calls", []).append(made)
         return plain
 
     def _part(self, part, images):
-        """Returns a part of a message's content; adds a placeholder's image to `images`."""
+        """Returns a part of a message's content; adds its image, if it has one, to `images`."""
         kind = part.get("type")
         if kind == "text":
             return part
@@ -225,11 +254,13 @@ class ChatClient:
             raise ValueError("only text content is supported in chat messages")
         limit = self.loop.args.max_images
         if len(images) == limit:
-            raise ValueError(f"supported are {limit} images, see --max_images")
-        if kind == "image":  # one of the row's own prompt, numbered by ChatAgentLoop
+            raise ValueError(f"supported are {limit} images, see max_images of --agent_args")
+        if kind == "image":  # from the row's own prompt, numbered by ChatAgentLoop
             if part.get("image") not in range(len(self.row_images)):
-                raise ValueError("a part of type image is supported as the row's prompt has "
-                                 "it; send others as image_url")
+                raise ValueError(
+                    "a part of type image is supported only as the row's prompt has it; "
+                    "send others as image_url"
+                )
             images.append(self.row_images[part["image"]])
             return part
         url = part.get("image_url")
@@ -242,8 +273,7 @@ class ChatClient:
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
     def _completion(self, trajectory, n_tokens_before, logprobs):
-        """Returns the last turn as an openai ChatCompletion; before it there were
-        n_tokens_before response tokens."""
+        """Returns the last turn, which follows n_tokens_before tokens, as a ChatCompletion."""
         from openai.types.chat import ChatCompletion
 
         ids = trajectory.response_ids[n_tokens_before:]
@@ -258,39 +288,69 @@ class ChatClient:
             reason = "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
         if logprobs:
-            content = []
-            for token, logprob in zip(ids, trajectory.response_logprobs[n_tokens_before:]):
-                text = self.loop.tokenizer.decode([token])
-                content.append({"token": text, "logprob": logprob,
-                                "bytes": list(text.encode()), "top_logprobs": []})
+            sampled = zip(ids, trajectory.response_logprobs[n_tokens_before:])
+            content = [self._token(token, logprob) for token, logprob in sampled]
             choice["logprobs"] = {"content": content}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids),
-                 "total_tokens": len(prompt) + len(ids)}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
+            "total_tokens": len(prompt) + len(ids),
+        }
         return ChatCompletion(
-            id=f"chatcmpl-{trajectory.request_id}-{self.turns}", object="chat.completion",
-            model="policy", created=int(time.time()), choices=[choice], usage=usage,
-            prompt_token_ids=prompt)
+            id=f"chatcmpl-{trajectory.request_id}-{self.turns}",
+            object="chat.completion",
+            model="policy",
+            created=int(time.time()),
+            choices=[choice],
+            usage=usage,
+            prompt_token_ids=prompt,
+        )
+
+    def _token(self, token, logprob):
+        """Returns a token with its logprob in OpenAI's form."""
+        text = self.loop.tokenizer.decode([token])
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """Returns the outputs of all token sequences: first those whose last turn failed;
-        at the end the one that was asked last."""
+        """Returns the outputs of all token sequences, the most recently asked last.
+
+        Those whose last turn failed come first: the reward is asked about the last output."""
         outputs = []
-        # `tools` is None where the last turn was not sampled. False is sorted before True.
+        # `tools` is None where the last turn was not sampled; False sorts before True.
         for trajectory in sorted(self.trajectories, key=lambda each: each.tools is not None):
             if trajectory.assistant_turns:
                 outputs += trajectory.outputs()
         return outputs
 
 
+def _identity(message):
+    """Returns the parts of a message that two copies of it share.
+
+    Clients add and drop the ids and names of tool results, so these are left out."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"], json.dumps(calls, sort_keys=True)
+
+
+def _word(id):
+    """Returns a tool call's id with _ for all but ASCII letters, digits, _ and hyphens."""
+    return re.sub(r"[^\w-]", "_", id, flags=re.ASCII)
+
+
 class ChatAgentLoop(AgentLoopBase):
     """The base class of agents written for the OpenAI client: a subclass writes `chat`.
 
-    A rollout that runs out of tokens, turns or time keeps what it has; any other
+    A rollout that runs out of tokens, turns or time keeps what it has so far. Any other
     exception drops it."""
 
     async def chat(self, client: ChatClient, **row) -> float | None:
-        """Holds the whole conversation of one row. May return its reward; otherwise the task's
-        reward function is asked."""
+        """Holds the whole conversation for one row.
+
+        May return the reward; if it returns None, the task's reward function is asked."""
         raise TypeError(f"{type(self).__name__} has no chat method")
 
     async def run(self, sampling_params, **row):
@@ -305,7 +365,7 @@ class ChatAgentLoop(AgentLoopBase):
                 reward = await self.chat(client, **row)
                 if reward is not None:
                     client.reward = reward
-        except Exception:  # frameworks wrap our OutOfBudget in errors of their own
+        except Exception:  # frameworks wrap OutOfBudget in errors of their own
             if not client.exhausted and not budget.expired():
                 raise
             cut_off = client.exhausted or "timeout"
@@ -319,8 +379,7 @@ class ChatAgentLoop(AgentLoopBase):
 
 
 def _number_images(messages):
-    """Gives the images of a row's prompt their numbers, so that an agent may send any of them
-    again."""
+    """Numbers the images of a row's prompt, so that an agent may send any of them again."""
     number = 0
     for message in messages:
         for part in message.get("content") or ():
