@@ -221,12 +221,6 @@ async def _run(job: dict, folder: str, timeout: float, max_output: int) -> Resul
                 # Kills the supervisor, if it still runs, and with it init and the program.
                 transport.close()
         report = _read_report(report_file)
-    if "refused" in report:
-        raise NotIsolated(
-            f"this host does not let programs be isolated ({report['refused']}): they could read, "
-            "write and signal anything that your user can. SANDBOX_UNISOLATED=1 in the environment "
-            "runs them all the same"
-        )
     late = late and "returncode" not in report and not report.get("out_of_memory")
     return Result(
         output.text(1, folder),
@@ -238,11 +232,19 @@ async def _run(job: dict, folder: str, timeout: float, max_output: int) -> Resul
 
 
 def _read_report(file) -> dict:
-    """Returns the supervisor's report, which is empty if it was itself killed."""
+    """Returns the supervisor's report, which is empty if it was itself killed.
+
+    Raises NotIsolated if it has refused to run the program."""
     os.set_blocking(file.fileno(), False)  # the other end may still be open
     report = {}
     for line in (file.read(1000) or b"").splitlines():
         report |= json.loads(line)
+    if "refused" in report:
+        raise NotIsolated(
+            f"this host does not let programs be isolated ({report['refused']}): they could read, "
+            "write and signal anything that your user can. SANDBOX_UNISOLATED=1 in the environment "
+            "runs them all the same"
+        )
     return report
 
 
