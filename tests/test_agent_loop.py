@@ -453,7 +453,7 @@ ERRORS = {
     "a wrong type": (call("ask", function="x", n="x"), None, "str"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
-    "cancels itself": (call("notes"), asyncio.CancelledError(), "CancelledError"),
+    "cancels itself": (call("notes"), asyncio.CancelledError(), r"CancelledError\(\)"),
     "nothing to say": (call("notes"), RuntimeError(), "RuntimeError"),
     "a timeout of its own": (call("notes"), TimeoutError("no route to host"), "no route"),
     "a bad reward": (
