@@ -45,7 +45,7 @@ def an_output(**changes) -> AgentLoopOutput:
 
 
 def test_args_versions_and_the_commit_are_kept(args, tmp_path):
-    log = Log(args, None, 0)
+    Log(args, None, 0)
     about = json.loads((tmp_path / "run/args.json").read_text())
     assert list(about) == ["args", "git", "versions", "command"]
     folder = str(tmp_path / "run")
