@@ -34,11 +34,6 @@ def args(tmp_path):
     return Args(str(tmp_path / "run"))
 
 
-@pytest.fixture
-def log(args, capsys):  # it prints to the stdout of its beginning: to that of capsys
-    return Log(args, None, 0)
-
-
 def read(file) -> list[dict]:
     return [json.loads(line) for line in file.open()]
 
@@ -49,7 +44,8 @@ def an_output(**changes) -> AgentLoopOutput:
         response_logprobs=[-0.5, 0.0], response_versions=[4, -1], **changes)
 
 
-def test_args_versions_and_the_commit_are_kept(log, tmp_path):
+def test_args_versions_and_the_commit_are_kept(args, tmp_path):
+    Log(args, None, 0)
     about = json.loads((tmp_path / "run/args.json").read_text())
     assert list(about) == ["args", "git", "versions", "command"]
     folder = str(tmp_path / "run")
@@ -60,7 +56,8 @@ def test_args_versions_and_the_commit_are_kept(log, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_lines_are_printed_although_a_tool_has_redirected_stdout(log, capsys, monkeypatch):
+def test_lines_are_printed_although_a_tool_has_redirected_stdout(args, capsys, monkeypatch):
+    log = Log(args, None, 0)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     log.say("a line")
     assert sys.stdout.getvalue() == ""
@@ -68,7 +65,8 @@ def test_lines_are_printed_although_a_tool_has_redirected_stdout(log, capsys, mo
     assert capsys.readouterr().out == "a line\n"
 
 
-def test_a_step_is_a_json_object_and_a_line_of_the_table(log, tmp_path, capsys):
+def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys):
+    log = Log(args, None, 0)
     first = {"step": 0, "eval/reward": 0.25}
     second = {"step": 1, "reward/mean": 0.5, "throughput/tokens_per_s": 1234567.8,
               "rollout/logp_diff_max": 1.5e-6}  # fmt: skip
@@ -84,14 +82,16 @@ def test_a_step_is_a_json_object_and_a_line_of_the_table(log, tmp_path, capsys):
     assert at_1.index("1,234,568") + 9 == titles.index("tokens/s") + 8
 
 
-def test_the_titles_come_again_every_20_lines(log, capsys):
+def test_the_titles_come_again_every_20_lines(args, capsys):
+    log = Log(args, None, 0)
     for step in range(41):
         log.metrics({"step": step})
     lines = capsys.readouterr().out.splitlines()
     assert [i for i, line in enumerate(lines) if line.startswith("     step")] == [0, 21, 42]
 
 
-def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(log, args, tmp_path):
+def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
+    log = Log(args, None, 0)
     rows = [{"step": step} for step in range(6)]
     for row in rows:
         log.metrics(row)
@@ -102,7 +102,8 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(log, args, tmp_path)
     assert read(file) == rows[:5]
 
 
-def test_rollouts_are_a_line_each(log, tmp_path):
+def test_rollouts_are_a_line_each(args, tmp_path):
+    log = Log(args, None, 0)
     place = {"prompt": 5, "sample": 1, "segment": 0, "index": "row-9"}
     outputs = [
         an_output(reward={"score": 1.0}, turn_rewards=[(0, 0.25)], text="é", extra=place),
@@ -123,13 +124,15 @@ def test_rollouts_are_a_line_each(log, tmp_path):
     assert outputs[0].images == [] and outputs[1].images == ["pixels", "pixels"]
 
 
-def test_a_step_without_any_rollout_has_no_file(log, tmp_path):
+def test_a_step_without_any_rollout_has_no_file(args, tmp_path):
+    log = Log(args, None, 0)
     log.rollouts("eval_000001", [], [])
     log.rollouts("step_000001", [], [{"kind": "failed_agent_loop"}])
     assert [file.name for file in (tmp_path / "run/rollouts").iterdir()] == ["step_000001.jsonl"]
 
 
-def test_a_trajectory_is_shown_and_a_warning_is_printed_once(log, capsys):
+def test_a_trajectory_is_shown_and_a_warning_is_printed_once(args, capsys):
+    log = Log(args, None, 0)
     output = an_output(reward=0.5, stop_reason="length")
     log.say(notices.whole_text(output, SimpleNamespace(decode=decode)))
     for text in ("odd", "odd", "even"):
