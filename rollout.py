@@ -1111,14 +1111,17 @@ class Pool:
             return self._failure("failed_reward", member)
 
     async def _is_alike(self, group: Group) -> bool:
-        """Returns whether all members have the same outcome, so that there is nothing to learn
-        from the group: dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2)."""
+        """Returns whether there is nothing to learn from the group: all members have the same
+        outcome (DAPO, arXiv 2503.14476, sec. 3.2).
+
+        Shaped rewards nearly always differ, so turn rewards count only if all outcomes are 0."""
         if not self.replacements:
             return False
         results = await _results(group.graders)
         graded = Rollouts(_with_rewards(group.outputs, results))
         units = data.by_unit(graded.sampled)
-        return not data.groups_with_signal(units, units.outcomes)
+        values = units.outcomes if units.outcomes.any() else units.rewards
+        return not data.groups_with_signal(units, values)
 
     def _failure(self, kind: str, member: Member) -> dict:
         """Returns the present exception as an entry of Rollouts.errors.

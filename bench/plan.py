@@ -26,7 +26,7 @@ from pathlib import Path
 
 import common  # noqa: F401
 import torch
-from flatrl.memory import GIB, PLANNED_TYPES, Net, fastest, network, plan_phases
+from flatrl.memory import GIB, PLANNED_TYPES, Net, network
 from transformers import AutoConfig
 
 import losses
