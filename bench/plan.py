@@ -26,7 +26,6 @@ from pathlib import Path
 
 import common  # noqa: F401
 import torch
-from flatrl.memory import GIB, PLANNED_TYPES, Net, network
 from transformers import AutoConfig
 
 import losses
