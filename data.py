@@ -130,7 +130,9 @@ def load_rows(
 
     def checked(number: int) -> dict:
         """Returns the row of this number, with the system prompt before its prompt."""
-        row = rows[number].to_pylist()[0] if on_disk else rows[number]
+        row = rows[number]
+        if on_disk:
+            (row,) = row.to_pylist()
         row = check_row(row, prompt_key, number, f"row {number} of {source}")
         prompt = row["prompt"]
         if system_prompt and (not prompt or prompt[0]["role"] != "system"):
@@ -201,7 +203,14 @@ def filter_overlong(
     return Rows(rows.__getitem__, fitting)
 
 
-def _prompt_length(row: dict, name: str, templates, task, args, processor) -> int:
+def _prompt_length(
+    row: dict,
+    name: str,
+    templates,
+    task,
+    args,
+    processor,
+) -> int:
     """Returns the number of tokens of a row's rendered prompt, with its images and its hint.
 
     Raises BadInput, in which `name` is the row's name, if its agent loop, a tool or its
@@ -220,19 +229,27 @@ def _prompt_length(row: dict, name: str, templates, task, args, processor) -> in
             row["prompt"] or interaction,
             f"{name}: its prompt is empty, and no Interaction speaks first",
         )
-        ids = render(templates, told_prompt(row, args.hints), tool_schemas(row, task))
-        return len(expand(ids, [open_image(image) for image in images], processor))
+        prompt = told_prompt(row, args.hints)
+        ids = render(templates, prompt, tool_schemas(row, task))
+        opened = [open_image(image) for image in images]
+        return len(expand(ids, opened, processor))
 
 
-def prompt_order(n_rows: int, start: int, count: int, seed: int) -> list[int]:
+def prompt_order(
+    n_rows: int,
+    start: int,
+    count: int,
+    seed: int,
+) -> list[int]:
     """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
 
     Every epoch of n_rows positions is a new permutation. It depends on the seed and the
     position alone, so a resumed run needs no sampler state."""
-    return [
-        int(_permutation(n_rows, position // n_rows, seed)[position % n_rows])
-        for position in range(start, start + count)
-    ]
+    numbers = []
+    for position in range(start, start + count):
+        epoch, place = divmod(position, n_rows)
+        numbers.append(int(_permutation(n_rows, epoch, seed)[place]))
+    return numbers
 
 
 # Cached, because one position is asked for at a time, and a million rows take 30 ms.
@@ -280,7 +297,10 @@ def _group_label(output):
 
 def last_outputs(outputs: Outputs) -> Outputs:
     """Returns the last output of each unit, in the order of the units' first outputs."""
-    return list({unit_of(output): output for output in outputs}.values())
+    last = {}
+    for output in outputs:
+        last[unit_of(output)] = output
+    return list(last.values())
 
 
 def by_unit(outputs: Outputs) -> Units:
@@ -422,13 +442,16 @@ def make_batch(outputs: Outputs, processor=None) -> Batch:
     """Returns outputs as a Batch; their rewards may still be missing.
 
     processor: that of a model with vision."""
-    return Batch(outputs, collate(outputs, getattr(processor, "image_token_id", -1)))
+    image_token_id = getattr(processor, "image_token_id", -1)
+    return Batch(outputs, collate(outputs, image_token_id))
 
 
 def select(tensors: dict, rows: list[int]) -> dict:
     """Returns the tensors of these rows, trimmed to the longest sequence and response."""
-    longest_sequence = max(tensors["lengths"][rows].tolist(), default=0)
-    longest_response = max(tensors["response_lengths"][rows].tolist(), default=0)
+    lengths = tensors["lengths"][rows].tolist()
+    response_lengths = tensors["response_lengths"][rows].tolist()
+    longest_sequence = max(lengths, default=0)
+    longest_response = max(response_lengths, default=0)
     selected = {}
     for name, column in tensors.items():
         if isinstance(column, dict):
@@ -494,8 +517,11 @@ class EndToEnd:
     def scatter(self, values: Tensor) -> Tensor:
         """Brings the values of the n sampled tokens, (n,), to their places (N, S)."""
         _, column = self.places
-        width = column.max().item() + 1 if len(column) else 1
-        return values.new_zeros(self.n_units, width).index_put(self.places, values)
+        width = 1
+        if len(column):
+            width = column.max().item() + 1
+        zeros = values.new_zeros(self.n_units, width)
+        return zeros.index_put(self.places, values)
 
     def back(self, x: Tensor) -> Tensor:
         """Brings values of places (N, S) back to their tokens (B, T); 0 where nothing was
@@ -558,12 +584,14 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
     for output, n_turns in zip(last_outputs(outputs), turns, strict=True):
         if not n_turns:  # a demonstration
             continue
-        states = tree_map(_array_value, given[unit_of(output)] or list(range(n_turns)))
+        states = given[unit_of(output)] or list(range(n_turns))
+        states = tree_map(_array_value, states)
         if len(states) != n_turns:
             raise ValueError(
                 f"metrics['states'] has {len(states)} states for {n_turns} turns"
             )
-        labels += [hash((_group_label(output), repr(state))) for state in states]
+        group = _group_label(output)
+        labels += [hash((group, repr(state))) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
 
@@ -580,7 +608,11 @@ def _array_value(leaf):
     return leaf
 
 
-def count_globally(batch: dict, rows: list[int], with_imitation: bool) -> dict[str, float]:
+def count_globally(
+    batch: dict,
+    rows: list[int],
+    with_imitation: bool,
+) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks: tokens, units, imitated tokens.
 
     The batch has unit_tokens (B,): the mask-1 tokens of each row's unit."""
@@ -670,7 +702,8 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
     fewer indices than n some shares stay empty."""
     shares = [[] for _ in range(n)]
     totals = [0] * n
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    for i in longest_first:
         lightest = totals.index(min(totals))
         shares[lightest].append(i)
         totals[lightest] += lengths[i]
@@ -701,7 +734,8 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Filled]:
         if sizes[-1] > max_tokens and len(sizes) > 1:
             middle = (start + end - 1) // 2
             end = min(range(end - 1, middle, -1), key=whole.shared.__getitem__)
-        runs.append((sizes[end - start - 1], list(range(start, end))))
+        n_tokens = sizes[end - start - 1]
+        runs.append((n_tokens, list(range(start, end))))
         start = end
     return runs
 
@@ -741,7 +775,10 @@ def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Filled]:
 
 
 def micro_batches_of_this_rank(
-    batch: dict, rows: Sequence[int], max_tokens: int, packed: bool = True
+    batch: dict,
+    rows: Sequence[int],
+    max_tokens: int,
+    packed: bool = True,
 ) -> list[MicroBatch]:
     """Cuts rows of the global batch into micro-batches, and returns those of this rank.
 
@@ -837,7 +874,12 @@ def _pack_forest(ids: Tensor, micro: MicroBatch) -> tuple[dict, Tensor]:
 ID_LIMIT = 2**32  # all token ids and places are less
 
 
-def pack_rows(batch: dict, micro: MicroBatch, device, packed: bool = True) -> dict:
+def pack_rows(
+    batch: dict,
+    micro: MicroBatch,
+    device,
+    packed: bool = True,
+) -> dict:
     """Prepares the forward pass of a micro-batch, and maps sampled tokens to predictions.
 
     R rows have n sampled tokens, and S tokens go through the network: packed, a prefix that a
