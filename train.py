@@ -634,11 +634,9 @@ class Net(nn.Module):
         super().__init__()
         self.vision = vision
         self.packed = packed  # without padding; otherwise rows are right-padded
-        attention = None  # the model's own
+        attention = "packed" if packed else None  # None: the model's own
         if packed and vision:
             attention = {"text_config": "packed", "vision_config": "sdpa"}
-        elif packed:
-            attention = "packed"
         self.model = models.load_for_training(auto_class, args, attention)
         layers.prepare_layers(self.model, args.gradient_checkpointing)
 
@@ -695,14 +693,11 @@ class Policy(Net):
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
         if not vision:
-            attention, self.packed = layers.choose_attention(self, args)
+            probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
+            attention, self.packed = layers.choose_attention(self, probe, args)
             self.model.set_attn_implementation(attention)
         if args.lora_rank:
             layers.add_adapters(self.model, args)
-
-    def pack_probe(self) -> dict:
-        """Packs a few rows to try the network on."""
-        return self.pack(layers.PROBE, data.in_prefix_order(layers.PROBE, [0, 1, 2]))
 
     def scores_from_hidden(self, hidden, targets):
         """Returns log-probabilities and entropies, (M,) each."""
@@ -824,7 +819,6 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """--output_dir."""
         return Path(self.args.output_dir)
 
     @property
@@ -906,10 +900,8 @@ def check_input(args: Args) -> tuple:
     check_args(args)
     accelerator, store = start_processes(args)  # first, so that ranks hear of one that fails
     complete_flags(args, accelerator.device.type == "cuda")
-    functions = ["load", "reward"]
-    if not args.model:
-        functions.append("build_model")
-    task = data.load_task(args.task, functions)
+    builds_model = [] if args.model else ["build_model"]
+    task = data.load_task(args.task, ["load", "reward", *builds_model])
     check_registered(args)
     args.task = task.__file__
     rows = {
@@ -965,6 +957,7 @@ def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
         return policy
     if args.lora_rank and not args.ref_model:
         return layers.without_adapters(policy)
+
     args = replace(args, model=args.ref_model or args.model, lora_rank=0)
     reference = Policy(args, policy.vocab_size, policy.vision).requires_grad_(False)
     return wrap(reference, args, accelerator, frozen=True)

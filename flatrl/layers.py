@@ -43,34 +43,35 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
         model.train()  # only then does transformers; without dropout nothing else changes
 
 
-def choose_attention(policy, args) -> tuple[str, bool]:
+def choose_attention(policy, probe, args) -> tuple[str, bool]:
     """Returns the name of the attention that a train.Policy needs, and if its rows are packed.
 
     Packed sequences are tried first, then right-padded rows with the model's own attention, as
     recurrent and convolutional layers need them. The first that gives the logprobs of the model's
     own logits is returned. The main rank tries it for all. Raises BadInput if neither does.
-    The policy's attention and `packed` are left as they were tried: the caller sets both."""
-    return on_main(_try_attentions, policy, args)
+    probe: the data.MicroBatch of PROBE. The policy's attention and `packed` are left as they were
+    tried: the caller sets both."""
+    return on_main(_try_attentions, policy, probe, args)
 
 
 @torch.no_grad()
-def _try_attentions(policy, args):
+def _try_attentions(policy, probe, args):
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    probe = policy.pack_probe()
+    packed = policy.pack(PROBE, probe)
     # Rounding to bfloat16 would hide a difference.
     weights = {name: p.float() for name, p in policy.named_parameters()}
     with nn.utils.stateless._reparametrize_module(policy, weights, tie_weights=True):
-        logits = model(**probe["inputs"], use_cache=False).logits.flatten(0, 1)
-        logits = logits[probe["source"], : policy.vocab_size] / args.temperature
-        logprobs = logits.log_softmax(-1).gather(1, probe["targets"][:, None])
-        expected = logprobs[probe["pair"], 0]
+        logits = model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
+        logits = logits[packed["source"], : policy.vocab_size] / args.temperature
+        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
+        expected = logprobs[packed["pair"], 0]
         for attention, is_packed in (("packed", True), (own_attention, False)):
             model.set_attn_implementation(attention)
             policy.packed = is_packed
             with contextlib.suppress(Exception):  # a model may raise what it likes
-                found = policy(policy.pack_probe())[0].flatten()
+                found = policy(policy.pack(PROBE, probe))[0].flatten()
                 if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
                     return attention, is_packed
     raise BadInput(
