@@ -608,6 +608,18 @@ def _array_value(leaf):
     return leaf
 
 
+def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
+    """Returns the prompt and the total reward of each unit, as the task gave it."""
+    totals = []
+    turn_rewards = defaultdict(float)
+    for output in outputs:
+        turn_rewards[unit_of(output)] += sum(reward for _, reward in output.turn_rewards)
+    for output in last_outputs(outputs):
+        reward = outcome(output) + turn_rewards[unit_of(output)]
+        totals.append((output.extra["prompt"], reward))
+    return totals
+
+
 def count_globally(
     batch: dict,
     rows: list[int],

@@ -1,24 +1,22 @@
 """flatrl: multi-turn reinforcement learning of language models.
 
 `main` is the whole algorithm. The functions that it calls follow in the order of a step, then
-the networks, then the start and the end of a run.
+the networks. Set-up and shutdown are last.
 
     accelerate launch train.py                               # the built-in task, minutes on CPU
-    accelerate launch train.py --algo dapo --clip_high 0.3   # a preset; your flags override it
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
-    torchrun --nproc_per_node 2 train.py                     # two ranks on a CPU
 
 One process per GPU holds a vLLM engine and the policy, and alternates rollout and update."""
 
 from flatrl.launch import prepare_process
 
 if __name__ == "__main__":
-    prepare_process()  # before torch is imported, which takes seconds
+    prepare_process()  # sets OMP_NUM_THREADS, which torch reads when it is imported
 
 import contextlib
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,44 +31,46 @@ from torch import nn
 
 import data
 import losses
-from agent_loop import BadInput, tool_parser, total_reward
+from agent_loop import BadInput, tool_parser
 from flatrl import checkpoints, layers, models, notices
-from flatrl.args import (  # noqa: F401
+from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need
-from flatrl.devices import check_memory, fit_micro_batch, offload, shard, start_processes
+from flatrl.devices import check_memory, fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
 from flatrl.processes import (
-    Background, Stop, Stopped, all_sum, gather_unless_stopped, on_main, run_as_script)
+    Background, Stop, Stopped, all_sum, on_main, raise_if_stopped, run_as_script)
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
 from rollout import Engine, Pool, Rollouts, rollout, seed_of, training_pool, wait_for_rewards
 
+VALUE_CLIP = 0.5  # clip of the critic's value loss (PPO)
+
 
 def main(args: Args):
-    """Trains: each step of the run, from rollout to log. Ends early if it is told to stop."""
-    run = setup(args)  # checks all input first; engine, networks, pool and log hang from it
+    """Trains: each step of the run, from rollout to log. Ends early after Ctrl-C or SIGTERM."""
+    run = setup(args)  # checks all input first; holds engine, networks, pool and log
     log = run.log
     with contextlib.suppress(Stopped):  # raised on all ranks together
         if run.done == 0 and run.engine and not args.rollout_only:
             log.metrics({"step": 0} | evaluate(run))
 
         for step in Bar(range(run.done, args.num_steps), "steps"):
-            gather_unless_stopped(None, run.stop.requested)
+            raise_if_stopped(run.stop)
             started = time.perf_counter()
 
             # ---- 1. rollout: the engine takes the weights, and agent loops fill the batch
             rollouts = collect_rollouts(run, step)
             rollout_ended = time.perf_counter()
 
-            # ---- 2. score the sampled tokens while the last graders work, then get the rewards
+            # ---- 2. score the sampled tokens while the last rewards are computed
             batch = data.make_batch(rollouts.trained, run.processor)
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: if they are used
-            metrics = {"step": step + 1}
-            batch = add_rewards(run, rollouts, batch, metrics)
+            batch, metrics = add_rewards(run, rollouts, batch)
+            metrics["step"] = step + 1
             if run.engine:
                 log.rollouts(f"step_{step + 1:06d}", rollouts.outputs, rollouts.errors)
             if args.rollout_only:
@@ -78,13 +78,13 @@ def main(args: Args):
                 log.metrics(metrics)
                 continue
 
-            # ---- 3. rewards -> advantages: the lines to change
+            # ---- 3. rewards -> advantages: change these lines for a method of your own
             metrics |= set_token_rewards(run, batch, step)
             batch["advantages"] = estimate_advantages(batch, rollouts, args)  # (B, T)
             if args.mask_truncated:
                 mask_truncated(batch)
 
-            # ---- 4. update: epochs x mini-batches x packed micro-batches, over global counts
+            # ---- 4. update: epochs x mini-batches x packed micro-batches
             metrics |= update(run, batch, step)
             metrics |= rollouts.group_metrics() | batch_metrics(batch, step, args)
             check_agreement(run, batch, step, metrics["rollout/logp_diff_mean"])
@@ -98,7 +98,7 @@ def main(args: Args):
             try:
                 if eval_is_due or run.done == args.num_steps:
                     metrics |= evaluate(run)
-            finally:  # also if the evaluation is told to stop
+            finally:  # even if a stop interrupts the evaluation
                 log.metrics(metrics, rollouts, batch)
             if save_is_due:
                 put_to_sleep(run)
@@ -109,17 +109,16 @@ def main(args: Args):
 
 # ---------------------------------------------------------------- 1. rollout
 # The engine stays awake from an evaluation to the next rollout, which has the same weights.
-# Whoever needs the device for anything else calls `put_to_sleep` first.
+# Code that needs the device for anything else calls `put_to_sleep` first.
 
 
 def collect_rollouts(run: "Run", step: int) -> Rollouts:
-    """Returns the rollouts of a step: sampled by the present weights, or replayed (--replay).
+    """Returns the rollouts of a step: sampled from the current weights, or replayed (--replay).
 
-    If the step only plays demonstrations, the engine stays asleep."""
+    If every prompt of the step has a demonstration, nothing is sampled, and the engine sleeps."""
     args = run.args
     if args.replay:
-        file = replay_file(args, step)
-        rollouts = Rollouts(*read_rollouts(file, run.policy.net.vocab_size))
+        rollouts = Rollouts(*read_rollouts(replay_file(args, step), run.policy.net.vocab_size))
         if "baselines" in args.estimator_takes and step == 0 and not rollouts.greedy:
             raise BadInput(f"--replay {args.replay}: there are no greedy baselines")
         return rollouts
@@ -133,13 +132,15 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
 
 
 def named_weights(policy: "Policy") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole tensors for the engine, one at a time, with their names in a checkpoint."""
+    """Yields the unsharded weights for the engine, one at a time, by their checkpoint names."""
     return models.checkpoint_weights(policy.model, policy.dtype)
 
 
 @shown("weights to the engine")
 def sync(engine: Engine, policy: "Policy", version: int) -> float:
-    """Wakes a sleeping engine and loads the policy's weights as `version`. Returns seconds."""
+    """Wakes a sleeping engine and loads the policy's weights as `version`.
+
+    Returns how many seconds that took."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # the engine needs the memory that the update left in torch's cache
     engine.wake_weights()
@@ -150,15 +151,15 @@ def sync(engine: Engine, policy: "Policy", version: int) -> float:
 
 @contextlib.contextmanager
 def awake(run: "Run", stays: bool = False) -> Iterator[float]:
-    """Keeps the engine awake in its block, with the present weights.
+    """Keeps the engine awake inside the with-block, with the current weights.
 
-    Meanwhile the states and networks of --offload are on the host. Yields the seconds of the
-    weight sync, 0 if the engine had these weights already. After the block the engine sleeps,
-    unless it `stays` awake. After Stopped or an error it sleeps in any case, so that a
-    checkpoint can be saved."""
+    What --offload names is in host memory meanwhile. Yields the seconds of the weight sync, 0 if
+    the engine had these weights already. stays: the engine stays awake after the block. After
+    Stopped or an error it sleeps in any case, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        run.engine.forget_prompts()  # an evaluation must not change a digit of the next rollout
+        # Without cached prompts, an evaluation can't change the rounding of the next rollout.
+        run.engine.forget_prompts()
     else:
         offload(run, "cpu")
         seconds = sync(run.engine, run.policy.net, version=run.done)
@@ -174,8 +175,8 @@ def awake(run: "Run", stays: bool = False) -> Iterator[float]:
 def put_to_sleep(run: "Run", keep: bool = False):
     """Frees the device: the engine sleeps, and everything that --offload moved comes back.
 
-    keep: unfinished requests stay, as they always do with --max_staleness. Otherwise they raise
-    RuntimeError (Engine.sleep). Does nothing if the engine sleeps already, or with --replay."""
+    keep: unfinished requests stay, as they always do with --max_staleness. Otherwise an
+    unfinished request is an error. Does nothing if the engine sleeps already, or with --replay."""
     if run.engine and run.engine.state == "awake":
         run.engine.sleep(keep=keep or run.args.max_staleness > 0)
         offload(run, run.accelerator.device)
@@ -185,10 +186,10 @@ def put_to_sleep(run: "Run", keep: bool = False):
 
 
 def score_batch(run: "Run", batch: data.Batch, step: int):
-    """Scores the sampled tokens by every network that the step needs.
+    """Computes old logprobs, reference logprobs and values of the sampled tokens, as needed.
 
-    Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each. If the
-    step has a single update, that update's own forward pass gives the old logprobs."""
+    Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each. A step
+    with a single update needs no old logprobs: see `update_policy`."""
     args = run.args
     if args.rollout_only:
         return
@@ -208,9 +209,9 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
 
 @torch.no_grad()
 def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
-    """Returns a Policy's logprobs or a Critic's values of all sampled tokens, on every rank.
+    """Returns a Policy's logprobs or a Critic's values of all sampled tokens, (B, T), 0 elsewhere.
 
-    (B, T), 0 elsewhere."""
+    Each rank scores a share, and gets the scores of all."""
     result = torch.zeros_like(batch["response_mask"])
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(result)), args.tokens_per_micro_batch, net.packed
@@ -218,32 +219,32 @@ def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
     # Scores stay on the device until all are computed, because reading them would wait for it.
     scores = [net(net.pack(batch, micro))[0] for micro in Bar(micro_batches, "scoring")]
     for micro, computed in zip(micro_batches, scores):
-        if not micro.is_filler:
+        if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
             result[micro.rows] = computed.cpu()
     return all_sum(result)
 
 
-def add_rewards(run: "Run", rollouts: Rollouts, batch: data.Batch, metrics: dict) -> data.Batch:
-    """Waits for the rewards. Returns the batch of the outputs that got one.
-
-    Adds the rollouts' metrics, which include their rewards."""
+def add_rewards(
+    run: "Run", rollouts: Rollouts, batch: data.Batch
+) -> tuple[data.Batch, dict[str, float]]:
+    """Waits for the rewards. Returns the batch without outputs whose reward failed, and metrics."""
     started = time.perf_counter()
     if run.engine:  # a replayed rollout has its rewards
         wait_for_rewards(rollouts, run.background, run.stop)
     if run.history:
-        for output in rollouts.sampled:
-            run.history[output.extra["prompt"]].append(total_reward(output))
-    metrics |= rollouts.metrics(run.engine)
+        for prompt, reward in data.total_rewards(rollouts.sampled):
+            run.history[prompt].append(reward)
+    metrics = rollouts.metrics(run.engine)
     metrics["timing/grading_s"] = time.perf_counter() - started
     graded = [row for row, output in enumerate(batch.outputs) if output.reward is not None]
-    return batch.select(graded)
+    return batch.select(graded), metrics
 
 
 # ---------------------------------------------------------------- 3. rewards -> advantages
 
 
 def shape_rewards(units: data.Units, args: Args) -> losses.N:
-    """Returns the terminal rewards of units as they are learned from, (N,).
+    """Returns the shaped terminal reward of each unit, (N,); by default a unit is a rollout.
 
     Change the shape of the reward here: every estimator, and ReMax's greedy baseline, gets it."""
     rewards = units.outcomes
@@ -255,10 +256,10 @@ def shape_rewards(units: data.Units, args: Args) -> losses.N:
 
 
 def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
-    """Sets batch.rewards, (N, S): the shaped rewards where they fall, with --kl_in reward minus
-    the KL of each token.
+    """Sets batch.rewards, (N, S): the shaped rewards at their tokens.
 
-    Returns metrics. actor/kl, a mean over units' means, steers the KL's coefficient."""
+    With --kl_in reward, each token's KL is subtracted; with --kl_target, the mean KL over units
+    adapts its coefficient. Returns metrics."""
     args = run.args
     metrics = {}
     rewards = data.place_rewards(batch, shape_rewards(batch.units, args))
@@ -291,15 +292,15 @@ def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> losse
 def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> losses.BT:
     """Returns the advantages by --adv_estimator, (B, T).
 
-    The estimator is one of losses.py or of the task file (`losses.estimator`). It sees a unit as
-    one sequence, its outputs laid end to end (data.EndToEnd), and gives one number for all
-    tokens of a unit, (N,), or one for each token, (N, S). With a critic, this also sets
-    batch["returns"]. Raises ValueError for advantages of another shape, NaN or infinity."""
+    The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
+    as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
+    unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. Raises
+    ValueError for advantages of another shape, NaN or infinity."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     units = batch.units
     layout = batch.layout
     mask = layout.mask
-    given = {
+    inputs = {
         "rewards": batch.unit_rewards,
         "outcomes": units.outcomes,
         "groups": units.groups,
@@ -311,14 +312,14 @@ def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> lo
         "args": args,
     }
     if "baselines" in estimate.takes:
-        given["baselines"] = greedy_baselines(rollouts, units, args)
+        inputs["baselines"] = greedy_baselines(rollouts, units, args)
     if "values" in estimate.takes:
-        given["values"] = layout.lay(batch["values"])
+        inputs["values"] = layout.lay(batch["values"])
     if "states" in estimate.takes:
-        given["states"] = data.turn_states(batch.outputs, data.turns_of_units(batch))
-    advantages = estimate(**{name: given[name] for name in estimate.takes})
+        inputs["states"] = data.turn_states(batch.outputs, data.turns_of_units(batch))
+    advantages = estimate(**{name: inputs[name] for name in estimate.takes})
 
-    if "values" in given:
+    if "values" in inputs:
         advantages, returns = advantages
         batch["returns"] = layout.back(returns)
     if advantages.shape == units.outcomes.shape:
@@ -336,10 +337,10 @@ def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> lo
 
 
 def mask_truncated(batch: data.Batch):
-    """Excludes units with a truncated output from the loss and its normaliser: their
-    response_mask becomes 0."""
-    index = batch.units.index
-    batch["response_mask"][torch.isin(index, index[batch["truncated"]])] = 0
+    """Excludes units with a truncated output from the loss and its normaliser."""
+    index = batch.units.index  # (B,)
+    truncated_units = index[batch["truncated"]]
+    batch["response_mask"][torch.isin(index, truncated_units)] = 0
 
 
 # ---------------------------------------------------------------- 4. update
@@ -348,10 +349,10 @@ def mask_truncated(batch: data.Batch):
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    Sets batch["logprobs_old"], from the update's own forward pass, if the policy has not scored
-    the rollout before. Returns metrics, means over the optimiser steps."""
+    Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over the optimiser
+    steps."""
     args = run.args
-    batch["unit_tokens"] = batch.unit_tokens
+    batch["unit_tokens"] = batch.unit_tokens  # counted after mask_truncated
     prompts = batch.units.prompts[batch.units.index]  # (B,)
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if run.critic:
@@ -368,9 +369,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
             all_metrics[name].append(value)
 
     metrics = {name: fmean(values) for name, values in all_metrics.items()}
-    # Adam counts the same steps for every parameter. Before the first step it has no state.
-    state = next(iter(run.policy.optimizer.state.values()), {"step": 0})
-    metrics["actor/adam_steps"] = float(state["step"])
+    metrics["actor/adam_steps"] = run.policy.adam_steps
     if run.critic:
         metrics["critic/explained_var"] = losses.explained_variance(
             batch["values"], batch["returns"], batch["response_mask"]
@@ -381,11 +380,11 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
 def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[int]]:
     """Yields the rows of each optimiser step.
 
-    In every epoch the prompts are shuffled and dealt to as many equal parts as
-    --prompts_per_mini_batch fits into a step.
+    In every epoch the prompts are shuffled and split into nearly equal parts, as many as
+    --prompts_per_step is a multiple of --prompts_per_mini_batch.
 
-    prompts (B,): the prompt of each row. All rows of a prompt stay together, because units are
-    compared and weighed whole, and a prefix that rows share is then computed once."""
+    prompts (B,): the prompt of each row. All rows of a prompt stay together, because a unit's
+    rows must be in one mini-batch, and a prefix that rows share is then computed once."""
     n_parts = args.updates_per_rollout // args.epochs
     present = prompts.unique()
     for epoch in range(args.epochs):
@@ -406,29 +405,26 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
         columns.append("imitation_mask")
     if args.updates_per_rollout > 1:
         columns.append("logprobs_old")
-    # With a single update its own forward pass gives the old logprobs: the ratio is exactly 1.
+    # In a single update the old logprobs are those of its own forward pass, so that the ratio
+    # is exactly 1.
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
     )
     if "logprobs_old" not in batch:
         batch["logprobs_old"] = all_sum(logprobs)
-    unique_tokens = metrics.pop("unique_tokens")
-    metrics = {f"actor/{name}": x for name, x in metrics.items()}
-    return metrics | {"batch/unique_tokens": unique_tokens}
+    return metrics
 
 
 def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
     """Makes one optimiser step of the critic on these rows. Returns metrics.
 
-    Demonstrations teach it nothing."""
+    It does not learn from demonstrations."""
     columns = ["response_mask", "unit_tokens", "values", "returns"]
     metrics, _ = optimise(
         run.critic, value_objective, batch, columns, rows, run.args, run.accelerator
     )
-    unique_tokens = metrics.pop("unique_tokens")
-    metrics["vf_loss"] = metrics.pop("loss")
-    metrics = {f"critic/{name}": x for name, x in metrics.items()}
-    return metrics | {"batch/unique_tokens": unique_tokens}
+    metrics["critic/vf_loss"] = metrics.pop("critic/loss")
+    return metrics
 
 
 def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
@@ -472,9 +468,6 @@ def value_objective(scores: list[losses.BT], columns: dict, args: Args) -> losse
     )
 
 
-VALUE_CLIP = 0.5  # clip of the value update
-
-
 def optimise(
     learner: "Learner",
     objective: Callable,
@@ -485,22 +478,23 @@ def optimise(
     accelerator,
     loss_agg: str = "token-mean",
 ) -> tuple[dict, losses.BT]:
-    """Makes one optimiser step on some rows, the same on all ranks, which share the work.
+    """Makes one optimiser step on some rows. All ranks pass the same rows; each computes a share.
 
-    objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores are
-    the network's for b rows; columns are the named columns of the batch for these rows. Losses
-    are summed over micro-batches and ranks and divided by global counts, so no way to cut the
-    batch changes the gradient. loss_agg: a mode of losses.aggregate. With an imitation_mask
-    among the columns, the mean of -score there is added to the loss.
+    objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
+    the network returns for b rows. columns: the named columns of the batch for these rows.
+    loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
+    tokens add their mean -logprob to the loss. Losses are summed over micro-batches and ranks and
+    divided by global counts, so the gradient does not depend on how the batch is split.
 
-    Returns metrics (loss, grad_norm, unique_tokens, the stats' means over tokens), and the first
-    scores of this rank's tokens, (B, T)."""
+    Returns metrics, whose names begin with the learner's, and the logprobs or values of this
+    rank's tokens, (B, T)."""
     counts = data.count_globally(batch, rows, with_imitation="imitation_mask" in columns)
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed
     )
     # Both stay on the device, because reading a number there would wait for the whole pass.
-    sums = Counter(loss=0, unique_tokens=0)
+    n_unique = 0
+    sums = defaultdict(float)  # name of a metric -> its sum over micro-batches
     computed = []  # (rows, scores)
     for i, micro in enumerate(Bar(micro_batches, "update")):
         packed = learner.net.pack(batch, micro)
@@ -511,19 +505,19 @@ def optimise(
                 column.zero_()
 
         # Ranks average their gradients once, after the last micro-batch. FSDP does it every
-        # time: gradients kept back would be whole on each rank.
+        # time, because delaying it would need unsharded gradients on every rank.
         is_last = i == len(micro_batches) - 1
         averaging = contextlib.nullcontext()
         if not is_last and not args.shard:
             averaging = accelerator.no_sync(learner.wrapped)
         with averaging:
             scores = learner.wrapped(packed)
-            loss, stats = total_loss(objective, scores, of_rows, counts, args, loss_agg)
+            loss, shares = micro_batch_loss(objective, scores, of_rows, counts, args, loss_agg)
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
-        for name, value in stats.items():
-            sums[name] += value
+        for name, share in shares.items():
+            sums[f"{learner.name}/{name}"] += share
         if not micro.is_filler:
-            sums["unique_tokens"] += packed["inputs"]["input_ids"].numel()
+            n_unique += packed["inputs"]["input_ids"].numel()
             computed.append((micro.rows, scores[0].detach()))
 
     has_tokens = counts["tokens"] + counts["imitated"] > 0
@@ -531,11 +525,14 @@ def optimise(
     first_scores = torch.zeros_like(batch["response_mask"])
     for micro_rows, scores in computed:
         first_scores[micro_rows] = scores.cpu()
+    sums["batch/unique_tokens"] = n_unique
     totals = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
-    return dict(zip(sums, totals)) | {"grad_norm": grad_norm}, first_scores
+    metrics = dict(zip(sums, totals))
+    metrics[f"{learner.name}/grad_norm"] = grad_norm
+    return metrics, first_scores
 
 
-def total_loss(
+def micro_batch_loss(
     objective: Callable,
     scores: list[losses.BT],
     columns: dict,
@@ -543,9 +540,9 @@ def total_loss(
     args: Args,
     loss_agg: str,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the loss of a micro-batch, a scalar, and its detached shares of the metrics.
+    """Returns a micro-batch's share of the loss, a scalar, and of each metric, detached.
 
-    Both add up over micro-batches and ranks. See `optimise`."""
+    The shares add up over micro-batches and ranks. See `optimise`."""
     mask = columns["response_mask"]  # (b, T)
     loss_of_tokens, stats = objective(scores, columns, args)
     loss = losses.aggregate(
@@ -577,9 +574,9 @@ def total_loss(
 def check_agreement(run: "Run", batch: data.Batch, version: int, difference: float):
     """Ends the run, by BadInput on all ranks, if engine and trainer differ too much.
 
-    difference: the mean of that between their logprobs. It may be 1e-3, or 0.1 where one of them
-    computes in less than float32. Only warns, once, with --allow_mismatch, and with
-    --sampling_args that change the engine's distribution."""
+    version: of the weights that the step began with. difference: the mean absolute difference
+    of their logprobs; the limit is 1e-3, or 0.1 below float32. Only warns, once, with
+    --allow_mismatch, and with --sampling_args that change the engine's distribution."""
     args = run.args
     bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
     if not run.engine or run.mismatch_is_known or difference <= bound:
@@ -594,7 +591,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
 
 
 def evaluate(run: "Run") -> dict:
-    """Returns metrics.describe_eval of validation rollouts, with --eval_sampling_args.
+    """Evaluates on the validation rows, with --eval_sampling_args. Returns metrics.
 
     The engine stays awake, because the next rollout has the same weights. With --replay there
     is no engine, and nothing to evaluate."""
@@ -602,6 +599,7 @@ def evaluate(run: "Run") -> dict:
     if not run.engine:
         return {}
     with awake(run, stays=True):
+        # Rollouts for training must not sample meanwhile.
         if run.done == args.num_steps:
             run.pool.end()
         else:
@@ -622,12 +620,13 @@ def evaluate(run: "Run") -> dict:
 class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
-    Its scores_from_hidden(hidden (M, H), targets (M,)) returns tensors (M,): the scores of M
-    sampled tokens, from their ids and from the hidden states that predict them.
+    It has float32 parameters and no dropout, because the network that is differentiated has to
+    be the one that sampled. If `packed`, rows are joined without padding and have packed
+    attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
+    own attention, which is not causal.
 
-    It has packed attention, float32 parameters and no dropout, because the network that is
-    differentiated has to be the one that sampled. A vision tower keeps its own attention, which
-    is not causal."""
+    A subclass's scores_from_hidden(hidden (M, H), targets (M,)) returns scores (M,), one or
+    several, from the hidden states that predict M tokens and from the tokens' ids."""
 
     @shown("loading the model")
     def __init__(self, auto_class: str, args: Args, vision, packed: bool):
@@ -641,7 +640,7 @@ class Net(nn.Module):
         layers.prepare_layers(self.model, args.gradient_checkpointing)
 
     def pack(self, batch: dict, micro: data.MicroBatch) -> dict:
-        """Returns `data.pack_rows` for this network."""
+        """Packs a micro-batch for this network (`data.pack_rows`)."""
         device = next(self.parameters()).device
         return data.pack_rows(batch, micro, device, self.packed)
 
@@ -649,7 +648,7 @@ class Net(nn.Module):
         """Returns the scores of each sampled token of R rows, a list of (R, T), 0 elsewhere.
 
         A Policy gives logprobs and entropies, a Critic values. packed: `data.pack_rows` of these
-        rows. Everything happens in here, because a call that goes round DDP's wrapper would skip
+        rows. Everything happens in here, because a call that bypasses DDP's wrapper would skip
         the averaging of gradients."""
         backbone = self.model.base_model
         inputs = packed["inputs"]
@@ -657,8 +656,8 @@ class Net(nn.Module):
         if self.vision and packed["images"]:
             inputs = inputs | self.vision.inputs(backbone, packed)
         elif self.vision:
-            # The tower runs before the text, as it does with images, because FSDP's ranks
-            # gather layers in one order.
+            # Without images the tower adds 0: all ranks must use all parameters. It runs before
+            # the text, as it does with images, because FSDP's ranks gather layers in one order.
             zero = self.vision.zero(backbone, packed["targets"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
         predicting = hidden[packed["source"]] + zero  # (M, H)
@@ -678,14 +677,15 @@ class Policy(Net):
         auto_class = "AutoModelForCausalLM"
         if vision:
             auto_class = "AutoModelForImageTextToText"
-        super().__init__(auto_class, args, vision, packed=bool(vision))
-        self.head = [self.model.get_output_embeddings()]  # in a list: not registered twice
+        super().__init__(auto_class, args, vision, packed=bool(vision))  # a text model: see below
+        self.head = [self.model.get_output_embeddings()]  # a list hides it from nn.Module
         need(
             self.head[0].bias is None,
             f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "
             "implement",
         )
         text = self.model.config.get_text_config()
+        # Some models multiply their logits by this.
         scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
         self.temperature = args.temperature / scale
         self.dtype = getattr(torch, args.dtype, torch.float32)  # of the engine
@@ -716,7 +716,7 @@ class Policy(Net):
 class Critic(Net):
     """Gives the value of the state before each sampled token.
 
-    A backbone of its own and a linear head, which starts at 0."""
+    It has a backbone of its own, and a linear head that starts at 0."""
 
     def __init__(self, args: Args, vision=None, packed: bool = True):
         super().__init__("AutoModel", args, vision, packed)
@@ -732,19 +732,20 @@ class Critic(Net):
 class Learner:
     """A network with its optimiser.
 
-    net: the network. wrapped: the same, wrapped for the ranks, to be called with gradients.
-    num_steps: the steps in which it learns. The learning rate is a function of the step, with no
-    state to save."""
+    name: "actor" or "critic", the first part of its metrics' names. net: the network. wrapped:
+    net in DDP or FSDP; call this one when you need gradients. num_steps: the steps in which it
+    learns. The learning rate is a function of the step, with no state to save."""
 
-    def __init__(self, net: Net, lr: float, num_steps: int, args: Args, accelerator):
+    def __init__(self, net, lr: float, num_steps: int, args: Args, accelerator, name="actor"):
         from transformers import get_scheduler
 
+        self.name = name
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
-        net.float()  # this rank's part
-        for name, p in net.named_parameters():
-            need(p.dtype == torch.float32, f"{name} is {p.dtype}: updates would be lost in it")
+        net.float()  # of a sharded network, this rank's shard
+        for path, p in net.named_parameters():
+            need(p.dtype == torch.float32, f"{path} is {p.dtype}: updates would be lost in it")
         self.optimizer = torch.optim.AdamW(
             net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
         )
@@ -761,11 +762,17 @@ class Learner:
             group["lr"] = lr
         return lr
 
-    def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
-        """Makes an optimiser step with the present gradients, clipped to max_norm, and drops them.
+    @property
+    def adam_steps(self) -> float:
+        """The steps that Adam has made; it counts the same for every parameter."""
+        state = next(iter(self.optimizer.state.values()), {"step": 0})  # none before the first
+        return float(state["step"])
 
-        Returns their norm. Raises RuntimeError if that is not finite. Without any tokens the
-        weights stay, although momentum would move them."""
+    def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
+        """Makes an optimiser step with the current gradients, clipped to max_norm, and clears them.
+
+        Returns their norm. Raises RuntimeError if that is not finite. Without any tokens the step
+        is skipped, because Adam's momentum would move the weights."""
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
         norm = models.whole(norm).item()
         if not math.isfinite(norm):
@@ -773,19 +780,13 @@ class Learner:
                 f"the gradient norm is {norm}: training stops here, before the weights are spoilt"
             )
         if not self.optimizer.state:
-            # Adam makes its states now. In blocks of cached activations they would stay.
+            # Adam allocates its states now. Without this they would occupy blocks that torch has
+            # cached for activations.
             torch.cuda.empty_cache()
         if has_tokens:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
-
-
-def wrap(net: Net, args: Args, accelerator, frozen: bool = False) -> nn.Module:
-    """Returns the network on the device: sharded, or wrapped by accelerate."""
-    if args.shard:
-        return shard(net, args, accelerator.device)
-    return accelerator.prepare_model(net, evaluation_mode=frozen)
 
 
 # ---------------------------------------------------------------- start and end of a run
@@ -811,8 +812,8 @@ class Run:
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     # For a task's sampler, by prompt: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
-    done: int = 0  # finished steps
-    saved: int = 0  # finished steps at the last checkpoint
+    done: int = 0  # steps finished
+    saved: int = 0  # steps finished at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
     pool: Pool | None = None  # None with --replay
     background: Background = field(default_factory=Background)
@@ -831,11 +832,9 @@ class Run:
 
 
 def setup(args: Args) -> Run:
-    """Checks all input, and raises BadInput. Then loads engine and networks, which is slow.
-
-    Completes args. After that nothing assigns to them."""
+    """Checks all input, raising BadInput, and completes args. Then loads engine and networks."""
     quiet_libraries()
-    task_builds_model = not args.model
+    task_builds_model = not args.model  # check_input sets args.model
     accelerator, store, task, all_rows = check_input(args)
     device = accelerator.device
     tokenizer, processor, rows = load_files(args, task, all_rows)
@@ -847,9 +846,7 @@ def setup(args: Args) -> Run:
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
     check_memory(policy, args, device)
-    changed = {}
-    if args.resume:
-        changed = on_main(checkpoints.check_changes, args, task_builds_model)
+    changed = on_main(checkpoints.check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})
 
     stop = Stop()
@@ -898,7 +895,7 @@ def check_input(args: Args) -> tuple:
 
     Returns the accelerator, the ranks' store, the task and its rows by split."""
     check_args(args)
-    accelerator, store = start_processes(args)  # first, so that ranks hear of one that fails
+    accelerator, store = start_processes(args)  # first, so that errors below reach all ranks
     complete_flags(args, accelerator.device.type == "cuda")
     builds_model = [] if args.model else ["build_model"]
     task = data.load_task(args.task, ["load", "reward", *builds_model])
@@ -936,12 +933,12 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
 def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     """Returns the policy's Learner, the critic's or None, and the reference network or None.
 
-    Seeds the random generators anew."""
+    Resets the random seeds."""
     set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
     critic = None
     if "values" in args.estimator_takes and not args.rollout_only:
         net = Critic(args, policy.vision, policy.packed)
-        critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator)
+        critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
     reference = None
     if args.kl_coef and not args.rollout_only:
         reference = build_reference(args, accelerator, policy)
@@ -964,8 +961,10 @@ def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
 
 
 def finish(run: Run):
-    """Saves the last checkpoint and, if training came to its end, the policy in Hugging Face
-    format. Ends the run."""
+    """Saves the last checkpoint and, if training is complete, the policy in Hugging Face format.
+
+    Prints a summary and ends the run. Raises Stopped if the run was stopped, and BadInput if
+    nothing could be saved."""
     args = run.args
     say = run.log.say
     put_to_sleep(run)
@@ -975,7 +974,7 @@ def finish(run: Run):
         say(f"{run.done} steps of rollouts are in {run.folder / 'rollouts'}")
     elif run.done < args.num_steps:
         say(f"stopped after step {run.done}")
-    elif run.done and checkpoints.save_policy(run, final):  # without steps: an evaluation
+    elif run.done and checkpoints.save_policy(run, final):  # --num_steps 0 only evaluates
         best = checkpoints.best_checkpoint(run.folder)
         say(f"the trained policy is in {final}, the best saved checkpoint is {best}")
         saved = True
@@ -987,13 +986,13 @@ def finish(run: Run):
 
 
 def close(run: Run):
-    """Ends everything that a run holds, on all ranks together: the process may end then."""
+    """Ends everything that a run holds, on all ranks together. Then the process can exit."""
     if run.pool:
         run.pool.end()
     run.log.close()
     run.background.close()
     run.stop.finished.set()
-    run.stop.thread.join()  # all ranks' together
+    run.stop.thread.join()  # it ends together with the other ranks'
     if run.engine:
         run.engine.close()
 

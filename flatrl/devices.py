@@ -94,6 +94,13 @@ def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
     return net
 
 
+def wrap(net: nn.Module, args, accelerator, frozen: bool = False) -> nn.Module:
+    """Returns a network on the device: sharded, or wrapped by accelerate (DDP)."""
+    if args.shard:
+        return shard(net, args, accelerator.device)
+    return accelerator.prepare_model(net, evaluation_mode=frozen)
+
+
 def move(
     optimizers: Iterable[torch.optim.Optimizer],
     networks: Iterable[nn.Module],

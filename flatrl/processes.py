@@ -51,6 +51,11 @@ def gather_unless_stopped(x, stopped: bool) -> list:
     return [part for (part,) in parts]
 
 
+def raise_if_stopped(stop: "Stop"):
+    """Raises Stopped on all ranks if one of them is to stop."""
+    gather_unless_stopped(None, stop.requested)
+
+
 def all_sum(x: torch.Tensor) -> torch.Tensor:
     """Sums a CPU tensor over ranks, in place, and returns it."""
     dist.all_reduce(x)
