@@ -1,24 +1,25 @@
 """The colocated engine, and the pool of trajectories that it serves.
 
-Two threads. The MAIN thread owns the device: it calls `Engine.step` during a rollout and
-trains in between. One BACKGROUND thread runs one event loop for the whole run: agent loops,
-tools, rewards. `Engine.generate` is awaited on the background loop; it posts a request that
-the main thread picks up at its next step, and resumes when the tokens are there. Outside a
-rollout requests simply wait.
+Two threads matter here. The MAIN thread owns the device: it calls `Engine.step` during a rollout
+and trains in between. One BACKGROUND thread runs one event loop for the whole run, with all agent
+loops, tools and rewards. (A plain function of the user gets a thread of its own meanwhile.)
+
+An agent loop awaits `Engine.generate`. That posts a request, which the main thread picks up at its
+next step, and returns when the tokens are there. Outside a rollout, requests wait in the inbox.
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
     asleep --wake_weights--> weights --load_weights--> synced
     synced --wake_kv--> awake --sleep--> asleep
 
-A `Pool` starts groups of trajectories and hands out batches of those that are done. With
---max_staleness a rollout ends while agent loops are still under way: they wait in
-`generate` over the update, their tools go on, and what vLLM was sampling for them goes on
-under the new weights (`sleep(keep=True)`). Without it nothing is left under way: the same
-pool at staleness 0.
+A `Pool` starts groups of rollouts and hands out batches of those that are done. With
+--max_staleness it hands out a batch while other agent loops are still running. These wait in
+`generate` during the update, while their tools keep running, and vLLM finishes their tokens with
+the new weights (`sleep(keep=True)`). Without --max_staleness this is the same code with
+staleness 0, and nothing is left running.
 
-With --tp n, n ranks in a row share one engine: the first of them, the leader, runs the
-agent loops, and the others follow its steps."""
+With --tp n, n consecutive ranks share one engine: the first of them, the leader, runs the agent
+loops, and the others follow its steps."""
 
 import asyncio
 import functools
@@ -35,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -82,7 +83,7 @@ from flatrl.vllm_engine import (
 )
 
 KV_FULL = 0.9  # no new rollout starts while a larger share of the KV cache is in use
-MAX_CONCURRENT = 1024  # rollouts under way on one rank; one that waits for a tool decodes nothing
+MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for tools
 REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is dropped after that
 
 
@@ -103,12 +104,12 @@ class _Request:
 
     call_id: str  # unique in the run: vLLM's request id
     trajectory: str  # the name of the trajectory that calls
-    turn: int  # how many calls of this trajectory came before
+    turn: int  # the number of this call, from 0
     prompt_ids: list[int]
     params: dict  # vLLM's sampling parameters
     images: list | None
     future: asyncio.Future | None  # gets the result; None on the followers of a --tp team
-    versions: list[int] = field(default_factory=list)  # of the tokens that are counted so far
+    versions: list[int] = field(default_factory=list)  # of each token sampled so far
 
     @property
     def is_given_up(self) -> bool:
@@ -121,10 +122,9 @@ class Engine:
     `generate`.
 
     state: "asleep" | "weights" | "synced" | "awake"; calls out of order raise RuntimeError.
-    version: that of the weights loaded last, -1 before the first sync. Token ids from
-    vocab_size on (a padded vocabulary's) are never sampled, nor is image_token_id, the
-    placeholder of a model that sees images (None for a text model): no image would belong to
-    it.
+    version: that of the weights loaded last, -1 before the first sync. Token ids from vocab_size
+    on belong to a padded vocabulary and are never sampled. Nor is image_token_id, the placeholder
+    for images (None for a text model), because no image would belong to it.
 
     With --tp every rank has an Engine. `generate` and `step` are called on the leader; the
     other ranks of the team call `follow` meanwhile."""
@@ -153,8 +153,8 @@ class Engine:
         self.core = self.llm.llm_engine
         self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         if device.type == "cpu" and args.tp > 1:
-            # The shared memory of a team is deleted now that every rank has mapped it: it
-            # is gone when the last rank is gone, however that one ends.
+            # Every rank has mapped the team's shared memory. Without its file, the kernel frees
+            # it with the last process.
             dist.barrier()
             for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 file.unlink(missing_ok=True)
@@ -172,7 +172,7 @@ class Engine:
         self.lock = threading.Condition()
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
-        self.poked = False  # whether a waiting `step` is to return
+        self.poked = False  # whether a waiting `step` should return
         # Of the background thread; `sleep` empties it when no trajectory is under way.
         self.turns = Counter()  # trajectory -> calls so far
         # Only the main thread uses these.
@@ -181,7 +181,7 @@ class Engine:
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
-        self.sleep()
+        self.sleep()  # frees the memory until the first sync
 
     # -- states
 
@@ -191,7 +191,7 @@ class Engine:
             raise RuntimeError(f"the engine is {self.state!r}, this call needs {state!r}")
 
     def _become(self, state):
-        """Sets the state, and notes the memory that is in use now for the step's metrics."""
+        """Sets the state, and records the memory in use now for the step's metrics."""
         self.state = state
         self.memory[state] = memory()
 
@@ -216,18 +216,20 @@ class Engine:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int):
-        """Copies every parameter from (name in a checkpoint, tensor) pairs, a tied one
-        once. Takes one pair at a time. The tensors of a layer are kept until the layer is
-        whole; then vLLM makes again what it makes of its weights (other layouts, fp8).
-        Raises RuntimeError with the name of a parameter that failed, came twice or did not
-        arrive; the engine then stays unusable."""
+        """Copies all parameters into the engine.
+
+        named_tensors: (name in a checkpoint, tensor) pairs, each taken when the one before is
+        done. A tied parameter comes once. The tensors of a layer are kept until the layer is
+        complete; then vLLM rebuilds derived weights (other layouts, fp8).
+        Raises RuntimeError with the name of a parameter that failed or did not arrive. The engine
+        is unusable after that."""
         from vllm.config import set_current_vllm_config
 
         self._require("weights")
         config = self.core.vllm_config
         with set_current_vllm_config(config):
             self.llm.apply_model(lambda model: load_into(model, named_tensors, config.model_config))
-        if not self.forget_prompts():  # a request holds blocks: its keys would be stale
+        if not self.forget_prompts():  # a running request still uses old keys
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.version = version
         self._become("synced")
@@ -242,13 +244,13 @@ class Engine:
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
         self.core.wake_up(tags=["kv_cache"])
-        self.poked = False  # by the end of an earlier rollout
+        self.poked = False  # an earlier rollout may have left it set
         self._become("awake")
 
     def sleep(self, level: int = 2, keep: bool = False):
         """Frees the memory of the KV cache and of the weights.
 
-        level: 1 copies the weights to the host, 2 drops them, as the next sync brings new ones.
+        level: 1 copies the weights to the host, 2 drops them, because the next sync brings new ones.
         keep: unfinished requests stay, and continue after the next wake under the weights of
         that time. Without `keep` an unfinished request raises RuntimeError. On a CPU no memory
         is freed, but the transitions and the resets of caches are the same."""
@@ -258,7 +260,7 @@ class Engine:
                 raise RuntimeError(
                     f"{len(self.requests)} requests are unfinished: end the rollout first"
                 )
-            self.live = dict.fromkeys(self.live, 0)
+            self.live = dict.fromkeys(self.live, 0)  # the KV cache is lost
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
@@ -268,17 +270,17 @@ class Engine:
         self._become("asleep")
 
     def mark_versions(self):
-        """Notes for each unfinished request which of its tokens the present weights sampled.
+        """Records for each unfinished request which of its tokens the current weights sampled.
 
-        It is called before the weights change."""
+        Call it before the weights change."""
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
             if request:
                 self._count(request, state.detokenizer.num_output_tokens())
 
     def _count(self, request, n_tokens):
-        """Counts the tokens that a request has sampled since it was counted last, and notes
-        the present version for them. n_tokens: all its sampled tokens so far."""
+        """Records the current version for the tokens that a request has sampled since the last
+        call. n_tokens: all its sampled tokens so far."""
         n_new = n_tokens - len(request.versions)
         request.versions += [self.version] * n_new
         self.statistics["tokens"] += n_new
@@ -301,9 +303,9 @@ class Engine:
 
         request_id names the trajectory. The sampling seed is a function of --seed, this name
         and the number of the call. sampling_params are vLLM's, as a dict. image_data: PIL
-        images, each with one placeholder in prompt_ids. Raises ValueError for what are no
-        token ids, and if vLLM refuses the request (a prompt longer than the window, a bad
-        sampling parameter)."""
+        images, each with one placeholder in prompt_ids. Raises ValueError if prompt_ids are
+        invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
+        parameter)."""
         prompt_ids = list(prompt_ids)
         check_ids(prompt_ids, self.vocab_size, "prompt_ids")
         turn = self.turns[request_id]
@@ -330,20 +332,20 @@ class Engine:
         return result
 
     def enter(self, trajectory: str):
-        """Notes that a trajectory starts. With --deterministic the engine then waits until
-        it asks for tokens."""
+        """Records that a trajectory starts. With --deterministic, no model step starts before this
+        trajectory asks for tokens."""
         with self.lock:
             self.live[trajectory] = 0
 
     def leave(self, trajectory: str):
-        """Notes that a trajectory has come to its end."""
+        """Records that a trajectory has ended."""
         with self.lock:
             self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
             self.lock.notify()
 
     def poke(self):
-        """Makes a waiting `step` return: something has changed that its caller looks at."""
+        """Makes a waiting `step` return, so that its caller checks again for ended groups."""
         with self.lock:
             self.poked = True
             self.lock.notify()
@@ -370,8 +372,9 @@ class Engine:
         return bool(self.inbox or self.waiting or self.running)
 
     def step(self, timeout: float = 0.2):
-        """Takes in new requests, runs one model step, and hands out the results of finished
-        requests. Waits up to `timeout` seconds for work."""
+        """Takes in new requests, runs one model step, and delivers the results of finished requests.
+
+        Waits up to `timeout` seconds for work."""
         self._require("awake")
         started = time.perf_counter()
         with self.lock:
@@ -385,14 +388,16 @@ class Engine:
                     arrived.sort(key=lambda request: (request.trajectory, request.turn))
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
-        self._advance(self._take_fitting() if has_work else (), steps=has_work)
+        if has_work:
+            self._advance(self._take_fitting(), steps=True)
+        else:
+            self._advance()
 
     def _take_fitting(self) -> list[_Request]:
-        """Takes the requests out of the queue that start now; first come, first served.
+        """Removes from the queue the requests that may start; first come, first served.
 
-        Later turns of trajectories under way start at once. New trajectories start while
-        the KV cache has room, so that what is cached for a trajectory is not thrown out
-        while its tools run."""
+        Later turns of running trajectories start at once. New trajectories start while the KV
+        cache has room, so that the cache of a trajectory is not evicted while its tools run."""
         waiting = [request for request in self.waiting if not request.is_given_up]
         self.waiting = []
         fitting = []
@@ -400,7 +405,7 @@ class Engine:
             return fitting
         cache = self.core.vllm_config.cache_config
         scheduler = self.core.engine_core.engine_core.scheduler
-        # Tokens that fit into the KV cache. A tenth stays free, because requests still grow.
+        # Tokens that fit into the KV cache. A share stays free, because requests still grow.
         free_share = KV_FULL - scheduler.kv_cache_manager.usage
         room = free_share * cache.num_gpu_blocks * cache.block_size
         # Requests that an update has suspended come back first.
@@ -413,6 +418,7 @@ class Engine:
         for request in later_turns_first:
             room -= len(request.prompt_ids)
             is_first = not fitting and not self.running  # something has to run in any case
+            # A refused request takes room, too, so that no later one overtakes it.
             if request.turn > 0 or room > 0 or is_first:
                 fitting.append(request)
             else:
@@ -424,8 +430,8 @@ class Engine:
 
         added: the requests that start. steps: whether a model step follows, if there is anything
         to compute. aborts_all: whether all requests are aborted; otherwise those that were given
-        up. The futures of requests that ended get their results. Without anything to do,
-        nothing is sent."""
+        up. The futures of requests that ended get their results. Sends nothing if there is
+        nothing to do."""
         aborted = [
             call_id
             for call_id, request in self.running.items()
@@ -473,7 +479,7 @@ class Engine:
         self._send(Command(is_last=True))
 
     def _carry_out(self, command: "Command") -> list[tuple]:
-        """Aborts, adds and steps.
+        """Carries out one command: aborts, additions, a model step.
 
         Returns (request, result) for each request that has ended. The result is a TokenOutput,
         or a ValueError if vLLM refused the request."""
@@ -485,7 +491,7 @@ class Engine:
         for request in command.added:
             try:
                 self._admit(request)
-            except Exception as error:  # vLLM's have no common base; the other requests stay
+            except Exception as error:  # of any type; only this request fails
                 results.append((request, ValueError(str(error))))
 
         if command.steps and self.running:
@@ -523,7 +529,7 @@ class Engine:
         )
 
     def drain(self):
-        """Forgets every request, when a pool ends and no other is at work.
+        """Drops all requests. Call it only when no other pool is at work.
 
         The pool has cancelled the agent loops that wait for them. Their futures are left alone:
         a second cancellation would interrupt their tidying up."""
@@ -535,7 +541,7 @@ class Engine:
 
 @dataclass
 class Command:
-    """What the leader of a --tp team and its followers do next, in lock step."""
+    """One step of an engine: of all ranks of a --tp team together, or of the only one."""
 
     aborted: list[str] = field(default_factory=list)  # call_ids
     added: list[_Request] = field(default_factory=list)
@@ -551,8 +557,11 @@ class Rollouts:
     """The rollouts of one step, from all ranks.
 
     outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers
-    and its row's "index". Three more keys mark an output: "filtered" if dynamic sampling skipped
+    and its row's "index". Three more keys mark an output: "filtered" if dynamic sampling replaced
     its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
+        sampled    without greedy, demonstration     what the policy did
+        trained    without greedy, filtered          what the update learns from
+        compared   without all three                 what it learns from by rewards
     errors: a dict for each rollout that failed, with its traceback.
     statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
     "cached_tokens" among those."""
@@ -564,7 +573,7 @@ class Rollouts:
     idle_s: list[float] = field(default_factory=list)  # of each engine: seconds without work
     seconds: float = 0.0
     sync_s: float = 0.0  # of the weight sync before
-    graders: dict = field(default_factory=dict)  # (prompt, sample) -> this rank's running task
+    graders: dict = field(default_factory=dict)  # (prompt, sample) -> this rank's asyncio task
 
     @property
     def sampled(self) -> list[AgentLoopOutput]:
@@ -605,7 +614,7 @@ class Rollouts:
         holds."""
         if condition:
             return
-        first = self.errors[0]["error"] if self.errors else "no loop sampled a token"
+        first = self.errors[0]["error"] if self.errors else "none was raised"
         raise RuntimeError(
             f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}"
         )
@@ -672,7 +681,7 @@ def _key(output: AgentLoopOutput) -> tuple[int, int]:
 
 @dataclass
 class Context:
-    """What every agent loop and every reward function of a run works with."""
+    """The parts of a run that its agent loops and reward functions share."""
 
     engine: Engine
     task: ModuleType
@@ -683,7 +692,7 @@ class Context:
 
 @dataclass
 class Member:
-    """One rollout of a prompt's group: its place in the run, and how it differs from others."""
+    """One rollout of a prompt's group: its identity and its options."""
 
     name: str  # unique in the run; sampling seeds depend on it
     prompt: int
@@ -698,10 +707,12 @@ class Member:
 class Session:
     """The engine of one rollout: an agent loop gets it in place of the Engine.
 
-    A call's request_id is ignored, because verl's loops draw a random one: calls go out under
-    the rollout's own name, so that sampling seeds depend on (seed, step, prompt, sample, turn)
-    alone. stop_token_ids are those of --sampling_args. They end a turn but are hidden from the
-    agent loop, because they are no end-of-turn tokens of the template."""
+    Calls go out under the rollout's own name, so that sampling seeds depend on (seed, step,
+    prompt, sample, turn) alone. The request_id that a loop passes is ignored: verl's loops draw a
+    random one.
+
+    stop_token_ids: those of --sampling_args. They end a turn, but the agent loop does not see
+    them, because they are not the template's end-of-turn tokens."""
 
     engine: Engine | Demonstration | None  # None once the loop is over
     name: str
@@ -712,7 +723,7 @@ class Session:
     async def generate(self, *, request_id: str, sampling_params: dict, **call) -> TokenOutput:
         """Samples one turn, as Engine.generate does.
 
-        Raises RuntimeError once the agent loop is over: the engine of a reward may be asleep."""
+        Raises RuntimeError once the agent loop is over, because the engine may sleep by then."""
         if self.engine is None:
             raise RuntimeError(
                 "the rollout is over, and a reward has no engine: let the agent "
@@ -744,8 +755,9 @@ async def run_agent_loop(
 ) -> list[AgentLoopOutput]:
     """Runs the agent loop of a row. Returns its outputs, checked and completed.
 
-    row: a copy that the loop may change. sampling: vLLM's parameters. Raises whatever the loop
-    raises, and ValueError or TypeError for an output that can't be trained."""
+    row: a copy, to which columns are added and which the loop may change. sampling: vLLM's
+    parameters. Raises whatever the loop raises, and ValueError or TypeError for an output that
+    can't be trained."""
     args = context.args
     engine = context.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
@@ -766,8 +778,8 @@ async def run_agent_loop(
         oldest_version = -1
         session.engine = Demonstration(turns_left, loop, set(engine.stop_token_ids))
 
-    # The built-in loops end at trajectory_timeout by themselves, and keep what they have. Any
-    # other loop is cut off some tool calls later.
+    # The built-in loops end at trajectory_timeout by themselves, and keep their tokens. Any other
+    # loop is cancelled after four more tool timeouts.
     patience = args.trajectory_timeout
     if patience:
         patience += 4 * args.tool_timeout
@@ -803,7 +815,8 @@ async def run_agent_loop(
 def complete_output(
     output: AgentLoopOutput, segment: int, context: Context, member: Member, row: dict
 ) -> AgentLoopOutput:
-    """Returns a copy of an agent loop's output with its place in `extra`, text and messages.
+    """Returns a copy of an agent loop's output with its prompt, sample and segment in `extra`,
+    and with text and messages.
 
     The loop may keep the original, and change it."""
     output = _copy(output)
@@ -835,7 +848,7 @@ async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: d
     name = f"the reward of prompt {outputs[0].extra['prompt']}"
     await in_time(name, REWARD_TIMEOUT, set_rewards(context.task, outputs, row))
     if "states" in context.args.estimator_takes:
-        # It raises where states and turns differ in number.
+        # Only to validate: it raises if states and turns differ in number.
         batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
     graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
@@ -847,10 +860,12 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
     """Sets the terminal reward of each unit of a rollout, the same for all its outputs.
 
     It is the reward of the unit's last output, if the loop set one. Otherwise the task's reward
-    function is asked for that output. It may also write to output.turn_rewards and
-    output.metrics. Raises ValueError if a reward is neither a finite number nor a dict with one
-    under "score", if an earlier output of a unit has another reward, which would be ignored, if a
-    unit is in two groups, and for anything that can't be placed or logged."""
+    function is called with that output. It may also write to output.turn_rewards and
+    output.metrics. Raises ValueError
+      - if a reward is neither a finite number nor a dict with one under "score",
+      - if an earlier output of a unit has another reward, which would be ignored,
+      - if a unit is in two groups,
+      - for rewards and metrics that can't be placed or logged."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -918,22 +933,26 @@ def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
 RUNNING, DONE, ALIKE = range(3)
 
 
-@dataclass(kw_only=True, eq=False)
-class Group(Rollouts):
-    """The rollouts of one prompt, on the rank that runs them."""
+@dataclass(eq=False)
+class Group:
+    """The rollouts of one prompt, on the rank that runs them. Fields are as in Rollouts."""
 
     unfinished: int  # rollouts that have not ended
+    outputs: list[AgentLoopOutput] = field(default_factory=list)
+    errors: list[dict] = field(default_factory=list)
+    skipped: int = 0
+    graders: dict = field(default_factory=dict)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Pool:
     """Runs groups of rollouts on the background loop, and hands them out batch by batch.
 
-    Prompts have numbers and are trained in that order: a batch is the next `batch` of them, and
-    a slow prompt is waited for. To keep engine and tools busy meanwhile, a rollout may start
-    prompts of the next `staleness` batches, too (AReaL's capacity, arXiv 2505.24298, sec. 5).
-    Those wait in `generate` while the policy trains, and continue under the next weights. With
-    batches of two and staleness 1:
+    Prompts have numbers and are trained in that order: a batch is the next `batch` prompts, and
+    a slow prompt is waited for. To keep engine and tools busy meanwhile, prompts of the next
+    `staleness` batches may start, too, as in AReaL (arXiv 2505.24298, sec. 5). Those wait in
+    `generate` while the policy trains, and continue under the next weights. With batches of two
+    and staleness 1:
 
         step                     0      1      2      3
         its rollout may start    0-3    4-5    6-7    8-9
@@ -942,8 +961,8 @@ class Pool:
     A prompt starts at most `staleness` steps before the one that trains on it, so no token is
     older. One number is enough to resume a run: that of the next prompt.
 
-    Dynamic sampling skips a group whose members score alike, and one more prompt may start. A
-    step skips at most `replacements` groups; after that, groups alike fill the batch.
+    Dynamic sampling replaces a group whose members' rewards are equal: it is skipped, and one more
+    prompt may start. A step replaces at most `replacements` groups and keeps any further ones.
 
     Ranks draw the next prompt from a shared counter when they have room for a rollout. With
     --deterministic a prompt's rank is its number modulo the number of engines."""
@@ -958,8 +977,7 @@ class Pool:
     group_size: int
     sampling: dict
     step: int
-    _: KW_ONLY
-    end_step: float = math.inf  # the last rollout is that of the step before
+    end_step: float = math.inf  # the number of steps of the run
     staleness: int = 0
     replacements: int = 0  # the most groups that a rollout may skip
     greedy: bool = False  # each group has a greedy baseline, its last member
@@ -980,17 +998,16 @@ class Pool:
         self.room = asyncio.Semaphore(self._slots())  # for rollouts
         self.groups = {}  # prompt -> Group, on this rank
         self.n_alike = 0  # groups alike, over all ranks, in the batches handed out so far
-        self.n_ended = None  # groups ended on all ranks, when it was last asked
+        self.n_ended = None  # groups ended on all ranks, as last read from the store
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
         self.seconds = 0.0
         self.statistics = Counter()
-        self.ended = threading.Event()  # a cancelled future is done before its coroutines are
+        self.ended = threading.Event()  # set when all coroutines have really ended
         self.future = self.background.submit(self._work())
 
     def _slots(self) -> int:
-        """Returns how many rollouts may be under way on this rank: its share of those of all
-        ranks, or the first rank would take all."""
+        """Returns how many rollouts may run on this rank: a share, so that no rank takes all."""
         if self.args.deterministic:
             return sys.maxsize
         oversample = self.args.oversample if self.staleness else 1
@@ -1028,7 +1045,7 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 while self.engine.leader:
-                    await self.room.acquire()  # before drawing: another rank may have room
+                    await self.room.acquire()  # first: a drawn prompt is this rank's
                     prompt = self._draw()
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
@@ -1038,7 +1055,7 @@ class Pool:
             self.ended.set()
 
     async def _start_group(self, prompt: int):
-        """Starts the rollouts of a prompt; there is room for the first one."""
+        """Starts the rollouts of a prompt. The caller has acquired room for the first one."""
         demonstration = self.demonstration(prompt)
         n_members = 1 if demonstration else self.n_members
         group = Group(unfinished=n_members)
@@ -1059,9 +1076,9 @@ class Pool:
             self.tasks.create_task(self._run_member(group, member))
 
     async def _run_member(self, group: Group, member: Member):
-        """Runs one rollout and starts its grader, and ends its group if it is the last of it.
+        """Runs one rollout, adds its outputs or its error to the group, and starts its grader.
 
-        Its outputs, or its error, are then in the group. Raises only if the pool is ended."""
+        The group's last rollout ends the group. Raises only if the pool is ended."""
         try:
             # The row is read in here, as a bad one of a large table raises.
             row = copy_containers(self.row_of(member.prompt))
@@ -1090,7 +1107,9 @@ class Pool:
             self.engine.poke()
 
     def _start_grader(self, group: Group, member: Member, outputs: list[AgentLoopOutput]):
-        """Adds outputs to the group, without a reward until a grader has checked it."""
+        """Adds outputs to the group, and starts a grader that works on copies.
+
+        A reward that the loop has set is removed here: the grader checks it and writes it back."""
         copies = [replace(_copy(output), images=deepcopy(output.images)) for output in outputs]
         grader = self.tasks.create_task(self._grade(member, copies))
         group.graders[member.prompt, member.sample] = grader
@@ -1124,9 +1143,7 @@ class Pool:
         return not data.groups_with_signal(units, values)
 
     def _failure(self, kind: str, member: Member) -> dict:
-        """Returns the present exception as an entry of Rollouts.errors.
-
-        Prints the first of a kind."""
+        """Returns the current exception as an entry of Rollouts.errors. Prints the first of a kind."""
         error = traceback_from(self.args.task)
         if kind not in self.printed:
             self.printed.add(kind)
@@ -1140,17 +1157,17 @@ class Pool:
     # -- main thread
 
     def rollout(self, step: int) -> Rollouts:
-        """Returns the rollouts of the next batch, and of the groups skipped, alike on all ranks.
+        """Returns the rollouts of the next batch, and of the groups that it replaced.
 
-        The engine must be awake if the pool `needs_engine`. Rewards may still be on their way:
-        see `wait_for_rewards`. Raises Stopped if the run is to stop, and RuntimeError if the
-        batch has no sampled token."""
+        The result is the same on all ranks. The engine must be awake if the pool `needs_engine`.
+        Rewards may still be on their way: see `wait_for_rewards`. Raises Stopped if the run is to
+        stop, and RuntimeError if the batch has no sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first + n_batches * self.batch
         if self.kind == "train" and getattr(self.context.task, "sampler", None):
-            # It chooses all rows here, where it has seen the same on every rank.
+            # It chooses all rows here, because here all ranks have the same history.
             self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)
 
@@ -1172,12 +1189,13 @@ class Pool:
         return self._gather(range(self.step_first, self.first), alike[: self.replacements])
 
     def _is_full(self, states: list[int]) -> bool:
-        """Returns whether the groups in these states make a batch. Of groups alike up to
-        `replacements` don't count."""
+        """Returns whether the groups in these states make a batch. At most `replacements` groups
+        without a signal are not counted."""
         return len(states) - min(states.count(ALIKE), self.replacements) >= self.batch
 
     def _poll(self, states: list[int]) -> list[int]:
-        """Returns the states with those of the next groups that have ended, up to a batch."""
+        """Returns the states, extended by those of the next groups that have ended. Stops at a full
+        batch."""
         states = [*states]
         while not self._is_full(states):
             state = self.store.add(str(self.first + len(states)), 0)
@@ -1187,10 +1205,10 @@ class Pool:
         return states
 
     def _start_replacements(self, n_ended: int, capacity: int):
-        """Lets as many prompts more than `capacity` start as groups are alike so far.
+        """Lets one prompt more than `capacity` start for each group without a signal.
 
-        With --deterministic the time at which a group starts must not depend on the speed of
-        others: there, replacements start together, when all groups have ended on all ranks."""
+        With --deterministic, replacements start together, when all groups have ended on all ranks:
+        there the time at which a group starts must not depend on the speed of others."""
         all_have_ended = self.first + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
             n_alike = self.store.add("alike", 0) - self.n_alike
@@ -1198,7 +1216,7 @@ class Pool:
 
     @contextmanager
     def _working(self, title: str, total: int):
-        """Counts seconds and statistics of its block, in which the engine steps.
+        """Counts seconds and statistics of its block, which makes the engine step.
 
         A follower of a --tp team carries out its leader's commands instead, before the block."""
         engine = self.engine
@@ -1219,11 +1237,12 @@ class Pool:
             self.statistics += engine.statistics - statistics_before
 
     def _wait_for_a_group(self) -> bool:
-        """Steps the engine until a group has ended on some rank. The first call returns at once.
+        """Steps the engine until a group has ended on some rank.
 
-        Returns False if the run is told to stop meanwhile. Raises what ended the pool."""
+        The first call returns at once, so that the caller looks once before any step. Returns
+        False if the run is told to stop meanwhile. Raises what ended the pool."""
         while not self.stop.requested:
-            # Mostly the only question to the store between two steps of the engine.
+            # Usually the only access to the store between two steps of the engine.
             n_ended = self.store.add("ended", 0)
             if n_ended != self.n_ended:
                 self.n_ended = n_ended
@@ -1245,7 +1264,7 @@ class Pool:
             group = self.groups.pop(prompt, None)
             if group:  # this rank ran it
                 rollouts.graders |= group.graders
-                group.graders = {}  # tasks can't be sent
+                group.graders = {}  # tasks can't be pickled
                 groups.append(group)
                 self.store.delete_key(str(prompt))  # all ranks have read it
 
@@ -1272,7 +1291,7 @@ class Pool:
         return rollouts
 
     def next_prompt(self, steps_done: int) -> int:
-        """Returns the prompt with which a run is resumed after so many finished steps.
+        """Returns the prompt with which a run is resumed after steps_done steps.
 
         A step that was interrupted after its rollout takes its batch again."""
         return self.first if steps_done > self.step else self.step_first
@@ -1292,7 +1311,7 @@ class Pool:
         gather_unless_stopped(None, self.engine.leader and not are_done())
 
     def _set_limit(self, limit: int):
-        """Lets prompts below the limit start. From its return on, no other prompt starts."""
+        """Lets prompts below the limit start. After it returns, no other prompt starts."""
 
         async def change():
             self.limit = limit
@@ -1302,8 +1321,7 @@ class Pool:
             self.background.submit(change()).result()
 
     def end(self):
-        """Gives up the rollouts under way, on all ranks: agent loops are cancelled and release
-        their tools, graders are cancelled. A second call does nothing."""
+        """Cancels the running rollouts, on all ranks together: agent loops release their tools."""
         if not self.engine.leader:
             self.engine.follow()
             return
@@ -1363,16 +1381,16 @@ def rollout(
     one whose loop returns []. Raises Stopped, and RuntimeError if nothing was sampled or nothing
     has a reward."""
     pool = Pool(
-        context_of(run),
-        run.background,
-        run.stop,
-        run.store,
-        kind,
-        rows.__getitem__,
-        len(rows),
-        group_size,
-        sampling,
-        step,
+        context=context_of(run),
+        background=run.background,
+        stop=run.stop,
+        store=run.store,
+        kind=kind,
+        row_of=rows.__getitem__,
+        batch=len(rows),
+        group_size=group_size,
+        sampling=sampling,
+        step=step,
     )
     try:
         rollouts = pool.rollout(step)
@@ -1380,7 +1398,7 @@ def rollout(
         wait_for_rewards(rollouts, run.background, run.stop)
         rollouts.seconds += time.perf_counter() - started
     except Stopped:
-        # Only Stopped is raised on all ranks. After an error on one, the others are elsewhere.
+        # Only Stopped is raised on all ranks. After another error, they have not reached this line.
         pool.end()
         raise
     pool.end()
@@ -1401,7 +1419,7 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         """Returns the row of a prompt, which the sampler chooses if there is one."""
         if sampler is None:
             return rows[data.prompt_order(len(rows), prompt, 1, args.seed)[0]]
-        # On the main thread: the other one asks for prompts below the limit, and has them.
+        # On the main thread: the background thread asks only for rows that are chosen already.
         while len(run.history) <= prompt:
             with refusing("the task's sampler failed", getattr(run.task, "__file__", "")):
                 row = sampler([[*entry] for entry in run.history])
@@ -1411,16 +1429,16 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
 
     batch = args.prompts_per_step
     return Pool(
-        context_of(run),
-        run.background,
-        run.stop,
-        run.store,
-        "train",
-        row_of,
-        batch,
-        args.group_size,
-        args.sampling(),
-        step,
+        context=context_of(run),
+        background=run.background,
+        stop=run.stop,
+        store=run.store,
+        kind="train",
+        row_of=row_of,
+        batch=batch,
+        group_size=args.group_size,
+        sampling=args.sampling(),
+        step=step,
         end_step=args.num_steps,
         staleness=args.max_staleness,
         replacements=(args.max_gen_batches - 1) * batch,
