@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import resource
 import select
 import signal
 import socket
@@ -322,20 +321,11 @@ def zygote(cache: Path) -> socket.socket:
     return ZYGOTE[0][1]
 
 
-def end_zygote() -> None:
+def pytest_sessionfinish():
     for process, connection in ZYGOTE:
         connection.close()
         process.wait()
     ZYGOTE.clear()
-
-
-def pytest_terminal_summary(terminalreporter):
-    end_zygote()  # so that its CPU time counts
-    here = resource.getrusage(resource.RUSAGE_SELF)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    terminalreporter.write_line(
-        f"user CPU time {here.ru_utime:.0f} s here, {children.ru_utime:.0f} s in children"
-    )
 
 
 def file_of(module: str) -> str:

@@ -159,6 +159,19 @@ def compare_tp(accelerator, model: str) -> dict:
         train.sync(engine, policy, 1)
         found[args.shard] = logprobs_after_sync(engine, background, policy, args)
         engine.sleep()
+    train.sync(engine, policy, 2)
+    if engine.leader:
+        call = engine.generate(request_id="lost", prompt_ids=[5], sampling_params={})
+        lost = background.submit(call)
+        while not engine.running:
+            engine.step()
+        lost.cancel()
+        (refused,) = generate(engine, background, [[3] * 200])
+        found["refused"] = repr(refused)
+        engine.dismiss()
+    else:
+        engine.follow()
+    found["unfinished"] = processes.all_gather(engine.core.has_unfinished_requests())
     return found
 
 

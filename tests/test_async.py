@@ -379,20 +379,6 @@ def test_an_asynchronous_run_trains_the_prompts_of_the_synchronous_one(make_run)
     assert ages[0] == {0} and 1 <= max(ages[2]) <= 2
 
 
-def test_a_call_lives_through_updates_until_it_must_be_done(make_run, models):
-    run = make_run(Task((1, START), long=[2]), prompts_per_step=1, max_staleness=2, oversample=4.0)
-    assert prompts(run.step(0)) == [0]
-    run.open((1, START))
-    assert prompts(run.step(1)) == [1]
-    phase = run.step(2)
-    assert prompts(phase) == [2] and not +phase.lost
-    for output in phase.outputs:
-        first = output.response_versions[:30]
-        assert first == sorted(first) and {*first} == {0, 1, 2}
-        assert output.response_versions[30:] == [-1] * 3 + [2] * 6
-        check_versions(models, output)
-
-
 def test_at_staleness_zero_every_batch_is_on_policy_and_leaves_nothing(make_run):
     run = make_run(Task(), max_staleness=0, start=3, resume=9)
     for step in (3, 4):
@@ -414,13 +400,7 @@ def test_failures_fill_the_batch_and_are_counted(make_run):
     phase = run.step(0)
     assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 2}
     assert prompts(phase) == [0, 3]
-    errors = [(e["prompt"], e["sample"], e["kind"]) for e in phase.errors]
-    assert errors == [
-        (1, 0, "failed_agent_loop"),
-        (1, 1, "failed_agent_loop"),
-        (4, 0, "failed_reward"),
-        (4, 1, "failed_reward"),
-    ]
+    assert [error["prompt"] for error in phase.errors] == [1, 1, 4, 4]
     task.fails = range(100)
     run.open(*later)
     said = "train 1 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
@@ -474,11 +454,9 @@ def test_replacements_start_at_once_or_when_all_groups_have_ended(make_run, dete
     assert started[-1] == set(range(4 if deterministic else 6))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_after_the_limit_groups_without_signal_fill_the_batch(make_run, deterministic):
+def test_after_the_limit_groups_without_signal_fill_the_batch(make_run):
     task = Task(outcome=lambda n, j: float(n in (5, 13) and j))
-    flags = dict(prompts_per_step=4, max_gen_batches=3, deterministic=deterministic)
-    run = make_run(task, max_staleness=0, **flags)
+    run = make_run(task, max_staleness=0, prompts_per_step=4, max_gen_batches=3)
     phase = run.step(0)
     assert prompts(phase) == [5, 9, 10, 11]  # eight were skipped
     assert {o.extra["prompt"] for o in phase.outputs} == set(range(12)) == run.started()
@@ -568,8 +546,7 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     # 9 where nothing was sampled: it must count nowhere.
     off = [[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]]
     batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor(off)
-    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.5])
-    metrics = batch_metrics(batch, 5, Args(max_staleness=2)) | phase.group_metrics()
+    metrics = batch_metrics(batch, 5, Args(max_staleness=2))
     assert metrics["rollout/logp_diff_max"] == 0.25
     assert metrics["rollout/logp_diff_mean"] == pytest.approx(0.375 / 3)
     assert metrics["rollout/staleness_mean"] == pytest.approx((2 + 0 + 1) / 3)
@@ -577,13 +554,14 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     ratios = torch.tensor([0.5, 0.5, 0.25, 0.0, 0.125, -1.0, 1.0]).exp()
     assert metrics["rollout/ratio"] == pytest.approx(ratios.mean().item())
     assert metrics["rollout/dropped"] == 0  # down to 0 and up to 5 are kept
-    assert metrics["rollout/zero_std_groups"] == 2
-    assert metrics["rollout/singleton_groups"] == 1
-
-    outputs[0].reward = 0.0
-    metrics = batch_metrics(batch, 5, Args()) | phase.group_metrics()
+    metrics = batch_metrics(batch, 5, Args())
     assert "rollout/staleness_max" not in metrics and "rollout/ratio" not in metrics
-    assert metrics["rollout/zero_std_groups"] == 1
+
+    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.5])
+    assert phase.group_metrics()["rollout/singleton_groups"] == 1
+    for reward, n_alike in ((1.0, 2), (0.0, 1)):
+        outputs[0].reward = reward
+        assert phase.group_metrics()["rollout/zero_std_groups"] == n_alike
 
 
 @pytest.mark.parametrize("flags, weights", [
@@ -592,10 +570,7 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     ({"rollout_correction": "tis"}, [torch.e**-1, 1, 2, 2]),  # up to 2
     # Under staleness decoupled PPO is the default: no small ratio is dropped.
     ({"max_staleness": 1}, [torch.e**-1, 1, torch.e, 0]),
-    ({"max_staleness": 1, "rollout_correction": "tis"}, [torch.e**-1, 1, 2, 2]),
-    ({"max_staleness": 1, "rollout_correction": "none"}, [1, 1, 1, 1]),
     ({"rollout_correction": "icepop:0.3:8"}, [torch.e**-1, 1, torch.e, torch.e**2]),
-    ({"rollout_correction": "tis:1.5"}, [torch.e**-1, 1, 1.5, 1.5]),
     ({"rollout_correction": "tis:1.5,seq_mask:0:1"}, [0, 0, 0, 0]),
 ])  # fmt: skip
 def test_the_loss_is_weighed_by_the_rollout_correction(flags, weights):
@@ -613,6 +588,7 @@ def test_the_loss_is_weighed_by_the_rollout_correction(flags, weights):
 
 
 # ---------------------------------------------------------------- whole runs
+
 
 def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     out, diary = tmp_path / "run", tmp_path / "diary"

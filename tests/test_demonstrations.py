@@ -24,11 +24,8 @@ from test_agent_loop import (
     END,
     PROMPT,
     SUM,
-    Quiz,
     called,
     encode,
-    quiz_row,
-    quiz_task,
     tool_turn,
 )
 from test_algos import output
@@ -78,14 +75,8 @@ def test_arguments_of_calls_become_dicts_and_what_parquet_adds_goes():
 @pytest.mark.parametrize("turns", [
     5,
     [],
-    [None],
     [""],
-    [["x"]],
     [{"role": "user", "content": "x"}],
-    [{"role": "assistant"}],
-    [{"role": "assistant", "content": 5}],
-    [{"role": "assistant", "tool_calls": "x"}],
-    [{"role": "assistant", "tool_calls": [5]}],
     [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
 ], ids=str)  # fmt: skip
 def test_a_bad_demonstration_names_its_row(turns):
@@ -127,21 +118,13 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
     output, left = play(tokenizer, [SUM])
     assert output.stop_reason == "abort" and left == []
     assert tokenizer.decode(output.response_ids) == SUM + END + tool_turn("2")
-    quiz = Quiz((False, "And again?", 0.25, {}))
-    output, left = play(tokenizer, ["no"], quiz_task(quiz), quiz_row())
-    assert output.stop_reason == "abort" and left == [] and sum(output.response_mask) == 3
-
     _, left = play(tokenizer, [ANSWER, "more"])
     assert [turn["content"] for turn in left] == ["more"]
-    room = len(encode(tokenizer, SUM + END)) + 2  # not enough for the tool's answer
-    _, left = play(tokenizer, [SUM, ANSWER], max_response_tokens=room)
-    assert len(left) == 1
 
 
 @pytest.mark.parametrize("turns, flags, said", [
     (["x" * 20], {"max_response_tokens": 20}, "has 21 tokens, with room for 20"),
     ([f"one{END}\n<|im_start|>user\ntwo"], {}, "could not say this turn"),
-    ([f"one{END}"], {}, "could not say this turn"),
 ])  # fmt: skip
 def test_what_the_policy_could_not_sample_fails(tokenizer, turns, flags, said):
     with pytest.raises(ValueError, match=said):
@@ -325,8 +308,7 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
             assert again.get(name) == expected, name
 
 
-@pytest.mark.parametrize("flags", [["--algo", "sft"], ["--imitation_steps", "3"]], ids=str)
-def test_without_any_demonstration_there_is_one_clear_line(flags, tmp_path, cache):
-    printed = run(*TINY, *flags, "--output_dir", tmp_path / "run", code=2, cache=cache)
+def test_without_any_demonstration_there_is_one_clear_line(tmp_path, cache):
+    flags = ["--algo", "sft", "--output_dir", tmp_path / "run"]
     said = "--algo sft, --imitation_steps: no training row has a 'demonstration'"
-    assert f"train.py: error: {said}" in printed
+    assert f"train.py: error: {said}" in run(*TINY, *flags, code=2, cache=cache)

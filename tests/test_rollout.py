@@ -59,24 +59,20 @@ def test_states_out_of_order_raise(engine, tiny_model):
         "step": engine.step,
         "sleep": engine.sleep,
     }
-    states = ("asleep", "weights", "synced")
-    for state, allowed in zip(states, ("wake_weights", "load_weights", "wake_kv")):
+    for state, allowed in zip(("asleep", "weights", "synced"), calls):
         assert engine.state == state
         for name in calls.keys() - {allowed}:
             with pytest.raises(RuntimeError, match=f"'{state}'"):
                 calls[name]()
         calls[allowed]()
-
     assert (engine.state, engine.version) == ("awake", 7)
     with pytest.raises(RuntimeError, match="'awake'"):
         engine.wake_weights()
-    engine.sleep()
-    assert engine.state == "asleep"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_the_trainers_after_every_sync(engine, background, tiny_model, temperature):
-    for version, scale in enumerate([1.0, 1.5, 0.6]):
+    for version, scale in enumerate([1.0, 1.5]):
         model = hf_model(tiny_model, scale)
         wake(engine, model, version)
         outs = generate(engine, background, PROMPTS, temperature=temperature, max_tokens=20)
@@ -154,12 +150,9 @@ def test_padded_vocabulary_is_never_sampled(tmp_path, args, background, process_
     wake(engine, model, 0)
     outs = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=30)
     engine.sleep()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:real])
     for prompt, out in zip(PROMPTS, outs, strict=True):
-        assert max(out.token_ids) < real
-        ids = torch.tensor([prompt + out.token_ids])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1, :real]
-        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        expected = hf_logprobs(model, prompt, out.token_ids)  # raises for an id beyond
         close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -220,13 +213,6 @@ def test_new_trajectories_wait_for_room_and_later_turns_go_first(
     assert first_turns == [f"r{i}#0" for i in range(6)]  # first come, first served
     assert order.index("r0#1") < order.index("r5#0")
     assert not engine.waiting and not engine.running
-
-
-def test_a_prompt_larger_than_the_room_is_taken_alone(engine, background, tiny_model, monkeypatch):
-    wake(engine, hf_model(tiny_model), 0)
-    monkeypatch.setattr(engine.core.vllm_config.cache_config, "num_gpu_blocks", 1)
-    outs = generate(engine, background, [[5] * 60, [6] * 60], max_tokens=3, ignore_eos=True)
-    assert [len(out.token_ids) for out in outs] == [3, 3]
 
 
 def test_the_longest_prompt_fits_beside_a_full_batch(args):
@@ -293,9 +279,7 @@ def pool_of(engine, background, tokenizer, args, tiny_model):
 
     def make(reward, rows, **flags):
         task = types.SimpleNamespace(reward=reward)
-        run = make_run(
-            engine, background, task, tokenizer, dataclasses.replace(args, **flags)
-        )
+        run = make_run(engine, background, task, tokenizer, dataclasses.replace(args, **flags))
         run.rows = {"train": rows}
         run.pool = training_pool(run, 0)
         wake(engine, hf_model(tiny_model), 0)
@@ -390,6 +374,13 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
     assert len(phase.outputs) == 4
 
 
+def test_without_any_reward_the_run_ends_with_the_reason(pool_of):
+    run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
+    phase = run.pool.rollout(0)
+    with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
+        wait_for_rewards(phase, run.background, run.stop)
+
+
 def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
     cancelled = []
 
@@ -457,13 +448,13 @@ def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(p
     assert members(phase.outputs) == [(0, 0)]
     failures = [(error["prompt"], error["kind"]) for error in phase.errors]
     assert failures == [
-        (1, "failed_agent_loop"),
-        (2, "failed_agent_loop"),
-        (3, "failed_reward"),
-        (4, "failed_reward"),
+        *[(1, "failed_agent_loop"), (2, "failed_agent_loop")],
+        *[(3, "failed_reward"), (4, "failed_reward")],
     ]
     assert "train-00000000-000001-0000 took longer than" in phase.errors[0]["error"]
     assert "let the agent loop judge, while the engine is awake" in phase.errors[3]["error"]
+
+
 def test_what_an_agent_leaves_behind_is_its_own(play):
     """No reward, a changed row, one dict for all: each costs itself alone."""
 
@@ -484,13 +475,6 @@ def test_what_an_agent_leaves_behind_is_its_own(play):
     assert graded == [1, 1, None, None]
     assert len({len(output.prompt_ids) for output in phase.outputs}) == 1
     assert all(len(row["prompt"]) == 1 for row in rows)
-
-
-def test_no_reward_at_all_ends_the_run_with_the_reason(pool_of):
-    run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
-    phase = run.pool.rollout(0)
-    with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
-        wait_for_rewards(phase, run.background, run.stop)
 
 
 def test_sampling_depends_on_seed_step_prompt_and_sample_only(play):
@@ -560,21 +544,12 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
 SPOILERS = [
     lambda output: "1.0 points",
     lambda output: {"x": 1},
-    lambda output: [1],
     lambda output: math.inf,
-    lambda output: setattr(output, "metrics", None),
-    lambda output: output.metrics.update({5: 1.0}),
-    lambda output: output.metrics.update(x=math.inf),
-    lambda output: output.metrics.update(x=10**400),
-    lambda output: output.turn_rewards.append((1.5, 1.0)),
-    lambda output: output.turn_rewards.append((10**6, 1.0)),
-    lambda output: output.turn_rewards.append((0, 1e39)),
-    lambda output: setattr(output, "turn_rewards", None),
-    lambda output: output.extra.update(x={(1, 2): 3}),
-    lambda output: 1e39,
-    lambda output: {"score": 1, 5: 2},
-    lambda output: {"score": 1, "parts": {(1, 2): 3}},
     lambda output: {"score": 1, "part": math.nan},
+    lambda output: output.metrics.update(x=math.inf),
+    lambda output: output.metrics.update({5: 1.0}),
+    lambda output: output.turn_rewards.append((10**6, 1.0)),
+    lambda output: output.extra.update(x={(1, 2): 3}),
     lambda output: torch.tensor(0.25),  # nothing is wrong with the last one
 ]
 

@@ -73,9 +73,6 @@ def test_rows_of_replacements_are_chosen_at_the_start(sampled):
     run = sampled(lambda history: len(history) % 7, task, max_staleness=0, max_gen_batches=3)
     assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
     assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
-
-
-def test_a_row_that_is_none_ends_the_run(sampled):
     run = sampled(lambda history: 7, max_staleness=0)
     with pytest.raises(BadInput, match=r"the task's sampler failed: its result has 7"):
         run.step(0)

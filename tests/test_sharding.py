@@ -1,6 +1,5 @@
 """FSDP2 and the weight sync: sharded training is the same, and the engine has its weights."""
 
-import itertools
 import shutil
 import types
 from pathlib import Path
@@ -8,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, TINY, generate, metrics_of, run
-from gradient_worker import gradients, whole
+from gradient_worker import gradients
 from sharding_worker import CASES, error_of, spoilt
 from test_rollout import PROMPTS, hf_logprobs, hf_model
 from test_train import safetensors
-from torch.distributed.tensor import DTensor
 
 import data
 import train
@@ -137,22 +135,24 @@ def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
 
 
 def test_sync_into_a_tensor_parallel_engine(tiny_model, cache, tmp_path):
+    """There, one call is refused and one given up half-way: the followers hear of both."""
     found = on_two_ranks("tp", tmp_path / "out", cache, tiny_model)
     for shard in (True, False):
         assert len(found[shard]) > 25 and max(found[shard]) < 1e-4
+    assert "ValueError" in found["refused"] and found["unfinished"] == [False, False]
 
 
 @pytest.mark.parametrize("how", ["corrupt", "nan", "missing"])
-@pytest.mark.parametrize("part", ["layers.1.self_attn.k_proj.bias", "norm.weight"])
 def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(
-    engine, background, tiny_model, monkeypatch, how, part
+    engine, background, tiny_model, monkeypatch, how
 ):
     """A tensor that is missing, one of another order, one that is not finite."""
+    name = "model.layers.1.self_attn.k_proj.bias"
     policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), dtype=torch.float32)
-    monkeypatch.setattr(train, "named_weights", lambda p: spoilt(p, f"model.{part}", how))
+    monkeypatch.setattr(train, "named_weights", lambda p: spoilt(p, name, how))
     error = error_of(lambda: train.sync(engine, policy, 1))
     if how == "missing":
-        assert f"model.{part}" in error and "got no tensor" in error
+        assert name in error and "got no tensor" in error
         return
     assert error == ""
     outs = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=20)
@@ -172,14 +172,12 @@ OTHER = "model.layers.0.nothing.weight"
 
 @pytest.mark.parametrize("change, at, said", [
     (lambda x: {NAME: x.repeat(2, 1)}, NAME, "its shape is (128, 128), the engine's (64, 128)"),
-    (lambda x: {NAME: x[:7]}, NAME, ""),
     (lambda x: {OTHER: x}, OTHER, ""),
     (lambda x: {}, NAME, "it came twice"),
-], ids=["large", "small", "unknown", "twice"])  # fmt: skip
+], ids=["large", "unknown", "twice"])  # fmt: skip
 def test_what_is_wrong_with_a_tensor_comes_with_its_name(engine, tiny_model, change, at, said):
     weights = {name: p.detach() for name, p in hf_model(tiny_model).named_parameters()}
-    pairs = [*(change(weights[NAME]) | weights).items()]
-    pairs = [(name, change(weights[NAME]).get(name, tensor)) for name, tensor in pairs]
+    pairs = [*(weights | change(weights[NAME])).items()]
     if said == "it came twice":
         pairs.append((NAME, weights[NAME]))
     engine.wake_weights()
@@ -187,18 +185,6 @@ def test_what_is_wrong_with_a_tensor_comes_with_its_name(engine, tiny_model, cha
     assert error.startswith(f"weight sync failed at {at}: ") and said in error
     with pytest.raises(RuntimeError):
         engine.wake_kv()
-
-
-def test_a_sync_given_up_half_way_leaves_the_policy_sharded(args, process_group):
-    data.register_packed_attention()
-    sharded = devices.shard(train.Policy(args), args, torch.device("cpu"))
-    weights = train.named_weights(sharded)
-    assert len([*itertools.islice(weights, 3)]) == 3
-    weights.close()
-    expected = train.Policy(args).model.state_dict()
-    for name, p in sharded.model.named_parameters():
-        assert isinstance(p, DTensor)
-        assert torch.equal(whole(p.detach()), expected[name])
 
 
 # ---------------------------------------------------------------- how it is asked for
@@ -226,10 +212,7 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
 
 @pytest.mark.parametrize("name, value", [
     ("FSDP_VERSION", "1"),
-    ("FSDP_RESHARD_AFTER_FORWARD", "false"),
     ("FSDP_OFFLOAD_PARAMS", "true"),
-    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
-    ("FSDP_ACTIVATION_CHECKPOINTING", "true"),
 ])  # fmt: skip
 def test_what_of_accelerates_config_is_not_implemented_is_refused(monkeypatch, name, value):
     launched(monkeypatch, **{name: value})

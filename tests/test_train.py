@@ -37,14 +37,19 @@ from agent_loop import BadInput
 from train import Args, check_args, check_registered, parse_args
 
 # Of every training step with a critic and a reference.
-LOGGED = {
-    *["reward/mean", "prompt_length/mean", "response_length/mean", "num_turns/mean"],
-    *["response_length/clipped_ratio", "actor/pg_loss", "actor/clipfrac", "actor/ppo_kl"],
-    *["actor/entropy", "actor/kl", "actor/grad_norm", "critic/vf_loss"],
-    *["critic/explained_var", "timing/rollout_s", "timing/train_s", "timing/sync_s"],
-    *["timing/generate_s_min", "timing/generate_s_max", "timing/tool_s_mean"],
-    *["throughput/tokens_per_s", "rollout/logp_diff_mean"],
-}
+LOGGED = [
+    "reward/mean",
+    "response_length/mean",
+    "actor/pg_loss",
+    "actor/entropy",
+    "actor/kl",
+    "actor/grad_norm",
+    "critic/vf_loss",
+    "critic/explained_var",
+    "timing/rollout_s",
+    "throughput/tokens_per_s",
+    "rollout/logp_diff_mean",
+]
 
 
 def safetensors(folder: Path) -> dict:
@@ -56,29 +61,29 @@ def safetensors(folder: Path) -> dict:
 # ---------------------------------------------------------------- runs that repeat
 
 PPO = [
-    *[*TINY, "--deterministic", "--algo", "ppo", "--num_steps", "4", "--eval_every", "2"],
+    *[*TINY, "--deterministic", "--algo", "ppo", "--num_steps", "3", "--eval_every", "2"],
     *["--lr_schedule", "linear", "--warmup_steps", "2", "--gradient_checkpointing"],
 ]
 
 
 def killed_and_resumed(flags, tmp_path, cache, launched_by, by, **env) -> tuple[Path, str]:
-    """Makes a run, and the same one killed after three steps and resumed from the second.
+    """Makes a run, and the same one killed in its third step and resumed from the second.
 
     Checks that their numbers are equal to the last digit. Returns the first one's folder and
     what it printed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     printed = run(*flags, "--output_dir", whole, by=launched_by, cache=cache, **env)
-    blocks = {"TINY_TASK_BLOCKS": tmp_path / "blocks", "TINY_TASK_BLOCKS_FROM": 3}
+    blocks = {"TINY_TASK_BLOCKS": tmp_path / "blocks", "TINY_TASK_BLOCKS_FROM": 2}
     # Where Adam's states, critic and reference are changes nothing.
     moving = [*flags, "--offload", "all", "--output_dir", killed]
     start = two_ranks if by == "ranks" else started
     with start(*moving, cache=cache, **env, **blocks) as processes:
-        wait_for(lambda: lines(killed / "metrics.jsonl") == 4)  # steps 0 to 3
+        wait_for((tmp_path / "blocks").exists)
         for process in processes if by == "ranks" else [processes]:
             process.kill()
             process.wait()
     assert [p.name for p in (killed / "checkpoints").glob("step*")] == ["step_000002"]
-    assert metrics_of(killed) == metrics_of(whole)[:4]
+    assert metrics_of(killed) == metrics_of(whole)[:3]
 
     resumed = run(*flags, "--output_dir", killed, "--resume", by=by, cache=cache, **env)
     assert "resuming after step 2" in resumed
@@ -89,23 +94,21 @@ def killed_and_resumed(flags, tmp_path, cache, launched_by, by, **env) -> tuple[
 def check_log(folder: Path, largest_difference: float, first_update: int = 1) -> list[dict]:
     """Checks a run of PPO as its user would look at it; returns its metrics."""
     rows = metrics_of(folder, timings=True)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert ["eval/reward" in row for row in rows] == [True, False, True, False, True]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert ["eval/reward" in row for row in rows] == [True, False, True, True]
     for row in rows[first_update:]:
         assert all(math.isfinite(row[name]) for name in LOGGED)
         assert row["rollout/logp_diff_max"] < largest_difference
         n_filtered = row["rollout/filtered_groups"]
         assert row["rollout/trajectories"] == 16 + 4 * n_filtered and row["num_turns/mean"] == 4
-        assert row["timing/generate_s_max"] > 0
     checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert checkpoints == ["step_000002", "step_000004"]
+    assert checkpoints == ["step_000002", "step_000003"]
 
     rollouts = rollouts_of(folder, 3)
     members = [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts]
     first, last = members[0][0], members[-1][0]
     assert members == [(i, j) for i in range(first, last + 1) for j in range(4)]
-    kept = {r["extra"]["prompt"] for r in rollouts if "filtered" not in r["extra"]}
-    assert len(kept) == 4
+    assert len({r["extra"]["prompt"] for r in rollouts if "filtered" not in r["extra"]}) == 4
     for r in rollouts:
         assert set(r["response_versions"]) == {-1, 2} and r["reward"] == r["total_reward"]
     return rows
@@ -119,9 +122,9 @@ def test_a_run_by_accelerate_is_killed_and_resumed(cache, tmp_path):
     assert "rollout/logp_diff_max" not in rows[0] and "actor/pg_loss" not in rows[1]
     # The policy's schedule waits for the critic, too, and has a step less.
     lrs = [row["actor/lr"] for row in rows[1:]]
-    assert lrs == pytest.approx([0, 0, 1.5e-4, 3e-4])
-    assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4, 6]
-    assert "logp_diff" in printed and "What is" in printed and "   4/4" in printed
+    assert lrs == pytest.approx([0, 0, 1.5e-4])
+    assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4]
+    assert "logp_diff" in printed and "What is" in printed and "   3/3" in printed
 
     about = json.loads((whole / "args.json").read_text())
     assert about["args"]["algo"] == "ppo" and len(about["git"].split("-")[0]) == 40
@@ -143,12 +146,12 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed(cache, tmp_path, tiny_m
     whole, _ = killed_and_resumed(flags, tmp_path, cache, "ranks", "ranks", **env)
     rows = check_log(whole, 0.2)[1:]
     assert all(row["rollout/logp_diff_mean"] < 0.03 for row in rows)
-    assert [row["actor/lr"] for row in rows] == pytest.approx([0, 1.5e-4, 3e-4, 1.5e-4])
-    assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3, 4]
+    assert [row["actor/lr"] for row in rows] == pytest.approx([0, 1.5e-4, 3e-4])
+    assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3]
     assert any(abs(row["reward/shaped_mean"] - row["reward/mean"]) > 0.01 for row in rows)
     assert sum(row["rollout/filtered_groups"] for row in rows) > 0
-    state = json.loads((whole / "checkpoints/step_000004/step.json").read_text())
-    assert state["next_prompt"] > 16
+    state = json.loads((whole / "checkpoints/step_000003/step.json").read_text())
+    assert state["next_prompt"] > 12
 
     assert rows[0]["actor/kl_coef"] == 0.05
     for row, after in zip(rows, rows[1:]):  # 16 rollouts a step, over a horizon of 10,000
@@ -178,20 +181,19 @@ def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_pat
 
 def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     """With ReMax, whose baselines must be there."""
-    rolled = tmp_path / "rolled"
+    rolled, out = tmp_path / "rolled", tmp_path / "trained"
     flags = ["--algo", "remax", "--num_steps", "2", "--output_dir"]
     printed = run(*TINY, *flags, rolled, "--rollout_only", cache=cache)
     assert "2 steps of rollouts are in" in printed
     rows = metrics_of(rolled)
     assert [row["step"] for row in rows] == [1, 2] and "actor/loss" not in rows[0]
-    files = {path.name for path in rolled.iterdir()}
-    assert files == {".lock", "args.json", "metrics.jsonl", "report.html", "rollouts"}
+    assert not (rolled / "checkpoints").exists() and not (rolled / "final").exists()
     first, second = ({r["index"] for r in rollouts_of(rolled, step)} for step in (1, 2))
     assert len(first) == len(second) == 4 and not first & second  # fresh prompts at each step
 
     replay = [*REPLAY, "--replay", rolled, *flags]
-    run(*replay, tmp_path / "trained", "--num_steps", "7", cache=cache)
-    trained = metrics_of(tmp_path / "trained")
+    run(*replay, out, "--num_steps", "7", cache=cache)
+    trained = metrics_of(out)
     assert [row["reward/mean"] for row in trained] == [row["reward/mean"] for row in rows]
     assert trained[0]["rollout/logp_diff_max"] < 1e-4 and trained[0]["actor/grad_norm"] > 0
     assert trained[0]["rollout/missing_baselines"] == 0
@@ -209,18 +211,17 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
 
 def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     teacher, judged, student = (tmp_path / name for name in ("teacher", "judged", "student"))
-    flags = ["--num_steps", "3", "--eval_every", "1", "--save_every", "1", "--lr", "0.01"]
+    flags = ["--num_steps", "2", "--eval_every", "1", "--save_every", "1", "--lr", "0.01"]
     flags += ["--keep_checkpoints", "1", "--eval_samples", "3", "--output_dir", teacher]
     printed = run(*TINY, *flags, cache=cache)
     rows = metrics_of(teacher)
     evals = {row["step"]: row["eval/reward"] for row in rows if row["step"]}
     best = max(reversed(evals), key=evals.get)
     saved = {path.name for path in (teacher / "checkpoints").iterdir()}
-    assert saved == {f"step_00000{best}", "step_000003"}
+    assert saved == {f"step_00000{best}", "step_000002"}
     said = f"the best saved checkpoint is {teacher}/checkpoints/step_00000{best}"
     assert said in printed
     assert {f"eval/pass@{j}" for j in (1, 2, 3)} < set(rows[0])
-    assert rows[0]["eval/reward_stderr"] > 0
     assert lines(teacher / "rollouts/eval_000000.jsonl") == 3 * 8
 
     final = teacher / "final"
@@ -450,8 +451,6 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
     (["--num_stesp", "3"], "unknown flag --num_stesp: did you mean --num_steps?"),
     (["--num_st", "3"], "unknown flag --num_st: did you mean --num_steps?"),
     (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
-    (["extra"], "unknown flag extra"),
-    (["--lr"], "--lr: expected one argument"),
     (["--deterministic", "maybe"], "--deterministic: true or false expected, got 'maybe'"),
     (["--shard", "half"], "--shard: invalid choice: 'half' (choose from False, True, 'hybrid')"),
 ])  # fmt: skip
@@ -466,11 +465,10 @@ def test_defaults_pass_the_checks_and_flags_parse():
     flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save-every", "3"]
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
-    assert args.save_every == 3
+    assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
     values = {("--shard",): True, ("--shard", "hybrid"): "hybrid", ("--shard", "False"): False}
     for words, value in values.items():
         assert parse_args(words).shard == value
-    assert parse_args(["--deterministic", "No"]).deterministic is False
     assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
 
 
@@ -484,7 +482,6 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(max_gen_batches=0), "--max_gen_batches 0 must be greater than 0"),
     (dict(overlong_buffer=32.0), "--overlong_buffer 32.0 must be in [0, 1]"),
     (dict(clip_c=0.5), "--clip_c 0.5 must be 0, or exceed 1"),
-    (dict(kl_in="prompt"), "--kl_in prompt: choose from loss, reward"),
     (dict(policy_loss="trpo"), "--policy_loss trpo: choose from ppo"),
     (dict(adv_estimator="td"), "--adv_estimator td: choose from gae, reinforce_pp, grpo"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
@@ -493,33 +490,20 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="sapo", clip_low=0.0), "--policy_loss sapo: its temperatures"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(rollout_correction="tis,clip"), "unknown rollout correction 'clip'"),
-    # Flags without effect
+    (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
+    (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
+    (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
+    # Flags without effect: a rule of each form
     (dict(gamma=0.9), "only with --adv_estimator gae or reinforce_pp"),
-    (dict(turn_discount=0.5), "only with --adv_estimator gae or"),
-    (dict(algo="reinforce_pp", lam=0.9), "--lam has an effect only with --adv_estimator gae"),
-    (dict(critic_warmup=3), "--critic_warmup has an effect only with --adv_estimator gae"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),
-    (dict(ref_model="x"), "--ref_model has an effect only with a --kl_coef"),
-    (dict(reward_coef=0.5), "--reward_coef has an effect only with --kl_in reward"),
     (dict(kl_coef=0.1, kl_target=0.1), "--kl_target has an effect only with --kl_in reward"),
     (dict(algo="rloo", clip_high=0.5), "only with a --policy_loss other than"),
-    (dict(algo="cispo", clip_c=3.0), "only with --policy_loss ppo or gspo"),
-    (dict(oversample=1.5), "--oversample has an effect only with a --max_staleness"),
-    (dict(oversample=0.5, max_staleness=1), "--oversample 0.5 must be at least 1"),
-    (dict(max_staleness=1, deterministic=True), "only without --max_staleness"),
     (dict(replay="x", rollout_only=True), "--rollout_only has an effect only without --replay"),
-    (dict(rollout_only=True, max_staleness=1), "only without --rollout_only"),
     # Settings of vLLM
     (dict(engine_args="{block_size: 16}"), "--engine_args is not JSON"),
     (dict(engine_args="[1]"), "--engine_args must be a JSON object"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
     (dict(engine_args='{"logprobs_mode": "raw_logprobs"}'), "logprobs_mode can't be set here"),
-    (dict(engine_args='{"enable_batch_sharded_sampling": true}'), "can't be set here"),
-    (dict(engine_args='{"speculative_config": {"model": "x"}}'), "can't be set here"),
-    (dict(engine_args='{"spec_model": "x"}'), "spec_model can't be set here"),
-    (dict(engine_args='{"reasoning_config": {}}'), "reasoning_config can't be set here"),
-    (dict(engine_args='{"reasoning_parser": "qwen3"}'), "reasoning_parser can't be set here"),
-    (dict(sampling_args='{"temperature": 0.5}'), "temperature can't be set here"),
     (dict(sampling_args='{"n": 2, "logprobs": 1}'), "logprobs, n can't be set here"),
     (dict(sampling_args='{"top_kk": 2}'), "top_kk"),
     (dict(eval_sampling_args='{"top_p": 7}'), "top_p"),
@@ -531,32 +515,27 @@ def test_flags_without_effect_or_sense_are_refused(flags, said):
     assert said in str(error.value)
 
 
-def test_sampling_parameters_that_the_trainer_does_not_know_are_warned_of():
+def test_sampling_parameters():
     said = "min_p, top_k: the engine samples from another distribution"
     with pytest.warns(UserWarning, match=said):
         check_args(Args(sampling_args='{"top_k": 20, "min_p": 0.1, "stop": ["</answer>"]}'))
     stop = '{"stop": "x"}'
+    args = Args(sampling_args=stop, eval_sampling_args='{"top_k": 20}', temperature=0.5)
     with warnings.catch_warnings(action="error"):
-        check_args(Args(sampling_args=stop, eval_sampling_args='{"top_k": 20}'))
-        check_args(Args(engine_args='{"enforce_eager": true, "block_size": 64}'))
-    sampling = Args(sampling_args=stop, temperature=0.5).sampling()
-    assert sampling == {"temperature": 0.5, "stop": ["x"]}  # agents see a list
-
-
-def test_evaluation_is_greedy_unless_it_takes_several_samples():
-    assert Args(temperature=0.7).sampling(validate=True)["temperature"] == 0
+        check_args(args)
+    assert args.sampling() == {"temperature": 0.5, "stop": ["x"]}  # agents see a list
+    # Evaluation is greedy, unless it takes several samples.
+    assert args.sampling(validate=True) == {"temperature": 0.0, "top_k": 20}
     assert Args(temperature=0.7, eval_samples=4).sampling(validate=True)["temperature"] == 0.7
 
 
 @pytest.mark.parametrize("change, said", [
     ({"task": "no/such.py"}, "--task no/such.py: no such file"),
-    ({"model": "/tmp"}, "neither a model folder nor a model that can be loaded"),
     ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be"),
     ({"max_response_tokens": 4000}, "greater than the derived max_model_len"),
     ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
     ({"resume": True}, "no checkpoint in"),
-    ({"val_files": ["nothing.jsonl"]}, "nothing.jsonl: no such file"),
 ])  # fmt: skip
 def test_input_that_is_wrong_ends_before_the_engine_starts(
     change, said, tiny_model, tmp_path, monkeypatch, process_group
@@ -572,23 +551,17 @@ def test_input_that_is_wrong_ends_before_the_engine_starts(
 
 def test_a_damaged_rollout_file_is_named(tmp_path):
     file = tmp_path / "step_000001.jsonl"
-    output = output_of([1], reward=1.0, text="two\u2028lines")
-    good = vars(output)
+    good = vars(output_of([1], reward=1.0, text="two\u2028lines"))
     line = json.dumps(good, ensure_ascii=False)
     file.write_text(line + "\n", encoding="utf-8")
     (read,), _ = train.read_rollouts(file, 4)
     assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
-
-    changes = ({"prompt_ids": None}, {"reward": None}, {"extra": {}}, {"images": 1})
-    for bad in ("5", "[1]", "{", *(json.dumps(good | change) for change in changes)):
-        file.write_text(f"{json.dumps(good)}\n{bad}\n")
+    for bad in ("{", json.dumps(good | {"reward": None})):
+        file.write_text(f"{line}\n{bad}\n", encoding="utf-8")
         with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory"):
             train.read_rollouts(file, 4)
-    file.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(BadInput, match="no trajectory to replay"):
-        train.read_rollouts(file, 4)
 
 
 def test_command_line_shows_one_line_and_exits_with_2(cache):
