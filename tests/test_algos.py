@@ -7,6 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     OUR_ESTIMATORS,
     OUR_OBJECTIVES,
@@ -290,8 +291,6 @@ def test_on_policy_the_ratio_is_exactly_one_and_all_objectives_have_one_gradient
     tiny_model, process_group, monkeypatch
 ):
     """One update a rollout, float32, through the real model, packing and micro-batches."""
-    from accelerate import Accelerator
-
     ratios = []
     policy_loss = losses.policy_loss
 

@@ -390,27 +390,6 @@ def test_where_rewards_fall(mask, turn_rewards, reward, expected):
     assert data.by_unit([output]).rewards.tolist() == [total] == [total_reward(output)]
 
 
-def segment(prompt: int, sample: int, segment: int, **attributes) -> AgentLoopOutput:
-    extra = {"prompt": prompt, "sample": sample, "segment": segment}
-    return make_output([1], [1, 1], extra=extra, **attributes)
-
-
-def test_rewards_count_a_rollout_once():
-    outputs = [
-        segment(0, 0, 0, reward=1.0),
-        segment(0, 1, 0, reward=4.0, turn_rewards=[(0, 0.5)]),  # three segments of one rollout
-        segment(0, 1, 1, reward=4.0, turn_rewards=[(0, 0.25)]),
-        segment(0, 1, 2, reward=4.0),
-        segment(7, 0, 0, reward={"score": 2.0, "x": 9.0}),
-        segment(7, 1, 0, reward=None, turn_rewards=[(1, -1.0)]),
-    ]
-    units = data.by_unit(outputs)
-    assert units.rewards.tolist() == [1.0, 4.75, 2.0, -1.0]
-    assert units.outcomes.tolist() == [1.0, 4.0, 2.0, 0.0]
-    assert units.groups.tolist() == [0, 0, 7, 7]
-    assert units.index.tolist() == [0, 1, 1, 1, 2, 3]
-
-
 masks = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5)
 
 

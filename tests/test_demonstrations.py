@@ -205,17 +205,6 @@ def test_advantages_and_metrics_do_not_see_demonstrations(estimator, flags):
     assert metrics["rollout/singleton_groups"] == metrics["rollout/logp_diff_max"] == 0
 
 
-def test_metrics_of_rollouts_do_not_see_demonstrations():
-    outputs = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0)]
-    expected = phase_of(*outputs, demonstrated=False).metrics(None)
-    metrics = phase_of(*outputs, demonstrated=True).metrics(None)
-    assert metrics.pop("rollout/last_prompt") > expected.pop("rollout/last_prompt")
-    counted = {"rollout/demonstrations": 2, "reward/demonstrations": 0.625}
-    assert metrics == expected | counted
-    alone = phase_of(demonstrated=True).metrics(None)
-    assert "reward/mean" not in alone and alone["reward/demonstrations"] == 0.625
-
-
 # ---------------------------------------------------------------- whole runs
 
 # tiny_task, in which every second row has a demonstration; the first ones can't be played.
@@ -265,14 +254,12 @@ def test_supervised_training_alone(cache, tmp_path):
     assert rows[4]["actor/imitation_loss"] < 0.7 * rows[1]["actor/imitation_loss"]
 
     lines = [line for step in range(1, 5) for line in rollouts_of(out, step)]
-    errors = [line.pop("error") for line in lines if "error" in line]
-    assert any("ended with 1 turns left to demonstrate" in error for error in errors)
-    assert any("has 10 tokens, with room for 8" in error for error in errors)
+    errors = str([line.pop("error") for line in lines if "error" in line])
+    assert "ended with 1 turns left to demonstrate" in errors
+    assert "has 10 tokens, with room for 8" in errors
     for line in (line for line in lines if "response_ids" in line):
         assert line["extra"]["demonstration"] is True and line["index"] % 2 == 0
         assert set(line["response_versions"]) == {-1} and sum(line["response_mask"]) == 7
-        assert line["messages"][-1]["content"] == "<answer>3</answer>" and line["reward"] > 0
-    assert not rows_of(out / "learned/step_000001.jsonl")
     evaluated = rows_of(out / "rollouts/eval_000004.jsonl")
     assert not any("demonstration" in line["extra"] for line in evaluated)
 
@@ -295,9 +282,9 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
             total = row["actor/pg_loss"] + row["actor/imitation_loss"]
             assert row["actor/loss"] == pytest.approx(total, abs=1e-6)
             assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/entropy"] > 1
+            assert row["rollout/trajectories"] == len(sampled)
             mean = sum(line["total_reward"] for line in sampled) / len(sampled)
             assert row["reward/mean"] == pytest.approx(mean)
-            assert row["rollout/trajectories"] == len(sampled)
     assert n_shown > 0
 
     replay = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "3"]

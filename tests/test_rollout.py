@@ -188,16 +188,14 @@ def test_new_trajectories_wait_for_room_and_later_turns_go_first(
     async def trajectory(i: int) -> list:
         engine.enter(f"r{i}")
         prompt = [3 + i] * 60
-        outs = []
         for _ in range(2):
             sampling = {"max_tokens": 20, "ignore_eos": True}
             out = await engine.generate(
                 request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling
             )
-            outs.append(out)
             prompt = prompt + out.token_ids
         engine.leave(f"r{i}")
-        return outs
+        return prompt
 
     async def everything():
         return await asyncio.gather(*map(trajectory, range(6)))
@@ -206,13 +204,11 @@ def test_new_trajectories_wait_for_room_and_later_turns_go_first(
     future.add_done_callback(lambda _: engine.poke())
     while not future.done():
         engine.step()
-    lengths = [len(out.token_ids) for outs in future.result() for out in outs]
-    assert lengths == [20] * 12
+    assert [len(prompt) for prompt in future.result()] == [100] * 6
     assert max(at_once) <= 4  # one more where the engine would stand idle
     first_turns = [name for name in order if name.endswith("#0")]
     assert first_turns == [f"r{i}#0" for i in range(6)]  # first come, first served
     assert order.index("r0#1") < order.index("r5#0")
-    assert not engine.waiting and not engine.running
 
 
 def test_the_longest_prompt_fits_beside_a_full_batch(args):
@@ -295,44 +291,41 @@ def members(outputs) -> list[tuple[int, int]]:
     return [(output.extra["prompt"], output.extra["sample"]) for output in outputs]
 
 
+def members_of_errors(phase) -> list[tuple[int, int]]:
+    return [(error["prompt"], error["sample"]) for error in phase.errors]
+
+
 def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
     def reward(output, row):
         assert output.text and output.messages[-1]["role"] == "assistant"
         if row["extra"] == "no reward" and output.extra["sample"] == 1:
             raise ZeroDivisionError("the grader broke")
-        if row["extra"] == "nan":
-            return float("nan")
         return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
 
-    rows = make_rows("slow", "raise", "no reward", "skip", "list", "nan", "dict", "slow")
+    rows = make_rows("slow", "raise", "no reward", "skip", "list", "dict")
     phase = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
 
-    expected = [(0, 0), (0, 1), (2, 0), (4, 0), (4, 0), (4, 1), (4, 1)]
-    expected += [(6, 0), (6, 1), (7, 0), (7, 1)]
-    assert members(phase.outputs) == expected
-    segments = [output.extra["segment"] for output in phase.outputs]
-    assert segments == [0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0]
+    segments = [(*members([output])[0], output.extra["segment"]) for output in phase.outputs]
+    expected = [(0, 0, 0), (0, 1, 0), (2, 0, 0)]
+    expected += [(4, 0, 0), (4, 0, 1), (4, 1, 0), (4, 1, 1), (5, 0, 0), (5, 1, 0)]
+    assert segments == expected
     rewards = [output.reward for output in phase.outputs]
-    assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2 + [1.0] * 2
+    assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2
 
-    assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
-    failed = [(error["prompt"], error["sample"]) for error in phase.errors]
-    assert failed == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
+    assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
+    assert members_of_errors(phase) == [(1, 0), (1, 1), (2, 1)]
     assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
-    assert "must be a finite number" in phase.errors[3]["error"]
-    # A traceback begins in the task's file; without a line from it, at the start.
-    first, second = (error["error"].splitlines()[1] for error in phase.errors[2:4])
+    # A traceback begins in the task's file.
+    first = phase.errors[2]["error"].splitlines()[1]
     assert first.startswith(f'  File "{__file__}", line ') and first.endswith(", in reward")
-    assert __file__ not in second
     shown = capfd.readouterr().err
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown
 
-    for output in phase.outputs:
-        if output.extra["prompt"] in (0, 7):
-            given = output.response_mask.index(0)
-            assert output.response_mask[given : given + 3] == [0, 0, 0]
-            assert output.response_ids[given : given + 3] == [5, 6, 7]
-            assert output.response_versions == [3 if m else -1 for m in output.response_mask]
+    for output in phase.outputs[:2]:
+        given = output.response_mask.index(0)
+        assert output.response_mask[given : given + 3] == [0, 0, 0]
+        assert output.response_ids[given : given + 3] == [5, 6, 7]
+        assert output.response_versions == [3 if m else -1 for m in output.response_mask]
     kept = sum(sum(output.response_mask) for output in phase.outputs)
     assert phase.statistics["tokens"] > kept  # those of dropped trajectories count, too
 
@@ -403,28 +396,24 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
 
 
-SHARED: dict = {}  # the `extra` of all outputs
 ENGINES: list = []
 GRADED: list = []
+SHARED: dict = {}  # the `extra` of all outputs
 
 
 @register("test_odd")
 class Odd(TwoTurns):
-    """Does what row["extra"] names, and spoils its row."""
+    """Hangs if row["extra"] tells it to, spoils its row, and shares what it returns."""
 
     async def run(self, sampling_params, **row):
-        what = row["extra"]
-        row["extra"] = "x"
-        if what == "hang":
+        if row["extra"] == "hang":
             while len(GRADED) < 3:  # the deadline is only its own
                 await asyncio.sleep(0)
             time_passes(10 * HANGS)
             await for_ever()
-        if what == "cancel":
-            asyncio.current_task().cancel()
         row["prompt"].append({"role": "assistant", "content": "mine"})
         output = await super().run(sampling_params, **row)
-        output.reward = {"nonsense": "It is 42.", "no score": {"acc": 1}, "own": 0.5}.get(what)
+        output.reward = 0.5 if row["extra"] == "own" else None
         ENGINES.append(self.engine)
         output.extra = SHARED
         return output
@@ -433,9 +422,9 @@ class Odd(TwoTurns):
 def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(play):
     async def reward(output, row):
         try:
-            if row["index"] == 3:
+            if row["index"] == 2:
                 asyncio.current_task().cancel()
-            if row["index"] == 4:
+            if row["index"] == 3:
                 ask = ENGINES[0].generate
                 await ask(request_id="judge", prompt_ids=[5], sampling_params={})
             await asyncio.sleep(0)
@@ -443,37 +432,29 @@ def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(p
             GRADED.append(row["index"])
         return 1.0
 
-    rows = make_rows("x", "hang", "cancel", "x", "x", agent="test_odd")
+    rows = make_rows("x", "hang", "x", "x", agent="test_odd")
     phase = play(reward, rows, trajectory_timeout=HANGS)
     assert members(phase.outputs) == [(0, 0)]
-    failures = [(error["prompt"], error["kind"]) for error in phase.errors]
-    assert failures == [
-        *[(1, "failed_agent_loop"), (2, "failed_agent_loop")],
-        *[(3, "failed_reward"), (4, "failed_reward")],
-    ]
+    kinds = [error["kind"] for error in phase.errors]
+    assert kinds == ["failed_agent_loop", "failed_reward", "failed_reward"]
     assert "train-00000000-000001-0000 took longer than" in phase.errors[0]["error"]
-    assert "let the agent loop judge, while the engine is awake" in phase.errors[3]["error"]
+    assert "let the agent loop judge, while the engine is awake" in phase.errors[2]["error"]
 
 
 def test_what_an_agent_leaves_behind_is_its_own(play):
-    """No reward, a changed row, one dict for all: each costs itself alone."""
+    """A changed row, one dict for all: each costs itself alone."""
 
     def reward(output, row):
         assert len(row["prompt"]) == 1
         output.turn_rewards.append((0, 0.25))
-        output.metrics["graded"] = 1
         return 1.0
 
-    rows = make_rows("x", "nonsense", "no score", "own", agent="test_odd")
+    rows = make_rows("x", "own", agent="test_odd")
     phase = play(reward, rows, group_size=2)
-    assert members(phase.outputs) == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    assert +phase.lost == {"failed_reward": 4} and SHARED == {}
+    assert members(phase.outputs) == [(0, 0), (0, 1), (1, 0), (1, 1)] and SHARED == {}
     assert [output.reward for output in phase.outputs] == [1.0, 1.0, 0.5, 0.5]
     turn_rewards = [output.turn_rewards for output in phase.outputs]
     assert turn_rewards == [[(0, 0.25)], [(0, 0.25)], [], []]
-    graded = [output.metrics.get("graded") for output in phase.outputs]
-    assert graded == [1, 1, None, None]
-    assert len({len(output.prompt_ids) for output in phase.outputs}) == 1
     assert all(len(row["prompt"]) == 1 for row in rows)
 
 
@@ -515,7 +496,7 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
     @register("test_records_params")
     class Records(AgentLoopBase):
         async def run(self, sampling_params, **row):
-            seen.append(sampling_params)
+            seen.append(dict(sampling_params))
             trajectory = self.start(row)
             await self.assistant_turn(trajectory, sampling_params)
             message = {"role": "user", "content": "and?"}
@@ -526,8 +507,8 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
     sampling = {"temperature": 1.0, "stop_token_ids": stops, "stop": []}
     rows = make_rows("x", agent="test_records_params")
     phase = play(lambda *_: 1.0, rows, group_size=4, sampling=sampling)
-    assert [params["stop"] for params in seen] == [["END"]] * 4
-    assert [params["stop_token_ids"] for params in seen] == [[eos]] * 4
+    assert all(params["stop"] == ["END"] and params["stop_token_ids"] == [eos] for params in seen)
+    assert len(seen) == 4 and sampling["stop"] == []
     n_stopped = 0
     for output in phase.outputs:
         given = output.response_mask.index(0)

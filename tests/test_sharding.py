@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import REPO, TINY, generate, metrics_of, run
 from gradient_worker import gradients
 from sharding_worker import CASES, error_of, spoilt
@@ -40,8 +41,6 @@ def check_same(found: dict, expected: dict) -> None:
 def test_sharded_gradient_is_the_whole_ones(
     tiny_model, untied_model, cache, tmp_path, process_group
 ):
-    from accelerate import Accelerator
-
     found = on_two_ranks("gradients", tmp_path / "out", cache, tiny_model, untied_model)
     for model, names in ((tiny_model, CASES), (untied_model, ["130"])):
         for name in names:
@@ -64,7 +63,6 @@ def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(
     tiny_model, process_group, monkeypatch, tmp_path
 ):
     """On GPUs it is, by configs/eight_gpus_fsdp2.yaml; on a CPU it never is by itself."""
-    from accelerate import Accelerator
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plain = gradients(Accelerator(cpu=True), tiny_model, 130, "token-mean")
