@@ -6,7 +6,6 @@ import asyncio
 import collections
 import dataclasses
 import json
-import random
 import signal
 from collections.abc import Callable
 
@@ -210,14 +209,6 @@ class Gated(AgentLoopBase):
             engine.enter(self.engine.name)
 
 
-@register("test_hurried")
-class Hurried(Gated):
-    """Instead of gates: tools that take as long as they like."""
-
-    async def through(self, number: int, where: str) -> None:
-        await asyncio.sleep(random.random() / 20)
-
-
 class Run:
     """A pool with its engine and agent loops. The engine waits for all that are not at a gate:
     no step is left to chance."""
@@ -349,20 +340,6 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_
         assert not +phase.lost
         for output in phase.outputs:
             check_versions(models, output)
-
-
-def test_an_asynchronous_run_trains_the_prompts_of_the_synchronous_one(make_run):
-    """Step by step, however long tools take: nothing is selected by how fast it was."""
-    trained = {}
-    ages = {}
-    for staleness in (0, 2):
-        run = make_run(Task(), agent="test_hurried", num_steps=8, max_staleness=staleness)
-        run.engine.args.deterministic = False
-        phases = [run.step(step) for step in range(8)]
-        trained[staleness] = [prompts(phase) for phase in phases]
-        ages[staleness] = {step - oldest(phase) for step, phase in enumerate(phases)}
-    assert trained[2] == trained[0] == [[2 * step, 2 * step + 1] for step in range(8)]
-    assert ages[0] == {0} and 1 <= max(ages[2]) <= 2
 
 
 def test_at_staleness_zero_every_batch_is_on_policy_and_leaves_nothing(make_run):

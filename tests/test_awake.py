@@ -85,30 +85,15 @@ class Endless(AgentLoopBase):
             )
 
 
-@pytest.mark.parametrize("where", ["settle", "rollout", "error"])
-def test_after_a_stop_in_an_evaluation_the_engine_sleeps(one, where, background, monkeypatch):
+@pytest.mark.parametrize("agent, error", [("test_endless", Stopped), (None, RuntimeError)])
+def test_after_a_stop_or_error_in_an_evaluation_the_engine_sleeps(one, agent, error, monkeypatch):
     moves = []
     monkeypatch.setattr(train, "offload", lambda run, device: moves.append(device))
-    engine = one.engine
-
-    def stopped():  # while a call of training is under way
-        sampling = {"max_tokens": 60}
-        call = engine.generate(request_id="a", prompt_ids=[5], sampling_params=sampling)
-        background.submit(call)
-        while not engine.running:
-            engine.step()
-        raise Stopped
-
-    if where == "settle":
-        one.pool.settle = stopped
-    elif where == "rollout":
-        one.stop.ask = lambda: True
-        one.rows = {"val": make_rows("x", agent="test_endless")}
-    else:
-        one.rows = {"val": make_rows("raise")}
-    with pytest.raises(RuntimeError if where == "error" else Stopped):
+    one.rows = {"val": make_rows("x", agent=agent) if agent else make_rows("raise")}
+    one.stop.ask = lambda: agent is not None
+    with pytest.raises(error):
         train.evaluate(one)
-    assert engine.state == "asleep" and moves == ["cpu", one.accelerator.device]
-    assert len(engine.requests) == (where == "settle")  # the call of training is kept
-    engine.drain()
-    assert not engine.core.has_unfinished_requests()
+    assert one.engine.state == "asleep" and moves == ["cpu", one.accelerator.device]
+    assert not one.engine.requests
+    one.engine.drain()
+    assert not one.engine.core.has_unfinished_requests()
