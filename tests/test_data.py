@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import os
 import textwrap
 from types import SimpleNamespace
 
@@ -507,34 +506,9 @@ def test_shares_are_a_partition_within_the_budget(batch, extra, n):
     assert all(unique_tokens(batch, micro) <= budget for micro in real)
 
 
-@given(forests(), st.randoms(use_true_random=False))
-def test_a_part_of_a_micro_batch_shares_what_its_rows_alone_share(batch, random):
-    n = len(batch["lengths"])
-    positions = random.sample(range(n), random.randint(1, n))
-    part = data.in_prefix_order(batch, range(n)).select(positions)
-    assert part == data.in_prefix_order(batch, part.rows) and len(part.rows) == len(positions)
-    ids = [batch["input_ids"][row, : batch["lengths"][row]].tolist() for row in part.rows]
-    assert part.lengths == [len(row) for row in ids]
-    for k in range(1, len(ids)):
-        assert part.shared[k] == len(os.path.commonprefix([ids[k - 1], ids[k]]))
-
-
 def test_prefixes_end_where_a_sequence_does_not_where_the_padding_begins():
     batch = batch_of([[5, 6], [5, 6]], [[0], [0, 0, 7]])  # 0 pads rows, and is a token as well
     assert data.in_prefix_order(batch, [1, 0]) == data.MicroBatch([0, 1], [3, 5], [0, 3])
-
-
-# ---------------------------------------------------------------- packing
-
-
-def test_pack_by_hand():
-    padded = torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0], [1, 2, 3, 4]])
-    for ids in (padded, [[5, 6, 7], [8], [1, 2, 3, 4]]):
-        input_ids, position_ids, cu_seqlens, max_seqlen = data.pack(ids, [3, 1, 4])
-        assert input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 3, 4]]
-        assert position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
-        assert cu_seqlens.tolist() == [0, 3, 4, 8] and cu_seqlens.dtype == torch.int32
-        assert max_seqlen == 4 and isinstance(max_seqlen, int)
 
 
 # ---------------------------------------------------------------- shared prefixes

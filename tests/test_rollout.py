@@ -50,26 +50,6 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
 # ---------------------------------------------------------------- the engine
 
 
-def test_states_out_of_order_raise(engine, tiny_model):
-    weights = [(name, p.detach()) for name, p in hf_model(tiny_model).named_parameters()]
-    calls = {
-        "wake_weights": engine.wake_weights,
-        "load_weights": lambda: engine.load_weights(weights, 7),
-        "wake_kv": engine.wake_kv,
-        "step": engine.step,
-        "sleep": engine.sleep,
-    }
-    for state, allowed in zip(("asleep", "weights", "synced"), calls):
-        assert engine.state == state
-        for name in calls.keys() - {allowed}:
-            with pytest.raises(RuntimeError, match=f"'{state}'"):
-                calls[name]()
-        calls[allowed]()
-    assert (engine.state, engine.version) == ("awake", 7)
-    with pytest.raises(RuntimeError, match="'awake'"):
-        engine.wake_weights()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_the_trainers_after_every_sync(engine, background, tiny_model, temperature):
     for version, scale in enumerate([1.0, 1.5]):

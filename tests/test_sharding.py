@@ -13,7 +13,6 @@ from sharding_worker import CASES, error_of, spoilt
 from test_rollout import PROMPTS, hf_logprobs, hf_model
 from test_train import safetensors
 
-import data
 import train
 from agent_loop import BadInput
 from flatrl import devices
@@ -206,23 +205,7 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
     assert not devices.sharding(args)
     launched(monkeypatch)
     assert devices.sharding(args) is True
-
-
-@pytest.mark.parametrize("name, value", [
-    ("FSDP_VERSION", "1"),
-    ("FSDP_OFFLOAD_PARAMS", "true"),
-])  # fmt: skip
-def test_what_of_accelerates_config_is_not_implemented_is_refused(monkeypatch, name, value):
-    launched(monkeypatch, **{name: value})
-    with pytest.raises(BadInput, match=f"{name.lower()} {value}: must be"):
-        devices.sharding(Args())
-
-
-def test_a_model_that_does_not_name_its_layers_is_refused(args, process_group):
-    data.register_packed_attention()
-    policy = train.Policy(args)
-    for module in policy.modules():
-        if hasattr(module, "_no_split_modules"):
-            module._no_split_modules = None
-    with pytest.raises(BadInput, match="--shard: .*_no_split_modules"):
-        devices.shard(policy, args, torch.device("cpu"))
+    # A setting of accelerate's that is not implemented is refused.
+    launched(monkeypatch, FSDP_OFFLOAD_PARAMS="true")
+    with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
+        devices.sharding(args)
