@@ -265,18 +265,18 @@ def test_a_whole_rollout_is_masked_where_one_of_its_outputs_was_cut_off():
 
 def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     outputs = [output(0, 0, "1", None), output(0, 1, "11111", None), output(1, 0, "11", None)]
-    phase = Rollouts(outputs=list(outputs))
+    rollouts = Rollouts(outputs=list(outputs))
 
     def wait_for_rewards(*_):  # the long one's reward failed
         outputs[0].reward, outputs[2].reward = 1.0, 2.0
-        phase.outputs = [outputs[0], outputs[2]]
+        rollouts.outputs = [outputs[0], outputs[2]]
 
     monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
-    phase.metrics = lambda engine: {}
-    batch = data.make_batch(phase.trained)
+    rollouts.metrics = lambda engine: {}
+    batch = data.make_batch(rollouts.trained)
     batch["values"] = torch.arange(15.0).view(3, 5)
     run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
-    batch = train.add_rewards(run, phase, batch, {})
+    batch = train.add_rewards(run, rollouts, batch, {})
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
     assert batch.units.rewards.tolist() == [1.0, 2.0]

@@ -157,8 +157,8 @@ def test_demonstrations_stand_apart_from_what_was_sampled():
     assert len(packed["pair"]) == 6  # all of them are predicted
 
 
-def phase_of(*sampled, demonstrated: bool) -> Rollouts:
-    """A phase of these outputs and, if demonstrated, of two demonstrations."""
+def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:
+    """The rollouts with these outputs and, if demonstrated, of two demonstrations."""
     outputs = list(sampled)
     if demonstrated:
         outputs += [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
@@ -166,19 +166,19 @@ def phase_of(*sampled, demonstrated: bool) -> Rollouts:
             each.response_versions = [-1] * len(each.response_ids)
             each.extra["demonstration"] = True
             each.metrics["states"] = ["a"]
-    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
-    phase.sort()
-    return phase
+    rollouts = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
+    rollouts.sort()
+    return rollouts
 
 
-def step_of(phase: Rollouts, **flags) -> tuple[dict, dict]:
+def step_of(rollouts: Rollouts, **flags) -> tuple[dict, dict]:
     """The batch and the metrics as train.main has them, with logprobs and values made up."""
     args = Args(**flags)
-    made_up = torch.full_like(data.collate(phase.trained)["response_mask"], -2.0)
+    made_up = torch.full_like(data.collate(rollouts.trained)["response_mask"], -2.0)
     names = ("logprobs_old", "logprobs_ref", "values")
-    batch, metrics = batch_with_rewards(phase.trained, args, **dict.fromkeys(names, made_up))
-    batch["advantages"] = train.estimate_advantages(batch, phase, args)
-    return batch, metrics | phase.group_metrics() | batch_metrics(batch, 3, args)
+    batch, metrics = batch_with_rewards(rollouts.trained, args, **dict.fromkeys(names, made_up))
+    batch["advantages"] = train.estimate_advantages(batch, rollouts, args)
+    return batch, metrics | rollouts.group_metrics() | batch_metrics(batch, 3, args)
 
 
 @pytest.mark.parametrize("estimator", OUR_ESTIMATORS)
@@ -194,13 +194,13 @@ def test_advantages_and_metrics_do_not_see_demonstrations(estimator, flags):
     if estimator == "remax":
         outputs.append(output(0, 2, "1", 0.5))
         outputs[-1].extra["greedy"] = True
-    plain, expected = step_of(phase_of(*outputs, demonstrated=False), **flags)
-    mixed, metrics = step_of(phase_of(*outputs, demonstrated=True), **flags)
+    plain, expected = step_of(rollouts_with(*outputs, demonstrated=False), **flags)
+    mixed, metrics = step_of(rollouts_with(*outputs, demonstrated=True), **flags)
     assert metrics == expected
     close(mixed["advantages"][[0, 1, 3]], plain["advantages"])  # prompts 0, 0, 2, 4, 5
     assert not mixed["advantages"][[2, 4]].any()
 
-    alone, metrics = step_of(phase_of(demonstrated=True), **flags)
+    alone, metrics = step_of(rollouts_with(demonstrated=True), **flags)
     assert not alone["advantages"].any() and all(x == x for x in metrics.values())
     assert metrics["rollout/singleton_groups"] == metrics["rollout/logp_diff_max"] == 0
 

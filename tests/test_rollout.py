@@ -241,9 +241,9 @@ def play(engine, background, tokenizer, args, tiny_model):
         flags = dataclasses.replace(args, **flags)
         run = make_run(engine, background, task, tokenizer, flags)
         wake(engine, hf_model(tiny_model), version)
-        phase = rollout(run, rows, step, group_size, sampling or {"temperature": 1.0})
+        rollouts = rollout(run, rows, step, group_size, sampling or {"temperature": 1.0})
         engine.sleep()
-        return phase
+        return rollouts
 
     return play
 
@@ -271,8 +271,8 @@ def members(outputs) -> list[tuple[int, int]]:
     return [(output.extra["prompt"], output.extra["sample"]) for output in outputs]
 
 
-def members_of_errors(phase) -> list[tuple[int, int]]:
-    return [(error["prompt"], error["sample"]) for error in phase.errors]
+def members_of_errors(rollouts) -> list[tuple[int, int]]:
+    return [(error["prompt"], error["sample"]) for error in rollouts.errors]
 
 
 def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
@@ -283,31 +283,31 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
 
     rows = make_rows("slow", "raise", "no reward", "skip", "list", "dict")
-    phase = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
+    rollouts = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
 
-    segments = [(*members([output])[0], output.extra["segment"]) for output in phase.outputs]
+    segments = [(*members([output])[0], output.extra["segment"]) for output in rollouts.outputs]
     expected = [(0, 0, 0), (0, 1, 0), (2, 0, 0)]
     expected += [(4, 0, 0), (4, 0, 1), (4, 1, 0), (4, 1, 1), (5, 0, 0), (5, 1, 0)]
     assert segments == expected
-    rewards = [output.reward for output in phase.outputs]
+    rewards = [output.reward for output in rollouts.outputs]
     assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2
 
-    assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
-    assert members_of_errors(phase) == [(1, 0), (1, 1), (2, 1)]
-    assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
+    assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
+    assert members_of_errors(rollouts) == [(1, 0), (1, 1), (2, 1)]
+    assert "ZeroDivisionError: the grader broke" in rollouts.errors[2]["error"]
     # A traceback begins in the task's file.
-    first = phase.errors[2]["error"].splitlines()[1]
+    first = rollouts.errors[2]["error"].splitlines()[1]
     assert first.startswith(f'  File "{__file__}", line ') and first.endswith(", in reward")
     shown = capfd.readouterr().err
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown
 
-    for output in phase.outputs[:2]:
+    for output in rollouts.outputs[:2]:
         given = output.response_mask.index(0)
         assert output.response_mask[given : given + 3] == [0, 0, 0]
         assert output.response_ids[given : given + 3] == [5, 6, 7]
         assert output.response_versions == [3 if m else -1 for m in output.response_mask]
-    kept = sum(sum(output.response_mask) for output in phase.outputs)
-    assert phase.statistics["tokens"] > kept  # those of dropped trajectories count, too
+    kept = sum(sum(output.response_mask) for output in rollouts.outputs)
+    assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
 
 
 def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
@@ -330,28 +330,28 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
         return {"score": row["index"] + output.extra["sample"] / 4}
 
     run = pool_of(reward, make_rows(*["x"] * 4), prompts_per_step=4, group_size=2)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
-    assert len(phase.outputs) == 8
-    assert all(output.reward is None for output in phase.outputs)
+    assert len(rollouts.outputs) == 8
+    assert all(output.reward is None for output in rollouts.outputs)
     loop = run.background.loop
     run.stop.ask = lambda: loop.call_soon_threadsafe(release.set) is None  # while it waits
-    wait_for_rewards(phase, run.background, run.stop)
+    wait_for_rewards(rollouts, run.background, run.stop)
 
     assert sorted(started) == [0, 0, 1, 1, 2, 2, 3, 3]
-    scores = sorted(output.reward["score"] for output in phase.outputs)
+    scores = sorted(output.reward["score"] for output in rollouts.outputs)
     assert scores == [0, 0.25, 3, 3.25]
-    assert +phase.lost == {"failed_reward": 4}
-    assert sum("TimeoutError" in error["error"] for error in phase.errors) == 2
-    wait_for_rewards(phase, run.background, run.stop)  # nothing is left to wait for
-    assert len(phase.outputs) == 4
+    assert +rollouts.lost == {"failed_reward": 4}
+    assert sum("TimeoutError" in error["error"] for error in rollouts.errors) == 2
+    wait_for_rewards(rollouts, run.background, run.stop)  # nothing is left to wait for
+    assert len(rollouts.outputs) == 4
 
 
 def test_without_any_reward_the_run_ends_with_the_reason(pool_of):
     run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
-        wait_for_rewards(phase, run.background, run.stop)
+        wait_for_rewards(rollouts, run.background, run.stop)
 
 
 def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
@@ -365,10 +365,10 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
             raise
 
     run = pool_of(reward, make_rows("x"), prompts_per_step=1, group_size=2)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     run.stopped = True
     with pytest.raises(Stopped):
-        wait_for_rewards(phase, run.background, run.stop)
+        wait_for_rewards(rollouts, run.background, run.stop)
     # A resumed run takes the prompt again, unless its step was finished.
     assert run.pool.next_prompt(0) == 0 and run.pool.next_prompt(1) == 1
     run.pool.end()
@@ -413,12 +413,12 @@ def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(p
         return 1.0
 
     rows = make_rows("x", "hang", "x", "x", agent="test_odd")
-    phase = play(reward, rows, trajectory_timeout=HANGS)
-    assert members(phase.outputs) == [(0, 0)]
-    kinds = [error["kind"] for error in phase.errors]
+    rollouts = play(reward, rows, trajectory_timeout=HANGS)
+    assert members(rollouts.outputs) == [(0, 0)]
+    kinds = [error["kind"] for error in rollouts.errors]
     assert kinds == ["failed_agent_loop", "failed_reward", "failed_reward"]
-    assert "train-00000000-000001-0000 took longer than" in phase.errors[0]["error"]
-    assert "let the agent loop judge, while the engine is awake" in phase.errors[2]["error"]
+    assert "train-00000000-000001-0000 took longer than" in rollouts.errors[0]["error"]
+    assert "let the agent loop judge, while the engine is awake" in rollouts.errors[2]["error"]
 
 
 def test_what_an_agent_leaves_behind_is_its_own(play):
@@ -430,18 +430,18 @@ def test_what_an_agent_leaves_behind_is_its_own(play):
         return 1.0
 
     rows = make_rows("x", "own", agent="test_odd")
-    phase = play(reward, rows, group_size=2)
-    assert members(phase.outputs) == [(0, 0), (0, 1), (1, 0), (1, 1)] and SHARED == {}
-    assert [output.reward for output in phase.outputs] == [1.0, 1.0, 0.5, 0.5]
-    turn_rewards = [output.turn_rewards for output in phase.outputs]
+    rollouts = play(reward, rows, group_size=2)
+    assert members(rollouts.outputs) == [(0, 0), (0, 1), (1, 0), (1, 1)] and SHARED == {}
+    assert [output.reward for output in rollouts.outputs] == [1.0, 1.0, 0.5, 0.5]
+    turn_rewards = [output.turn_rewards for output in rollouts.outputs]
     assert turn_rewards == [[(0, 0.25)], [(0, 0.25)], [], []]
     assert all(len(row["prompt"]) == 1 for row in rows)
 
 
 def test_sampling_depends_on_seed_step_prompt_and_sample_only(play):
     def tokens(step: int, n_rows: int) -> dict:
-        phase = play(lambda *_: 0.0, make_rows(*["slow"] * n_rows), group_size=2, step=step)
-        return dict(zip(members(phase.outputs), (o.response_ids for o in phase.outputs)))
+        rollouts = play(lambda *_: 0.0, make_rows(*["slow"] * n_rows), group_size=2, step=step)
+        return dict(zip(members(rollouts.outputs), (o.response_ids for o in rollouts.outputs)))
 
     both = tokens(1, 2)
     one = tokens(1, 1)
@@ -454,17 +454,17 @@ def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, arg
     """ReMax: sampled greedily in the same rollout, marked, and in no statistics."""
     flags = dict(adv_estimator="remax", prompts_per_step=2, group_size=3)
     run = pool_of(lambda output, row: row["index"], make_rows(*["x"] * 4), **flags)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     engine.sleep()
-    wait_for_rewards(phase, run.background, run.stop)
-    assert members(phase.greedy) == [(0, 3), (1, 3)]
-    assert members(phase.trained) == [(i, j) for i in (0, 1) for j in range(3)]
-    assert phase.trained == phase.sampled and len(phase.outputs) == 8
+    wait_for_rewards(rollouts, run.background, run.stop)
+    assert members(rollouts.greedy) == [(0, 3), (1, 3)]
+    assert members(rollouts.trained) == [(i, j) for i in (0, 1) for j in range(3)]
+    assert rollouts.trained == rollouts.sampled and len(rollouts.outputs) == 8
     # The prompts are equal, and no seed takes part.
-    first, second = (output.response_ids for output in phase.greedy)
-    assert first == second != phase.trained[0].response_ids
-    assert [o.reward for o in phase.greedy] == data.prompt_order(4, 0, 2, args.seed)
-    assert phase.metrics(engine)["rollout/trajectories"] == 6
+    first, second = (output.response_ids for output in rollouts.greedy)
+    assert first == second != rollouts.trained[0].response_ids
+    assert [o.reward for o in rollouts.greedy] == data.prompt_order(4, 0, 2, args.seed)
+    assert rollouts.metrics(engine)["rollout/trajectories"] == 6
 
 
 def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokenizer):
@@ -486,11 +486,11 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
 
     sampling = {"temperature": 1.0, "stop_token_ids": stops, "stop": []}
     rows = make_rows("x", agent="test_records_params")
-    phase = play(lambda *_: 1.0, rows, group_size=4, sampling=sampling)
+    rollouts = play(lambda *_: 1.0, rows, group_size=4, sampling=sampling)
     assert all(params["stop"] == ["END"] and params["stop_token_ids"] == [eos] for params in seen)
     assert len(seen) == 4 and sampling["stop"] == []
     n_stopped = 0
-    for output in phase.outputs:
+    for output in rollouts.outputs:
         given = output.response_mask.index(0)
         if output.response_ids[given - 1] in stops:
             assert output.response_ids[given] == eos
@@ -520,14 +520,14 @@ def test_a_malformed_result_of_a_grader_costs_its_trajectory(play, args, tokeniz
         result = SPOILERS[row["index"]](output)
         return 1.0 if result is None else result
 
-    phase = play(reward, make_rows(*["x"] * len(SPOILERS)))
+    rollouts = play(reward, make_rows(*["x"] * len(SPOILERS)))
     good = len(SPOILERS) - 1
-    assert [(o.extra["prompt"], o.reward) for o in phase.outputs] == [(good, 0.25)]
-    failures = [(error["kind"], error["prompt"]) for error in phase.errors]
+    assert [(o.extra["prompt"], o.reward) for o in rollouts.outputs] == [(good, 0.25)]
+    failures = [(error["kind"], error["prompt"]) for error in rollouts.errors]
     assert failures == [("failed_reward", i) for i in range(good)]
     log = Log(dataclasses.replace(args, output_dir=str(tmp_path)), tokenizer, 0)
-    log.rollouts("step", phase.outputs, phase.errors)
-    log.metrics({"step": 1} | describe(phase.outputs, data.by_unit(phase.outputs)))
+    log.rollouts("step", rollouts.outputs, rollouts.errors)
+    log.metrics({"step": 1} | describe(rollouts.outputs, data.by_unit(rollouts.outputs)))
 
 
 def test_what_a_grader_does_to_an_output_changes_no_training_data(play):

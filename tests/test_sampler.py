@@ -13,9 +13,9 @@ import train
 from agent_loop import BadInput
 
 
-def drawn(phase) -> list[tuple[int, int]]:
+def drawn(rollouts) -> list[tuple[int, int]]:
     """The (prompt, row) of each group."""
-    firsts = [output.extra for output in phase.outputs if output.extra["sample"] == 0]
+    firsts = [output.extra for output in rollouts.outputs if output.extra["sample"] == 0]
     return [(extra["prompt"], extra["index"]) for extra in firsts]
 
 
@@ -48,9 +48,9 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
     run = sampled(sampler, max_staleness=staleness)
     rows = []
     for step in range(4):
-        phase = run.step(step)
-        rows += drawn(phase)
-        train.add_rewards(run.run, phase, data.make_batch(phase.trained), {})
+        rollouts = run.step(step)
+        rows += drawn(rollouts)
+        train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained), {})
         run.run.done += 1
     history = run.run.history
     # One call for each prompt, in order, with all before it. The entry is its answer.
@@ -92,10 +92,10 @@ def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):  # noqa: F
     run.pool.end()
     rows = run.run.rows["train"]
     run = make_run(run.task, max_staleness=0, rows=Table(rows))
-    phase = run.step(0)
-    assert drawn(phase) == [(0, good)]
-    assert [error["prompt"] for error in phase.errors] == [1, 1]
-    assert "it is no row" in phase.errors[0]["error"]
+    rollouts = run.step(0)
+    assert drawn(rollouts) == [(0, good)]
+    assert [error["prompt"] for error in rollouts.errors] == [1, 1]
+    assert "it is no row" in rollouts.errors[0]["error"]
 
 
 SAMPLED = f"""

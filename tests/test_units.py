@@ -74,8 +74,8 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
     greedy = whole(9)
     for output in greedy:
         output.extra["greedy"] = True
-    phase = Rollouts(outputs=[*outputs, *greedy])
-    batch["advantages"] = train.estimate_advantages(batch, phase, args)
+    rollouts = Rollouts(outputs=[*outputs, *greedy])
+    batch["advantages"] = train.estimate_advantages(batch, rollouts, args)
 
     logprobs = batch["logprobs"].double().requires_grad_()
     loss, _ = train.policy_objective([logprobs, torch.zeros_like(logprobs)], batch, args)
