@@ -503,7 +503,9 @@ def test_shares_are_a_partition_within_the_budget(batch, extra, n):
     real = [micro for share in shares for micro in share if not micro.is_filler]
     rows = sorted(row for micro in real for row in micro.rows)
     assert rows == list(range(len(batch["lengths"])))
-    assert all(unique_tokens(batch, micro) <= budget for micro in real)
+    for micro in real:
+        assert unique_tokens(batch, micro) <= budget
+        assert micro == data.in_prefix_order(batch, micro.rows)
 
 
 def test_prefixes_end_where_a_sequence_does_not_where_the_padding_begins():

@@ -92,14 +92,28 @@ def test_a_run_by_accelerate(cache, tmp_path):
     assert about["args"]["max_model_len"] == 64 and about["args"]["lr"] == 3e-4
 
 
+SAMPLED = f"""
+import json, random, sys
+sys.path.insert(0, {str(REPO / "tests")!r})
+from tiny_task import *
+
+def sampler(history):
+    return random.Random(json.dumps(history)).randrange(24)
+"""
+
+
 def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
     cache, tmp_path, tiny_model
 ):
-    """As on GPUs. Ranks have different numbers of micro-batches, and checkpoints keep more."""
+    """As on GPUs, with a sampler, which chooses replacements, too.
+
+    Ranks have different numbers of micro-batches, and checkpoints keep more."""
+    (tmp_path / "sampled.py").write_text(SAMPLED)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(shutil.copytree(tiny_model, tmp_path / "model"))
     flags = [
-        *[*PPO, "--model", tmp_path / "model", "--dtype", "bfloat16", "--shard"],
+        *[*PPO, "--task", tmp_path / "sampled.py"],
+        *["--model", tmp_path / "model", "--dtype", "bfloat16", "--shard"],
         *["--lr", "3e-4", "--critic_lr", "1e-3", "--tokens_per_micro_batch", "64"],
         *["--kl_coef", "0.05", "--kl_in", "reward", "--kl_kind", "k1", "--kl_target", "0.001"],
         *["--max_gen_batches", "3", "--overlong_buffer", "0.5"],
@@ -128,8 +142,12 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
     assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3]
     assert any(abs(row["reward/shaped_mean"] - row["reward/mean"]) > 0.01 for row in rows)
     assert sum(row["rollout/filtered_groups"] for row in rows) > 0
-    state = json.loads((whole / "checkpoints/step_000003/step.json").read_text())
-    assert state["next_prompt"] > 12
+    path = "checkpoints/step_000003/step.json"
+    state, other = (json.loads((folder / path).read_text()) for folder in (whole, killed))
+    assert state == other and state["next_prompt"] > 12
+    for rollout in rollouts_of(whole, 3):
+        row, _, *rewards = state["history"][rollout["extra"]["prompt"]]
+        assert row == rollout["index"] and rollout["total_reward"] in rewards
 
     assert rows[0]["actor/kl_coef"] == 0.05
     for row, after in zip(rows, rows[1:]):  # 16 rollouts a step, over a horizon of 10,000
