@@ -323,7 +323,7 @@ def test_the_second_interrupt_ends_at_once(cache, tmp_path):
         assert process.poll() is None
         # Within a second of the first it would be taken for the launcher's, of one Ctrl-C.
         wait_for(lambda: process.send_signal(signal.SIGINT) or process.poll() is not None)
-        assert process.returncode == -signal.SIGKILL
+        assert process.returncode == -signal.SIGINT
 
 
 # ---------------------------------------------------------------- gradients
@@ -519,7 +519,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
-    for bad in ("{", json.dumps(good | {"reward": None})):
+    for bad in ("{", json.dumps(good | {"prompt_ids": None})):
         file.write_text(f"{line}\n{bad}\n", encoding="utf-8")
         with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory"):
             train.read_rollouts(file, 4)
