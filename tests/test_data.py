@@ -10,9 +10,8 @@ import datasets
 import pytest
 import torch
 from conftest import output_of, rewards_of_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import data
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
@@ -280,28 +279,16 @@ def test_names_that_a_row_gets_wrong_are_found_before_the_run(tokenizer, row, sa
 # ---------------------------------------------------------------- tables that stay on disk
 
 
-@pytest.fixture
-def big_table(tmp_path, monkeypatch):
-    """Writes a table of 250 rows, every third of them long. More than 200 stay on disk."""
-    monkeypatch.setattr(tables, "MAX_ROWS_IN_MEMORY", 200)
-
-    def write(**more) -> list[str]:
-        rows = []
-        for i in range(250):
-            text = f"{i}" * (1 if i % 3 else 41)
-            row = {name: value if i == 230 else None for name, value in more.items()}
-            rows.append({"prompt": [{"role": "user", "content": text}], **row})
-        file = str(tmp_path / f"{len(more)}.parquet")
-        datasets.Dataset.from_list(rows).to_parquet(file)
-        return [file]
-
-    return write
-
-
 def test_a_big_table_stays_on_disk_and_gives_what_a_list_gives(
-    big_table, tokenizer, monkeypatch, process_group
+    tmp_path, tokenizer, monkeypatch, process_group
 ):
-    file = big_table()
+    source = []
+    for i in range(250):  # every third row is long
+        text = f"{i}" * (1 if i % 3 else 41)
+        source.append({"prompt": [{"role": "user", "content": text}]})
+    file = [str(tmp_path / "rows.parquet")]
+    datasets.Dataset.from_list(source).to_parquet(file[0])
+    monkeypatch.setattr(tables, "MAX_ROWS_IN_MEMORY", 200)
     task = SimpleNamespace(SYSTEM_PROMPT="Be brief.")
     args = Args(max_prompt_tokens=rendered(tokenizer, [BRIEF, *HELLO]))
     rows = data.load_rows(task, "train", file)
@@ -408,16 +395,6 @@ def test_select_is_collate_of_some_outputs(masks, random):
 # ---------------------------------------------------------------- shares and micro-batches
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 8))
-def test_balance_is_a_partition_of_even_weight(lengths, n):
-    shares = data.balance(lengths, n)
-    assert len(shares) == n and all(share == sorted(share) for share in shares)
-    assert sorted(sum(shares, [])) == list(range(len(lengths)))
-    totals = [sum(lengths[i] for i in share) for share in shares]
-    assert max(totals) - min(totals) <= max(lengths, default=0)
-    assert data.balance([7, 1, 6, 2, 4], 2) == [[0, 1, 3], [2, 4]]
-
-
 def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> dict:
     """A batch of such sequences, in which every response token is sampled."""
     outputs = []
@@ -441,7 +418,10 @@ def shares_of(batch: dict, n_ranks: int, budget: int, **how) -> list[list[data.M
 
 
 def unique_tokens(batch: dict, micro: data.MicroBatch) -> int:
-    return data.pack_rows(batch, micro, "cpu")["inputs"]["input_ids"].numel()
+    packed = data.pack_rows(batch, micro, "cpu")
+    pairs = [*zip(packed["source"].tolist(), packed["targets"].tolist(), strict=True)]
+    assert len(pairs) == len(set(pairs))  # each prediction is computed once
+    return packed["inputs"]["input_ids"].numel()
 
 
 @pytest.mark.parametrize("lengths, budget, packed, expected", [
@@ -497,6 +477,7 @@ def forests(draw) -> dict:
 
 @given(forests(), st.integers(0, 40), st.integers(1, 3))
 def test_shares_are_a_partition_within_the_budget(batch, extra, n):
+    """What the network makes of shared prefixes is tested in test_attention.py."""
     budget = max(batch["lengths"].tolist()) + extra
     shares = shares_of(batch, n, budget)
     assert len({len(share) for share in shares}) == 1
@@ -511,59 +492,3 @@ def test_shares_are_a_partition_within_the_budget(batch, extra, n):
 def test_prefixes_end_where_a_sequence_does_not_where_the_padding_begins():
     batch = batch_of([[5, 6], [5, 6]], [[0], [0, 0, 7]])  # 0 pads rows, and is a token as well
     assert data.in_prefix_order(batch, [1, 0]) == data.MicroBatch([0, 1], [3, 5], [0, 3])
-
-
-# ---------------------------------------------------------------- shared prefixes
-
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-
-
-@pytest.fixture(scope="module")
-def model() -> Qwen2ForCausalLM:
-    data.register_packed_attention()
-    torch.manual_seed(0)
-    config = Qwen2Config(**SIZES)
-    return Qwen2ForCausalLM._from_config(config, attn_implementation="packed")
-
-
-def scores_and_gradients(model, batch: dict, micros: list) -> tuple[torch.Tensor, list]:
-    """Logprobs (B, T), and the parameters' gradients of their weighted sum."""
-    model.zero_grad()
-    scores = torch.zeros_like(batch["response_mask"])
-    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2))
-    for micro in micros:
-        packed = data.pack_rows(batch, micro, "cpu")
-        pairs = [*zip(packed["source"].tolist(), packed["targets"].tolist(), strict=True)]
-        assert len(pairs) == len(set(pairs))  # each is computed once
-        logits = model(**packed["inputs"], use_cache=False).logits[0, packed["source"]]
-        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
-        logprobs = logprobs[packed["pair"], 0]
-        found = logprobs.new_zeros(packed["shape"]).index_put(packed["at"], logprobs)
-        (found * weights[micro.rows]).sum().backward()
-        scores[micro.rows] = found.detach()
-    return scores, [parameter.grad.clone() for parameter in model.parameters()]
-
-
-@settings(max_examples=12)
-@given(batch=forests(), extra=st.integers(0, 40))
-def test_a_forest_scores_and_learns_as_its_rows_do_alone(model, batch, extra):
-    """A row alone is compared with eager attention in test_attention.py."""
-    rows = range(len(batch["lengths"]))
-    alone = [data.in_prefix_order(batch, [row]) for row in rows]
-    scores, gradients = scores_and_gradients(model, batch, alone)
-    (micros,) = shares_of(batch, 1, max(batch["lengths"].tolist()) + extra)
-    shared, gradients_shared = scores_and_gradients(model, batch, micros)
-    close(shared, scores, rtol=1e-5, atol=1e-5)
-    whole = torch.stack([gradient.norm() for gradient in gradients]).norm()
-    for found, gradient in zip(gradients_shared, gradients, strict=True):
-        # Some are 0: those of queries and keys where there is one key.
-        assert (found - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6 * whole

@@ -438,18 +438,6 @@ def test_what_an_agent_leaves_behind_is_its_own(play):
     assert all(len(row["prompt"]) == 1 for row in rows)
 
 
-def test_sampling_depends_on_seed_step_prompt_and_sample_only(play):
-    def tokens(step: int, n_rows: int) -> dict:
-        rollouts = play(lambda *_: 0.0, make_rows(*["slow"] * n_rows), group_size=2, step=step)
-        return dict(zip(members(rollouts.outputs), (o.response_ids for o in rollouts.outputs)))
-
-    both = tokens(1, 2)
-    one = tokens(1, 1)
-    assert one == {member: both[member] for member in one}
-    assert both[0, 0] != both[0, 1] and both[0, 0] != both[1, 0]
-    assert tokens(2, 1)[0, 0] != one[0, 0]
-
-
 def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, args):
     """ReMax: sampled greedily in the same rollout, marked, and in no statistics."""
     flags = dict(adv_estimator="remax", prompts_per_step=2, group_size=3)
