@@ -2,7 +2,6 @@
 
 torchrun --nproc_per_node 2 tests/sharding_worker.py gradients | sync | tp OUT MODEL..."""
 
-import math
 import os
 import sys
 
@@ -54,28 +53,6 @@ def policy_of(args: train.Args, device: torch.device) -> train.Policy:
 def n_whole(policy: train.Policy) -> int:
     """Elements of the parameters that are not sharded at this moment."""
     return sum(p.numel() for p in policy.parameters() if not isinstance(p, DTensor))
-
-
-def error_of(call) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-train_named_weights = train.named_weights
-
-
-def spoilt(policy: train.Policy, name: str, how: str):
-    """named_weights with one tensor altered, in the same shape, or left out."""
-    for at, tensor in train_named_weights(policy):
-        if at == name and how == "corrupt":
-            tensor = tensor.roll(1, 0)
-        if at == name and how == "nan":
-            tensor = torch.full_like(tensor, math.nan)
-        if at != name or how != "missing":
-            yield at, tensor
 
 
 def sync_and_look(engine: rollout.Engine, policy: train.Policy) -> dict:
