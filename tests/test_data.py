@@ -484,9 +484,15 @@ def test_shares_are_a_partition_within_the_budget(batch, extra, n):
     real = [micro for share in shares for micro in share if not micro.is_filler]
     rows = sorted(row for micro in real for row in micro.rows)
     assert rows == list(range(len(batch["lengths"])))
-    for micro in real:
-        assert unique_tokens(batch, micro) <= budget
-        assert micro == data.in_prefix_order(batch, micro.rows)
+    assert all(unique_tokens(batch, micro) <= budget for micro in real)
+
+
+@given(forests(), st.randoms(use_true_random=False))
+def test_a_part_of_a_micro_batch_shares_what_its_rows_alone_share(batch, random):
+    n = len(batch["lengths"])
+    positions = random.sample(range(n), random.randint(1, n))
+    part = data.in_prefix_order(batch, range(n)).select(positions)
+    assert part == data.in_prefix_order(batch, part.rows) and len(part.rows) == len(positions)
 
 
 def test_prefixes_end_where_a_sequence_does_not_where_the_padding_begins():
