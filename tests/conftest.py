@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import resource
 import select
 import signal
 import socket
@@ -31,7 +30,7 @@ from hypothesis import HealthCheck
 REPO = Path(__file__).parent.parent
 HANGS = 300  # seconds after which something hangs: many times what a slow machine needs
 
-# For --engine_args: the default cache of 1 GB is written at once, and that takes long.
+# For --engine_args: to write to the whole default cache of 1 GB takes long.
 SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})
 
 # A short run of the task for the tests, without an engine (--replay) and with one.
@@ -112,7 +111,7 @@ def args(tiny_model):
     )
 
 
-# Other engines than the session's. To collect one would destroy the process group of all.
+# Engines other than the session's. Collecting one would destroy the process group of all.
 KEPT: list = []
 
 
@@ -137,7 +136,7 @@ def engine(session_engine):
 
 @pytest.fixture
 def registries(monkeypatch):
-    """What a test adds to the registries of estimators and objectives is gone after it."""
+    """Removes the estimators and objectives that a test registers."""
     import losses
 
     for name in ("ESTIMATORS", "OBJECTIVES"):
@@ -152,7 +151,7 @@ def background():
 
 
 class Asked:
-    """A run's Stop: `requested` asks anew each time."""
+    """A run's Stop, whose `requested` calls a function."""
 
     def __init__(self, ask):
         self.ask = ask
@@ -179,7 +178,7 @@ def make_run(engine, background, task, tokenizer, args, processor=None, store=No
 
 
 def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0, **more):
-    """An AgentLoopOutput with this mask. By default it is a rollout of one output."""
+    """Returns an AgentLoopOutput with this mask, by default the only one of its rollout."""
     from agent_loop import AgentLoopOutput
 
     extra = {"prompt": 0, "sample": 0, "segment": 0}
@@ -197,7 +196,7 @@ def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0,
 
 
 def rewards_of_tokens(outputs: list) -> torch.Tensor:
-    """The rewards where they fall, (B, T), with the outputs' own terminal rewards."""
+    """Returns the outputs' own rewards where they fall, (B, T)."""
     import data
 
     batch = data.make_batch(outputs)
@@ -205,7 +204,7 @@ def rewards_of_tokens(outputs: list) -> torch.Tensor:
 
 
 def batch_with_rewards(outputs: list, args, **tensors):
-    """A batch with these tensors, whose rewards train.py has shaped; and the metrics of that."""
+    """Returns a batch with these tensors and its shaped rewards, and the metrics of those."""
     import data
     import train
 
@@ -216,7 +215,7 @@ def batch_with_rewards(outputs: list, args, **tensors):
 
 
 def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
-    """Returns the results of concurrent `generate` calls, while this thread steps the engine."""
+    """Steps the engine until concurrent `generate` calls end. Returns their results."""
 
     async def everything():
         calls = []
@@ -241,7 +240,7 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
 def clean_env() -> dict[str, str]:
     """Returns this process's environment without the variables that its own engine needed.
 
-    vLLM's cache is shared: to inspect a model class takes it 12 s in a process of its own."""
+    vLLM's cache is shared, because inspecting a model class takes 12 s."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     caches = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     env = {"VLLM_CACHE_ROOT": f"{caches}/vllm"}
@@ -250,14 +249,14 @@ def clean_env() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port on which nobody listens."""
+    """Returns a port that is free."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 class Forked:
-    """A process that the zygote forked: what the tests use of subprocess.Popen."""
+    """A process that the zygote forked, with the methods of subprocess.Popen that tests use."""
 
     def __init__(self, *argv, cache: Path, env: dict[str, str]):
         self.returncode = None
@@ -286,7 +285,7 @@ class Forked:
         return self.printed(), None
 
     def printed(self) -> str:
-        """What it has printed so far."""
+        """Returns what it has printed so far."""
         return os.pread(self.output.fileno(), 1 << 30, 0).decode(errors="replace")
 
     def send_signal(self, which: int) -> None:
@@ -322,20 +321,11 @@ def zygote(cache: Path) -> socket.socket:
     return ZYGOTE[0][1]
 
 
-def end_zygote() -> None:
+def pytest_sessionfinish():
     for process, connection in ZYGOTE:
         connection.close()
         process.wait()
     ZYGOTE.clear()
-
-
-def pytest_terminal_summary(terminalreporter):
-    end_zygote()  # so that its CPU time counts
-    here = resource.getrusage(resource.RUSAGE_SELF)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    terminalreporter.write_line(
-        f"user CPU time {here.ru_utime:.0f} s here, {children.ru_utime:.0f} s in children"
-    )
 
 
 def file_of(module: str) -> str:
@@ -344,10 +334,10 @@ def file_of(module: str) -> str:
 
 @contextlib.contextmanager
 def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py", **env: str):
-    """A training process in a session of its own; whatever is left of it is killed at the end.
+    """Starts a training process in a session of its own, which is killed at the end.
 
-    by: "fork" forks it from tests/zygote.py; "torchrun" and "forked accelerate" fork a launcher,
-    whose ranks are forks, too; "python" and "accelerate" start a Python that imports all."""
+    by: "fork" forks it from tests/zygote.py. "torchrun" and "forked accelerate" fork a launcher,
+    whose ranks are forks, too. "python" and "accelerate" start a new Python."""
     env = {name: str(value) for name, value in env.items()}
     env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | env
     forked = {
@@ -380,7 +370,7 @@ def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py"
 
 @contextlib.contextmanager
 def two_ranks(*flags: str, **more: str):
-    """Two `started` processes as a launcher starts them: ranks 0 and 1 of one group."""
+    """Starts two processes as a launcher does: ranks 0 and 1 of one group."""
     group = {
         "WORLD_SIZE": 2,
         "LOCAL_WORLD_SIZE": 2,
@@ -422,7 +412,7 @@ def rollouts_of(folder: Path, step: int) -> list[dict]:
 
 
 def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
-    """Returns the rows of metrics.jsonl, by default those alone that repeat to the last digit."""
+    """Returns the rows of metrics.jsonl, by default only what repeats to the last digit."""
     rows = rows_of(folder / "metrics.jsonl")
     if timings:
         return rows
@@ -440,17 +430,17 @@ def wait_for(condition, seconds: float = HANGS) -> None:
         time.sleep(0.02)
 
 
-def time_passes(seconds: float = HANGS, loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """Moves the clock of an event loop (default: the running one) forward: deadlines expire.
+def time_passes(seconds: float = HANGS) -> None:
+    """Moves the clock of the running event loop forward, so that deadlines expire.
 
-    So a deadline of HANGS seconds passes where a test wants it to, however slow the machine."""
-    loop = loop or asyncio.get_running_loop()
+    A deadline of HANGS seconds then passes where a test wants it to, on any machine."""
+    loop = asyncio.get_running_loop()
     clock = loop.time  # that of processes.Background stands still while the loop is blocked
     loop.time = lambda: clock() + seconds
 
 
 async def too_late(*_, **__) -> None:
-    """Hangs until its deadline (of at most HANGS seconds) ends it, which it does at once."""
+    """Hangs until its deadline, at most HANGS seconds, which passes at once."""
     time_passes()
     await for_ever()
 

@@ -2,7 +2,6 @@
 
 torchrun --nproc_per_node 2 tests/sharding_worker.py gradients | sync | tp OUT MODEL..."""
 
-import math
 import os
 import sys
 
@@ -38,10 +37,6 @@ def compare_gradients(accelerator, tied: str, untied: str) -> dict:
             found[model, name] = gradients(
                 accelerator, model, tokens, "token-mean", shard=True, **more
             )
-    for dtype in ("float32", "bfloat16"):  # the KL would enlarge the rounding of a few tokens
-        found[dtype] = gradients(
-            accelerator, tied, 130, "token-mean", shard=True, dtype=dtype, kl_coef=0.0
-        )
     return found
 
 
@@ -58,28 +53,6 @@ def policy_of(args: train.Args, device: torch.device) -> train.Policy:
 def n_whole(policy: train.Policy) -> int:
     """Elements of the parameters that are not sharded at this moment."""
     return sum(p.numel() for p in policy.parameters() if not isinstance(p, DTensor))
-
-
-def error_of(call) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-train_named_weights = train.named_weights
-
-
-def spoilt(policy: train.Policy, name: str, how: str):
-    """named_weights with one tensor altered, in the same shape, or left out."""
-    for at, tensor in train_named_weights(policy):
-        if at == name and how == "corrupt":
-            tensor = tensor.roll(1, 0)
-        if at == name and how == "nan":
-            tensor = torch.full_like(tensor, math.nan)
-        if at != name or how != "missing":
-            yield at, tensor
 
 
 def sync_and_look(engine: rollout.Engine, policy: train.Policy) -> dict:
@@ -159,6 +132,19 @@ def compare_tp(accelerator, model: str) -> dict:
         train.sync(engine, policy, 1)
         found[args.shard] = logprobs_after_sync(engine, background, policy, args)
         engine.sleep()
+    train.sync(engine, policy, 2)
+    if engine.leader:
+        call = engine.generate(request_id="lost", prompt_ids=[5], sampling_params={})
+        lost = background.submit(call)
+        while not engine.running:
+            engine.step()
+        lost.cancel()
+        (refused,) = generate(engine, background, [[3] * 200])
+        found["refused"] = repr(refused)
+        engine.dismiss()
+    else:
+        engine.follow()
+    found["unfinished"] = processes.all_gather(engine.core.has_unfinished_requests())
     return found
 
 

@@ -1,48 +1,29 @@
-"""When the engine is awake: each version is synced once, and it sleeps after whatever fails."""
+"""When the engine is awake: weights are synced once, and it sleeps after whatever fails."""
 
 import types
 
 import pytest
-from conftest import REPO, TINY, make_run, metrics_of, run
+from conftest import TINY, make_run, metrics_of, run
 from test_rollout import hf_model, make_rows
 
 import train
 from agent_loop import AgentLoopBase, register
 from flatrl.processes import Stopped
 
-COUNTED = f"""
-import os, sys
-sys.path.insert(0, {str(REPO / "tests")!r})
-from tiny_task import *
-import rollout
 
-load_weights = rollout.Engine.load_weights
-
-def counted(self, tensors, version):
-    load_weights(self, tensors, version)
-    with open(os.environ["COUNTED"], "a") as file:
-        print(version, file=file)
-
-rollout.Engine.load_weights = counted
-"""
-
-
-@pytest.mark.parametrize("more, versions, rollouts", [
-    (["--save_every", "0"], [0, 1, 2], []),
-    (["--save_every", "1", "--offload", "all"], [0, 1, 1, 2], [1]),  # it sleeps meanwhile
-    (["--eval_every", "0", "--save_every", "0", "--max_staleness", "1"], [0, 1, 2], [1]),
+@pytest.mark.parametrize("more, synced", [
+    (["--save_every", "0"], []),
+    (["--save_every", "1", "--offload", "all"], [1]),  # it sleeps meanwhile
+    (["--eval_every", "0", "--save_every", "0", "--max_staleness", "1"], [1]),
 ], ids=["plain", "saving", "stale"])  # fmt: skip
-def test_each_version_of_the_weights_is_synced_once(more, versions, rollouts, cache, tmp_path):
-    (tmp_path / "counted.py").write_text(COUNTED)
-    flags = [*TINY, "--task", tmp_path / "counted.py", "--eval_every", "1", "--num_steps", "2"]
-    out, counted = tmp_path / "run", tmp_path / "counted"
-    run(*flags, "--lr", "1e-3", *more, "--output_dir", out, cache=cache, COUNTED=counted)
-    assert [int(line) for line in counted.read_text().split()] == versions
-    rows = metrics_of(out, timings=True)[1:]
+def test_a_rollout_after_an_evaluation_needs_no_sync(more, synced, cache, tmp_path):
+    flags = [*TINY, "--eval_every", "1", "--num_steps", "2", "--lr", "1e-3", *more]
+    run(*flags, "--output_dir", tmp_path / "run", cache=cache)
+    rows = metrics_of(tmp_path / "run", timings=True)[1:]
     # Sampled by the weights that are trained.
     assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows)
-    synced = [version for version, row in enumerate(rows) if row["timing/sync_s"] > 0]
-    assert synced == rollouts
+    versions = [version for version, row in enumerate(rows) if row["timing/sync_s"] > 0]
+    assert versions == synced
 
 
 @pytest.fixture
@@ -61,18 +42,12 @@ def one(engine, background, tokenizer, args, tiny_model):
     return one
 
 
-def test_an_evaluation_leaves_the_engine_awake_for_the_rollout_of_the_same_weights(one):
-    assert train.evaluate(one)["eval/reward"] == 1.0
+def test_after_an_evaluation_the_engine_is_put_to_sleep_before_an_update(one):
+    train.evaluate(one)
     assert (one.engine.state, one.engine.version) == ("awake", 3)
-    with train.awake(one) as seconds:
-        assert seconds == 0 and one.engine.state == "awake"
-    assert one.engine.state == "asleep"
-    train.put_to_sleep(one)  # nothing happens the second time
-    with train.awake(one, stays=True) as seconds:
-        assert seconds > 0
     one.done = 4
     with pytest.raises(RuntimeError, match="'awake', this call needs 'asleep'"), train.awake(one):
-        pass  # an update, before which the engine was not put to sleep
+        pass
 
 
 @register("test_endless")
@@ -85,30 +60,15 @@ class Endless(AgentLoopBase):
             )
 
 
-@pytest.mark.parametrize("where", ["settle", "rollout", "error"])
-def test_after_a_stop_in_an_evaluation_the_engine_sleeps(one, where, background, monkeypatch):
+@pytest.mark.parametrize("agent, error", [("test_endless", Stopped), (None, RuntimeError)])
+def test_after_a_stop_or_error_in_an_evaluation_the_engine_sleeps(one, agent, error, monkeypatch):
     moves = []
     monkeypatch.setattr(train, "offload", lambda run, device: moves.append(device))
-    engine = one.engine
-
-    def stopped():  # while a call of training is under way
-        sampling = {"max_tokens": 60}
-        call = engine.generate(request_id="a", prompt_ids=[5], sampling_params=sampling)
-        background.submit(call)
-        while not engine.running:
-            engine.step()
-        raise Stopped
-
-    if where == "settle":
-        one.pool.settle = stopped
-    elif where == "rollout":
-        one.stop.ask = lambda: True
-        one.rows = {"val": make_rows("x", agent="test_endless")}
-    else:
-        one.rows = {"val": make_rows("raise")}
-    with pytest.raises(RuntimeError if where == "error" else Stopped):
+    one.rows = {"val": make_rows("x", agent=agent) if agent else make_rows("raise")}
+    one.stop.ask = lambda: agent is not None
+    with pytest.raises(error):
         train.evaluate(one)
-    assert engine.state == "asleep" and moves == ["cpu", one.accelerator.device]
-    assert len(engine.requests) == (where == "settle")  # the call of training is kept
-    engine.drain()
-    assert not engine.core.has_unfinished_requests()
+    assert one.engine.state == "asleep" and moves == ["cpu", one.accelerator.device]
+    assert not one.engine.requests
+    one.engine.drain()
+    assert not one.engine.core.has_unfinished_requests()

@@ -24,11 +24,8 @@ from test_agent_loop import (
     END,
     PROMPT,
     SUM,
-    Quiz,
     called,
     encode,
-    quiz_row,
-    quiz_task,
     tool_turn,
 )
 from test_algos import output
@@ -78,14 +75,8 @@ def test_arguments_of_calls_become_dicts_and_what_parquet_adds_goes():
 @pytest.mark.parametrize("turns", [
     5,
     [],
-    [None],
     [""],
-    [["x"]],
     [{"role": "user", "content": "x"}],
-    [{"role": "assistant"}],
-    [{"role": "assistant", "content": 5}],
-    [{"role": "assistant", "tool_calls": "x"}],
-    [{"role": "assistant", "tool_calls": [5]}],
     [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
 ], ids=str)  # fmt: skip
 def test_a_bad_demonstration_names_its_row(turns):
@@ -127,21 +118,13 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
     output, left = play(tokenizer, [SUM])
     assert output.stop_reason == "abort" and left == []
     assert tokenizer.decode(output.response_ids) == SUM + END + tool_turn("2")
-    quiz = Quiz((False, "And again?", 0.25, {}))
-    output, left = play(tokenizer, ["no"], quiz_task(quiz), quiz_row())
-    assert output.stop_reason == "abort" and left == [] and sum(output.response_mask) == 3
-
     _, left = play(tokenizer, [ANSWER, "more"])
     assert [turn["content"] for turn in left] == ["more"]
-    room = len(encode(tokenizer, SUM + END)) + 2  # not enough for the tool's answer
-    _, left = play(tokenizer, [SUM, ANSWER], max_response_tokens=room)
-    assert len(left) == 1
 
 
 @pytest.mark.parametrize("turns, flags, said", [
     (["x" * 20], {"max_response_tokens": 20}, "has 21 tokens, with room for 20"),
     ([f"one{END}\n<|im_start|>user\ntwo"], {}, "could not say this turn"),
-    ([f"one{END}"], {}, "could not say this turn"),
 ])  # fmt: skip
 def test_what_the_policy_could_not_sample_fails(tokenizer, turns, flags, said):
     with pytest.raises(ValueError, match=said):
@@ -174,8 +157,8 @@ def test_demonstrations_stand_apart_from_what_was_sampled():
     assert len(packed["pair"]) == 6  # all of them are predicted
 
 
-def phase_of(*sampled, demonstrated: bool) -> Rollouts:
-    """A phase of these outputs and, if demonstrated, of two demonstrations."""
+def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:
+    """The rollouts with these outputs and, if demonstrated, of two demonstrations."""
     outputs = list(sampled)
     if demonstrated:
         outputs += [output(2, 0, "1101", 1.0), output(5, 0, "111", 0.25)]
@@ -183,19 +166,19 @@ def phase_of(*sampled, demonstrated: bool) -> Rollouts:
             each.response_versions = [-1] * len(each.response_ids)
             each.extra["demonstration"] = True
             each.metrics["states"] = ["a"]
-    phase = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
-    phase.sort()
-    return phase
+    rollouts = Rollouts(outputs, seconds=1.0, idle_s=[0.0])
+    rollouts.sort()
+    return rollouts
 
 
-def step_of(phase: Rollouts, **flags) -> tuple[dict, dict]:
+def step_of(rollouts: Rollouts, **flags) -> tuple[dict, dict]:
     """The batch and the metrics as train.main has them, with logprobs and values made up."""
     args = Args(**flags)
-    made_up = torch.full_like(data.collate(phase.trained)["response_mask"], -2.0)
+    made_up = torch.full_like(data.collate(rollouts.trained)["response_mask"], -2.0)
     names = ("logprobs_old", "logprobs_ref", "values")
-    batch, metrics = batch_with_rewards(phase.trained, args, **dict.fromkeys(names, made_up))
-    batch["advantages"] = train.estimate_advantages(batch, phase, args)
-    return batch, metrics | phase.group_metrics() | batch_metrics(batch, 3, args)
+    batch, metrics = batch_with_rewards(rollouts.trained, args, **dict.fromkeys(names, made_up))
+    batch["advantages"] = train.estimate_advantages(batch, rollouts, args)
+    return batch, metrics | rollouts.group_metrics() | batch_metrics(batch, 3, args)
 
 
 @pytest.mark.parametrize("estimator", OUR_ESTIMATORS)
@@ -211,26 +194,15 @@ def test_advantages_and_metrics_do_not_see_demonstrations(estimator, flags):
     if estimator == "remax":
         outputs.append(output(0, 2, "1", 0.5))
         outputs[-1].extra["greedy"] = True
-    plain, expected = step_of(phase_of(*outputs, demonstrated=False), **flags)
-    mixed, metrics = step_of(phase_of(*outputs, demonstrated=True), **flags)
+    plain, expected = step_of(rollouts_with(*outputs, demonstrated=False), **flags)
+    mixed, metrics = step_of(rollouts_with(*outputs, demonstrated=True), **flags)
     assert metrics == expected
     close(mixed["advantages"][[0, 1, 3]], plain["advantages"])  # prompts 0, 0, 2, 4, 5
     assert not mixed["advantages"][[2, 4]].any()
 
-    alone, metrics = step_of(phase_of(demonstrated=True), **flags)
+    alone, metrics = step_of(rollouts_with(demonstrated=True), **flags)
     assert not alone["advantages"].any() and all(x == x for x in metrics.values())
     assert metrics["rollout/singleton_groups"] == metrics["rollout/logp_diff_max"] == 0
-
-
-def test_metrics_of_rollouts_do_not_see_demonstrations():
-    outputs = [output(0, 0, "111", 1.0), output(0, 1, "1011", 0.0)]
-    expected = phase_of(*outputs, demonstrated=False).metrics(None)
-    metrics = phase_of(*outputs, demonstrated=True).metrics(None)
-    assert metrics.pop("rollout/last_prompt") > expected.pop("rollout/last_prompt")
-    counted = {"rollout/demonstrations": 2, "reward/demonstrations": 0.625}
-    assert metrics == expected | counted
-    alone = phase_of(demonstrated=True).metrics(None)
-    assert "reward/mean" not in alone and alone["reward/demonstrations"] == 0.625
 
 
 # ---------------------------------------------------------------- whole runs
@@ -282,14 +254,12 @@ def test_supervised_training_alone(cache, tmp_path):
     assert rows[4]["actor/imitation_loss"] < 0.7 * rows[1]["actor/imitation_loss"]
 
     lines = [line for step in range(1, 5) for line in rollouts_of(out, step)]
-    errors = [line.pop("error") for line in lines if "error" in line]
-    assert any("ended with 1 turns left to demonstrate" in error for error in errors)
-    assert any("has 10 tokens, with room for 8" in error for error in errors)
+    errors = str([line.pop("error") for line in lines if "error" in line])
+    assert "ended with 1 turns left to demonstrate" in errors
+    assert "has 10 tokens, with room for 8" in errors
     for line in (line for line in lines if "response_ids" in line):
         assert line["extra"]["demonstration"] is True and line["index"] % 2 == 0
         assert set(line["response_versions"]) == {-1} and sum(line["response_mask"]) == 7
-        assert line["messages"][-1]["content"] == "<answer>3</answer>" and line["reward"] > 0
-    assert not rows_of(out / "learned/step_000001.jsonl")
     evaluated = rows_of(out / "rollouts/eval_000004.jsonl")
     assert not any("demonstration" in line["extra"] for line in evaluated)
 
@@ -312,9 +282,9 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
             total = row["actor/pg_loss"] + row["actor/imitation_loss"]
             assert row["actor/loss"] == pytest.approx(total, abs=1e-6)
             assert row["rollout/logp_diff_max"] < 1e-3 and row["actor/entropy"] > 1
+            assert row["rollout/trajectories"] == len(sampled)
             mean = sum(line["total_reward"] for line in sampled) / len(sampled)
             assert row["reward/mean"] == pytest.approx(mean)
-            assert row["rollout/trajectories"] == len(sampled)
     assert n_shown > 0
 
     replay = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "3"]
@@ -325,8 +295,7 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
             assert again.get(name) == expected, name
 
 
-@pytest.mark.parametrize("flags", [["--algo", "sft"], ["--imitation_steps", "3"]], ids=str)
-def test_without_any_demonstration_there_is_one_clear_line(flags, tmp_path, cache):
-    printed = run(*TINY, *flags, "--output_dir", tmp_path / "run", code=2, cache=cache)
+def test_without_any_demonstration_there_is_one_clear_line(tmp_path, cache):
+    flags = ["--algo", "sft", "--output_dir", tmp_path / "run"]
     said = "--algo sft, --imitation_steps: no training row has a 'demonstration'"
-    assert f"train.py: error: {said}" in printed
+    assert f"train.py: error: {said}" in run(*TINY, *flags, code=2, cache=cache)

@@ -50,33 +50,9 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
 # ---------------------------------------------------------------- the engine
 
 
-def test_states_out_of_order_raise(engine, tiny_model):
-    weights = [(name, p.detach()) for name, p in hf_model(tiny_model).named_parameters()]
-    calls = {
-        "wake_weights": engine.wake_weights,
-        "load_weights": lambda: engine.load_weights(weights, 7),
-        "wake_kv": engine.wake_kv,
-        "step": engine.step,
-        "sleep": engine.sleep,
-    }
-    states = ("asleep", "weights", "synced")
-    for state, allowed in zip(states, ("wake_weights", "load_weights", "wake_kv")):
-        assert engine.state == state
-        for name in calls.keys() - {allowed}:
-            with pytest.raises(RuntimeError, match=f"'{state}'"):
-                calls[name]()
-        calls[allowed]()
-
-    assert (engine.state, engine.version) == ("awake", 7)
-    with pytest.raises(RuntimeError, match="'awake'"):
-        engine.wake_weights()
-    engine.sleep()
-    assert engine.state == "asleep"
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_the_trainers_after_every_sync(engine, background, tiny_model, temperature):
-    for version, scale in enumerate([1.0, 1.5, 0.6]):
+    for version, scale in enumerate([1.0, 1.5]):
         model = hf_model(tiny_model, scale)
         wake(engine, model, version)
         outs = generate(engine, background, PROMPTS, temperature=temperature, max_tokens=20)
@@ -154,12 +130,9 @@ def test_padded_vocabulary_is_never_sampled(tmp_path, args, background, process_
     wake(engine, model, 0)
     outs = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=30)
     engine.sleep()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:real])
     for prompt, out in zip(PROMPTS, outs, strict=True):
-        assert max(out.token_ids) < real
-        ids = torch.tensor([prompt + out.token_ids])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1, :real]
-        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        expected = hf_logprobs(model, prompt, out.token_ids)  # raises for an id beyond
         close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -195,16 +168,14 @@ def test_new_trajectories_wait_for_room_and_later_turns_go_first(
     async def trajectory(i: int) -> list:
         engine.enter(f"r{i}")
         prompt = [3 + i] * 60
-        outs = []
         for _ in range(2):
             sampling = {"max_tokens": 20, "ignore_eos": True}
             out = await engine.generate(
                 request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling
             )
-            outs.append(out)
             prompt = prompt + out.token_ids
         engine.leave(f"r{i}")
-        return outs
+        return prompt
 
     async def everything():
         return await asyncio.gather(*map(trajectory, range(6)))
@@ -213,20 +184,11 @@ def test_new_trajectories_wait_for_room_and_later_turns_go_first(
     future.add_done_callback(lambda _: engine.poke())
     while not future.done():
         engine.step()
-    lengths = [len(out.token_ids) for outs in future.result() for out in outs]
-    assert lengths == [20] * 12
+    assert [len(prompt) for prompt in future.result()] == [100] * 6
     assert max(at_once) <= 4  # one more where the engine would stand idle
     first_turns = [name for name in order if name.endswith("#0")]
     assert first_turns == [f"r{i}#0" for i in range(6)]  # first come, first served
     assert order.index("r0#1") < order.index("r5#0")
-    assert not engine.waiting and not engine.running
-
-
-def test_a_prompt_larger_than_the_room_is_taken_alone(engine, background, tiny_model, monkeypatch):
-    wake(engine, hf_model(tiny_model), 0)
-    monkeypatch.setattr(engine.core.vllm_config.cache_config, "num_gpu_blocks", 1)
-    outs = generate(engine, background, [[5] * 60, [6] * 60], max_tokens=3, ignore_eos=True)
-    assert [len(out.token_ids) for out in outs] == [3, 3]
 
 
 def test_the_longest_prompt_fits_beside_a_full_batch(args):
@@ -279,9 +241,9 @@ def play(engine, background, tokenizer, args, tiny_model):
         flags = dataclasses.replace(args, **flags)
         run = make_run(engine, background, task, tokenizer, flags)
         wake(engine, hf_model(tiny_model), version)
-        phase = rollout(run, rows, step, group_size, sampling or {"temperature": 1.0})
+        rollouts = rollout(run, rows, step, group_size, sampling or {"temperature": 1.0})
         engine.sleep()
-        return phase
+        return rollouts
 
     return play
 
@@ -293,9 +255,7 @@ def pool_of(engine, background, tokenizer, args, tiny_model):
 
     def make(reward, rows, **flags):
         task = types.SimpleNamespace(reward=reward)
-        run = make_run(
-            engine, background, task, tokenizer, dataclasses.replace(args, **flags)
-        )
+        run = make_run(engine, background, task, tokenizer, dataclasses.replace(args, **flags))
         run.rows = {"train": rows}
         run.pool = training_pool(run, 0)
         wake(engine, hf_model(tiny_model), 0)
@@ -311,46 +271,43 @@ def members(outputs) -> list[tuple[int, int]]:
     return [(output.extra["prompt"], output.extra["sample"]) for output in outputs]
 
 
+def members_of_errors(rollouts) -> list[tuple[int, int]]:
+    return [(error["prompt"], error["sample"]) for error in rollouts.errors]
+
+
 def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
     def reward(output, row):
         assert output.text and output.messages[-1]["role"] == "assistant"
         if row["extra"] == "no reward" and output.extra["sample"] == 1:
             raise ZeroDivisionError("the grader broke")
-        if row["extra"] == "nan":
-            return float("nan")
         return {"score": 0.5, "digits": 2} if row["extra"] == "dict" else 1
 
-    rows = make_rows("slow", "raise", "no reward", "skip", "list", "nan", "dict", "slow")
-    phase = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
+    rows = make_rows("slow", "raise", "no reward", "skip", "list", "dict")
+    rollouts = play(reward, rows, group_size=2, step=3, version=3, task=__file__)
 
-    expected = [(0, 0), (0, 1), (2, 0), (4, 0), (4, 0), (4, 1), (4, 1)]
-    expected += [(6, 0), (6, 1), (7, 0), (7, 1)]
-    assert members(phase.outputs) == expected
-    segments = [output.extra["segment"] for output in phase.outputs]
-    assert segments == [0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0]
-    rewards = [output.reward for output in phase.outputs]
-    assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2 + [1.0] * 2
+    segments = [(*members([output])[0], output.extra["segment"]) for output in rollouts.outputs]
+    expected = [(0, 0, 0), (0, 1, 0), (2, 0, 0)]
+    expected += [(4, 0, 0), (4, 0, 1), (4, 1, 0), (4, 1, 1), (5, 0, 0), (5, 1, 0)]
+    assert segments == expected
+    rewards = [output.reward for output in rollouts.outputs]
+    assert rewards == [1.0] * 7 + [{"score": 0.5, "digits": 2}] * 2
 
-    assert +phase.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 3}
-    failed = [(error["prompt"], error["sample"]) for error in phase.errors]
-    assert failed == [(1, 0), (1, 1), (2, 1), (5, 0), (5, 1)]
-    assert "ZeroDivisionError: the grader broke" in phase.errors[2]["error"]
-    assert "must be a finite number" in phase.errors[3]["error"]
-    # A traceback begins in the task's file; without a line from it, at the start.
-    first, second = (error["error"].splitlines()[1] for error in phase.errors[2:4])
+    assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
+    assert members_of_errors(rollouts) == [(1, 0), (1, 1), (2, 1)]
+    assert "ZeroDivisionError: the grader broke" in rollouts.errors[2]["error"]
+    # A traceback begins in the task's file.
+    first = rollouts.errors[2]["error"].splitlines()[1]
     assert first.startswith(f'  File "{__file__}", line ') and first.endswith(", in reward")
-    assert __file__ not in second
     shown = capfd.readouterr().err
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown
 
-    for output in phase.outputs:
-        if output.extra["prompt"] in (0, 7):
-            given = output.response_mask.index(0)
-            assert output.response_mask[given : given + 3] == [0, 0, 0]
-            assert output.response_ids[given : given + 3] == [5, 6, 7]
-            assert output.response_versions == [3 if m else -1 for m in output.response_mask]
-    kept = sum(sum(output.response_mask) for output in phase.outputs)
-    assert phase.statistics["tokens"] > kept  # those of dropped trajectories count, too
+    for output in rollouts.outputs[:2]:
+        given = output.response_mask.index(0)
+        assert output.response_mask[given : given + 3] == [0, 0, 0]
+        assert output.response_ids[given : given + 3] == [5, 6, 7]
+        assert output.response_versions == [3 if m else -1 for m in output.response_mask]
+    kept = sum(sum(output.response_mask) for output in rollouts.outputs)
+    assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
 
 
 def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
@@ -373,21 +330,28 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
         return {"score": row["index"] + output.extra["sample"] / 4}
 
     run = pool_of(reward, make_rows(*["x"] * 4), prompts_per_step=4, group_size=2)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     engine.sleep()  # nothing to wait for: the trajectories are done
-    assert len(phase.outputs) == 8
-    assert all(output.reward is None for output in phase.outputs)
+    assert len(rollouts.outputs) == 8
+    assert all(output.reward is None for output in rollouts.outputs)
     loop = run.background.loop
     run.stop.ask = lambda: loop.call_soon_threadsafe(release.set) is None  # while it waits
-    wait_for_rewards(phase, run.background, run.stop)
+    wait_for_rewards(rollouts, run.background, run.stop)
 
     assert sorted(started) == [0, 0, 1, 1, 2, 2, 3, 3]
-    scores = sorted(output.reward["score"] for output in phase.outputs)
+    scores = sorted(output.reward["score"] for output in rollouts.outputs)
     assert scores == [0, 0.25, 3, 3.25]
-    assert +phase.lost == {"failed_reward": 4}
-    assert sum("TimeoutError" in error["error"] for error in phase.errors) == 2
-    wait_for_rewards(phase, run.background, run.stop)  # nothing is left to wait for
-    assert len(phase.outputs) == 4
+    assert +rollouts.lost == {"failed_reward": 4}
+    assert sum("TimeoutError" in error["error"] for error in rollouts.errors) == 2
+    wait_for_rewards(rollouts, run.background, run.stop)  # nothing is left to wait for
+    assert len(rollouts.outputs) == 4
+
+
+def test_without_any_reward_the_run_ends_with_the_reason(pool_of):
+    run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
+    rollouts = run.pool.rollout(0)
+    with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
+        wait_for_rewards(rollouts, run.background, run.stop)
 
 
 def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
@@ -401,10 +365,10 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
             raise
 
     run = pool_of(reward, make_rows("x"), prompts_per_step=1, group_size=2)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     run.stopped = True
     with pytest.raises(Stopped):
-        wait_for_rewards(phase, run.background, run.stop)
+        wait_for_rewards(rollouts, run.background, run.stop)
     # A resumed run takes the prompt again, unless its step was finished.
     assert run.pool.next_prompt(0) == 0 and run.pool.next_prompt(1) == 1
     run.pool.end()
@@ -412,28 +376,24 @@ def test_a_run_told_to_stop_does_not_wait_for_graders(pool_of, capfd):
     assert cancelled == [0, 0] and "failed_reward" not in capfd.readouterr().err
 
 
-SHARED: dict = {}  # the `extra` of all outputs
 ENGINES: list = []
 GRADED: list = []
+SHARED: dict = {}  # the `extra` of all outputs
 
 
 @register("test_odd")
 class Odd(TwoTurns):
-    """Does what row["extra"] names, and spoils its row."""
+    """Hangs if row["extra"] tells it to, spoils its row, and shares what it returns."""
 
     async def run(self, sampling_params, **row):
-        what = row["extra"]
-        row["extra"] = "x"
-        if what == "hang":
+        if row["extra"] == "hang":
             while len(GRADED) < 3:  # the deadline is only its own
                 await asyncio.sleep(0)
             time_passes(10 * HANGS)
             await for_ever()
-        if what == "cancel":
-            asyncio.current_task().cancel()
         row["prompt"].append({"role": "assistant", "content": "mine"})
         output = await super().run(sampling_params, **row)
-        output.reward = {"nonsense": "It is 42.", "no score": {"acc": 1}, "own": 0.5}.get(what)
+        output.reward = 0.5 if row["extra"] == "own" else None
         ENGINES.append(self.engine)
         output.extra = SHARED
         return output
@@ -442,9 +402,9 @@ class Odd(TwoTurns):
 def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(play):
     async def reward(output, row):
         try:
-            if row["index"] == 3:
+            if row["index"] == 2:
                 asyncio.current_task().cancel()
-            if row["index"] == 4:
+            if row["index"] == 3:
                 ask = ENGINES[0].generate
                 await ask(request_id="judge", prompt_ids=[5], sampling_params={})
             await asyncio.sleep(0)
@@ -452,74 +412,47 @@ def test_agents_and_rewards_that_hang_cancel_themselves_or_ask_the_engine_fail(p
             GRADED.append(row["index"])
         return 1.0
 
-    rows = make_rows("x", "hang", "cancel", "x", "x", agent="test_odd")
-    phase = play(reward, rows, trajectory_timeout=HANGS)
-    assert members(phase.outputs) == [(0, 0)]
-    failures = [(error["prompt"], error["kind"]) for error in phase.errors]
-    assert failures == [
-        (1, "failed_agent_loop"),
-        (2, "failed_agent_loop"),
-        (3, "failed_reward"),
-        (4, "failed_reward"),
-    ]
-    assert "train-00000000-000001-0000 took longer than" in phase.errors[0]["error"]
-    assert "let the agent loop judge, while the engine is awake" in phase.errors[3]["error"]
+    rows = make_rows("x", "hang", "x", "x", agent="test_odd")
+    rollouts = play(reward, rows, trajectory_timeout=HANGS)
+    assert members(rollouts.outputs) == [(0, 0)]
+    kinds = [error["kind"] for error in rollouts.errors]
+    assert kinds == ["failed_agent_loop", "failed_reward", "failed_reward"]
+    assert "train-00000000-000001-0000 took longer than" in rollouts.errors[0]["error"]
+    assert "let the agent loop judge, while the engine is awake" in rollouts.errors[2]["error"]
+
+
 def test_what_an_agent_leaves_behind_is_its_own(play):
-    """No reward, a changed row, one dict for all: each costs itself alone."""
+    """A changed row, one dict for all: each costs itself alone."""
 
     def reward(output, row):
         assert len(row["prompt"]) == 1
         output.turn_rewards.append((0, 0.25))
-        output.metrics["graded"] = 1
         return 1.0
 
-    rows = make_rows("x", "nonsense", "no score", "own", agent="test_odd")
-    phase = play(reward, rows, group_size=2)
-    assert members(phase.outputs) == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    assert +phase.lost == {"failed_reward": 4} and SHARED == {}
-    assert [output.reward for output in phase.outputs] == [1.0, 1.0, 0.5, 0.5]
-    turn_rewards = [output.turn_rewards for output in phase.outputs]
+    rows = make_rows("x", "own", agent="test_odd")
+    rollouts = play(reward, rows, group_size=2)
+    assert members(rollouts.outputs) == [(0, 0), (0, 1), (1, 0), (1, 1)] and SHARED == {}
+    assert [output.reward for output in rollouts.outputs] == [1.0, 1.0, 0.5, 0.5]
+    turn_rewards = [output.turn_rewards for output in rollouts.outputs]
     assert turn_rewards == [[(0, 0.25)], [(0, 0.25)], [], []]
-    graded = [output.metrics.get("graded") for output in phase.outputs]
-    assert graded == [1, 1, None, None]
-    assert len({len(output.prompt_ids) for output in phase.outputs}) == 1
     assert all(len(row["prompt"]) == 1 for row in rows)
-
-
-def test_no_reward_at_all_ends_the_run_with_the_reason(pool_of):
-    run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
-    phase = run.pool.rollout(0)
-    with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
-        wait_for_rewards(phase, run.background, run.stop)
-
-
-def test_sampling_depends_on_seed_step_prompt_and_sample_only(play):
-    def tokens(step: int, n_rows: int) -> dict:
-        phase = play(lambda *_: 0.0, make_rows(*["slow"] * n_rows), group_size=2, step=step)
-        return dict(zip(members(phase.outputs), (o.response_ids for o in phase.outputs)))
-
-    both = tokens(1, 2)
-    one = tokens(1, 1)
-    assert one == {member: both[member] for member in one}
-    assert both[0, 0] != both[0, 1] and both[0, 0] != both[1, 0]
-    assert tokens(2, 1)[0, 0] != one[0, 0]
 
 
 def test_a_greedy_baseline_is_one_more_member_of_each_group(pool_of, engine, args):
     """ReMax: sampled greedily in the same rollout, marked, and in no statistics."""
     flags = dict(adv_estimator="remax", prompts_per_step=2, group_size=3)
     run = pool_of(lambda output, row: row["index"], make_rows(*["x"] * 4), **flags)
-    phase = run.pool.rollout(0)
+    rollouts = run.pool.rollout(0)
     engine.sleep()
-    wait_for_rewards(phase, run.background, run.stop)
-    assert members(phase.greedy) == [(0, 3), (1, 3)]
-    assert members(phase.trained) == [(i, j) for i in (0, 1) for j in range(3)]
-    assert phase.trained == phase.sampled and len(phase.outputs) == 8
+    wait_for_rewards(rollouts, run.background, run.stop)
+    assert members(rollouts.greedy) == [(0, 3), (1, 3)]
+    assert members(rollouts.trained) == [(i, j) for i in (0, 1) for j in range(3)]
+    assert rollouts.trained == rollouts.sampled and len(rollouts.outputs) == 8
     # The prompts are equal, and no seed takes part.
-    first, second = (output.response_ids for output in phase.greedy)
-    assert first == second != phase.trained[0].response_ids
-    assert [o.reward for o in phase.greedy] == data.prompt_order(4, 0, 2, args.seed)
-    assert phase.metrics(engine)["rollout/trajectories"] == 6
+    first, second = (output.response_ids for output in rollouts.greedy)
+    assert first == second != rollouts.trained[0].response_ids
+    assert [o.reward for o in rollouts.greedy] == data.prompt_order(4, 0, 2, args.seed)
+    assert rollouts.metrics(engine)["rollout/trajectories"] == 6
 
 
 def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokenizer):
@@ -531,7 +464,7 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
     @register("test_records_params")
     class Records(AgentLoopBase):
         async def run(self, sampling_params, **row):
-            seen.append(sampling_params)
+            seen.append(dict(sampling_params))
             trajectory = self.start(row)
             await self.assistant_turn(trajectory, sampling_params)
             message = {"role": "user", "content": "and?"}
@@ -541,11 +474,11 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
 
     sampling = {"temperature": 1.0, "stop_token_ids": stops, "stop": []}
     rows = make_rows("x", agent="test_records_params")
-    phase = play(lambda *_: 1.0, rows, group_size=4, sampling=sampling)
-    assert [params["stop"] for params in seen] == [["END"]] * 4
-    assert [params["stop_token_ids"] for params in seen] == [[eos]] * 4
+    rollouts = play(lambda *_: 1.0, rows, group_size=4, sampling=sampling)
+    assert all(params["stop"] == ["END"] and params["stop_token_ids"] == [eos] for params in seen)
+    assert len(seen) == 4 and sampling["stop"] == []
     n_stopped = 0
-    for output in phase.outputs:
+    for output in rollouts.outputs:
         given = output.response_mask.index(0)
         if output.response_ids[given - 1] in stops:
             assert output.response_ids[given] == eos
@@ -560,21 +493,12 @@ def test_own_stop_tokens_end_a_turn_but_are_not_end_of_turn_tokens(play, tokeniz
 SPOILERS = [
     lambda output: "1.0 points",
     lambda output: {"x": 1},
-    lambda output: [1],
     lambda output: math.inf,
-    lambda output: setattr(output, "metrics", None),
-    lambda output: output.metrics.update({5: 1.0}),
-    lambda output: output.metrics.update(x=math.inf),
-    lambda output: output.metrics.update(x=10**400),
-    lambda output: output.turn_rewards.append((1.5, 1.0)),
-    lambda output: output.turn_rewards.append((10**6, 1.0)),
-    lambda output: output.turn_rewards.append((0, 1e39)),
-    lambda output: setattr(output, "turn_rewards", None),
-    lambda output: output.extra.update(x={(1, 2): 3}),
-    lambda output: 1e39,
-    lambda output: {"score": 1, 5: 2},
-    lambda output: {"score": 1, "parts": {(1, 2): 3}},
     lambda output: {"score": 1, "part": math.nan},
+    lambda output: output.metrics.update(x=math.inf),
+    lambda output: output.metrics.update({5: 1.0}),
+    lambda output: output.turn_rewards.append((10**6, 1.0)),
+    lambda output: output.extra.update(x={(1, 2): 3}),
     lambda output: torch.tensor(0.25),  # nothing is wrong with the last one
 ]
 
@@ -584,14 +508,14 @@ def test_a_malformed_result_of_a_grader_costs_its_trajectory(play, args, tokeniz
         result = SPOILERS[row["index"]](output)
         return 1.0 if result is None else result
 
-    phase = play(reward, make_rows(*["x"] * len(SPOILERS)))
+    rollouts = play(reward, make_rows(*["x"] * len(SPOILERS)))
     good = len(SPOILERS) - 1
-    assert [(o.extra["prompt"], o.reward) for o in phase.outputs] == [(good, 0.25)]
-    failures = [(error["kind"], error["prompt"]) for error in phase.errors]
+    assert [(o.extra["prompt"], o.reward) for o in rollouts.outputs] == [(good, 0.25)]
+    failures = [(error["kind"], error["prompt"]) for error in rollouts.errors]
     assert failures == [("failed_reward", i) for i in range(good)]
     log = Log(dataclasses.replace(args, output_dir=str(tmp_path)), tokenizer, 0)
-    log.rollouts("step", phase.outputs, phase.errors)
-    log.metrics({"step": 1} | describe(phase.outputs, data.by_unit(phase.outputs)))
+    log.rollouts("step", rollouts.outputs, rollouts.errors)
+    log.metrics({"step": 1} | describe(rollouts.outputs, data.by_unit(rollouts.outputs)))
 
 
 def test_what_a_grader_does_to_an_output_changes_no_training_data(play):

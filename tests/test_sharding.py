@@ -1,20 +1,18 @@
 """FSDP2 and the weight sync: sharded training is the same, and the engine has its weights."""
 
-import itertools
 import shutil
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import REPO, TINY, generate, metrics_of, run
-from gradient_worker import gradients, whole
-from sharding_worker import CASES, error_of, spoilt
+from gradient_worker import gradients
+from sharding_worker import CASES
 from test_rollout import PROMPTS, hf_logprobs, hf_model
 from test_train import safetensors
-from torch.distributed.tensor import DTensor
 
-import data
 import train
 from agent_loop import BadInput
 from flatrl import devices
@@ -42,8 +40,6 @@ def check_same(found: dict, expected: dict) -> None:
 def test_sharded_gradient_is_the_whole_ones(
     tiny_model, untied_model, cache, tmp_path, process_group
 ):
-    from accelerate import Accelerator
-
     found = on_two_ranks("gradients", tmp_path / "out", cache, tiny_model, untied_model)
     for model, names in ((tiny_model, CASES), (untied_model, ["130"])):
         for name in names:
@@ -56,17 +52,12 @@ def test_sharded_gradient_is_the_whole_ones(
             assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-7)
     assert one["metrics"]["grad_norm"] > 1  # so that 0.5 clips
     assert flat(found[tiny_model, "clipped"]).norm() == pytest.approx(0.5, rel=1e-4)
-    # Computed in bfloat16, summed and kept in float32.
-    exact, rounded = flat(found["float32"]), flat(found["bfloat16"])
-    assert rounded.dtype == torch.float32
-    assert 1e-3 < (rounded - exact).norm() / exact.norm() < 0.05
 
 
 def test_sharded_gradient_while_accelerate_is_in_fsdp_mode(
     tiny_model, process_group, monkeypatch, tmp_path
 ):
     """On GPUs it is, by configs/eight_gpus_fsdp2.yaml; on a CPU it never is by itself."""
-    from accelerate import Accelerator
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plain = gradients(Accelerator(cpu=True), tiny_model, 130, "token-mean")
@@ -137,68 +128,47 @@ def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
 
 
 def test_sync_into_a_tensor_parallel_engine(tiny_model, cache, tmp_path):
+    """There, one call is refused and one given up half-way: the followers hear of both."""
     found = on_two_ranks("tp", tmp_path / "out", cache, tiny_model)
     for shard in (True, False):
         assert len(found[shard]) > 25 and max(found[shard]) < 1e-4
+    assert "ValueError" in found["refused"] and found["unfinished"] == [False, False]
 
 
-@pytest.mark.parametrize("how", ["corrupt", "nan", "missing"])
-@pytest.mark.parametrize("part", ["layers.1.self_attn.k_proj.bias", "norm.weight"])
+@pytest.mark.parametrize("how", ["corrupt", "missing"])
 def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(
-    engine, background, tiny_model, monkeypatch, how, part
+    engine, background, tiny_model, monkeypatch, how
 ):
-    """A tensor that is missing, one of another order, one that is not finite."""
+    """A tensor that is missing, or whose rows are in another order."""
+    spoilt = "model.layers.1.self_attn.k_proj.bias"
     policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), dtype=torch.float32)
-    monkeypatch.setattr(train, "named_weights", lambda p: spoilt(p, f"model.{part}", how))
-    error = error_of(lambda: train.sync(engine, policy, 1))
+    weights = dict(train.named_weights(policy))
+    tensor = weights.pop(spoilt)
+    if how == "corrupt":
+        weights[spoilt] = tensor.roll(1, 0)
+    monkeypatch.setattr(train, "named_weights", lambda policy: weights.items())
     if how == "missing":
-        assert f"model.{part}" in error and "got no tensor" in error
+        with pytest.raises(RuntimeError, match=f"got no tensor: .*{spoilt}"):
+            train.sync(engine, policy, 1)
         return
-    assert error == ""
+    train.sync(engine, policy, 1)
     outs = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=20)
     differences = []
     for prompt, out in zip(PROMPTS, outs, strict=True):
         expected = hf_logprobs(policy.model, prompt, out.token_ids)
         differences.append((torch.tensor(out.logprobs) - expected).abs())
-    assert not torch.cat(differences).mean() <= FAR  # also if it is NaN
-    if how == "nan":  # vLLM multiplies a block's free places by 0: no NaN may be left there
-        for layer in engine.core.vllm_config.compilation_config.static_forward_context.values():
-            layer.kv_cache.zero_()
+    assert torch.cat(differences).mean() > FAR
 
 
-NAME = "model.layers.0.self_attn.v_proj.weight"
-OTHER = "model.layers.0.nothing.weight"
-
-
-@pytest.mark.parametrize("change, at, said", [
-    (lambda x: {NAME: x.repeat(2, 1)}, NAME, "its shape is (128, 128), the engine's (64, 128)"),
-    (lambda x: {NAME: x[:7]}, NAME, ""),
-    (lambda x: {OTHER: x}, OTHER, ""),
-    (lambda x: {}, NAME, "it came twice"),
-], ids=["large", "small", "unknown", "twice"])  # fmt: skip
-def test_what_is_wrong_with_a_tensor_comes_with_its_name(engine, tiny_model, change, at, said):
+def test_a_tensor_that_the_engine_does_not_know_is_named(engine, tiny_model):
     weights = {name: p.detach() for name, p in hf_model(tiny_model).named_parameters()}
-    pairs = [*(change(weights[NAME]) | weights).items()]
-    pairs = [(name, change(weights[NAME]).get(name, tensor)) for name, tensor in pairs]
-    if said == "it came twice":
-        pairs.append((NAME, weights[NAME]))
+    name = "model.layers.0.nothing.weight"
+    weights[name] = weights.pop("model.layers.0.self_attn.v_proj.weight")
     engine.wake_weights()
-    error = error_of(lambda: engine.load_weights(pairs, 1))
-    assert error.startswith(f"weight sync failed at {at}: ") and said in error
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=f"weight sync failed at {name}: "):
+        engine.load_weights(weights.items(), 1)
+    with pytest.raises(RuntimeError, match="'weights', this call needs 'synced'"):
         engine.wake_kv()
-
-
-def test_a_sync_given_up_half_way_leaves_the_policy_sharded(args, process_group):
-    data.register_packed_attention()
-    sharded = devices.shard(train.Policy(args), args, torch.device("cpu"))
-    weights = train.named_weights(sharded)
-    assert len([*itertools.islice(weights, 3)]) == 3
-    weights.close()
-    expected = train.Policy(args).model.state_dict()
-    for name, p in sharded.model.named_parameters():
-        assert isinstance(p, DTensor)
-        assert torch.equal(whole(p.detach()), expected[name])
 
 
 # ---------------------------------------------------------------- how it is asked for
@@ -222,26 +192,7 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
     assert not devices.sharding(args)
     launched(monkeypatch)
     assert devices.sharding(args) is True
-
-
-@pytest.mark.parametrize("name, value", [
-    ("FSDP_VERSION", "1"),
-    ("FSDP_RESHARD_AFTER_FORWARD", "false"),
-    ("FSDP_OFFLOAD_PARAMS", "true"),
-    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
-    ("FSDP_ACTIVATION_CHECKPOINTING", "true"),
-])  # fmt: skip
-def test_what_of_accelerates_config_is_not_implemented_is_refused(monkeypatch, name, value):
-    launched(monkeypatch, **{name: value})
-    with pytest.raises(BadInput, match=f"{name.lower()} {value}: must be"):
-        devices.sharding(Args())
-
-
-def test_a_model_that_does_not_name_its_layers_is_refused(args, process_group):
-    data.register_packed_attention()
-    policy = train.Policy(args)
-    for module in policy.modules():
-        if hasattr(module, "_no_split_modules"):
-            module._no_split_modules = None
-    with pytest.raises(BadInput, match="--shard: .*_no_split_modules"):
-        devices.shard(policy, args, torch.device("cpu"))
+    # A setting of accelerate's that is not implemented is refused.
+    launched(monkeypatch, FSDP_OFFLOAD_PARAMS="true")
+    with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
+        devices.sharding(args)

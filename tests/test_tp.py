@@ -1,34 +1,7 @@
-"""--tp: ranks that share an engine sample what one rank alone does; a training run on them."""
+"""--tp: runs whose ranks share an engine. See test_sharding.py, too."""
 
 import pytest
-import torch
 from conftest import TINY, metrics_of, rollouts_of, run
-from engine_worker import PROMPTS
-
-
-def outputs(model: str, tp: int, out, cache) -> list:
-    by = "ranks" if tp == 2 else "fork"
-    run(model, tp, out, script="tests/engine_worker.py", by=by, cache=cache)
-    return torch.load(out, weights_only=True)
-
-
-def test_two_ranks_sample_what_one_does(untied_model, cache, tmp_path):
-    alone, team = (outputs(untied_model, tp, tmp_path / f"{tp}.pt", cache) for tp in (1, 2))
-    assert len(alone) == len(team) == 2 * (len(PROMPTS) + 1)  # for each version of the weights
-    seen = set()
-    n_refused = 0
-    for one, two in zip(alone, team, strict=True):
-        if isinstance(one, str):
-            assert "ValueError" in one and "ValueError" in two
-            n_refused += 1
-            continue
-        for a, b in zip(one, two, strict=True):  # the two turns
-            logprobs, others = (torch.tensor(turn.pop("logprobs")) for turn in (a, b))
-            assert a == b and len(a["token_ids"]) == 20
-            torch.testing.assert_close(logprobs, others, atol=1e-4, rtol=0)
-            seen.add((a["versions"][0], *a["token_ids"]))
-    assert n_refused == 2
-    assert len(seen) == 2 * 2 * len(PROMPTS)  # nothing here holds by degeneration
 
 
 def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(cache, tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     HANGS,
     REPLAY,
@@ -28,6 +29,7 @@ from conftest import (
     wait_for,
 )
 from gradient_worker import batch_of, gradients
+from safetensors.torch import load_file
 from test_rollout import hf_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,119 +38,116 @@ import train
 from agent_loop import BadInput
 from train import Args, check_args, check_registered, parse_args
 
-# Of every training step with a critic and a reference.
-LOGGED = {
-    *["reward/mean", "prompt_length/mean", "response_length/mean", "num_turns/mean"],
-    *["response_length/clipped_ratio", "actor/pg_loss", "actor/clipfrac", "actor/ppo_kl"],
-    *["actor/entropy", "actor/kl", "actor/grad_norm", "critic/vf_loss"],
-    *["critic/explained_var", "timing/rollout_s", "timing/train_s", "timing/sync_s"],
-    *["timing/generate_s_min", "timing/generate_s_max", "timing/tool_s_mean"],
-    *["throughput/tokens_per_s", "rollout/logp_diff_mean"],
-}
-
 
 def safetensors(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
     return load_file(folder / "model.safetensors")
 
 
 # ---------------------------------------------------------------- runs that repeat
 
 PPO = [
-    *[*TINY, "--deterministic", "--algo", "ppo", "--num_steps", "4", "--eval_every", "2"],
+    *[*TINY, "--deterministic", "--algo", "ppo", "--num_steps", "3", "--eval_every", "2"],
     *["--lr_schedule", "linear", "--warmup_steps", "2", "--gradient_checkpointing"],
 ]
-
-
-def killed_and_resumed(flags, tmp_path, cache, launched_by, by, **env) -> tuple[Path, str]:
-    """Makes a run, and the same one killed after three steps and resumed from the second.
-
-    Checks that their numbers are equal to the last digit. Returns the first one's folder and
-    what it printed."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    printed = run(*flags, "--output_dir", whole, by=launched_by, cache=cache, **env)
-    blocks = {"TINY_TASK_BLOCKS": tmp_path / "blocks", "TINY_TASK_BLOCKS_FROM": 3}
-    # Where Adam's states, critic and reference are changes nothing.
-    moving = [*flags, "--offload", "all", "--output_dir", killed]
-    start = two_ranks if by == "ranks" else started
-    with start(*moving, cache=cache, **env, **blocks) as processes:
-        wait_for(lambda: lines(killed / "metrics.jsonl") == 4)  # steps 0 to 3
-        for process in processes if by == "ranks" else [processes]:
-            process.kill()
-            process.wait()
-    assert [p.name for p in (killed / "checkpoints").glob("step*")] == ["step_000002"]
-    assert metrics_of(killed) == metrics_of(whole)[:4]
-
-    resumed = run(*flags, "--output_dir", killed, "--resume", by=by, cache=cache, **env)
-    assert "resuming after step 2" in resumed
-    assert metrics_of(killed) == metrics_of(whole)
-    return whole, printed
 
 
 def check_log(folder: Path, largest_difference: float, first_update: int = 1) -> list[dict]:
     """Checks a run of PPO as its user would look at it; returns its metrics."""
     rows = metrics_of(folder, timings=True)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert ["eval/reward" in row for row in rows] == [True, False, True, False, True]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert ["eval/reward" in row for row in rows] == [True, False, True, True]
     for row in rows[first_update:]:
-        assert all(math.isfinite(row[name]) for name in LOGGED)
+        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
+        assert {"actor/pg_loss", "actor/kl", "critic/vf_loss", "critic/explained_var"} < set(row)
         assert row["rollout/logp_diff_max"] < largest_difference
         n_filtered = row["rollout/filtered_groups"]
         assert row["rollout/trajectories"] == 16 + 4 * n_filtered and row["num_turns/mean"] == 4
-        assert row["timing/generate_s_max"] > 0
     checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert checkpoints == ["step_000002", "step_000004"]
+    assert checkpoints == ["step_000002", "step_000003"]
 
     rollouts = rollouts_of(folder, 3)
     members = [(r["extra"]["prompt"], r["extra"]["sample"]) for r in rollouts]
     first, last = members[0][0], members[-1][0]
     assert members == [(i, j) for i in range(first, last + 1) for j in range(4)]
-    kept = {r["extra"]["prompt"] for r in rollouts if "filtered" not in r["extra"]}
-    assert len(kept) == 4
     for r in rollouts:
         assert set(r["response_versions"]) == {-1, 2} and r["reward"] == r["total_reward"]
     return rows
 
 
-def test_a_run_by_accelerate_is_killed_and_resumed(cache, tmp_path):
-    """accelerate launches the whole run, the zygote the others: they are no different."""
+def test_a_run_by_accelerate(cache, tmp_path):
+    """accelerate launches this run, the zygote others: they are no different."""
+    out = tmp_path / "run"
     flags = [*PPO, "--prompts_per_mini_batch", "2", "--kl_coef", "0.01", "--critic_warmup", "1"]
-    whole, printed = killed_and_resumed(flags, tmp_path, cache, "accelerate", "fork")
-    rows = check_log(whole, 1e-3, first_update=2)
+    printed = run(*flags, "--output_dir", out, by="accelerate", cache=cache)
+    rows = check_log(out, 1e-3, first_update=2)
     assert "rollout/logp_diff_max" not in rows[0] and "actor/pg_loss" not in rows[1]
     # The policy's schedule waits for the critic, too, and has a step less.
-    lrs = [row["actor/lr"] for row in rows[1:]]
-    assert lrs == pytest.approx([0, 0, 1.5e-4, 3e-4])
-    assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4, 6]
-    assert "logp_diff" in printed and "What is" in printed and "   4/4" in printed
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 0, 1.5e-4])
+    assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4]
+    assert "logp_diff" in printed and "What is" in printed and "   3/3" in printed
 
-    about = json.loads((whole / "args.json").read_text())
+    about = json.loads((out / "args.json").read_text())
     assert about["args"]["algo"] == "ppo" and len(about["git"].split("-")[0]) == 40
     assert about["args"]["model"].startswith("/") and about["args"]["dtype"] == "float32"
     assert about["args"]["max_model_len"] == 64 and about["args"]["lr"] == 3e-4
 
 
-def test_a_sharded_run_in_bfloat16_is_killed_and_resumed(cache, tmp_path, tiny_model):
-    """As on GPUs. Ranks have different numbers of micro-batches, and checkpoints keep more."""
+SAMPLED = f"""
+import json, random, sys
+sys.path.insert(0, {str(REPO / "tests")!r})
+from tiny_task import *
+
+def sampler(history):
+    return random.Random(json.dumps(history)).randrange(24)
+"""
+
+
+def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
+    cache, tmp_path, tiny_model
+):
+    """As on GPUs, with a sampler, which chooses replacements, too.
+
+    Ranks have different numbers of micro-batches, and checkpoints keep more."""
+    (tmp_path / "sampled.py").write_text(SAMPLED)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(shutil.copytree(tiny_model, tmp_path / "model"))
     flags = [
-        *[*PPO, "--model", tmp_path / "model", "--dtype", "bfloat16", "--shard"],
+        *[*PPO, "--task", tmp_path / "sampled.py"],
+        *["--model", tmp_path / "model", "--dtype", "bfloat16", "--shard"],
         *["--lr", "3e-4", "--critic_lr", "1e-3", "--tokens_per_micro_batch", "64"],
         *["--kl_coef", "0.05", "--kl_in", "reward", "--kl_kind", "k1", "--kl_target", "0.001"],
         *["--max_gen_batches", "3", "--overlong_buffer", "0.5"],
     ]
-    env = {"TINY_TASK_REWARD": "any"}
-    whole, _ = killed_and_resumed(flags, tmp_path, cache, "ranks", "ranks", **env)
+    whole, killed, blocked = (tmp_path / name for name in ("whole", "killed", "blocked"))
+    env = {"TINY_TASK_REWARD": "any", "cache": cache}
+    run(*flags, "--output_dir", whole, by="ranks", **env)
+
+    blocks = {"TINY_TASK_BLOCKS": blocked, "TINY_TASK_BLOCKS_FROM": 2}
+    # Where Adam's states, critic and reference are changes nothing.
+    moving = [*flags, "--offload", "all", "--output_dir", killed]
+    with two_ranks(*moving, **env, **blocks) as processes:
+        wait_for(blocked.exists)  # in the third step
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [path.name for path in (killed / "checkpoints").glob("step*")] == ["step_000002"]
+    assert metrics_of(killed) == metrics_of(whole)[:3]
+    resumed = run(*flags, "--output_dir", killed, "--resume", by="ranks", **env)
+    assert "resuming after step 2" in resumed
+    assert metrics_of(killed) == metrics_of(whole)
+
     rows = check_log(whole, 0.2)[1:]
     assert all(row["rollout/logp_diff_mean"] < 0.03 for row in rows)
-    assert [row["actor/lr"] for row in rows] == pytest.approx([0, 1.5e-4, 3e-4, 1.5e-4])
-    assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3, 4]
+    assert [row["actor/lr"] for row in rows] == pytest.approx([0, 1.5e-4, 3e-4])
+    assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3]
     assert any(abs(row["reward/shaped_mean"] - row["reward/mean"]) > 0.01 for row in rows)
     assert sum(row["rollout/filtered_groups"] for row in rows) > 0
-    state = json.loads((whole / "checkpoints/step_000004/step.json").read_text())
-    assert state["next_prompt"] > 16
+    path = "checkpoints/step_000003/step.json"
+    state, other = (json.loads((folder / path).read_text()) for folder in (whole, killed))
+    assert state == other and state["next_prompt"] > 12
+    for rollout in rollouts_of(whole, 3):
+        row, _, *rewards = state["history"][rollout["extra"]["prompt"]]
+        assert row == rollout["index"] and rollout["total_reward"] in rewards
 
     assert rows[0]["actor/kl_coef"] == 0.05
     for row, after in zip(rows, rows[1:]):  # 16 rollouts a step, over a horizon of 10,000
@@ -171,30 +170,37 @@ def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_pat
     for row, again in zip(metrics_of(first)[1:], metrics_of(second), strict=True):
         same = {name: x for name, x in row.items() if not name.startswith("eval/")}
         assert {name: again[name] for name in same} == same
-    assert not list((second / "rollouts").iterdir())
     weights, others = safetensors(first / "final"), safetensors(second / "final")
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
-    """With ReMax, whose baselines must be there."""
-    rolled = tmp_path / "rolled"
-    flags = ["--algo", "remax", "--num_steps", "2", "--output_dir"]
+    """With ReMax, whose baselines must be there, and of which a rollout alone can learn."""
+    rolled, out = tmp_path / "rolled", tmp_path / "trained"
+    flags = ["--algo", "remax", "--group_size", "1", "--num_steps", "2", "--output_dir"]
     printed = run(*TINY, *flags, rolled, "--rollout_only", cache=cache)
     assert "2 steps of rollouts are in" in printed
     rows = metrics_of(rolled)
     assert [row["step"] for row in rows] == [1, 2] and "actor/loss" not in rows[0]
-    files = {path.name for path in rolled.iterdir()}
-    assert files == {".lock", "args.json", "metrics.jsonl", "report.html", "rollouts"}
+    assert not (rolled / "checkpoints").exists() and not (rolled / "final").exists()
     first, second = ({r["index"] for r in rollouts_of(rolled, step)} for step in (1, 2))
     assert len(first) == len(second) == 4 and not first & second  # fresh prompts at each step
 
     replay = [*REPLAY, "--replay", rolled, *flags]
-    run(*replay, tmp_path / "trained", "--num_steps", "7", cache=cache)
-    trained = metrics_of(tmp_path / "trained")
+    more = ["--rollout_correction", "seq_mask", "--entropy_coef", "0.01", "--num_steps", "7"]
+    run(*replay, out, *more, cache=cache)
+    trained = metrics_of(out)
     assert [row["reward/mean"] for row in trained] == [row["reward/mean"] for row in rows]
-    assert trained[0]["rollout/logp_diff_max"] < 1e-4 and trained[0]["actor/grad_norm"] > 0
-    assert trained[0]["rollout/missing_baselines"] == 0
+    row = trained[0]
+    rollouts = rollouts_of(rolled, 1)
+    greedy = [r["total_reward"] for r in rollouts if "greedy" in r["extra"]]
+    assert row["reward/greedy"] == pytest.approx(sum(greedy) / 4) and len(rollouts) == 8
+    assert row["rollout/trajectories"] == row["rollout/singleton_groups"] == 4
+    assert row["rollout/missing_baselines"] == row["rollout/dropped"] == 0
+    # Engine and trainer agree: every token counts the same.
+    assert row["rollout/logp_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
+    assert row["rollout/ratio"] == pytest.approx(1, abs=1e-3) and row["actor/ratio"] == 1.0
+    assert row["rollout/effective_sample_size"] == pytest.approx(1, abs=1e-4)
 
     file = rolled / "rollouts/step_000001.jsonl"
     kept = [r for r in rows_of(file) if "greedy" not in r["extra"]]
@@ -209,18 +215,17 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
 
 def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     teacher, judged, student = (tmp_path / name for name in ("teacher", "judged", "student"))
-    flags = ["--num_steps", "3", "--eval_every", "1", "--save_every", "1", "--lr", "0.01"]
+    flags = ["--num_steps", "2", "--eval_every", "1", "--save_every", "1", "--lr", "0.01"]
     flags += ["--keep_checkpoints", "1", "--eval_samples", "3", "--output_dir", teacher]
     printed = run(*TINY, *flags, cache=cache)
     rows = metrics_of(teacher)
     evals = {row["step"]: row["eval/reward"] for row in rows if row["step"]}
     best = max(reversed(evals), key=evals.get)
     saved = {path.name for path in (teacher / "checkpoints").iterdir()}
-    assert saved == {f"step_00000{best}", "step_000003"}
+    assert saved == {f"step_00000{best}", "step_000002"}
     said = f"the best saved checkpoint is {teacher}/checkpoints/step_00000{best}"
     assert said in printed
     assert {f"eval/pass@{j}" for j in (1, 2, 3)} < set(rows[0])
-    assert rows[0]["eval/reward_stderr"] > 0
     assert lines(teacher / "rollouts/eval_000000.jsonl") == 3 * 8
 
     final = teacher / "final"
@@ -236,7 +241,9 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     learn = [*REPLAY, "--replay", teacher, "--algo", "opd", "--num_steps", "1"]
     learn += ["--output_dir", student, "--ref_model"]
     run(*learn, final, cache=cache)
-    model = AutoModelForCausalLM.from_pretrained(final)
+    model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert "packed" not in (final / "config.json").read_text()
     means, sums = [], []
     for r in rollouts_of(teacher, 1):
         sampled = torch.tensor(r["response_mask"]).bool()
@@ -258,62 +265,20 @@ def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
     assert "has another tokenizer than --model" in run(*learn, other, code=2, cache=cache)
 
 
-def test_remax_and_rollout_correction(cache, tmp_path):
-    out = tmp_path / "run"
-    flags = ["--algo", "remax", "--rollout_correction", "seq_mask", "--entropy_coef", "0.01"]
-    flags += ["--group_size", "1", "--num_steps", "1", "--eval_every", "0"]
-    run(*TINY, *flags, "--output_dir", out, cache=cache)
-    row = metrics_of(out)[1]
-    rollouts = rollouts_of(out, 1)
-    greedy = [r["total_reward"] for r in rollouts if "greedy" in r["extra"]]
-    assert len(rollouts) == 8 and len(greedy) == 4 and row["rollout/missing_baselines"] == 0
-    assert row["reward/greedy"] == pytest.approx(sum(greedy) / 4)
-    assert row["rollout/trajectories"] == row["rollout/singleton_groups"] == 4
-    # Engine and trainer agree: nothing is dropped, and every token counts the same.
-    assert row["rollout/ratio"] == pytest.approx(1, abs=1e-3) and row["rollout/ratio_max"] < 1.01
-    assert row["rollout/dropped"] == 0
-    assert row["rollout/effective_sample_size"] == pytest.approx(1, abs=1e-4)
-    assert row["actor/ratio"] == 1.0 and row["actor/grad_norm"] > 0
-
-    # What the update knew about these trajectories is kept for the report.
-    learned = rows_of(out / "learned/step_000001.jsonl")
-    reward_of = {(r["extra"]["prompt"], r["extra"]["sample"]): r["total_reward"] for r in rollouts}
-    assert [(line["prompt"], line["sample"]) for line in learned] == [(i, 0) for i in range(4)]
-    for line in learned:
-        prompt = line["prompt"]
-        advantage = reward_of[prompt, 0] - reward_of[prompt, 1]
-        assert line["advantage"] == pytest.approx(advantage) and line["trained"]
-    largest = max(abs(x) for line in learned for x in line["logp_diff"])
-    assert largest == pytest.approx(row["rollout/logp_diff_max"], rel=0.06)
-    assert (out / "report.html").is_file()
-
-
 def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
-    """A budget of 4 tokens truncates nearly everything: an empty batch is no crash."""
+    """A budget of 4 tokens truncates nearly everything: an empty batch is no crash.
+
+    Neither is a grader that fails."""
     flags = ["--agent", "single_turn", "--max_response_tokens", "4", "--mask_truncated"]
     flags += ["--num_steps", "3", "--eval_every", "0", "--output_dir", tmp_path / "run"]
-    run(*TINY, *flags, cache=cache)
-    for row in metrics_of(tmp_path / "run")[1:]:
+    printed = run(*TINY, *flags, cache=cache, TINY_TASK_REWARD="raise")
+    assert "RuntimeError: the grader broke" in printed
+    rows = metrics_of(tmp_path / "run")[1:]
+    assert sum(row["rollout/failed_reward"] for row in rows) > 0
+    for row in rows:
+        assert row["rollout/failed_reward"] + row["rollout/trajectories"] == 16
         assert row["stop_reason/length"] > 0.5
         assert (row["actor/grad_norm"] == 0) == (row["stop_reason/length"] == 1)
-
-
-def test_the_final_policy_loads_in_transformers(cache, tmp_path):
-    """... and a grader that fails costs its trajectories, not the run. vLLM: see above."""
-    out = tmp_path / "run"
-    flags = [*TINY, "--eval_every", "0", "--output_dir", out]
-    printed = run(*flags, "--num_steps", "2", cache=cache, TINY_TASK_REWARD="raise")
-    rows = metrics_of(out)[1:]
-    assert sum(row["rollout/failed_reward"] for row in rows) > 0
-    assert all(row["rollout/failed_reward"] + row["rollout/trajectories"] == 16 for row in rows)
-    assert "RuntimeError: the grader broke" in printed
-    _, info = AutoModelForCausalLM.from_pretrained(out / "final", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert "packed" not in (out / "final/config.json").read_text()
-
-    # Another run into the same folder overwrites nothing.
-    run(*flags, "--num_steps", "1", cache=cache)
-    assert len(metrics_of(tmp_path / "run.1")) == 3 and len(metrics_of(out)) == 2
 
 
 # ---------------------------------------------------------------- interrupts
@@ -358,7 +323,7 @@ def test_the_second_interrupt_ends_at_once(cache, tmp_path):
         assert process.poll() is None
         # Within a second of the first it would be taken for the launcher's, of one Ctrl-C.
         wait_for(lambda: process.send_signal(signal.SIGINT) or process.poll() is not None)
-        assert process.returncode == -signal.SIGKILL
+        assert process.returncode == -signal.SIGINT
 
 
 # ---------------------------------------------------------------- gradients
@@ -387,7 +352,6 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, cache, t
 def test_gradient_checkpointing_recomputes_and_changes_nothing(
     tiny_model, process_group, monkeypatch
 ):
-    from accelerate import Accelerator
     from transformers import GradientCheckpointingLayer
 
     calls, results = [], []
@@ -410,8 +374,6 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(
 def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
     """Packed attention, chunked logprobs and global counts against the plain computation: a
     mean over the sampled tokens, and one over those of demonstrations."""
-    from accelerate import Accelerator
-
     shown = range(0, 19, 3)
     batch = batch_of(19, shown)
     result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", demonstrated=shown)
@@ -450,8 +412,6 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
     (["--num_stesp", "3"], "unknown flag --num_stesp: did you mean --num_steps?"),
     (["--num_st", "3"], "unknown flag --num_st: did you mean --num_steps?"),
     (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
-    (["extra"], "unknown flag extra"),
-    (["--lr"], "--lr: expected one argument"),
     (["--deterministic", "maybe"], "--deterministic: true or false expected, got 'maybe'"),
     (["--shard", "half"], "--shard: invalid choice: 'half' (choose from False, True, 'hybrid')"),
 ])  # fmt: skip
@@ -466,11 +426,10 @@ def test_defaults_pass_the_checks_and_flags_parse():
     flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save-every", "3"]
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
-    assert args.save_every == 3
+    assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
     values = {("--shard",): True, ("--shard", "hybrid"): "hybrid", ("--shard", "False"): False}
     for words, value in values.items():
         assert parse_args(words).shard == value
-    assert parse_args(["--deterministic", "No"]).deterministic is False
     assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
 
 
@@ -484,7 +443,6 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(max_gen_batches=0), "--max_gen_batches 0 must be greater than 0"),
     (dict(overlong_buffer=32.0), "--overlong_buffer 32.0 must be in [0, 1]"),
     (dict(clip_c=0.5), "--clip_c 0.5 must be 0, or exceed 1"),
-    (dict(kl_in="prompt"), "--kl_in prompt: choose from loss, reward"),
     (dict(policy_loss="trpo"), "--policy_loss trpo: choose from ppo"),
     (dict(adv_estimator="td"), "--adv_estimator td: choose from gae, reinforce_pp, grpo"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
@@ -493,33 +451,20 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="sapo", clip_low=0.0), "--policy_loss sapo: its temperatures"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(rollout_correction="tis,clip"), "unknown rollout correction 'clip'"),
-    # Flags without effect
+    (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
+    (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
+    (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
+    # Flags without effect: a rule of each form
     (dict(gamma=0.9), "only with --adv_estimator gae or reinforce_pp"),
-    (dict(turn_discount=0.5), "only with --adv_estimator gae or"),
-    (dict(algo="reinforce_pp", lam=0.9), "--lam has an effect only with --adv_estimator gae"),
-    (dict(critic_warmup=3), "--critic_warmup has an effect only with --adv_estimator gae"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),
-    (dict(ref_model="x"), "--ref_model has an effect only with a --kl_coef"),
-    (dict(reward_coef=0.5), "--reward_coef has an effect only with --kl_in reward"),
     (dict(kl_coef=0.1, kl_target=0.1), "--kl_target has an effect only with --kl_in reward"),
     (dict(algo="rloo", clip_high=0.5), "only with a --policy_loss other than"),
-    (dict(algo="cispo", clip_c=3.0), "only with --policy_loss ppo or gspo"),
-    (dict(oversample=1.5), "--oversample has an effect only with a --max_staleness"),
-    (dict(oversample=0.5, max_staleness=1), "--oversample 0.5 must be at least 1"),
-    (dict(max_staleness=1, deterministic=True), "only without --max_staleness"),
     (dict(replay="x", rollout_only=True), "--rollout_only has an effect only without --replay"),
-    (dict(rollout_only=True, max_staleness=1), "only without --rollout_only"),
     # Settings of vLLM
     (dict(engine_args="{block_size: 16}"), "--engine_args is not JSON"),
     (dict(engine_args="[1]"), "--engine_args must be a JSON object"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
     (dict(engine_args='{"logprobs_mode": "raw_logprobs"}'), "logprobs_mode can't be set here"),
-    (dict(engine_args='{"enable_batch_sharded_sampling": true}'), "can't be set here"),
-    (dict(engine_args='{"speculative_config": {"model": "x"}}'), "can't be set here"),
-    (dict(engine_args='{"spec_model": "x"}'), "spec_model can't be set here"),
-    (dict(engine_args='{"reasoning_config": {}}'), "reasoning_config can't be set here"),
-    (dict(engine_args='{"reasoning_parser": "qwen3"}'), "reasoning_parser can't be set here"),
-    (dict(sampling_args='{"temperature": 0.5}'), "temperature can't be set here"),
     (dict(sampling_args='{"n": 2, "logprobs": 1}'), "logprobs, n can't be set here"),
     (dict(sampling_args='{"top_kk": 2}'), "top_kk"),
     (dict(eval_sampling_args='{"top_p": 7}'), "top_p"),
@@ -531,32 +476,27 @@ def test_flags_without_effect_or_sense_are_refused(flags, said):
     assert said in str(error.value)
 
 
-def test_sampling_parameters_that_the_trainer_does_not_know_are_warned_of():
+def test_sampling_parameters():
     said = "min_p, top_k: the engine samples from another distribution"
     with pytest.warns(UserWarning, match=said):
         check_args(Args(sampling_args='{"top_k": 20, "min_p": 0.1, "stop": ["</answer>"]}'))
     stop = '{"stop": "x"}'
+    args = Args(sampling_args=stop, eval_sampling_args='{"top_k": 20}', temperature=0.5)
     with warnings.catch_warnings(action="error"):
-        check_args(Args(sampling_args=stop, eval_sampling_args='{"top_k": 20}'))
-        check_args(Args(engine_args='{"enforce_eager": true, "block_size": 64}'))
-    sampling = Args(sampling_args=stop, temperature=0.5).sampling()
-    assert sampling == {"temperature": 0.5, "stop": ["x"]}  # agents see a list
-
-
-def test_evaluation_is_greedy_unless_it_takes_several_samples():
-    assert Args(temperature=0.7).sampling(validate=True)["temperature"] == 0
+        check_args(args)
+    assert args.sampling() == {"temperature": 0.5, "stop": ["x"]}  # agents see a list
+    # Evaluation is greedy, unless it takes several samples.
+    assert args.sampling(validate=True) == {"temperature": 0.0, "top_k": 20}
     assert Args(temperature=0.7, eval_samples=4).sampling(validate=True)["temperature"] == 0.7
 
 
 @pytest.mark.parametrize("change, said", [
     ({"task": "no/such.py"}, "--task no/such.py: no such file"),
-    ({"model": "/tmp"}, "neither a model folder nor a model that can be loaded"),
     ({"model": "no_such_org/no_such_model"}, "neither a model folder nor a model that can be"),
     ({"max_response_tokens": 4000}, "greater than the derived max_model_len"),
     ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
     ({"resume": True}, "no checkpoint in"),
-    ({"val_files": ["nothing.jsonl"]}, "nothing.jsonl: no such file"),
 ])  # fmt: skip
 def test_input_that_is_wrong_ends_before_the_engine_starts(
     change, said, tiny_model, tmp_path, monkeypatch, process_group
@@ -572,23 +512,17 @@ def test_input_that_is_wrong_ends_before_the_engine_starts(
 
 def test_a_damaged_rollout_file_is_named(tmp_path):
     file = tmp_path / "step_000001.jsonl"
-    output = output_of([1], reward=1.0, text="two\u2028lines")
-    good = vars(output)
+    good = vars(output_of([1], reward=1.0, text="two\u2028lines"))
     line = json.dumps(good, ensure_ascii=False)
     file.write_text(line + "\n", encoding="utf-8")
     (read,), _ = train.read_rollouts(file, 4)
     assert read.text == "two\u2028lines" and read.response_ids == [3]
     with pytest.raises(BadInput, match="its tokens are another model's"):
         train.read_rollouts(file, 3)
-
-    changes = ({"prompt_ids": None}, {"reward": None}, {"extra": {}}, {"images": 1})
-    for bad in ("5", "[1]", "{", *(json.dumps(good | change) for change in changes)):
-        file.write_text(f"{json.dumps(good)}\n{bad}\n")
+    for bad in ("{", json.dumps(good | {"prompt_ids": None})):
+        file.write_text(f"{line}\n{bad}\n", encoding="utf-8")
         with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory"):
             train.read_rollouts(file, 4)
-    file.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(BadInput, match="no trajectory to replay"):
-        train.read_rollouts(file, 4)
 
 
 def test_command_line_shows_one_line_and_exits_with_2(cache):

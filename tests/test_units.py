@@ -13,7 +13,7 @@ import data
 import losses
 import train
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput
-from flatrl.metrics import MAX_LOGGED_UNITS, describe, describe_eval
+from flatrl.metrics import describe, describe_eval
 from rollout import Rollouts, set_rewards
 from train import Args
 
@@ -74,8 +74,8 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
     greedy = whole(9)
     for output in greedy:
         output.extra["greedy"] = True
-    phase = Rollouts(outputs=[*outputs, *greedy])
-    batch["advantages"] = train.estimate_advantages(batch, phase, args)
+    rollouts = Rollouts(outputs=[*outputs, *greedy])
+    batch["advantages"] = train.estimate_advantages(batch, rollouts, args)
 
     logprobs = batch["logprobs"].double().requires_grad_()
     loss, _ = train.policy_objective([logprobs, torch.zeros_like(logprobs)], batch, args)
@@ -194,12 +194,6 @@ def test_siblings_of_a_tree_are_compared_with_each_other_alone():
     assert metrics["eval/pass@2"] == 1
 
 
-def test_many_names_of_units_are_no_metrics():
-    outputs = [played(0, 0, n, 1.0, f"node {n}") for n in range(MAX_LOGGED_UNITS + 1)]
-    assert "reward/node 3" not in describe(outputs, data.by_unit(outputs))
-    assert describe(outputs[1:], data.by_unit(outputs[1:]))["reward/node 3"] == 1
-
-
 def graded(*outputs, **task):
     asyncio.run(set_rewards(SimpleNamespace(**task), list(outputs), {"answer": 3}))
     return [output.reward for output in outputs]
@@ -221,14 +215,21 @@ def test_what_a_unit_can_not_have_is_refused():
     said = "output 0 of a rollout has the reward 0.5, but its unit '' gets that of its last"
     with pytest.raises(ValueError, match=said):
         graded(played(0, 0, 0, 0.5), played(0, 0, 1, 1.0))
-    with pytest.raises(ValueError, match="output 0 of a rollout has the reward 0.5, but"):
-        graded(played(0, 0, 0, 0.5, "a"), played(0, 0, 1, None, "a"), reward=lambda *_: 0.5)
     assert graded(played(0, 0, 0, 0.5), played(0, 0, 1, 0.5)) == [0.5, 0.5]
     with pytest.raises(ValueError, match="unit 'a' are in the groups '' and 'b': a unit has one"):
         graded(played(0, 0, 0, 1.0, "a"), played(0, 0, 1, 1.0, "a", "b"))
-    for bad in ({"unit": 3}, {"group": None}):
-        with pytest.raises(ValueError, match="must be texts"):
-            played(0, 0, 0, **bad)
+    with pytest.raises(ValueError, match="must be texts"):
+        played(0, 0, 0, unit=3)
+
+
+def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():
+    """Its reward is on place 0, where no token is: it is compared with, but learns nothing."""
+    outputs = [played(0, sample, 0, reward) for sample, reward in enumerate((0.0, 1.0, 5.0))]
+    outputs[2].response_mask = [0, 0]  # as if all its words were given
+    batch = data.make_batch(outputs)
+    rewards = data.place_rewards(batch, batch.units.outcomes)
+    assert rewards.tolist() == [[0, 0, 0], [0, 0, 1], [5, 0, 0]]
+    assert advantages_of(outputs, adv_estimator="drgrpo") == [0.0 - 2.0, 1.0 - 2.0, 0.0]
 
 
 def test_mini_batches_are_of_whole_prompts():
