@@ -276,7 +276,7 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     batch = data.make_batch(rollouts.trained)
     batch["values"] = torch.arange(15.0).view(3, 5)
     run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
-    batch = train.add_rewards(run, rollouts, batch, {})
+    batch, _ = train.add_rewards(run, rollouts, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
     assert batch.units.rewards.tolist() == [1.0, 2.0]

@@ -49,7 +49,7 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
     for step in range(4):
         rollouts = run.step(step)
         rows += drawn(rollouts)
-        train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained), {})
+        train.add_rewards(run.run, rollouts, data.make_batch(rollouts.trained))
         run.run.done += 1
     history = run.run.history
     # One call for each prompt, in order, with all before it. The entry is its answer.
