@@ -38,7 +38,7 @@ from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need
-from flatrl.devices import check_memory, fit_micro_batch, offload, shard, start_processes
+from flatrl.devices import fit_micro_batch, offload, shard, start_processes
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
@@ -848,11 +848,10 @@ def setup(args: Args) -> Run:
 
     # Refuse a model that can't be run or trained, and a run that can't be resumed.
     n_ids = models.vocab_size(tokenizer)
-    check_model(args, device, n_ids)
+    check_model(args, device)
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    check_memory(policy, args, device)
     changed = {}
     if args.resume:
         changed = on_main(checkpoints.check_changes, args, task_builds_model)

@@ -86,7 +86,7 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Watches for Ctrl-C, SIGTERM, SIGHUP and the launcher's death on every rank.
+    """Watches for Ctrl-C, SIGTERM and SIGHUP on every rank.
 
     After the first signal all ranks finish the present step, save and end. A second signal
     ends a process at once."""
@@ -122,17 +122,10 @@ class Stop:
         """Exchanges two bits with all ranks once a second, until all have finished.
 
         names: {rank: its name in a message}. Ends this process if another rank is gone, because
-        it would wait for that rank in vain. Stops the run if the launcher is gone: accelerate's
-        leaves its processes behind."""
-        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
-        launcher_pid = os.getppid()  # without a launcher it may be a shell, which may close
+        it would wait for that rank in vain."""
         my_name = names.pop(dist.get_rank())
         all_finished = False
         while not all_finished:
-            if launched and os.getppid() != launcher_pid:
-                launched = False
-                self.requested = True
-                signal.alarm(600)  # seconds to save in, then this process ends
             my_state = torch.tensor([self.requested, self.finished.is_set()])
             all_finished = my_state[1]
             lost_ranks = []
@@ -157,22 +150,16 @@ class Stop:
 def run_as_script(main: Callable, parse: Callable):
     """Calls main(parse()), then ends this process with an exit code.
 
-    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: anything else, also
-    sys.exit(0) in user code. Python waits for threads and processes that user code has left
-    behind: here for LEFT_BEHIND_S seconds."""
+    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: any other exception. Python
+    waits for threads and processes that user code has left behind: here for LEFT_BEHIND_S
+    seconds."""
     for stream in (sys.stdout, sys.stderr):
         # Each line appears at once, also in a file, whatever the terminal's encoding.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    args = None
     status = 1
     try:
-        args = parse()
-        main(args)
+        main(parse())
         status = 0
-    except SystemExit as error:
-        if args is None:  # --help
-            raise
-        raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
     except Stopped:
         status = 130
     except KeyboardInterrupt:  # before a run's Stop is there, which says what was saved
