@@ -65,11 +65,10 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
     """Warns if the model's chat template ignores the row's tools.
 
     templates: the tokenizer with the variables of --chat_template_args."""
-    prompt = row["prompt"]
+    prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
-    if not schemas or not prompt:
-        return
-    if render_text(templates, prompt, schemas, True) == render_text(templates, prompt, None, True):
+    with_tools, without = (render_text(templates, prompt, x, True) for x in (schemas, None))
+    if schemas and with_tools == without:
         warnings.warn(
             "the model's chat template ignores tools: the policy does not see that it has any. "
             "Take another model or template, or describe them in the prompt",
