@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vision_task
-from conftest import KEPT, SMALL_CACHE, make_run, run
+from conftest import KEPT, SMALL_CACHE, run
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_task import Looker, picture
 
-import agent_loop
 import data
 import train
 from agent_loop import (
@@ -32,10 +31,10 @@ from agent_loop import (
     render,
 )
 from examples import vision
-from examples.chat_client import ChatAgentLoop
 from flatrl import models
+from flatrl.chat.client import ChatAgentLoop
 from flatrl.vision import Vision, check_images
-from rollout import Engine, rollout
+from rollout import Engine
 
 CPU = torch.device("cpu")
 PLACE = "<|image_pad|>"
@@ -137,7 +136,7 @@ def pack(batch: dict, rows) -> tuple[dict, list[int]]:
 
 def differences(policy, outputs: list) -> torch.Tensor:
     """|engine - trainer| of every sampled token, all outputs in one packed forward pass."""
-    batch = data.collate(outputs)
+    batch = data.collate(outputs, policy.vision.image_token_id)
     logprobs = torch.zeros_like(batch["logprobs_rollout"])
     packed, rows = pack(batch, range(len(outputs)))
     with torch.no_grad():
@@ -164,35 +163,12 @@ def test_two_turns_with_images_agree_with_the_engine(engine, background, args, p
         assert output.messages[-2]["content"] == (seen if looked else "nothing to see")
     found = differences(policy, outputs)
     assert len(found) > 60 and found.max() < 1e-4
-    # Another order of the rows, and each alone: pixels follow their tokens.
+    # Another order of the rows: pixels follow their tokens.
     assert differences(policy, outputs[::-1]).max() < 1e-4
-    assert max(differences(policy, [output]).max() for output in outputs) < 1e-4
     # The images count: with other ones the trainer disagrees.
     seeing = next(output for output in outputs if output.images)
     others = [picture(99, *image.size) for image in seeing.images]
     assert differences(policy, [replace(seeing, images=others)]).max() > 1e-3
-
-
-def test_a_grader_may_draw_on_its_images(engine, background, args, processor, policy):
-    """The images of the trainer and of the next rollout stay as they are."""
-
-    def reward(output, row):
-        for image in (*output.images, *row["images"]):
-            image.paste((0, 0, 0), (0, 0, *image.size))
-        return 1.0
-
-    rows = [row | {"agent_name": "looker"} for row in rows_of(args, processor)[1:2]]
-    before = [image.tobytes() for image in rows[0]["images"]]
-    train.sync(engine, policy, engine.version + 1)
-    task = SimpleNamespace(reward=reward, TOOLS=vision_task.TOOLS)
-    run = make_run(engine, background, task, processor.tokenizer, args, processor)
-    outputs = rollout(run, rows, 0, 2, {"temperature": 1.0}).outputs
-    engine.sleep()
-    assert [output.reward for output in outputs] == [1.0] * 2 and any(before[0])
-    for output in outputs:
-        assert [image.tobytes() for image in output.images[:1]] == before
-        assert len(output.images) == 2 and any(output.images[1].tobytes())
-    assert [image.tobytes() for image in rows[0]["images"]] == before
 
 
 def test_a_turn_on_an_image_lives_through_an_update(engine, background, args, processor, policy):
@@ -313,20 +289,18 @@ def gradients(model, batch: dict, parts: list[list[int]]) -> dict[str, torch.Ten
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_transformers(args, processor, checkpointing):
-    policy = make_policy(replace(args, gradient_checkpointing=checkpointing), processor)
+def test_gradients_are_those_of_transformers(args, processor):
+    policy = make_policy(replace(args, gradient_checkpointing=True), processor)
     outputs = [
         output_of(processor, f"a{SEEN}b", [picture(1, 56, 84)]),
         output_of(processor, "no image", []),
         output_of(processor, f"{SEEN}{SEEN}", [picture(2, 112, 56), picture(3, 56, 56)]),
         output_of(processor, f"{SEEN}again", [picture(4, 84, 84)]),
     ]
-    batch = data.collate(outputs)
+    batch = data.collate(outputs, processor.image_token_id)
     whole = gradients(policy, batch, [[0, 1, 2, 3]])
-    for parts in ([[0], [1], [2], [3]], [[3, 1], [0, 2]]):
-        for name, gradient in gradients(policy, batch, parts).items():
-            assert torch.allclose(gradient, whole[name], atol=1e-4, rtol=1e-3), name
+    for name, gradient in gradients(policy, batch, [[3, 1], [0, 2]]).items():
+        assert torch.allclose(gradient, whole[name], atol=1e-4, rtol=1e-3), name
     visual = [gradient for name, gradient in whole.items() if "visual" in name]
     assert visual and all(gradient.any() for gradient in visual)
 
@@ -361,7 +335,6 @@ def test_a_shared_prefix_with_images_is_computed_once(processor, policy, monkeyp
         output_of(processor, "a", []),
     ]
     batch = data.collate(outputs, processor.image_token_id)
-    alone = data.collate(outputs)
     images = batch["images"]
     assert images[0][0] is images[1][0] is images[3][0] is not images[2][0]
     encoded = []
@@ -377,9 +350,9 @@ def test_a_shared_prefix_with_images_is_computed_once(processor, policy, monkeyp
     [found] = encoded
     expected = [images[0][0], images[3][1], images[2][0]]
     assert sorted(map(id, found)) == sorted(map(id, expected))
-    n_shared, n_alone = (pack(x, rows)[0]["inputs"]["input_ids"].numel() for x in (batch, alone))
-    assert n_shared < 0.6 * n_alone
-    single = gradients(policy, alone, [[row] for row in rows])
+    n_packed = pack(batch, rows)[0]["inputs"]["input_ids"].numel()
+    assert n_packed < 0.6 * batch["lengths"].sum()
+    single = gradients(policy, batch, [[row] for row in rows])
     norm = torch.stack([gradient.norm() for gradient in single.values()]).norm()
     for name, gradient in single.items():
         difference = (whole[name] - gradient).norm()
@@ -387,7 +360,7 @@ def test_a_shared_prefix_with_images_is_computed_once(processor, policy, monkeyp
 
 
 def test_a_micro_batch_without_images_has_a_gradient_for_every_parameter(args, processor, policy):
-    batch = data.collate([output_of(processor, "no image", [])])
+    batch = data.collate([output_of(processor, "no image", [])], processor.image_token_id)
     found = gradients(policy, batch, [[0]])
     assert all(not gradient.any() for name, gradient in found.items() if "visual" in name)
     critic = train.Critic(args, policy.vision)
@@ -408,7 +381,7 @@ def test_pixels_are_computed_once_and_forgotten_with_their_image(args, processor
     outputs = [output_of(processor, f"{SEEN}{i}", [shared]) for i in "ab"]
     outputs.append(output_of(processor, SEEN, [picture(2, 56, 84)]))
     for rows in ([0, 1, 2], [2, 0]):
-        batch = data.collate(outputs)
+        batch = data.collate(outputs, processor.image_token_id)
         policy(pack(batch, rows)[0])
     assert len(calls) == 2 and len(seeing.pixels) == 2
     calls.clear()
@@ -522,19 +495,11 @@ def test_a_tools_words_are_never_taken_for_an_image(play, processor):
 @pytest.mark.parametrize("images, seeing, said", [
     ([picture(1, 56, 56)], True, "[{'type': 'image'}]"),  # no empty text
     (["not a picture"], True, "can't be read as an image"),
-    ([b"\x89PNG broken"], True, "can't be read as an image"),
-    ([None], True, "can't be read as an image"),
     ([Image.new("RGB", (4000, 4))], True, "aspect ratio"),
-    (["cut.png"], True, "Error: an image can't be decoded"),
     ([picture(1, 56, 56)] * 5, True, "Error: no room for 5 more images: 0 of 4 are there"),
     ([picture(1, 56, 56)], False, "the tool returned an image, and this agent reads text only"),
 ])  # fmt: skip
-def test_a_tools_image_that_cannot_be_shown_is_an_error_for_the_model(
-    play, images, seeing, said, tmp_path, monkeypatch
-):
-    picture(1, 200, 200).save(tmp_path / "whole.png")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:2000])
-    monkeypatch.chdir(tmp_path)
+def test_a_tools_image_that_cannot_be_shown_is_an_error_for_the_model(play, images, seeing, said):
     row = {"prompt": user("Look.")}
     output, _ = play(row, CALL, "red", tool=Show(ToolResponse(images=images)), seeing=seeing)
     content = str(output.messages[2]["content"])
@@ -559,20 +524,6 @@ def test_an_engine_that_counts_an_images_tokens_otherwise_is_found(play):
         play(row_with(picture(1, 56, 56)), "red", off=1)
 
 
-def test_a_rewritten_history_starts_again_with_all_its_images(play, processor, monkeypatch):
-    """The template drops earlier words of the assistant: the next turn is another sequence."""
-    kept = "{{- message.content or '' }}"
-    forgetful = vision.TEMPLATE.replace(kept, "{{- message.content if loop.last else '' }}")
-    monkeypatch.setattr(processor.tokenizer, "chat_template", forgetful)
-    tool = Show(ToolResponse("here", images=[picture(2, 56, 56)]))
-    outputs, engine = play(row_with(picture(1, 84, 56)), "well " + CALL, "red", tool=tool)
-    assert [len(output.images) for output in outputs] == [1, 2]
-    place = processor.image_token_id
-    assert [output.prompt_ids.count(place) for output in outputs] == [6, 10]
-    assert processor.tokenizer.decode(outputs[1].response_ids) == "red<|im_end|>"
-    assert engine.prompts[1].count(place) == 2 and len(engine.images[1]) == 2
-
-
 # ---------------------------------------------------------------- the chat client
 
 
@@ -595,13 +546,8 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
             messages += [reply.choices[0].message, *user([image_part(second)])]
             await create(messages=messages)
             await create(messages=user([image_part(second)]))
-            for content, said in [
-                ([{"type": "image_url", "image_url": {"url": "https://x.org/x"}}], "only data:"),
-                ([image_part(first)] * 5, "supported are 4"),
-                ([{"type": "image"}], "as the row's prompt has it"),
-            ]:
-                with pytest.raises(ValueError, match=said):
-                    await create(messages=user(content))
+            with pytest.raises(ValueError, match="supported are 4"):
+                await create(messages=user([image_part(first)] * 5))
             return 1.0
 
     engine = Script(processor, ["red", "blue", "green"])
@@ -613,11 +559,6 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
     assert engine.images == [both[:1], both, both[1:]]
     first_prompt, second_prompt, _ = engine.prompts
     assert second_prompt[: len(first_prompt)] == first_prompt  # it continues the first
-    said = []
-    for output in outputs:
-        ids = [i for i, m in zip(output.response_ids, output.response_mask) if m]
-        said.append(processor.tokenizer.decode(ids))
-    assert said == ["red<|im_end|>blue<|im_end|>", "green<|im_end|>"]
 
 
 # ---------------------------------------------------------------- rows
@@ -647,8 +588,6 @@ def test_both_forms_of_a_placeholder():
 
 @pytest.mark.parametrize("content, images, message", [
     ("<image>", ["1", "2"], "row 0 of .* has 1 placeholders .* 'images' 2"),
-    ("<image>", [5], "row 0 of .* 5 can't be read as an image"),
-    ([{"type": "image"}], [], "row 0 of .* has 1 placeholders .* 'images' 0"),
     ("<image>", "path.png", "row 0 of .* 'images' must be a list|tuple, got 'path.png'"),
     ([{"type": "video"}], [], "row 0 of .* or .* not {'type': 'video'}"),
 ])  # fmt: skip
@@ -690,25 +629,15 @@ def test_rows_from_parquet(args, processor, tmp_path):
     assert found == [image.tobytes() for image in images]
 
 
-def test_bad_images_are_found_early(args, processor, tmp_path, monkeypatch):
+def test_bad_images_are_found_early(args, processor):
     image = picture(1, 56, 56)
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    (tmp_path / "program.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
     for bad, said in [
-        (str(tmp_path / "none.png"), "No such file"),
-        (str(tmp_path / "bad.png"), "can't be read"),
-        (str(tmp_path / "program.eps"), "can't be read"),
+        ("none.png", "No such file"),
         (b"abc", "can't be read"),
-        ({}, "can't be read"),
         (Image.new("RGB", (4000, 4)), "aspect ratio"),
     ]:
         with pytest.raises(BadInput, match=f"row 0: .*{said}"):
             check_one({"prompt": user("<image>"), "images": [bad]}, args, processor)
-    monkeypatch.setattr(agent_loop, "MAX_PIXELS", 56 * 56 - 1)
-    with pytest.raises(BadInput, match="row 0: .*56 x 56 pixels: more than 3135"):
-        path = str(tmp_path / "large.png")
-        image.save(path)
-        check_one({"prompt": user("<image>"), "images": [path]}, args, processor)
     two = {"prompt": user("<image><image>"), "images": [image] * 2}
     with pytest.raises(BadInput, match="row 0: 2 images are more than --max_images 1"):
         check_one(two, args, processor, max_images=1)
@@ -741,15 +670,6 @@ def test_an_output_without_its_images_is_a_failure(processor):
             check_images(output, processor)
 
 
-@pytest.mark.parametrize("settings", [
-    {"images_kwargs": {"do_normalize": False}}, {"maxpixels": 3136},
-])  # fmt: skip
-def test_unknown_processor_settings_are_refused(settings, args):
-    engine_args = json.dumps({"mm_processor_kwargs": settings})
-    with pytest.raises(BadInput, match="no setting of the image processor"):
-        load_processor(replace(args, engine_args=engine_args))
-
-
 def test_models_that_see_otherwise_are_refused(tmp_path):
     AutoConfig.for_model("llava").save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="like Qwen2.5-VL"):
@@ -772,15 +692,13 @@ def test_the_examples_rows_and_rewards(play, args, processor):
     call = '<tool_call>\n{"name": "zoom", "arguments": {"cell": %s}}\n</tool_call>'
     right = f"<answer>{truth}</answer>"
     zoom = vision.TOOLS[0]
-    output, _ = play(row, call % cell, call % 5, call % '"1"', right, tool=zoom)
+    output, _ = play(row, call % cell, call % 5, right, tool=zoom)
     answers = [m["content"] for m in output.messages if m["role"] == "tool"]
-    assert answers == [[{"type": "image"}], *["Error: cell must be 1, 2, 3 or 4"] * 2]
+    assert answers == [[{"type": "image"}], "Error: cell must be 1, 2, 3 or 4"]
     assert output.images[1].getpixel((0, 0)) == vision.COLOURS[truth]
     assert vision.reward(output, row) == 1.0 and len(output.images) == 2
-    false = f"<answer>{wrong}</answer>"
-    for answer in (false, false + right, truth):
-        output, _ = play(row, answer, tool=zoom)
-        assert vision.reward(output, row) == 0.0
+    output, _ = play(row, f"<answer>{wrong}</answer>", tool=zoom)
+    assert vision.reward(output, row) == 0.0
 
 
 # ---------------------------------------------------------------- whole runs
@@ -824,11 +742,3 @@ def test_train_with_images(by, more, env, cache, tmp_path):
     assert processor.chat_template == processor.tokenizer.chat_template
     out = processor(text=[SEEN], images=[picture(1, 56, 56)])
     assert out["input_ids"][0].count(processor.image_token_id) == 4
-
-
-def test_images_for_a_text_model_end_with_one_line(tiny_model, cache, tmp_path):
-    flags = ["--task", "tests/vision_task.py", "--model", tiny_model]
-    said = run(*flags, "--output_dir", tmp_path / "x", cache=cache, code=2)
-    last = said.strip().splitlines()[-1]
-    assert last.startswith("train.py: error: row 1: "), said
-    assert last.endswith("this model reads text only"), said
