@@ -98,10 +98,8 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
             self.signals.append(signal.SIGHUP)
         self._handle(self._signalled)
-        name = f"{os.uname().nodename}: rank {dist.get_rank()} (process {os.getpid()})"
-        names = dict(enumerate(all_gather(name)))
         group = dist.new_group(backend="gloo", timeout=PATIENCE / 8)
-        self.thread = threading.Thread(target=self._watch, args=(names, group), daemon=True)
+        self.thread = threading.Thread(target=self._watch, args=[group], daemon=True)
         self.thread.start()
 
     def _handle(self, handler):
@@ -118,32 +116,24 @@ class Stop:
         time.sleep(1)
         self._handle(signal.SIG_DFL)
 
-    def _watch(self, names, group):
+    def _watch(self, group):
         """Exchanges two bits with all ranks once a second, until all have finished.
 
-        names: {rank: its name in a message}. Ends this process if another rank is gone, because
-        it would wait for that rank in vain."""
-        my_name = names.pop(dist.get_rank())
-        all_finished = False
-        while not all_finished:
-            my_state = torch.tensor([self.requested, self.finished.is_set()])
-            all_finished = my_state[1]
-            lost_ranks = []
-            # All ranks leave this loop in the same round, so none waits for one that has left.
-            for rank, name in names.items():
-                their_state = my_state.clone()
-                try:
-                    sending = dist.isend(my_state, rank, group)
-                    dist.recv(their_state, rank, group)
-                    sending.wait()
-                except RuntimeError:
-                    lost_ranks.append(name)
-                if their_state[0]:
-                    self.requested = True
-                all_finished = all_finished and their_state[1]
-            if lost_ranks and threading.main_thread().is_alive():
-                print(f"{', '.join(lost_ranks)} is gone: {my_name} ends too", file=sys.stderr)
+        Ends this process if another rank is gone, because it would wait for that rank in vain."""
+        is_running = True  # on any rank
+        while is_running:
+            state = torch.tensor([self.requested, not self.finished.is_set()], dtype=torch.int)
+            try:
+                dist.all_reduce(state, dist.ReduceOp.MAX, group)
+            except RuntimeError as error:
+                if not threading.main_thread().is_alive():
+                    return
+                message = f"another rank is gone, rank {dist.get_rank()} ends: {error}"
+                print(message.splitlines()[0], file=sys.stderr)
                 os._exit(1)
+            is_requested, is_running = state.tolist()
+            if is_requested:  # not an assignment, because a signal may have come meanwhile
+                self.requested = True
             self.finished.wait(1)
 
 

@@ -139,16 +139,6 @@ def test_kills_in_saves_change_nothing(cache, tmp_path):
     assert names(killed / "checkpoints") == ["step_000004"]
 
 
-class Recorder:
-    """A log of what is said."""
-
-    def __init__(self):
-        self.said = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 def make_run(folder: Path, **flags):
     """The parts of a train.Run that are saved: a linear layer after an optimiser step."""
     args = Args(output_dir=str(folder), **flags)
@@ -158,9 +148,11 @@ def make_run(folder: Path, **flags):
     net(torch.ones(3)).sum().backward()
     optimizer.step()
     learner = types.SimpleNamespace(net=net, optimizer=optimizer)
+    said = []
     return types.SimpleNamespace(
-        args=args, folder=folder, learners={"policy": learner}, pool=None, log=Recorder(),
-        kl=types.SimpleNamespace(coef=0.5), history=[], done=0, saved=0)
+        args=args, folder=folder, learners={"policy": learner}, pool=None, done=0, saved=0,
+        log=types.SimpleNamespace(said=said, say=said.append, close=lambda: None),
+        kl=types.SimpleNamespace(coef=0.5), history=[])  # fmt: skip
 
 
 def save(run, *steps: int) -> None:
@@ -236,10 +228,9 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
     run = make_run(tmp_path)
     run.done = run.args.num_steps
     run.engine = None
-    run.log.close = lambda: None
     run.background = types.SimpleNamespace(close=lambda: None)
     finished = threading.Event()
-    thread = threading.Thread(target=finished.wait)
+    thread = threading.Thread(target=finished.wait, daemon=True)
     thread.start()
     run.stop = types.SimpleNamespace(finished=finished, thread=thread, requested=False)
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run: checkpoint)
@@ -256,35 +247,29 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(
 
 
 def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
-    base = dict(output_dir=str(tmp_path), model="/models/a", lr=1e-6)
+    """num_steps may change at a constant rate, and the folder of the task's own model may."""
+    base = dict(output_dir=str(tmp_path), model="/models/a", lr_schedule="linear")
     Log(Args(**base), None, 0)
-    free = dict(num_steps=99, eval_every=3, tp=2, tokens_per_micro_batch=999, resume=True)
-    assert checkpoints.check_changes(Args(**base | free), own_model=False) == {}
-    other = base | free | dict(lr=3e-6, seed=1, algo="dapo", model="/models/b")
+
+    def changes(own_model=False, **flags) -> list[str]:
+        return list(checkpoints.check_changes(Args(**base | flags), own_model).values())
+
+    assert changes(eval_every=3, tp=2, tokens_per_micro_batch=999, resume=True) == []
+    assert changes(own_model=True, model="/models/b") == []
+    other = dict(model="/models/b", seed=1, num_steps=99, algo="dapo", max_gen_batches=1)
     expected = [
         "--model /models/a -> /models/b",
+        "--num_steps 40 -> 99",
         "--seed 0 -> 1",
         "--algo grpo -> dapo",
         "--clip_high 0.2 -> 0.28",
         "--overlong_buffer 0.0 -> 0.2",
-        "--max_gen_batches 1 -> 10",
-        "--lr 1e-06 -> 3e-06",
     ]
     with pytest.raises(BadInput) as error:
-        checkpoints.check_changes(Args(**other), own_model=False)
-    assert f"the run had other flags: {', '.join(expected)}; give " in str(error.value)
-    args = Args(**other | {"resume": "changed"})
-    assert list(checkpoints.check_changes(args, own_model=False).values()) == expected
-
-
-def test_flags_of_a_resumed_run_that_are_the_same_in_other_words(tmp_path):
-    """The folder of the task's own model may change, num_steps only at a constant rate."""
-    linear = dict(output_dir=str(tmp_path), model="/models/a", lr_schedule="linear")
-    Log(Args(**linear), None, 0)
-    with pytest.raises(BadInput, match="--num_steps 40 -> 41"):
-        checkpoints.check_changes(Args(**linear, num_steps=41), own_model=False)
-    moved = Args(**linear | {"model": "/models/b"})
-    assert checkpoints.check_changes(moved, own_model=True) == {}
+        changes(**other)
+    for change in expected:
+        assert change in str(error.value)
+    assert sorted(changes(**other, resume="changed")) == sorted(expected)
 
 
 def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_group):
@@ -306,28 +291,24 @@ def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_g
 # ---------------------------------------------------------------- damaged models
 
 
-def change_a_tensor(folder: Path, change) -> None:
+def lose_a_tensor(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
-    change(tensors, "model.layers.0.mlp.up_proj.weight")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def change_a_size(folder: Path, name: str, add: int) -> None:
+def lose_an_id(folder: Path) -> None:
     file = folder / "config.json"
     about = json.loads(file.read_text())
-    about[name] += add
+    about["vocab_size"] -= 1
     file.write_text(json.dumps(about))
 
 
 @pytest.mark.parametrize("spoil, message", [
-    (lambda folder: change_a_size(folder, "intermediate_size", 64),
-     "its config.json: mismatched keys "),
-    (lambda folder: change_a_size(folder, "vocab_size", -1),
-     "its tokenizer has more tokens than its config.json has in vocab_size"),
-    (lambda folder: change_a_tensor(folder, lambda tensors, name: tensors.pop(name)),
-     "missing keys ['model.layers.0.mlp.up_proj.weight"),
+    (lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
+    (lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
     (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
     (lambda folder: None, "the engine is built"),
 ])  # fmt: skip
@@ -370,23 +351,10 @@ def test_a_signal_saves_and_ends_and_a_deleted_folder_comes_back(signalled, cach
 
 def test_a_log_that_can_not_be_written_is_a_warning_and_loses_no_metrics(tmp_path, capsys):
     log = Log(Args(output_dir=str(tmp_path / "run")), None, 0)
-    rows = [{"step": step, "note": "x" * 40} for step in range(1, 6)]
+    rows = [{"step": step, "note": "x" * 40} for step in range(1, 4)]
     log.metrics(rows[0])
     with full_disk(90):  # the first row and a part of the second
         log.metrics(rows[1])
-        log.metrics(rows[2])
-        log.rollouts("step_000003", [], [{"kind": "x" * 100}])
-    log.metrics(rows[3])
-    log.metrics(rows[4])
+    log.metrics(rows[2])
     assert metrics_of(tmp_path / "run") == rows
-    printed = capsys.readouterr().out.splitlines()
-    warnings = [line for line in printed if line.startswith("warning")]
-    assert [line.split(":")[1] for line in warnings] == [" metrics", " rollouts"]
-    assert all("File too large" in line for line in warnings)
-
-
-def test_garbage_in_metrics_is_removed_on_resume(tmp_path):
-    garbage = b'{"step": 1}\n\xff\xfe\nnull\n[]\n{}\n{"step": "x"}\n{"step": 2}\n{"step": 3}\n{"st'
-    (tmp_path / "metrics.jsonl").write_bytes(garbage)
-    Log(Args(output_dir=str(tmp_path)), None, 2)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert "File too large" in capsys.readouterr().out
