@@ -13,20 +13,17 @@ from agent_loop import BadInput
 from flatrl.vllm_engine import vllm_arguments
 from train import Args
 
-# What load_weights gets: two layers swapped, the first weights for ever, or from version 2 on all
-# weights scaled.
+# What load_weights gets: two layers swapped, or from version 2 on all weights scaled.
 PLANTED = f"""
 import os, sys
 sys.path.insert(0, {str(REPO / "tests")!r})
 from tiny_task import *
 import rollout
 
-first, load_weights = {{}}, rollout.Engine.load_weights
+load_weights = rollout.Engine.load_weights
 other = {{"0": "1", "1": "0"}}
 
 def planted(name, x, version):
-    if os.environ["PLANTED"] == "stale":
-        return name, first.setdefault(name, x.clone())
     if os.environ["PLANTED"] == "drift":
         return name, x * 1.1 if version >= 2 else x
     parts = name.split(".")
@@ -87,13 +84,6 @@ def test_allow_mismatch_warns_once(flags, cache, tmp_path):
     assert line.startswith("warning: engine and trainer disagree: their logprobs of step 3 differ")
     differences = [row["rollout/logp_diff_mean"] for row in metrics_of(tmp_path / "run")[1:]]
     assert [x > 1e-3 for x in differences] == [False, False, True, True, True]
-
-
-def test_a_difference_that_grows_below_the_bound_is_a_warning(flags, cache, tmp_path):
-    flags += ["--num_steps", "3", "--max_staleness", "1", "--lr", "1e-6"]
-    printed = run(*flags, cache=cache, PLANTED="stale")
-    (line,) = [line for line in printed.splitlines() if line.startswith("warning: ")]
-    assert "rollout/logp_diff_mean, between engine and trainer, has grown tenfold" in line
 
 
 @pytest.mark.parametrize(("found", "flags", "ends"), [

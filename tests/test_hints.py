@@ -55,12 +55,9 @@ def test_the_hint_is_a_paragraph_after_the_last_message():
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
 
 
-@pytest.mark.parametrize("changes, said", [
-    ({"prompt": [SYSTEM]}, "row 0: its 'hint' is told behind the last message of the prompt"),
-    ({"prompt": [USER, {"role": "assistant", "content": "Hm"}]}, "row 0: its 'hint' is told"),
-])  # fmt: skip
-def test_a_hint_that_cannot_be_told_is_refused_with_hints(changes, said, tokenizer):
-    rows = [ROW | changes]
+def test_a_hint_that_cannot_be_told_is_refused_with_hints(tokenizer):
+    rows = [ROW | {"prompt": [SYSTEM]}]
+    said = "row 0: its 'hint' is told behind the last message of the prompt"
     data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(model="x"))
     with pytest.raises(BadInput, match=said):
         data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(model="x", algo="opsd"))
