@@ -618,7 +618,7 @@ def test_bad_images_are_found_early(args, processor):
         with pytest.raises(BadInput, match=f"row 0: .*{said}"):
             check_one({"prompt": user("<image>"), "images": [bad]}, args, processor)
     two = {"prompt": user("<image><image>"), "images": [image] * 2}
-    with pytest.raises(BadInput, match="row 0: 2 images are more than --max_images 1"):
+    with pytest.raises(BadInput, match="row 0: 2 images are more than max_images 1"):
         check_one(two, args, processor, max_images=1)
     one_too_many = {"prompt": user(f"<image>{PLACE}"), "images": [image]}
     with pytest.raises(BadInput, match="row 0: there are 1 images, but 2 placeholders"):
