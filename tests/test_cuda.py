@@ -141,11 +141,6 @@ def learner_of(args, device: str = "cpu") -> train.Learner:
     return train.Learner(train.Policy(args), 1e-3, 1, args, accelerator_of(device))
 
 
-def test_adam_is_fused_on_cuda_alone(args, process_group):
-    for device, fused in (("cuda", True), ("cpu", False)):
-        assert learner_of(args, device).optimizer.defaults["fused"] is fused
-
-
 def test_a_value_has_the_digits_of_float32(args, process_group):
     critic = train.Critic(args)
     hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
