@@ -351,10 +351,11 @@ def test_a_signal_saves_and_ends_and_a_deleted_folder_comes_back(signalled, cach
 
 def test_a_log_that_can_not_be_written_is_a_warning_and_loses_no_metrics(tmp_path, capsys):
     log = Log(Args(output_dir=str(tmp_path / "run")), None, 0)
-    rows = [{"step": step, "note": "x" * 40} for step in range(1, 4)]
+    rows = [{"step": step, "note": "x" * 40} for step in range(1, 5)]
     log.metrics(rows[0])
     with full_disk(90):  # the first row and a part of the second
         log.metrics(rows[1])
-    log.metrics(rows[2])
+        log.metrics(rows[2])
+    log.metrics(rows[3])
     assert metrics_of(tmp_path / "run") == rows
     assert "File too large" in capsys.readouterr().out
