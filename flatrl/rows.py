@@ -5,8 +5,9 @@ import re
 import warnings
 from copy import copy
 from pathlib import Path
+from unicodedata import normalize
 
-from agent_loop import BadInput, load_image, render_text, row_kwargs, task_tools
+from agent_loop import BadInput, load_image, render, render_text, row_kwargs, task_tools
 from flatrl.bad_input import check_types, need, refusing
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
@@ -62,18 +63,26 @@ def tool_schemas(row: dict, task) -> list[dict]:
 
 
 def check_tokenizer(tokenizer, templates, row: dict, task):
-    """Warns if the model's chat template ignores the row's tools.
+    """Raises BadInput if a row's prompt does not reach the model as it is.
 
-    templates: the tokenizer with the variables of --chat_template_args."""
+    Its tokens, decoded, must be the text again, except for spaces and the form of accents,
+    which some tokenizers normalise. Warns if the template ignores the row's tools. templates:
+    the tokenizer with the variables of --chat_template_args."""
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
-    with_tools, without = (render_text(templates, prompt, x, True) for x in (schemas, None))
-    if schemas and with_tools == without:
+    text = render_text(templates, prompt, schemas, True)
+    if schemas and text == render_text(templates, prompt, None, True):
         warnings.warn(
             "the model's chat template ignores tools: the policy does not see that it has any. "
             "Take another model or template, or describe them in the prompt",
             stacklevel=2,
         )
+    decoded = tokenizer.decode(render(templates, prompt, schemas))
+    text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
+    need(
+        text == decoded,
+        f"the tokenizer does not give a prompt back: {text!r:.80} is {decoded!r:.80} when decoded",
+    )
 
 
 def copy_containers(tree):

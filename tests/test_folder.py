@@ -310,6 +310,8 @@ def lose_an_id(folder: Path) -> None:
     (lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
     (lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
     (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
+    (lambda folder: (folder / "tokenizer.json").unlink(),
+     "the tokenizer does not give a prompt back"),
     (lambda folder: None, "the engine is built"),
 ])  # fmt: skip
 def test_a_damaged_model_is_refused_before_the_engine_starts(
