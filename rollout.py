@@ -503,7 +503,7 @@ class Engine:
 
     def _admit(self, request):
         """Hands a request to vLLM."""
-        params = sampling_params(request.params, self.vocab_size)
+        params = sampling_params(request.params)
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
             prompt["multi_modal_data"] = {"image": request.images}

@@ -36,7 +36,7 @@ from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need
-from flatrl.devices import check_memory, fit_micro_batch, offload, start_processes, wrap
+from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
@@ -744,8 +744,6 @@ class Learner:
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
         net.float()  # of a sharded network, this rank's shard
-        for path, p in net.named_parameters():
-            need(p.dtype == torch.float32, f"{path} is {p.dtype}: updates would be lost in it")
         self.optimizer = torch.optim.AdamW(
             net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
         )
@@ -841,11 +839,10 @@ def setup(args: Args) -> Run:
 
     # Refuse a model that can't be run or trained, and a run that can't be resumed.
     n_ids = models.vocab_size(tokenizer)
-    check_model(args, device, n_ids)
+    check_model(args, device)
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    check_memory(policy, args, device)
     changed = on_main(checkpoints.check_changes, args, task_builds_model) if args.resume else {}
     checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})
 

@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
     train.complete_flags(args, accelerator.device.type == "cuda")
     processor, tokenizer = models.load_tokenizer(args)
     vocab_size = models.vocab_size(tokenizer)
-    check_model(args, accelerator.device, vocab_size)
+    check_model(args, accelerator.device)
     vision = Vision(processor) if processor else None
     data.register_packed_attention()
     policy = train.Policy(args, vocab_size, vision)

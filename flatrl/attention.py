@@ -17,8 +17,8 @@ def packed_attention(
     attention_mask,
     *,
     scaling: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     cu_seqlens_k: Tensor | None = None,
     key_index: Tensor | None = None,
     sliding_window: int | None = None,
@@ -34,14 +34,7 @@ def packed_attention(
     tanh(scores / softcap). s_aux (H,): attention sinks.
 
     Returns (1, S, H, D), and None for the weights. There is no dropout: a policy gradient needs
-    the network that sampled. Raises ValueError for attention that is not implemented here."""
-    if cu_seqlens is None or max_seqlen is None:
-        raise ValueError(
-            "packed attention needs cu_seqlens and max_seqlen: call the model on "
-            "what data.pack returns"
-        )
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise ValueError("packed attention is causal; this layer is not")
+    the network that sampled."""
     # Under autocast RoPE leaves query and key in float32, which flash attention doesn't take.
     query = query.to(value.dtype)
     key = key.to(value.dtype)

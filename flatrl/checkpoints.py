@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,17 +54,15 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = {
 def claim_for_all_hosts(args):
     """Locks --output_dir for this run, and makes the folder on every host.
 
-    Raises BadInput on all ranks as `claim_folder` does, if the hosts have different flags, or
-    if they lack the common folder that --shard needs."""
+    Raises BadInput on all ranks as `claim_folder` does, or if the hosts lack the common folder
+    that --shard needs."""
     on_main(claim_folder, args)
     os.makedirs(args.output_dir, exist_ok=True)  # NFS then shows the lock in it
     folder_is_shared = os.path.exists(f"{args.output_dir}/.lock")
-    mine = sys.argv[1:], folder_is_shared or args.shard is not True
-    hosts = {str(host) for host in all_gather(mine)}
     need(
-        len(hosts) == 1,
-        "hosts need the same flags; with --shard, but not --shard hybrid, one "
-        "--output_dir that all see: each writes a part of a checkpoint",
+        all(all_gather(folder_is_shared or args.shard is not True)),
+        "--shard needs one --output_dir that all hosts see, because each writes a part of a "
+        "checkpoint; --shard hybrid does not",
     )
 
 
@@ -106,36 +103,17 @@ def _lock(folder):
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest whole checkpoint and the contents of its step.json;
-    broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
-    and (None, {}) is returned."""
+    With --resume, returns the latest checkpoint and the contents of its step.json. Otherwise
+    moves an earlier run in the folder aside, and returns (None, {})."""
     folder = Path(args.output_dir)
     if not args.resume:
         if len(os.listdir(folder)) > 1:
             print(f"{folder} held an earlier run: moved to {_move_aside(folder)}", flush=True)
             _lock(folder)  # the old lock moved with the folder, and is held as well
         return None, {}
-    for path in reversed(checkpoints(folder)):
-        try:
-            return path, _read_step(path)
-        except Exception as error:  # json and pickle raise many kinds
-            print(
-                f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
-                flush=True,
-            )
-    raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
-
-
-def _read_step(checkpoint):
-    """Returns a checkpoint's step.json. Raises if one of its files is missing or cut off."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    state = json.loads((checkpoint / "step.json").read_text())
-    need({"step", "history", "parts", "next_prompt"} <= {*state}, "its step.json lacks keys")
-    for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
-        file = checkpoint / stored.relative_path
-        need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
-    return state
+    latest = checkpoints(folder)[-1]
+    with refusing(f"--resume: {latest} is damaged: move it away to resume from the one before"):
+        return latest, json.loads((latest / "step.json").read_text())
 
 
 def _move_aside(folder):
@@ -152,13 +130,11 @@ def check_changes(args, own_model: bool) -> dict[str, str]:
     Not compared are FLAGS_FREE_TO_CHANGE_ON_RESUME, num_steps at a constant rate and, if the
     task builds the model itself (own_model), the folder in which it was built. Raises BadInput
     if a flag differs, unless --resume is "changed"."""
-    with refusing(f"--resume: {args.output_dir}/args.json is damaged"):
-        before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
-        own_model = own_model and Path(before["model"]).parent == Path(args.model).parent
+    before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
     free = {*FLAGS_FREE_TO_CHANGE_ON_RESUME}
     if args.lr_schedule == "constant":
         free.add("num_steps")
-    if own_model:
+    if own_model and Path(before["model"]).parent == Path(args.model).parent:
         free.add("model")
     changed = {}
     for name, value in before.items():
@@ -243,7 +219,7 @@ def save_checkpoint(run):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns a run's checkpoints, oldest first, without those moved aside as broken."""
+    """Returns a run's checkpoints, oldest first, without any that were moved away (.old)."""
     return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
 
 
@@ -268,11 +244,9 @@ def load_checkpoint(run, folder: Path, parts: Sequence[str]):
         load(state, checkpoint_id=folder)
     except CheckpointException as error:
         reason = str(error).strip().splitlines()[-1]
-        before = [path.name for path in checkpoints(run.folder) if path < folder]
         raise BadInput(
             f"--resume: {folder} does not load ({reason}): it is damaged, has other networks, or "
-            "is not on every host. Move it away to resume from the checkpoint before it: "
-            f"{before[-1] if before else 'there is none'}"
+            "is not on every host. Move it away to resume from the one before"
         ) from None
     for name, learner in run.learners.items():
         if f"{name}_optimizer" in parts:

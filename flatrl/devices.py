@@ -2,10 +2,7 @@
 
 import datetime
 import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -18,53 +15,30 @@ from torch.utils._pytree import tree_map
 from flatrl.bad_input import need
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host
 
-# Options of accelerate's FSDP config that are implemented with one value only.
-FSDP_OPTIONS = {
-    "FSDP_VERSION": "2",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
 # How long a rank waits for the others to try a micro-batch.
 TRIAL_PATIENCE = datetime.timedelta(minutes=5)
-
-
-def sharding(args) -> bool | str:
-    """Returns the value of --shard; True also if accelerate's config asks for FSDP.
-
-    Raises BadInput if that config has options that are not implemented here."""
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return args.shard
-    for name, allowed in FSDP_OPTIONS.items():
-        value = os.environ.get(name, allowed).lower()
-        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
-    return args.shard or True
 
 
 def device_defaults(args, cuda: bool) -> dict:
     """Returns {flag: value} for the flags left to the device.
 
     bfloat16 on CUDA is FSDP2's, even on one rank, because autocast keeps activations in
-    float32, unlike vLLM. Raises BadInput if the device can't do what args ask for."""
+    float32, unlike vLLM. Networks are also sharded if accelerate's config asks for FSDP.
+    Raises BadInput if the device can't do what args ask for."""
     need(
         cuda or not torch.version.cuda,
         "torch is CUDA's build, and there is no GPU that it can use: update the driver to "
         "580 or later (nvidia-smi), or without a GPU source install.sh",
     )
-    if cuda:
-        header = Path(sysconfig.get_path("include"), "Python.h")
-        compilers = [os.environ.get("CC", "gcc"), "clang"]  # as Triton looks
-        need(
-            header.is_file() and any(map(shutil.which, compilers)),
-            f"vLLM's kernels need a C compiler and {header}: install gcc (or name another "
-            "compiler in CC) and Python's headers",
-        )
-        need(not args.deterministic, "--deterministic: on CUDA attention's gradients vary")
+    need(
+        not (cuda and args.deterministic),
+        "--deterministic: on CUDA attention's gradients vary",
+    )
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
-    return {"dtype": dtype, "shard": sharding(args) or (cuda and dtype == "bfloat16")}
+    is_sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") or (cuda and dtype == "bfloat16")
+    return {"dtype": dtype, "shard": args.shard or is_sharded}
 
 
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
@@ -139,20 +113,6 @@ def offload(run, device: torch.device | str):
 
 
 # ---------------------------------------------------------------- memory
-
-
-def check_memory(policy, args, device: torch.device):
-    """Raises BadInput if parameters, gradients and Adam's states exceed a GPU's memory."""
-    if device.type != "cuda" or args.rollout_only or not args.num_steps:
-        return
-    n_ranks = dist.get_world_size() if args.shard else 1
-    needed = 16 * policy.model.num_parameters(only_trainable=True) / n_ranks
-    _, total = torch.cuda.mem_get_info()
-    need(
-        needed < total,
-        f"--model {args.model}: parameters, gradients and Adam's states take "
-        f"{needed / 1e9:.1f} GB of a GPU's {total / 1e9:.1f}: give more GPUs, or --lora_rank",
-    )
 
 
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):

@@ -24,13 +24,11 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
     """Returns the row's prompt with its hint, as a paragraph after the last message.
 
     Without a hint, or if the reader is not told, it is the prompt itself. Raises ValueError
-    if the hint is no text, or if the prompt does not end with a user's message."""
+    if the prompt does not end with a user's message."""
     prompt = row["prompt"]
     hint = row.get("hint")
     if not hint or not is_told:
         return prompt
-    if not isinstance(hint, str):
-        raise ValueError(f"'hint' must be a text, got {hint!r:.80}")
     if not prompt or prompt[-1]["role"] != "user":
         raise ValueError(
             "its 'hint' is told behind the last message of the prompt, which must be a user's"

@@ -91,7 +91,7 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Watches for Ctrl-C, SIGTERM, SIGHUP and the launcher's death on every rank.
+    """Watches for Ctrl-C, SIGTERM and SIGHUP on every rank.
 
     After the first signal all ranks finish the present step, save and end. A second signal
     ends a process at once."""
@@ -103,10 +103,8 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
             self.signals.append(signal.SIGHUP)
         self._handle(self._signalled)
-        name = f"{os.uname().nodename}: rank {dist.get_rank()} (process {os.getpid()})"
-        names = dict(enumerate(all_gather(name)))
         group = dist.new_group(backend="gloo", timeout=PATIENCE / 8)
-        self.thread = threading.Thread(target=self._watch, args=(names, group), daemon=True)
+        self.thread = threading.Thread(target=self._watch, args=[group], daemon=True)
         self.thread.start()
 
     def _handle(self, handler):
@@ -123,61 +121,40 @@ class Stop:
         time.sleep(1)
         self._handle(signal.SIG_DFL)
 
-    def _watch(self, names, group):
+    def _watch(self, group):
         """Exchanges two bits with all ranks once a second, until all have finished.
 
-        names: {rank: its name in a message}. Ends this process if another rank is gone, because
-        it would wait for that rank in vain. Stops the run if the launcher is gone: accelerate's
-        leaves its processes behind."""
-        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
-        launcher_pid = os.getppid()  # without a launcher it may be a shell, which may close
-        my_name = names.pop(dist.get_rank())
-        all_finished = False
-        while not all_finished:
-            if launched and os.getppid() != launcher_pid:
-                launched = False
-                self.requested = True
-                signal.alarm(600)  # seconds to save in, then this process ends
-            my_state = torch.tensor([self.requested, self.finished.is_set()])
-            all_finished = my_state[1]
-            lost_ranks = []
-            # All ranks leave this loop in the same round, so none waits for one that has left.
-            for rank, name in names.items():
-                their_state = my_state.clone()
-                try:
-                    sending = dist.isend(my_state, rank, group)
-                    dist.recv(their_state, rank, group)
-                    sending.wait()
-                except RuntimeError:
-                    lost_ranks.append(name)
-                if their_state[0]:
-                    self.requested = True
-                all_finished = all_finished and their_state[1]
-            if lost_ranks and threading.main_thread().is_alive():
-                print(f"{', '.join(lost_ranks)} is gone: {my_name} ends too", file=sys.stderr)
+        Ends this process if another rank is gone, because it would wait for that rank in vain."""
+        is_running = True  # on any rank
+        while is_running:
+            state = torch.tensor([self.requested, not self.finished.is_set()], dtype=torch.int)
+            try:
+                dist.all_reduce(state, dist.ReduceOp.MAX, group)
+            except RuntimeError as error:
+                if not threading.main_thread().is_alive():
+                    return
+                message = f"another rank is gone, rank {dist.get_rank()} ends: {error}"
+                print(message.splitlines()[0], file=sys.stderr)
                 os._exit(1)
+            is_requested, is_running = state.tolist()
+            if is_requested:  # not an assignment, because a signal may have come meanwhile
+                self.requested = True
             self.finished.wait(1)
 
 
 def run_as_script(main: Callable, parse: Callable):
     """Calls main(parse()), then ends this process with an exit code.
 
-    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: anything else, also
-    sys.exit(0) in user code. Python waits for threads and processes that user code has left
-    behind: here for LEFT_BEHIND_S seconds."""
+    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: any other exception. Python
+    waits for threads and processes that user code has left behind: here for LEFT_BEHIND_S
+    seconds."""
     for stream in (sys.stdout, sys.stderr):
         # Each line appears at once, also in a file, whatever the terminal's encoding.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    args = None
     status = 1
     try:
-        args = parse()
-        main(args)
+        main(parse())
         status = 0
-    except SystemExit as error:
-        if args is None:  # --help
-            raise
-        raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
     except Stopped:
         status = 130
     except KeyboardInterrupt:  # before a run's Stop is there, which says what was saved

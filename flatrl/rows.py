@@ -46,12 +46,6 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
                 columns[key] = _without_none(columns[key])
         number = columns.get("index", number)
     row.setdefault("index", number)
-    for tool in row_kwargs(row, "tools_kwargs").values():
-        is_right = isinstance(tool, dict) and all(isinstance(x, dict) for x in tool.values())
-        need(
-            is_right,
-            f"{name}: tools_kwargs has dicts like {{'create_kwargs': {{}}}}, not {tool!r:.80}",
-        )
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         need(prompt, f"{name}: its prompt is empty")
@@ -136,7 +130,6 @@ def _demonstration(turns, name):
     """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
     if isinstance(turns, str):
         turns = [turns]
-    need(turns and all(turns), f"{name}: its 'demonstration', or a turn of it, is empty")
     messages = []
     for turn in turns:
         if isinstance(turn, str):

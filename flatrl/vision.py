@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from agent_loop import AgentLoopOutput, expand, image_tokens
 
-SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
-
 
 def check_images(output: AgentLoopOutput, processor):
     """Raises ValueError unless the ids have a placeholder for each token of the images.
@@ -35,23 +33,19 @@ def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> d
     input_ids (B, L), images: B lists. Returns a dict:
         images       B lists, in which equal images are one object
         prefix_ids   (B, L) input_ids with the number of an image, -1, -2, ..., in place of its
-                     placeholders. A row whose placeholders don't match its images gets a first
-                     id that no other row has, so it shares nothing"""
+                     placeholders, of which each image has one run (see `check_images`)"""
     prefix_ids = input_ids.clone()
     known = {}  # size and pixels -> number and image
     same = []
-    for i, (ids, row_images) in enumerate(zip(prefix_ids, images)):
-        is_placeholder = ids == image_token_id  # (L,)
-        starts = image_starts(is_placeholder)
-        if starts.sum() != len(row_images):
-            ids[0] = SMALLEST_INT32 + i
-        elif row_images:
+    for ids, row_images in zip(prefix_ids, images):
+        if row_images:
             found = []
             for image in row_images:
                 key = image.size, image.tobytes()
                 found.append(known.setdefault(key, (-1 - len(known), image)))
             numbers, row_images = zip(*found)
-            places = starts.cumsum(0)[is_placeholder] - 1
+            is_placeholder = ids == image_token_id  # (L,)
+            places = image_starts(is_placeholder).cumsum(0)[is_placeholder] - 1
             ids[is_placeholder] = torch.tensor(numbers)[places]
         same.append(list(row_images))
     return {"images": same, "prefix_ids": prefix_ids}

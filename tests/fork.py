@@ -1,4 +1,4 @@
-"""A pytest plugin, `-p fork`: what a fork may add to our registries, in the files where they stand."""
+"""A pytest plugin, `-p fork`: adds to our registries what a fork of this repository may add."""
 
 import losses
 import train

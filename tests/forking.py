@@ -1,9 +1,7 @@
-"""Runs a script that starts others, such as a launcher or a bench: `forking.py SCRIPT FLAGS` is `python SCRIPT FLAGS`,
-faster.
+"""Runs a script that starts others, a launcher or a bench: `forking.py SCRIPT FLAGS`.
 
-This process was forked from tests/zygote.py, so it has imported torch and vLLM. What the script starts with this Python
-is forked in turn, instead of a Python that imports them again: another script, by subprocess.run or subprocess.Popen.
-"""
+This process was forked from tests/zygote.py, so it has imported torch and vLLM. Scripts that it
+starts with this Python by subprocess are forked in turn, so they need not import them again."""
 
 import atexit
 import concurrent.futures.thread
@@ -18,12 +16,12 @@ EXECUTE_CHILD = subprocess.Popen._execute_child
 
 
 def fork_scripts() -> None:
-    """From now on subprocess.Popen forks this process where a script is to be run with this Python."""
+    """Makes subprocess.Popen fork this process where a script is run with this Python."""
     subprocess.Popen._execute_child = execute_child
 
 
 def execute_child(popen: subprocess.Popen, args, *more) -> None:
-    """Is Popen's method that starts the process."""
+    """Starts the process, in place of Popen's method."""
     if args[0] != sys.executable:
         return EXECUTE_CHILD(popen, args, *more)
     given = inspect.signature(EXECUTE_CHILD).bind(popen, args, *more).arguments
@@ -45,19 +43,20 @@ def execute_child(popen: subprocess.Popen, args, *more) -> None:
 
 
 def start_script(argv: list[str], cwd: str | None, env: dict | None) -> None:
-    """Makes this process, which was forked from another script's, run a script as if it had just been started, and ends
-    it."""
-    atexit._clear()  # the other registered it: it would delete its temporary folders
-    concurrent.futures.thread._threads_queues.clear()  # a thread of a pool is this process's only one
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # may be another kind of file now
+    """Runs a script in this process, a fork of another script's, and ends it."""
+    atexit._clear()  # the other script's functions would delete its temporary folders
+    concurrent.futures.thread._threads_queues.clear()  # the pools' threads are not in this process
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
     os.chdir(cwd or os.getcwd())
     if env is not None:
         os.environ.clear()
         os.environ.update(env)
     for name, module in list(sys.modules.items()):  # the repository's modules are imported anew
         file = getattr(module, "__file__", None)
-        installed = file and file.startswith(f"{sys.prefix}/")  # the environment may be in the repository's folder
-        if file and file.startswith(f"{REPO}/") and not installed and name not in ("zygote", "__main__"):
+        if not file or name in ("zygote", "__main__"):
+            continue
+        # The environment may be in the repository's folder.
+        if file.startswith(f"{REPO}/") and not file.startswith(f"{sys.prefix}/"):
             del sys.modules[name]
     leave(run_as_main(*main_module(argv)))
 

@@ -1,4 +1,4 @@
-"""`run_pytest.py ARGUMENTS` is `python -m pytest ARGUMENTS`, in a process that tests/zygote.py forked."""
+"""`run_pytest.py ARGUMENTS` is `python -m pytest ARGUMENTS`, in a fork of tests/zygote.py."""
 
 import os
 import sys

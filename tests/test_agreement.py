@@ -13,20 +13,17 @@ from agent_loop import BadInput
 from flatrl.vllm_engine import vllm_arguments
 from train import Args
 
-# What load_weights gets: two layers swapped, the first weights for ever, or from version 2 on all
-# weights scaled.
+# What load_weights gets: two layers swapped, or from version 2 on all weights scaled.
 PLANTED = f"""
 import os, sys
 sys.path.insert(0, {str(REPO / "tests")!r})
 from tiny_task import *
 import rollout
 
-first, load_weights = {{}}, rollout.Engine.load_weights
+load_weights = rollout.Engine.load_weights
 other = {{"0": "1", "1": "0"}}
 
 def planted(name, x, version):
-    if os.environ["PLANTED"] == "stale":
-        return name, first.setdefault(name, x.clone())
     if os.environ["PLANTED"] == "drift":
         return name, x * 1.1 if version >= 2 else x
     parts = name.split(".")
@@ -52,7 +49,7 @@ def steps(folder) -> list[int]:
 def test_swapped_layers_stop_the_run_on_all_ranks_in_the_first_step(flags, cache, tmp_path):
     printed = run(*flags, by="ranks", code=2, cache=cache, PLANTED="swap")
     (line,) = [line for line in printed.splitlines() if "error" in line]
-    assert line.startswith(ERROR.format(1)) and "more than 0.001 (float32)" in line
+    assert line.startswith(ERROR.format(1)) and "more than 0.001" in line
     assert "Traceback" not in printed and "is gone" not in printed
     assert steps(tmp_path / "run") == [0]
     assert (tmp_path / "run/rollouts/step_000001.jsonl").exists()  # to look at
@@ -63,7 +60,7 @@ def test_a_run_that_drifts_later_is_stopped_at_that_step_with_the_token(flags, c
     """Its first two steps agree; nothing of the third is saved."""
     printed = run(*flags, code=2, cache=cache, PLANTED="drift")
     (line,) = [line for line in printed.splitlines() if "error" in line]
-    assert line.startswith(ERROR.format(3)) and line.endswith("--allow_mismatch goes on")
+    assert line.startswith(ERROR.format(3)) and line.endswith("--allow_mismatch trains all the same")
     assert steps(tmp_path / "run") == [0, 1, 2]
     saved = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert saved == {"step_000001", "step_000002"}
@@ -89,33 +86,13 @@ def test_allow_mismatch_warns_once(flags, cache, tmp_path):
     assert [x > 1e-3 for x in differences] == [False, False, True, True, True]
 
 
-def test_a_stale_engine_stops_the_run_when_the_policy_has_moved(flags, cache, tmp_path):
-    """With --max_staleness only tokens of the present version are compared. So it is resumed."""
-    flags += ["--num_steps", "3", "--max_staleness", "1"]
-    printed = run(*flags, code=2, cache=cache, PLANTED="stale")
-    assert ERROR.format(2) in printed and "warning" not in printed
-    assert steps(tmp_path / "run") == [0, 1]
-    again = run(*flags, "--resume", code=2, cache=cache, PLANTED="swap")
-    assert ERROR.format(2) in again and "Traceback" not in again
-    assert steps(tmp_path / "run") == [0, 1]
-
-
-def test_a_difference_that_grows_below_the_bound_is_a_warning(flags, cache, tmp_path):
-    flags += ["--num_steps", "3", "--max_staleness", "1", "--lr", "1e-6"]
-    printed = run(*flags, cache=cache, PLANTED="stale")
-    (line,) = [line for line in printed.splitlines() if line.startswith("warning: ")]
-    assert "rollout/logp_diff_mean, between engine and trainer, has grown tenfold" in line
-
-
 @pytest.mark.parametrize(("found", "flags", "ends"), [
     (9e-4, {}, "silent"),
     (1.1e-3, {}, "stops"),
     (float("nan"), {}, "stops"),
-    (1.1e-3, {"allow_mismatch": True}, "warns"),
     (0.09, {"dtype": "bfloat16"}, "silent"),
     (0.11, {"dtype": "bfloat16"}, "stops"),
     (0.09, {"engine_args": '{"quantization": "fp8"}'}, "silent"),
-    (0.11, {"engine_args": '{"quantization": "fp8"}'}, "stops"),
     (0.11, {"sampling_args": '{"top_p": 0.9}'}, "warns"),  # another distribution, as was asked for
     (0.11, {"sampling_args": '{"stop": "."}'}, "stops"),
 ])  # fmt: skip
@@ -123,17 +100,18 @@ def test_the_bounds(found, flags, ends, monkeypatch):
     closed = []
     warned = []
     monkeypatch.setattr(train, "close", closed.append)
-    monkeypatch.setattr(train, "worst_token", lambda *_: "a token")
+    monkeypatch.setattr(train, "disagreement", lambda *_: "they disagree")
     log = types.SimpleNamespace(warn_once=warned.append)
     args = Args(**{"dtype": "float32"} | flags)
-    one = types.SimpleNamespace(args=args, log=log, engine=object(), mismatch_is_known=False)
+    one = types.SimpleNamespace(
+        args=args, log=log, engine=object(), tokenizer=None, mismatch_is_known=False)
     if ends == "stops":
-        with pytest.raises(BadInput, match=r"disagree: .* differ by .* --allow_mismatch goes on$"):
-            train.check_agreement(one, None, {}, 7, found)
+        with pytest.raises(BadInput, match="they disagree; --allow_mismatch trains all the same"):
+            train.check_agreement(one, None, 7, found)
         assert closed == [one] and not warned
         return
     for version in range(2):
-        train.check_agreement(one, None, {}, version, found)
+        train.check_agreement(one, None, version, found)
     assert not closed and len(warned) == (ends == "warns")
 
 

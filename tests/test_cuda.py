@@ -2,10 +2,7 @@
 
 The rest is in tests/gpu."""
 
-import contextlib
 import dataclasses
-import importlib.util
-import sys
 import types
 from pathlib import Path
 
@@ -13,8 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import REPO
-from gradient_worker import batch_of, gradients
+from gradient_worker import batch_of
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import varlen
 from torch.utils._pytree import tree_leaves
@@ -27,13 +23,13 @@ from flatrl import devices
 from train import Args
 
 CUDA = torch.device("cuda")
+COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 
 
 @pytest.mark.parametrize(("flags", "cuda", "expected"), [
     ({}, True, ("bfloat16", True, True)),
     ({}, False, ("float32", False, False)),
     ({"dtype": "float32", "gradient_checkpointing": False}, True, ("float32", False, False)),
-    ({"dtype": "bfloat16", "gradient_checkpointing": True}, False, ("bfloat16", True, False)),
     ({"shard": True}, False, ("float32", False, True)),
 ])  # fmt: skip
 def test_what_the_device_decides(flags, cuda, expected):
@@ -47,7 +43,6 @@ def test_what_the_device_decides(flags, cuda, expected):
 
 @pytest.mark.parametrize("flags, folder", [
     ({"output_dir": "~/x"}, "{home}/x"),  # a shell leaves the ~ of --output_dir=~/x as it is
-    ({}, "{here}/runs/tiny_task"),
     ({"num_steps": 0}, "{here}/runs/tiny_task-eval"),
 ])  # fmt: skip
 def test_the_output_folder(flags, folder, monkeypatch, tmp_path):
@@ -59,7 +54,6 @@ def test_the_output_folder(flags, folder, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("flags, lr, critic_lr", [
     ({}, 3e-4, 1e-3),
-    ({"model": "org/model"}, 1e-6, 1e-5),
     ({"model": "org/model", "lora_rank": 4}, 1e-5, 1e-5),
     ({"lr": 0.5, "lora_rank": 4, "critic_lr": 0.25}, 0.5, 0.25),
 ])  # fmt: skip
@@ -77,11 +71,6 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")  # as with an old driver
     with pytest.raises(BadInput, match="^torch is CUDA's build, and there is no GPU .* 580 or"):
         devices.device_defaults(Args(), cuda=False)
-    devices.device_defaults(Args(), cuda=True)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(BadInput, match="^vLLM's kernels need a C compiler and .*Python.h: install"):
-        devices.device_defaults(Args(), cuda=True)
-    monkeypatch.setenv("CC", sys.executable)  # any program
     devices.device_defaults(Args(), cuda=True)
 
 
@@ -105,9 +94,7 @@ def attend(q, k, v, cu_q, cu_k, *_, scale, window_size, enable_gqa) -> torch.Ten
     return torch.cat(parts).to(q.dtype)
 
 
-@pytest.mark.parametrize("window, expected_window", [
-    (None, (-1, 0)), (4, (3, 0)), (100, (-1, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize("window, expected_window", [(4, (3, 0)), (100, (-1, 0))])
 def test_attention_on_cuda(monkeypatch, window, expected_window):
     """A forest of rows, with fewer heads of keys than of queries."""
     called = []
@@ -131,33 +118,6 @@ def test_attention_on_cuda(monkeypatch, window, expected_window):
     assert called == [expected_window]
 
 
-@pytest.mark.parametrize(("ranks", "shard", "more", "fits"), [
-    (1, True, {}, False),
-    (2, True, {}, True),
-    (2, False, {}, False),
-    (1, True, {"lora_rank": 4}, True),
-    (1, True, {"num_steps": 0}, True),
-    (1, True, {"rollout_only": True}, True),
-])  # fmt: skip
-def test_what_training_takes_is_compared_with_the_gpu_before_the_engine_starts(
-    tiny_model, process_group, monkeypatch, ranks, shard, more, fits
-):
-    """16 bytes a parameter, unless ranks share them, or few are trained, or none."""
-    data.register_packed_attention()
-    args = Args(model=tiny_model, dtype="float32", shard=shard, **more)
-    policy = train.Policy(args)
-    whole = train.Policy(dataclasses.replace(args, lora_rank=0))
-    n = sum(p.numel() for p in whole.parameters())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 * n - 1))
-    monkeypatch.setattr(devices.dist, "get_world_size", lambda: ranks)
-    refused = contextlib.nullcontext()
-    if not fits:
-        message = f"Adam's states take {16 * n / 1e9:.1f} GB of a GPU's .*: give more"
-        refused = pytest.raises(BadInput, match=message)
-    with refused:
-        devices.check_memory(policy, args, CUDA)
-
-
 def test_checkpointing_that_a_model_cannot_do_is_refused(args, process_group, monkeypatch):
     from transformers import Qwen2ForCausalLM
 
@@ -179,69 +139,6 @@ def accelerator_of(device: str = "cpu"):
 def learner_of(args, device: str = "cpu") -> train.Learner:
     data.register_packed_attention()
     return train.Learner(train.Policy(args), 1e-3, 1, args, accelerator_of(device))
-
-
-def test_adam_is_fused_on_cuda_alone(args, process_group):
-    for device, fused in (("cuda", True), ("cpu", False)):
-        assert learner_of(args, device).optimizer.defaults["fused"] is fused
-
-
-def test_the_cache_is_emptied_before_adams_states_are_made(args, process_group, monkeypatch):
-    learner = learner_of(args)
-    state = learner.optimizer.state
-    seen = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(state)))
-    batch = batch_of(4)
-    batch["advantages"] = torch.ones_like(batch["response_mask"])
-    for _ in range(2):
-        train.optimise(learner, train.policy_objective, batch, [0, 1, 2, 3], args, accelerator_of())
-    assert seen == [0] and len(state) > 0
-
-
-def test_numbers_are_read_once_a_step_and_not_of_every_micro_batch(
-    tiny_model, process_group, monkeypatch
-):
-    read = []
-    item = torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda x: read.append(x) or item(x))
-    accelerator = Accelerator(cpu=True)
-    counts = []
-    for tokens in (60, 4096):
-        read.clear()
-        gradients(accelerator, tiny_model, tokens, "token-mean", on_policy=True)
-        counts.append(len(read))
-    assert counts[0] == counts[1] > 0
-
-
-def test_a_micro_batch_goes_to_the_gpu_through_pinned_memory(monkeypatch):
-    batch = batch_of(9)
-    packed = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")
-    pinned = []
-    sent = []
-
-    def to(tensor, device, non_blocking):
-        sent.append((id(tensor), device, non_blocking))
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(id(x)) or x)
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    data.to_device(packed, "cuda:1")
-    tensors = [id(x) for x in tree_leaves(packed) if isinstance(x, torch.Tensor)]
-    assert len(tensors) >= 9 and pinned == tensors
-    assert sent == [(x, "cuda:1", True) for x in tensors]
-
-
-def test_scores_are_read_when_all_are_computed(args, process_group, monkeypatch):
-    data.register_packed_attention()
-    policy, batch, events, cpu = train.Policy(args), batch_of(19), [], torch.Tensor.cpu
-    policy.register_forward_hook(lambda *_: events.append("computed"))
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: events.append("read") or cpu(x))
-    whole = train.score_tokens(policy, batch, args)
-    assert events == ["computed", "read"]
-    events.clear()
-    parts = train.score_tokens(policy, batch, dataclasses.replace(args, tokens_per_micro_batch=130))
-    n = len(events) // 2
-    assert n > 2 and events == ["computed"] * n + ["read"] * n
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_a_value_has_the_digits_of_float32(args, process_group):
@@ -303,8 +200,7 @@ class TooLittleMemory:
             output.register_hook(self.fail)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("shard, backward", [(False, True), (True, False), (True, True)])
 def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
     args, process_group, shard, backward
 ):
@@ -323,7 +219,8 @@ def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
         assert not learner.optimizer.state
         assert hooks.tried == ([1000] if memory == 1000 else [1000, 500, 250])
         whole, _ = train.optimise(
-            learner, train.policy_objective, batch, range(19), args, Accelerator(cpu=True))
+            learner, train.policy_objective, batch, COLUMNS, range(19), args,
+            Accelerator(cpu=True))  # fmt: skip
         metrics.append({name: whole[name] for name in ("loss", "grad_norm", "entropy")})
     assert args.tokens_per_micro_batch == 250
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
@@ -356,11 +253,11 @@ def test_nothing_is_tried_without_training_or_on_a_cpu(args, flags):
 # ---------------------------------------------------------------- --offload
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("what, moves", [
-    ("none", set()),
-    ("optimizer", {"states"}),
-    ("all", {"states", "critic", "reference"}),
+@pytest.mark.parametrize("what, moves, shard", [
+    ("none", set(), False),
+    ("optimizer", {"states"}, True),
+    ("all", {"states", "critic", "reference"}, False),
+    ("all", {"states", "critic", "reference"}, True),
 ])  # fmt: skip
 def test_offload(tiny_model, process_group, monkeypatch, what, moves, shard):
     """Other memory while the engine is awake, and again after it, with the same values."""
@@ -376,8 +273,9 @@ def test_offload(tiny_model, process_group, monkeypatch, what, moves, shard):
 
     def update():
         objectives = (train.policy_objective, train.value_objective)
+        columns = [*COLUMNS, "values", "returns", "logprobs_ref"]
         for learner, objective in zip(learners.values(), objectives):
-            train.optimise(learner, objective, batch, [0, 1, 2, 3], args, accelerator)
+            train.optimise(learner, objective, batch, columns, range(4), args, accelerator)
 
     def tensors() -> dict:
         states = [learner.optimizer.state for learner in learners.values()]
@@ -450,18 +348,3 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(
     problem, advice = str(caught.value).split(": ")
     assert problem == "the engine takes 40.0 GB of a GPU, the trainer leaves 39.9"
     assert advice == "lower --gpu_memory_utilization, or give --offload all"
-
-
-# ---------------------------------------------------------------- tests/gpu
-
-
-def test_the_learner_of_tests_gpu_makes_a_step(tiny_model, process_group):
-    spec = importlib.util.spec_from_file_location("tests_gpu", REPO / "tests/gpu/test_gpu.py")
-    tests_gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tests_gpu)
-    learner, args, _ = tests_gpu.learner_of(tiny_model, offload="optimizer", kl_coef=0.1)
-    assert (args.dtype, args.shard) == ("bfloat16", True)
-    before = [x.clone() for x in tests_gpu.states_of(learner)]
-    learner.update()
-    states = zip(before, tests_gpu.states_of(learner), strict=True)
-    assert before and not any(torch.equal(x, y) for x, y in states)

@@ -2,17 +2,14 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
-from conftest import HANGS, for_ever, time_passes, too_late, wait_for
+from conftest import HANGS, for_ever, time_passes, too_late
 from test_agent_loop import END, PROMPT, Script, call
 
-from agent_loop import DEADLINE, CallTimeoutError, agent_loop_class, as_tool, in_time
-from data import load_task
+from agent_loop import DEADLINE, CallTimeoutError, agent_loop_class, in_time
 from flatrl import processes
 from train import Args
 
@@ -115,66 +112,3 @@ def test_a_task_that_waits_for_its_turn_may_put_off_its_deadline(background):
         return "served"
 
     assert on_a_loop(background, in_time("it", HANGS / 2, queues())) == "served"
-
-
-OWN_TOOLS = '''
-import os, re, time
-from examples.own_process import in_process
-
-@in_process
-def backtracks(text: str) -> str:
-    """Match.
-
-    Args:
-        text: what.
-    """
-    if os.fork() == 0:
-        time.sleep(3600)
-    open({there!r}, "w").write(str(os.getpid()))
-    return str(re.match("(a|a)+$", text))
-
-@in_process
-async def adds(a: int, b: int = 2):
-    print("to stderr")
-    return a + b
-
-@in_process
-def raises():
-    raise KeyError("no")
-
-@in_process
-def dies():
-    os._exit(7)
-'''
-
-
-def test_a_tool_in_a_process_of_its_own(background, tmp_path):
-    """It ends with all its processes at its deadline, also in a regular expression."""
-    there = tmp_path / "there"
-    file = tmp_path / "own_tools.py"
-    file.write_text(OWN_TOOLS.format(there=str(there)))
-    own = load_task(str(file), [])
-
-    async def hangs():
-        tool = as_tool(own.backtracks)
-        execution = tool.execute("", {"text": "a" * 100 + "b"})
-        run = asyncio.create_task(in_time("it", HANGS, execution))
-        while not there.exists() or not there.read_text():
-            await asyncio.sleep(0.01)
-        time_passes()
-        with pytest.raises(CallTimeoutError):
-            await run
-        return int(there.read_text())
-
-    def lives(process) -> bool:
-        with contextlib.suppress(ProcessLookupError):
-            return os.getpgid(process.pid) == group and process.status() != "zombie"
-        return False
-
-    group = on_a_loop(background, hangs())
-    wait_for(lambda: not any(map(lives, psutil.process_iter())))
-    assert on_a_loop(background, own.adds(40)) == 42
-    with pytest.raises(KeyError, match="no"):
-        on_a_loop(background, own.raises())
-    with pytest.raises(RuntimeError, match="the process of dies ended with code 7"):
-        on_a_loop(background, own.dies())

@@ -6,14 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
-from test_agent_loop import ANSWER, END, PROMPT, SUM, Quiz, quiz_row, quiz_task
 from test_rollout import hf_model
-from test_templates import play
-from test_thinking import OFF, thinker  # noqa: F401  (a fixture)
 
 import data
 import train
-from agent_loop import AgentLoopOutput, BadInput, render, templated
+from agent_loop import AgentLoopOutput, BadInput, render
 from examples import calculator, hints
 from flatrl.hints import seen_by, tell, told_outputs, told_prompt
 from flatrl.log import read_rollouts
@@ -58,13 +55,9 @@ def test_the_hint_is_a_paragraph_after_the_last_message():
     assert told[0]["content"] == [*parts, {"type": "text", "text": "\n\n2"}]
 
 
-@pytest.mark.parametrize("changes, said", [
-    ({"hint": ["2"]}, r"row 0: 'hint' must be a text, got \['2'\]"),
-    ({"prompt": [SYSTEM]}, "row 0: its 'hint' is told behind the last message of the prompt"),
-    ({"prompt": [USER, {"role": "assistant", "content": "Hm"}]}, "row 0: its 'hint' is told"),
-])  # fmt: skip
-def test_a_hint_that_cannot_be_told_is_refused_with_hints(changes, said, tokenizer):
-    rows = [ROW | changes]
+def test_a_hint_that_cannot_be_told_is_refused_with_hints(tokenizer):
+    rows = [ROW | {"prompt": [SYSTEM]}]
+    said = "row 0: its 'hint' is told behind the last message of the prompt"
     data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(model="x"))
     with pytest.raises(BadInput, match=said):
         data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args(model="x", algo="opsd"))
@@ -96,22 +89,10 @@ def test_an_output_is_told_by_the_template_and_tools_of_its_rollout(has_tools, t
         tell(own, ROW, loop)
 
 
-def test_an_output_after_a_rewritten_history_has_the_hint_in_its_place(thinker):  # noqa: F811
-    """Qwen3's template, thinking off, forks at the tool call."""
-    task = quiz_task(Quiz((True, "", 0.0, {})), calculator.calculator)
-    stops = [thinker.eos_token_id]
-    how = {"chat_template_args": OFF}
-    outputs, _ = play(thinker, task, quiz_row(), stops, SUM, ANSWER, **how)
-    assert len(outputs) == 2
-    row = {**quiz_row(), "prompt": PROMPT, "hint": "Look: 2", "validate": False}
-    loop = SimpleNamespace(tokenizer=templated(thinker, OFF), processor=None, task=task)
-    question = PROMPT[-1]["content"]
-    for output in outputs:
-        tell(output, row, loop)
-        plain = thinker.decode(output.prompt_ids)
-        told = thinker.decode(output.extra["told_prompt_ids"])
-        assert plain.count(question + END) == 1
-        assert told == plain.replace(question + END, f"{question}\n\nLook: 2{END}")
+def test_what_follows_the_rows_prompt_stays_behind_the_hint(tokenizer):
+    output = output_of([*render(tokenizer, ROW["prompt"]), 5, 6, 7])
+    tell(output, ROW, loop_of(tokenizer))
+    assert output.extra["told_prompt_ids"] == [*render(tokenizer, TOLD), 5, 6, 7]
 
 
 # ---------------------------------------------------------------- the teacher's logprobs
@@ -203,15 +184,6 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
 def test_flags_that_do_not_go_with_hints(flags, said):
     with pytest.raises(BadInput, match=said):
         check_args(Args(**flags))
-
-
-def test_without_any_hint_there_is_nothing_to_learn(cache, tmp_path):
-    flags = ["--algo", "opsd", "--output_dir", tmp_path / "run"]
-    printed = run(*TINY, *flags, code=2, cache=cache)
-    assert printed.strip().splitlines()[-1] == (
-        "train.py: error: --hints (--algo opsd) learns from what a row's 'hint' tells: "
-        "no training row has one")  # fmt: skip
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_examples_rows_have_hints():

@@ -14,7 +14,7 @@ from test_train import safetensors
 
 import train
 from agent_loop import BadInput
-from flatrl import checkpoints, devices
+from flatrl import devices
 from train import Args
 
 TASK = ["--task", REPO / "tests/tiny_task.py"]
@@ -78,7 +78,7 @@ def test_two_hosts_without_a_shared_disk_give_the_numbers_of_one(one_host, cache
     assert "2 x cpu" in first and not second.strip()
 
 
-def test_a_killed_host_ends_the_other_by_name_and_both_resume(one_host, cache, tmp_path):
+def test_a_killed_host_ends_the_other_and_both_resume(one_host, cache, tmp_path):
     out = tmp_path / "run"
     blocks = tmp_path / "blocks"
     # A loop that hangs keeps both in their rollout.
@@ -88,8 +88,7 @@ def test_a_killed_host_ends_the_other_by_name_and_both_resume(one_host, cache, t
         os.killpg(second.pid, signal.SIGKILL)
         output, _ = first.communicate(timeout=HANGS)
     assert first.returncode == 1 and lines(out / "metrics.jsonl") == 2
-    name = f"{os.uname().nodename}: rank 1 (process {second.pid}) is gone"
-    assert name in output.splitlines()[-1]
+    assert "another rank is gone, rank 0 ends: " in output.splitlines()[-1]
     first, _ = run_hosts(*FLAGS, out, "--resume", disks=[tmp_path], cache=cache)
     assert "resuming after step 1" in first
     assert_same(out, one_host)
@@ -123,27 +122,7 @@ def test_sharding_over_hosts_without_a_shared_disk_is_refused(one_host, cache, t
     flags = [*REPLAY, *TASK, "--replay", one_host, "--output_dir", "run", "--shard"]
     for output in run_hosts(*flags, disks=disks, cache=cache, code=2):
         last = output.splitlines()[-1]
-        assert last.startswith("train.py: error: hosts need the same flags; with --shard, but not")
-
-
-def test_a_host_that_lacks_the_task_says_so_and_the_other_ends(cache, tmp_path):
-    disks = [tmp_path / "a", tmp_path / "b"]
-    disks[0].mkdir()
-    rows = [{"prompt": [{"role": "user", "content": "1+1"}]}]
-    source = f"def load(split): return {rows}\ndef reward(output, row): return 0.0"
-    (disks[0] / "mine.py").write_text(source)
-    flags = ["--task", "mine.py", "--model", "mine"]
-    with two_hosts(*flags, disks=disks, cache=cache) as (first, second):
-        first.wait(HANGS)
-        second.wait(HANGS)
-    assert second.returncode == 2 and "train.py: error: --task" in second.printed()
-    assert first.returncode != 0 and "train.py: error" not in first.printed()
-
-
-def test_hosts_with_other_flags_are_refused(process_group, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "all_gather", lambda x: [x, (["--lr", "1"], True)])
-    with pytest.raises(BadInput, match="hosts need the same flags"):
-        checkpoints.claim_for_all_hosts(Args(output_dir=str(tmp_path / "run")))
+        assert last.startswith("train.py: error: --shard needs one --output_dir that all hosts see")
 
 
 def test_a_team_stays_within_its_host(process_group, monkeypatch):
@@ -154,17 +133,15 @@ def test_a_team_stays_within_its_host(process_group, monkeypatch):
 
 
 @pytest.mark.parametrize("words, meant", [
-    ([], False), (["--shard"], True), (["--shard", "--seed", "1"], True),
-    (["--shard", "True"], True), (["--shard", "False"], False), (["--shard", "hybrid"], "hybrid"),
+    ([], False),
+    (["--shard"], True),
+    (["--shard", "--seed", "1"], True),
+    (["--shard", "False"], False),
+    (["--shard", "hybrid"], "hybrid"),
 ])  # fmt: skip
 def test_how_sharding_is_spelled(words, meant, monkeypatch):
     args = train.parse_args(words)
     train.check_args(args)
-    assert args.shard is meant or args.shard == meant == "hybrid"
+    assert args.shard == meant == devices.device_defaults(args, cuda=False)["shard"]
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert devices.sharding(args) == (meant or True)
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    with pytest.raises(BadInput, match="fsdp_offload_params true: must be false"):
-        devices.sharding(args)
-    with pytest.raises(BadInput, match="--shard: invalid choice: 'hybird'"):
-        train.parse_args(["--shard", "hybird"])
+    assert devices.device_defaults(args, cuda=False)["shard"] == (meant or True)

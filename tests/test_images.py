@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vision_task
-from conftest import KEPT, SMALL_CACHE, make_run, run
+from conftest import KEPT, SMALL_CACHE, run
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_task import Looker, picture
 
-import agent_loop
 import data
 import train
 from agent_loop import (
@@ -32,10 +31,10 @@ from agent_loop import (
     render,
 )
 from examples import vision
-from examples.chat_client import ChatAgentLoop
 from flatrl import models
+from flatrl.chat.client import ChatAgentLoop
 from flatrl.vision import Vision, check_images
-from rollout import Engine, rollout
+from rollout import Engine
 
 CPU = torch.device("cpu")
 PLACE = "<|image_pad|>"
@@ -137,7 +136,7 @@ def pack(batch: dict, rows) -> tuple[dict, list[int]]:
 
 def differences(policy, outputs: list) -> torch.Tensor:
     """|engine - trainer| of every sampled token, all outputs in one packed forward pass."""
-    batch = data.collate(outputs)
+    batch = data.collate(outputs, policy.vision.image_token_id)
     logprobs = torch.zeros_like(batch["logprobs_rollout"])
     packed, rows = pack(batch, range(len(outputs)))
     with torch.no_grad():
@@ -147,52 +146,23 @@ def differences(policy, outputs: list) -> torch.Tensor:
 
 def test_two_turns_with_images_agree_with_the_engine(engine, background, args, processor, policy):
     rows = rows_of(args, processor)[:9]
-    assert {len(row["images"]) for row in rows} == {0, 1, 2}
-    assert len({image.size for row in rows for image in row["images"]}) >= 4
     outputs = play_all(policy, engine, background, args, processor, rows)
     place = processor.image_token_id
     for row, output in zip(rows, outputs, strict=True):
         looked = row["index"] % 3 == 1
-        sizes = [image.size for image in output.images]
-        assert sizes[: len(row["images"])] == [image.size for image in row["images"]]
-        assert len(sizes) == len(row["images"]) + looked
+        assert len(output.images) == len(row["images"]) + looked
         n_places = (output.prompt_ids + output.response_ids).count(place)
-        assert n_places == sum(width * height // 28**2 for width, height in sizes)
+        assert n_places == sum(image.width * image.height // 28**2 for image in output.images)
         assert (place, 1) not in zip(output.response_ids, output.response_mask)
         assert sum(output.response_mask) > 1 and output.num_turns == 4
-        seen = [{"type": "text", "text": "seen"}, {"type": "image"}]
-        assert output.messages[-2]["content"] == (seen if looked else "nothing to see")
     found = differences(policy, outputs)
     assert len(found) > 60 and found.max() < 1e-4
-    # Another order of the rows, and each alone: pixels follow their tokens.
+    # Another order of the rows: pixels follow their tokens.
     assert differences(policy, outputs[::-1]).max() < 1e-4
-    assert max(differences(policy, [output]).max() for output in outputs) < 1e-4
     # The images count: with other ones the trainer disagrees.
     seeing = next(output for output in outputs if output.images)
     others = [picture(99, *image.size) for image in seeing.images]
     assert differences(policy, [replace(seeing, images=others)]).max() > 1e-3
-
-
-def test_a_grader_may_draw_on_its_images(engine, background, args, processor, policy):
-    """The images of the trainer and of the next rollout stay as they are."""
-
-    def reward(output, row):
-        for image in (*output.images, *row["images"]):
-            image.paste((0, 0, 0), (0, 0, *image.size))
-        return 1.0
-
-    rows = [row | {"agent_name": "looker"} for row in rows_of(args, processor)[1:2]]
-    before = [image.tobytes() for image in rows[0]["images"]]
-    train.sync(engine, policy, engine.version + 1)
-    task = SimpleNamespace(reward=reward, TOOLS=vision_task.TOOLS)
-    run = make_run(engine, background, task, processor.tokenizer, args, processor)
-    outputs = rollout(run, rows, 0, 2, {"temperature": 1.0}).outputs
-    engine.sleep()
-    assert [output.reward for output in outputs] == [1.0] * 2 and any(before[0])
-    for output in outputs:
-        assert [image.tobytes() for image in output.images[:1]] == before
-        assert len(output.images) == 2 and any(output.images[1].tobytes())
-    assert [image.tobytes() for image in rows[0]["images"]] == before
 
 
 def test_a_turn_on_an_image_lives_through_an_update(engine, background, args, processor, policy):
@@ -263,29 +233,24 @@ RELATIVES = {
 def test_its_relatives_agree_with_the_engine_too(
     kind, args, background, process_group, processor, tmp_path
 ):
+    shutil.copytree(args.model, tmp_path, dirs_exist_ok=True)
     ours = AutoConfig.from_pretrained(args.model).to_dict()
-    shared = [
-        *["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"],
-        *["num_attention_heads", "num_key_value_heads", "max_position_embeddings"],
-        *["initializer_range", "eos_token_id", "pad_token_id", "rope_parameters"],
-    ]
-    text = {name: ours["text_config"][name] for name in shared} | {"bos_token_id": None}
+    text = ours["text_config"]
+    for name in ("model_type", "layer_types", "sliding_window", "max_window_layers"):
+        text.pop(name, None)
+    text["bos_token_id"] = None
     if kind == "qwen3_vl":
         text["head_dim"] = 32
         text["rope_parameters"] |= {"mrope_interleaved": True}
-    names = ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"]
     config = AutoConfig.for_model(
         kind,
         text_config=text,
         vision_config=RELATIVES[kind] | {"num_heads": 2, "initializer_range": 0.1},
         tie_word_embeddings=True,
-        **{name: ours[name] for name in names},
+        **{name: token for name, token in ours.items() if name.endswith("_token_id")},
     )
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    for name in ("preprocessor_config", "tokenizer", "tokenizer_config"):
-        shutil.copy(f"{args.model}/{name}.json", tmp_path)
-    shutil.copy(f"{args.model}/chat_template.jinja", tmp_path)
     args = replace(args, model=str(tmp_path))
     processor = load_processor(args)
     assert type(processor).__name__.lower().startswith(kind.replace("_", ""))
@@ -313,20 +278,18 @@ def gradients(model, batch: dict, parts: list[list[int]]) -> dict[str, torch.Ten
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_transformers(args, processor, checkpointing):
-    policy = make_policy(replace(args, gradient_checkpointing=checkpointing), processor)
+def test_gradients_are_those_of_transformers(args, processor):
+    policy = make_policy(replace(args, gradient_checkpointing=True), processor)
     outputs = [
         output_of(processor, f"a{SEEN}b", [picture(1, 56, 84)]),
         output_of(processor, "no image", []),
         output_of(processor, f"{SEEN}{SEEN}", [picture(2, 112, 56), picture(3, 56, 56)]),
         output_of(processor, f"{SEEN}again", [picture(4, 84, 84)]),
     ]
-    batch = data.collate(outputs)
+    batch = data.collate(outputs, processor.image_token_id)
     whole = gradients(policy, batch, [[0, 1, 2, 3]])
-    for parts in ([[0], [1], [2], [3]], [[3, 1], [0, 2]]):
-        for name, gradient in gradients(policy, batch, parts).items():
-            assert torch.allclose(gradient, whole[name], atol=1e-4, rtol=1e-3), name
+    for name, gradient in gradients(policy, batch, [[3, 1], [0, 2]]).items():
+        assert torch.allclose(gradient, whole[name], atol=1e-4, rtol=1e-3), name
     visual = [gradient for name, gradient in whole.items() if "visual" in name]
     assert visual and all(gradient.any() for gradient in visual)
 
@@ -361,7 +324,6 @@ def test_a_shared_prefix_with_images_is_computed_once(processor, policy, monkeyp
         output_of(processor, "a", []),
     ]
     batch = data.collate(outputs, processor.image_token_id)
-    alone = data.collate(outputs)
     images = batch["images"]
     assert images[0][0] is images[1][0] is images[3][0] is not images[2][0]
     encoded = []
@@ -377,9 +339,9 @@ def test_a_shared_prefix_with_images_is_computed_once(processor, policy, monkeyp
     [found] = encoded
     expected = [images[0][0], images[3][1], images[2][0]]
     assert sorted(map(id, found)) == sorted(map(id, expected))
-    n_shared, n_alone = (pack(x, rows)[0]["inputs"]["input_ids"].numel() for x in (batch, alone))
-    assert n_shared < 0.6 * n_alone
-    single = gradients(policy, alone, [[row] for row in rows])
+    n_packed = pack(batch, rows)[0]["inputs"]["input_ids"].numel()
+    assert n_packed < 0.6 * batch["lengths"].sum()
+    single = gradients(policy, batch, [[row] for row in rows])
     norm = torch.stack([gradient.norm() for gradient in single.values()]).norm()
     for name, gradient in single.items():
         difference = (whole[name] - gradient).norm()
@@ -387,7 +349,7 @@ def test_a_shared_prefix_with_images_is_computed_once(processor, policy, monkeyp
 
 
 def test_a_micro_batch_without_images_has_a_gradient_for_every_parameter(args, processor, policy):
-    batch = data.collate([output_of(processor, "no image", [])])
+    batch = data.collate([output_of(processor, "no image", [])], processor.image_token_id)
     found = gradients(policy, batch, [[0]])
     assert all(not gradient.any() for name, gradient in found.items() if "visual" in name)
     critic = train.Critic(args, policy.vision)
@@ -408,7 +370,7 @@ def test_pixels_are_computed_once_and_forgotten_with_their_image(args, processor
     outputs = [output_of(processor, f"{SEEN}{i}", [shared]) for i in "ab"]
     outputs.append(output_of(processor, SEEN, [picture(2, 56, 84)]))
     for rows in ([0, 1, 2], [2, 0]):
-        batch = data.collate(outputs)
+        batch = data.collate(outputs, processor.image_token_id)
         policy(pack(batch, rows)[0])
     assert len(calls) == 2 and len(seeing.pixels) == 2
     calls.clear()
@@ -486,13 +448,12 @@ def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(play, proces
     second = picture(2, 56, 56)
     tool = Show(ToolResponse("here", images=[second], reward=0.5))
     output, engine = play(row_with(first), CALL, "red", tool=tool)
-    text = "<|im_start|>system\nTools: show<|im_end|>\n<|im_start|>user\n"
-    text += f"{SEEN}Look.<|im_end|>\n<|im_start|>assistant\n"
     parts = [CALL + "<|im_end|>", tool_turn(f"here{SEEN}"), "red<|im_end|>"]
     decode = processor.tokenizer.decode
-    assert list(map(decode, engine.prompts)) == [text, text + parts[0] + parts[1]]
+    before, after = map(decode, engine.prompts)
+    assert before.count(PLACE) == 1 and after == before + parts[0] + parts[1]
     assert engine.images == [[first.tobytes()], [first.tobytes(), second.tobytes()]]
-    assert decode(output.prompt_ids) == text.replace(PLACE, PLACE * 6)
+    assert decode(output.prompt_ids) == before.replace(PLACE, PLACE * 6)
     parts = [part.replace(PLACE, PLACE * 4) for part in parts]
     assert decode(output.response_ids) == "".join(parts)
     a, b, c = (len(ids_of(processor, part)) for part in parts)
@@ -500,15 +461,6 @@ def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(play, proces
     assert output.turn_rewards == [(a - 1, 0.5)] and len(output.images) == 2
     assert output.messages[2]["content"] == [{"type": "text", "text": "here"}, {"type": "image"}]
     json.dumps(output.messages)  # no image in them
-
-
-def test_several_calls_of_a_turn_keep_their_images_in_order(play):
-    images = [picture(i, 56, 56) for i in range(3)]
-    tool = Show(ToolResponse("a", images=images[:2]), "b", ToolResponse("c", images=images[2:]))
-    output, engine = play(row_with(), f"{CALL}\n{CALL}\n{CALL}", "red", tool=tool)
-    assert engine.images[1] == [image.tobytes() for image in images]
-    a, b, c = (message["content"] for message in output.messages[2:5])
-    assert (len(a), b, len(c)) == (3, "b", 2)
 
 
 def test_a_tools_words_are_never_taken_for_an_image(play, processor):
@@ -522,19 +474,11 @@ def test_a_tools_words_are_never_taken_for_an_image(play, processor):
 @pytest.mark.parametrize("images, seeing, said", [
     ([picture(1, 56, 56)], True, "[{'type': 'image'}]"),  # no empty text
     (["not a picture"], True, "can't be read as an image"),
-    ([b"\x89PNG broken"], True, "can't be read as an image"),
-    ([None], True, "can't be read as an image"),
     ([Image.new("RGB", (4000, 4))], True, "aspect ratio"),
-    (["cut.png"], True, "Error: an image can't be decoded"),
     ([picture(1, 56, 56)] * 5, True, "Error: no room for 5 more images: 0 of 4 are there"),
     ([picture(1, 56, 56)], False, "the tool returned an image, and this agent reads text only"),
 ])  # fmt: skip
-def test_a_tools_image_that_cannot_be_shown_is_an_error_for_the_model(
-    play, images, seeing, said, tmp_path, monkeypatch
-):
-    picture(1, 200, 200).save(tmp_path / "whole.png")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:2000])
-    monkeypatch.chdir(tmp_path)
+def test_a_tools_image_that_cannot_be_shown_is_an_error_for_the_model(play, images, seeing, said):
     row = {"prompt": user("Look.")}
     output, _ = play(row, CALL, "red", tool=Show(ToolResponse(images=images)), seeing=seeing)
     content = str(output.messages[2]["content"])
@@ -554,23 +498,13 @@ def test_room_counts_every_token_of_an_image(play, processor):
         assert (len(output.images), len(engine.prompts)) == (n_images, n_turns)
 
 
-def test_an_engine_that_counts_an_images_tokens_otherwise_is_found(play):
+def test_other_counts_of_an_images_tokens_are_found(play, processor):
     with pytest.raises(ValueError, match="disagree about the tokens of the images"):
         play(row_with(picture(1, 56, 56)), "red", off=1)
-
-
-def test_a_rewritten_history_starts_again_with_all_its_images(play, processor, monkeypatch):
-    """The template drops earlier words of the assistant: the next turn is another sequence."""
-    kept = "{{- message.content or '' }}"
-    forgetful = vision.TEMPLATE.replace(kept, "{{- message.content if loop.last else '' }}")
-    monkeypatch.setattr(processor.tokenizer, "chat_template", forgetful)
-    tool = Show(ToolResponse("here", images=[picture(2, 56, 56)]))
-    outputs, engine = play(row_with(picture(1, 84, 56)), "well " + CALL, "red", tool=tool)
-    assert [len(output.images) for output in outputs] == [1, 2]
-    place = processor.image_token_id
-    assert [output.prompt_ids.count(place) for output in outputs] == [6, 10]
-    assert processor.tokenizer.decode(outputs[1].response_ids) == "red<|im_end|>"
-    assert engine.prompts[1].count(place) == 2 and len(engine.images[1]) == 2
+    good = output_of(processor, f"a{SEEN}", [picture(1, 56, 56)])
+    check_images(good, processor)
+    with pytest.raises(ValueError, match="have 4 placeholders, but the 0 images"):
+        check_images(replace(good, images=[]), processor)
 
 
 # ---------------------------------------------------------------- the chat client
@@ -590,18 +524,13 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
     class Agent(ChatAgentLoop):
         async def chat(self, client, prompt, **row):
             create = client.chat.completions.create
-            messages = json.loads(json.dumps(prompt))
+            messages = [*prompt]
             reply = await create(messages=messages)
             messages += [reply.choices[0].message, *user([image_part(second)])]
             await create(messages=messages)
             await create(messages=user([image_part(second)]))
-            for content, said in [
-                ([{"type": "image_url", "image_url": {"url": "https://x.org/x"}}], "only data:"),
-                ([image_part(first)] * 5, "supported are 4"),
-                ([{"type": "image"}], "as the row's prompt has it"),
-            ]:
-                with pytest.raises(ValueError, match=said):
-                    await create(messages=user(content))
+            with pytest.raises(ValueError, match="supported are 4"):
+                await create(messages=user([image_part(first)] * 5))
             return 1.0
 
     engine = Script(processor, ["red", "blue", "green"])
@@ -611,13 +540,6 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
     both = [first.tobytes(), second.tobytes()]
     assert [[image.tobytes() for image in output.images] for output in outputs] == [both, both[1:]]
     assert engine.images == [both[:1], both, both[1:]]
-    first_prompt, second_prompt, _ = engine.prompts
-    assert second_prompt[: len(first_prompt)] == first_prompt  # it continues the first
-    said = []
-    for output in outputs:
-        ids = [i for i, m in zip(output.response_ids, output.response_mask) if m]
-        said.append(processor.tokenizer.decode(ids))
-    assert said == ["red<|im_end|>blue<|im_end|>", "green<|im_end|>"]
 
 
 # ---------------------------------------------------------------- rows
@@ -640,15 +562,12 @@ def test_both_forms_of_a_placeholder():
     for content in ("a<image><image>b", with_none):
         row = load_one({"prompt": user(content), "images": [picture(1, 56, 56)] * 2})
         assert row["prompt"] == user(parts)
-    for images in ({}, {"images": None}):
-        row = load_one({"prompt": user("what is <image>?")} | images)
-        assert row["prompt"] == user("what is <image>?")
+    row = load_one({"prompt": user("what is <image>?"), "images": None})
+    assert row["prompt"] == user("what is <image>?")
 
 
 @pytest.mark.parametrize("content, images, message", [
     ("<image>", ["1", "2"], "row 0 of .* has 1 placeholders .* 'images' 2"),
-    ("<image>", [5], "row 0 of .* 5 can't be read as an image"),
-    ([{"type": "image"}], [], "row 0 of .* has 1 placeholders .* 'images' 0"),
     ("<image>", "path.png", "row 0 of .* 'images' must be a list|tuple, got 'path.png'"),
     ([{"type": "video"}], [], "row 0 of .* or .* not {'type': 'video'}"),
 ])  # fmt: skip
@@ -665,12 +584,11 @@ def test_images_in_each_form_that_data_sets_have(args, processor, tmp_path):
     raw = path.read_bytes()
     in_bytes = {"bytes": raw, "path": None}
     in_file = {"bytes": None, "path": str(path)}
-    for form in (image.convert("RGBA"), str(path), path, raw, in_bytes, in_file):
+    for form in (image.convert("RGBA"), str(path), raw, in_bytes, in_file):
         [row] = check_one({"prompt": user("<image>"), "images": [form]}, args, processor)
         loop = SingleTurnLoop(None, processor.tokenizer, processor, None, args)
         first, second = (loop.start(row).images[0] for _ in range(2))
         assert first is second and first.tobytes() == image.tobytes()
-    assert load_image(image) is not image
 
 
 def test_rows_from_parquet(args, processor, tmp_path):
@@ -690,27 +608,17 @@ def test_rows_from_parquet(args, processor, tmp_path):
     assert found == [image.tobytes() for image in images]
 
 
-def test_bad_images_are_found_early(args, processor, tmp_path, monkeypatch):
+def test_bad_images_are_found_early(args, processor):
     image = picture(1, 56, 56)
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    (tmp_path / "program.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
     for bad, said in [
-        (str(tmp_path / "none.png"), "No such file"),
-        (str(tmp_path / "bad.png"), "can't be read"),
-        (str(tmp_path / "program.eps"), "can't be read"),
+        ("none.png", "No such file"),
         (b"abc", "can't be read"),
-        ({}, "can't be read"),
         (Image.new("RGB", (4000, 4)), "aspect ratio"),
     ]:
         with pytest.raises(BadInput, match=f"row 0: .*{said}"):
             check_one({"prompt": user("<image>"), "images": [bad]}, args, processor)
-    monkeypatch.setattr(agent_loop, "MAX_PIXELS", 56 * 56 - 1)
-    with pytest.raises(BadInput, match="row 0: .*56 x 56 pixels: more than 3135"):
-        path = str(tmp_path / "large.png")
-        image.save(path)
-        check_one({"prompt": user("<image>"), "images": [path]}, args, processor)
     two = {"prompt": user("<image><image>"), "images": [image] * 2}
-    with pytest.raises(BadInput, match="row 0: 2 images are more than --max_images 1"):
+    with pytest.raises(BadInput, match="row 0: 2 images are more than max_images 1"):
         check_one(two, args, processor, max_images=1)
     one_too_many = {"prompt": user(f"<image>{PLACE}"), "images": [image]}
     with pytest.raises(BadInput, match="row 0: there are 1 images, but 2 placeholders"):
@@ -726,28 +634,6 @@ def test_max_prompt_tokens_counts_every_token_of_an_image(args, processor):
     assert len(check_one(row, args, processor, max_prompt_tokens=length)) == 1
     with pytest.raises(BadInput, match=f"the longest has {length} tokens"):
         check_one(row, args, processor, max_prompt_tokens=length - 1)
-
-
-def test_an_output_without_its_images_is_a_failure(processor):
-    image = picture(1, 56, 56)
-    good = output_of(processor, f"a{SEEN}", [image])
-    check_images(good, processor)
-    for output, n, m in [
-        (replace(good, images=[]), 4, 0),
-        (replace(good, images=[image] * 2), 4, 2),
-        (replace(good, prompt_ids=ids_of(processor, "a")), 0, 1),
-    ]:
-        with pytest.raises(ValueError, match=f"have {n} placeholders, but the {m} images"):
-            check_images(output, processor)
-
-
-@pytest.mark.parametrize("settings", [
-    {"images_kwargs": {"do_normalize": False}}, {"maxpixels": 3136},
-])  # fmt: skip
-def test_unknown_processor_settings_are_refused(settings, args):
-    engine_args = json.dumps({"mm_processor_kwargs": settings})
-    with pytest.raises(BadInput, match="no setting of the image processor"):
-        load_processor(replace(args, engine_args=engine_args))
 
 
 def test_models_that_see_otherwise_are_refused(tmp_path):
@@ -772,15 +658,13 @@ def test_the_examples_rows_and_rewards(play, args, processor):
     call = '<tool_call>\n{"name": "zoom", "arguments": {"cell": %s}}\n</tool_call>'
     right = f"<answer>{truth}</answer>"
     zoom = vision.TOOLS[0]
-    output, _ = play(row, call % cell, call % 5, call % '"1"', right, tool=zoom)
+    output, _ = play(row, call % cell, call % 5, right, tool=zoom)
     answers = [m["content"] for m in output.messages if m["role"] == "tool"]
-    assert answers == [[{"type": "image"}], *["Error: cell must be 1, 2, 3 or 4"] * 2]
+    assert answers == [[{"type": "image"}], "Error: cell must be 1, 2, 3 or 4"]
     assert output.images[1].getpixel((0, 0)) == vision.COLOURS[truth]
     assert vision.reward(output, row) == 1.0 and len(output.images) == 2
-    false = f"<answer>{wrong}</answer>"
-    for answer in (false, false + right, truth):
-        output, _ = play(row, answer, tool=zoom)
-        assert vision.reward(output, row) == 0.0
+    output, _ = play(row, f"<answer>{wrong}</answer>", tool=zoom)
+    assert vision.reward(output, row) == 0.0
 
 
 # ---------------------------------------------------------------- whole runs
@@ -819,16 +703,4 @@ def test_train_with_images(by, more, env, cache, tmp_path):
     rollouts = (folder / "rollouts" / "step_000002.jsonl").open()
     assert any(json.loads(line)["images"] for line in rollouts)
 
-    # The next run starts from all that was trained: processor, tower and all.
-    processor = load_processor(train.Args(model=str(folder / "final")))
-    assert processor.chat_template == processor.tokenizer.chat_template
-    out = processor(text=[SEEN], images=[picture(1, 56, 56)])
-    assert out["input_ids"][0].count(processor.image_token_id) == 4
-
-
-def test_images_for_a_text_model_end_with_one_line(tiny_model, cache, tmp_path):
-    flags = ["--task", "tests/vision_task.py", "--model", tiny_model]
-    said = run(*flags, "--output_dir", tmp_path / "x", cache=cache, code=2)
-    last = said.strip().splitlines()[-1]
-    assert last.startswith("train.py: error: row 1: "), said
-    assert last.endswith("this model reads text only"), said
+    assert load_processor(train.Args(model=str(folder / "final"))).chat_template

@@ -1,8 +1,7 @@
-"""A task for the tests: a random Qwen2.5-VL, images of different sizes in prompts, and a tool that returns one more.
+"""A task for the tests: a random Qwen2.5-VL, images in prompts, and a tool that returns one more.
 
-What a random model says is no tool call, so the agent makes one after its first turn, and counts any five tokens as a
-turn.
-"""
+A random model writes no tool call, so the agent makes one after its first turn. Any five tokens
+are a turn."""
 
 import os
 import random
@@ -15,7 +14,8 @@ from examples.vision import init_vision_model
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
     """Noise in colour, another for each seed."""
-    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height))
+    data = random.Random(seed).randbytes(3 * width * height)
+    return Image.frombytes("RGB", (width, height), data)
 
 
 def load(split: str) -> list[dict]:
@@ -38,7 +38,7 @@ def reward(output, row) -> float:
 
 class Look(Tool):
     name = "look"
-    schema = {"type": "function", "function": {"name": name, "description": "Look.", "parameters": {}}}
+    schema = {"type": "function", "function": {"name": name, "description": "Look."}}
 
     async def execute(self, request_id: str, arguments: dict, index: int) -> ToolResponse | str:
         if index % 3 != 1 and os.environ.get("VISION_TASK_IMAGES") != "all":

@@ -1,11 +1,11 @@
-"""Started by conftest.py: imports torch, transformers and vLLM once, then forks a process for each run of a script.
+"""Imports torch, transformers and vLLM once, then forks a process for each run of a script.
 
-Importing them is nearly all the CPU time of a short run. A forked process is otherwise a process of its own: session,
-arguments, environment, output, exit code and death by a signal are those of `python SCRIPT ARGUMENTS` in this folder.
+These imports are nearly all the CPU time of a short run. Otherwise a forked process is like
+`python SCRIPT ARGUMENTS`: session, arguments, environment, output and exit code are its own.
 
-One message asks for one process: JSON, and the descriptors of its output and of a socket for the answers: its id, then
-its exit status as waitpid gives it. The end of the connection ends this process.
-"""
+conftest.py starts this. One message asks for one process: JSON, the descriptor of its output, and
+that of a socket for the answers: its id, then its exit status as waitpid gives it. The end of the
+connection ends this process."""
 
 import atexit
 import contextlib
@@ -22,16 +22,19 @@ from pathlib import Path
 
 REPO = Path(__file__).parent.parent
 # What train.py and the engine set before these imports.
-os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ |= {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, which runs would inherit
 
 
 def import_all() -> dict[str, str]:
-    """What a run imports, of others' packages alone, and what these work out once in a process; returns the environment
-    variables that they set."""
+    """Imports the packages that a run imports; returns the environment variables that they set."""
     before = dict(os.environ)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # as flatrl/vllm_engine.py does
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     import accelerate  # noqa: F401
     import compressed_tensors  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
@@ -43,7 +46,7 @@ def import_all() -> dict[str, str]:
     import vllm.v1.attention.backends.cpu_attn  # noqa: F401
     import vllm.v1.core.sched.scheduler  # noqa: F401
     import vllm.v1.worker.cpu_worker  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, get_scheduler  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from vllm import LLM  # noqa: F401
     from vllm.config.logging import LoggingConfig
@@ -52,7 +55,7 @@ def import_all() -> dict[str, str]:
 
     get_checkpoint_conversion_mapping("qwen2")
     configure_logging(LoggingConfig())
-    current_platform.register_triton_kernel_overrides()  # goes through every name of every module
+    current_platform.register_triton_kernel_overrides()  # reads every name of every module
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
@@ -75,7 +78,7 @@ def serve(control: socket.socket) -> tuple[dict, int, socket.socket]:
             os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):  # raises where there is none left, which can't be: just forked
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
     try:
         while True:  # so that their CPU time is this process's children's
@@ -85,7 +88,7 @@ def serve(control: socket.socket) -> tuple[dict, int, socket.socket]:
 
 
 def become(request: dict, output: int, answers: socket.socket, imported: dict[str, str]) -> tuple:
-    """Makes this process as if it had just been started; returns main_module's code and names."""
+    """Makes this process as if it had just been started; returns what main_module does."""
     os.setsid()
     answers.send(str(os.getpid()).encode())
     answers.close()
@@ -101,8 +104,7 @@ def become(request: dict, output: int, answers: socket.socket, imported: dict[st
 
 
 def main_module(argv: list[str]) -> tuple[types.CodeType, dict]:
-    """Makes this process's __main__ a new module of the script argv[0], which is relative to the repository; returns
-    the script's code and the module's names."""
+    """Makes a new __main__ of the script argv[0]; returns its code and the module's names."""
     file = REPO / argv[0]
     sys.argv, sys.path[0] = argv, str(file.parent)
     main = types.ModuleType("__main__")
@@ -113,7 +115,7 @@ def main_module(argv: list[str]) -> tuple[types.CodeType, dict]:
 
 
 def run_as_main(code: types.CodeType, namespace: dict) -> int:
-    """Runs a script's code to its end, prints what it raised as Python does, and returns its exit code."""
+    """Runs a script's code, prints what it raised as Python does, and returns its exit code."""
     try:
         exec(code, namespace)
     except SystemExit as error:
@@ -131,8 +133,7 @@ def run_as_main(code: types.CodeType, namespace: dict) -> int:
 
 
 def leave(exit_code: int) -> None:
-    """Ends this process as Python does (it waits for threads, and calls what is registered with atexit), but leaves out
-    the last step: freeing every object of every imported module, which takes as long as a short run (3 s)."""
+    """Ends this process as Python does, but frees no imported module, which would take 3 s."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
