@@ -10,6 +10,19 @@ from itertools import compress
 from agent_loop import AgentLoopOutput, BadInput
 
 
+OUTPUT_TYPES = {
+    "messages": list | None,
+    "text": str | None,
+    "metrics": dict,
+    "turn_rewards": list | tuple,
+    "images": list | tuple,
+    "extra": dict,
+}
+# flatrl uses these keys of an output's `extra`, and these names in the log: reward/mean, ...
+TAKEN_KEYS = {"filtered", "greedy", "demonstration", "told_prompt_ids"}
+TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
+
+
 def need(ok, message: str):
     """Raises BadInput with the message unless `ok`."""
     if not ok:
@@ -48,14 +61,14 @@ def traceback_from(file: str) -> str:
     return "".join(traceback.format_exception(type(error), error, place or error.__traceback__))
 
 
-def check_types(values: dict, types: dict, name: str):
+def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):
     """Raises BadInput if a value does not have its type in `types`. A missing value is None.
 
     types: key -> a type, or several: str | list. name: what the message calls `values`."""
     for key, wanted in types.items():
         value = values.get(key)
         kind = str(getattr(wanted, "__name__", wanted)).replace(" ", "")
-        is_right = value is None or isinstance(value, wanted)
+        is_right = isinstance(value, wanted) or (none_is_fine and value is None)
         need(is_right, f"{name}: {key!r} must be a {kind}, got {value!r:.80}")
 
 
@@ -84,10 +97,14 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
     `check_images` for placeholders."""
     check_ids(output.prompt_ids, vocab_size, "prompt_ids")
     check_ids(output.response_ids, vocab_size, "response_ids")
+    check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")
     # The logarithm of a softmax may be rounded to a little more than 0.
     check_numbers(output.response_logprobs, {int, float}, -1e38, 0.01, "response_logprobs")
+    check_numbers(output.response_versions, {int}, -1, version, "response_versions")
     sampled = list(compress(output.response_versions, output.response_mask))
     check_numbers(sampled, {int}, oldest, version, "response_versions, where the mask is 1,")
+    check_numbers([output.num_turns], {int}, 0, 2**31, "num_turns")
+    check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
     n_prompt = len(output.prompt_ids)
     n_response = len(output.response_ids)
     if n_prompt + n_response > window:
@@ -95,5 +112,8 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
             f"prompt and response have {n_prompt} and {n_response} tokens, more than the "
             f"window's {window}"
         )
+    taken = TAKEN_UNITS & {output.unit} or TAKEN_KEYS & output.extra.keys()
+    if taken:
+        raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")
     # Ranks send it to each other.
     pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])

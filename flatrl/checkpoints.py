@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from agent_loop import BadInput
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import need
 from flatrl.files import logged
 from flatrl.log import or_warn
 from flatrl.models import whole, whole_weights
@@ -103,17 +103,36 @@ def _lock(folder):
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest checkpoint and the contents of its step.json. Otherwise
-    moves an earlier run in the folder aside, and returns (None, {})."""
+    With --resume, returns the latest whole checkpoint and the contents of its step.json;
+    broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
+    and (None, {}) is returned."""
     folder = Path(args.output_dir)
     if not args.resume:
         if len(os.listdir(folder)) > 1:
             print(f"{folder} held an earlier run: moved to {_move_aside(folder)}", flush=True)
             _lock(folder)  # the old lock moved with the folder, and is held as well
         return None, {}
-    latest = checkpoints(folder)[-1]
-    with refusing(f"--resume: {latest} is damaged: move it away to resume from the one before"):
-        return latest, json.loads((latest / "step.json").read_text())
+    for path in reversed(checkpoints(folder)):
+        try:
+            return path, _read_step(path)
+        except Exception as error:  # json and pickle raise many kinds
+            print(
+                f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
+                flush=True,
+            )
+    raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
+
+
+def _read_step(checkpoint):
+    """Returns a checkpoint's step.json. Raises if one of its files is missing or cut off."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    state = json.loads((checkpoint / "step.json").read_text())
+    need({"step", "history", "parts", "next_prompt"} <= {*state}, "its step.json lacks keys")
+    for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
+        file = checkpoint / stored.relative_path
+        need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
+    return state
 
 
 def _move_aside(folder):

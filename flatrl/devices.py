@@ -19,11 +19,35 @@ from flatrl.processes import PATIENCE, all_gather, ranks_of_host
 TRIAL_PATIENCE = datetime.timedelta(minutes=5)
 
 
+# Options of accelerate's FSDP config that are implemented with one value only.
+FSDP_OPTIONS = {
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+# How long a rank waits for the others to try a micro-batch.
+TRIAL_PATIENCE = datetime.timedelta(minutes=5)
+
+
+def sharding(args) -> bool | str:
+    """Returns the value of --shard; True also if accelerate's config asks for FSDP.
+
+    Raises BadInput if that config has options that are not implemented here."""
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return args.shard
+    for name, allowed in FSDP_OPTIONS.items():
+        value = os.environ.get(name, allowed).lower()
+        need(value == allowed, f"accelerate's config has {name.lower()} {value}: must be {allowed}")
+    return args.shard or True
+
+
 def device_defaults(args, cuda: bool) -> dict:
     """Returns {flag: value} for the flags left to the device.
 
     bfloat16 on CUDA is FSDP2's, even on one rank, because autocast keeps activations in
-    float32, unlike vLLM. Networks are also sharded if accelerate's config asks for FSDP.
+    float32, unlike vLLM.
     Raises BadInput if the device can't do what args ask for."""
     need(
         cuda or not torch.version.cuda,
@@ -37,8 +61,7 @@ def device_defaults(args, cuda: bool) -> dict:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
-    is_sharded = parse_flag_from_env("ACCELERATE_USE_FSDP") or (cuda and dtype == "bfloat16")
-    return {"dtype": dtype, "shard": args.shard or is_sharded}
+    return {"dtype": dtype, "shard": sharding(args) or (cuda and dtype == "bfloat16")}
 
 
 def shard(net: nn.Module, args, device: torch.device) -> nn.Module:

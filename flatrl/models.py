@@ -87,7 +87,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
 def load_config(args):
     """Loads the model's configuration.
 
-    Raises BadInput if there is none, or if the model is quantised."""
+    Raises BadInput if there is none, or if the trainer doesn't implement such a model."""
     config = from_pretrained(
         "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
     )
@@ -96,24 +96,34 @@ def load_config(args):
         f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
         "a version that has them",
     )
+    text = config.get_text_config()
+    need(
+        args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
+        f"--model {args.model} has multi-head latent attention, in which engine and trainer "
+        "were seen to disagree: choose another, or --allow_mismatch",
+    )
     return config
 
 
 def stop_token_ids(args, tokenizer) -> list[int]:
     """Returns the ids that end a turn: the tokenizer's EOS and those of generation_config.json.
 
-    Raises BadInput if there is none."""
+    Raises BadInput if there is none, or one that the tokenizer lacks."""
     from transformers import GenerationConfig
 
     configured = None
-    with contextlib.suppress(OSError):  # the model has no generation_config.json
-        configured = GenerationConfig.from_pretrained(args.model).eos_token_id
+    with refusing(f"--model {args.model} has a generation_config.json that can't be read"):
+        try:
+            configured = GenerationConfig.from_pretrained(args.model).eos_token_id
+        except OSError:
+            if Path(args.model, "generation_config.json").exists():
+                raise
     others = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *others} - {None}
     need(
-        ids,
-        f"--model {args.model} has no end-of-sequence token: set eos_token in its "
-        "tokenizer_config.json",
+        ids and ids <= {*range(len(tokenizer))},
+        f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
+        f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
     )
     return sorted(ids)
 

@@ -91,7 +91,7 @@ def ranks_of_host() -> int:
 
 
 class Stop:
-    """Watches for Ctrl-C, SIGTERM and SIGHUP on every rank.
+    """Watches for Ctrl-C, SIGTERM, SIGHUP and the launcher's death on every rank.
 
     After the first signal all ranks finish the present step, save and end. A second signal
     ends a process at once."""
@@ -124,9 +124,14 @@ class Stop:
     def _watch(self, group):
         """Exchanges two bits with all ranks once a second, until all have finished.
 
-        Ends this process if another rank is gone, because it would wait for that rank in vain."""
+        Ends this process if another rank is gone, because it would wait for that rank in vain.
+        Stops the run if the launcher is gone: accelerate's leaves its processes behind."""
+        launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
+        launcher = os.getppid()
         is_running = True  # on any rank
         while is_running:
+            if launched and os.getppid() != launcher:
+                self.requested = True
             state = torch.tensor([self.requested, not self.finished.is_set()], dtype=torch.int)
             try:
                 dist.all_reduce(state, dist.ReduceOp.MAX, group)
@@ -145,15 +150,19 @@ class Stop:
 def run_as_script(main: Callable, parse: Callable):
     """Calls main(parse()), then ends this process with an exit code.
 
-    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: any other exception. Python
-    waits for threads and processes that user code has left behind: here for LEFT_BEHIND_S
-    seconds."""
+    0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: anything else, also
+    sys.exit(0) in user code. Python waits for threads and processes that user code has left
+    behind: here for LEFT_BEHIND_S seconds."""
     for stream in (sys.stdout, sys.stderr):
         # Each line appears at once, also in a file, whatever the terminal's encoding.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     status = 1
     try:
-        main(parse())
+        args = parse()  # --help ends here
+        try:
+            main(args)
+        except SystemExit as error:
+            raise RuntimeError(f"sys.exit({error.code}) in the middle of the run") from error
         status = 0
     except Stopped:
         status = 130

@@ -15,8 +15,8 @@ from flatrl.bad_input import need, refusing
 from flatrl.terminal import shown
 
 # Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
-# exact logprobs depend on, or that sleep loses (draft models); sampling parameters that are a
-# flag, or an agent loop's.
+# exact logprobs depend on, or that sleep loses (draft models, thinking budgets); arguments of
+# apply_chat_template; sampling parameters that are a flag, or an agent loop's.
 FIXED_ARGUMENTS = {
     "engine_args": [
         "distributed_executor_backend",
@@ -26,9 +26,16 @@ FIXED_ARGUMENTS = {
         "data_parallel_size",
         "tensor_parallel_size",
         "limit_mm_per_prompt",
+        "enable_batch_sharded_sampling",
         "speculative_config",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+        "reasoning_config",
+        "reasoning_parser",
         "tokenizer",
     ],
+    "chat_template_args": ["tools", "tokenize", "add_generation_prompt"],
     "sampling_args": ["temperature", "seed", "structured_outputs"],
     "eval_sampling_args": ["seed", "structured_outputs"],
 }
