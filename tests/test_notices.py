@@ -1,12 +1,10 @@
 """flatrl/notices.py, terminal.py and trackers.py: what a run tells its user besides its table."""
 
-import contextlib
 import copy
 import fcntl
 import io
 import json
 import os
-import re
 import struct
 import sys
 import termios
@@ -86,7 +84,6 @@ def test_the_first_lines_tell_what_is_about_to_happen(log, flags, told):
 
 
 def test_questions_of_training_among_the_validation_rows_are_counted(log, monkeypatch):
-    monkeypatch.setattr(notices, "MAX_ROWS", 10)
     monkeypatch.setattr(notices, "MAX_ROWS_ON_DISK", 3)
     train = [{"prompt": [{"role": "user", "content": f"{i}"}], "index": i} for i in range(5)]
     val = [row | {"index": 100} for row in train[:3]] + [{"prompt": PROMPT}]
@@ -99,10 +96,8 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, monkey
     problem = "validation rows have the prompt of a training row: eval/reward is too good"
     assert started(log, [*train, image], [*val, image])[1:] == [f"3 of 6 {problem}"]
     log.said.clear()
-    many = [{"prompt": f"{i}"} for i in range(50)]  # those on disk are read again: only a few
-    assert len(started(log, many, many[10:11])) == 1
-    log.said.clear()
-    on_disk = tables.Rows(many.__getitem__, range(50))
+    many = [{"prompt": f"{i}"} for i in range(50)]
+    on_disk = tables.Rows(many.__getitem__, range(50))  # only the first three are read
     assert started(log, on_disk, many[2:4])[1:] == [f"1 of 2 {problem}"]
 
 
@@ -129,14 +124,11 @@ def test_why_a_step_taught_nothing():
     outputs = sampled(4, reward=0.0, metrics={"tool_calls": 0}, stop_reason="length")
     outputs[0].metrics = {"tool_calls": 2}
     outputs[1].stop_reason = "stop"
-    assert notices.why_nothing(outputs).startswith(
-        "1 of 4 called a tool, 75% hit the length limit (--max_response_tokens), "
-        "all rewards are 0 (")  # fmt: skip
-    dicts = sampled(2, reward={"score": 1.0})
-    assert notices.why_nothing(dicts).startswith("all rewards are 1 (")
-    different = sampled(1, reward=0.0) + sampled(1, reward=1.0, stop_reason="max_turns")
-    assert notices.why_nothing(different).startswith(
-        "50% hit a limit of turns (--max_assistant_turns), all groups have equal rewards (")
+    beginning = "1 of 4 called a tool, 75% were cut off by a limit (--max_response_tokens, "
+    assert notices.why_nothing(outputs).startswith(beginning)
+    assert ", all rewards are 0 (" in notices.why_nothing(outputs)
+    different = sampled(1, reward=0.0) + sampled(1, reward=1.0)
+    assert notices.why_nothing(different).startswith("all groups have equal rewards (")
 
 
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
@@ -219,40 +211,26 @@ def test_bars_are_on_terminals_of_the_main_rank_alone(monkeypatch):
         return screen.getvalue()
 
     text = drawn(Screen())
-    assert "update:   0%" in text and "starting the engine: 00:00" in text
+    assert "update:   0%" in text and "starting the engine" in text
     assert text.split("\r")[-2].strip() == ""  # gone at the end
     assert drawn(io.StringIO()) == drawn(Screen(), rank="1") == ""
-
-
-def drawn_without_size(monkeypatch, draw) -> list[str]:
-    """What draw() shows on a terminal that claims to have no rows and no columns."""
-    reading, writing = os.openpty()
-    rows_and_columns = struct.pack("HHHH", 0, 0, 0, 0)
-    fcntl.ioctl(writing, termios.TIOCSWINSZ, rows_and_columns)
-    with os.fdopen(writing, "w") as screen:
-        monkeypatch.setattr(sys, "stderr", screen)
-        draw()
-    shown = b""
-    with contextlib.suppress(OSError):  # its other end is closed
-        while part := os.read(reading, 10_000):
-            shown += part
-    os.close(reading)
-    return shown.decode().split("\r")
 
 
 def test_bars_are_shown_on_a_terminal_that_does_not_know_its_size(monkeypatch):
     """So it is under script, and on some machines of CI."""
     monkeypatch.setenv("RANK", "0")
-
-    def update():
+    reading, writing = os.openpty()
+    rows_and_columns = struct.pack("HHHH", 0, 0, 0, 0)
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, rows_and_columns)
+    with os.fdopen(writing, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
         with terminal.Bar(None, "update", total=2) as bar:
             bar.update()
             bar.refresh()
-
-    _, first, *_, last, _, _ = drawn_without_size(monkeypatch, update)
-    assert first.startswith("update:   0%|")
-    assert re.fullmatch(r"update:  50%\|█{9,}[▏▎▍▌▋▊▉]? {9,}\| 1/2 \[.*(it/s|s/it)\]", last)
-    assert len(last) == 79
+        shown = os.read(reading, 10_000).decode()
+    os.close(reading)
+    lines = [line for line in shown.split("\r") if line.startswith("update:  50%|█")]
+    assert lines and len(lines[-1]) == 79
 
 
 # ---------------------------------------------------------------- Weights & Biases
