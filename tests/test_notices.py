@@ -85,14 +85,13 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, monkey
     monkeypatch.setattr(notices, "MAX_ROWS_ON_DISK", 3)
     train = [{"prompt": [{"role": "user", "content": f"{i}"}], "index": i} for i in range(5)]
     val = [row | {"index": 100} for row in train[:3]] + [{"prompt": PROMPT}]
-    # Games with other seeds and the same words, and other images, are not the same.
-    for seed in range(4):
+    # Games with other seeds and the same words are not the same, nor need images be.
+    for seed, split in enumerate([train, val]):
         kwargs = {"interaction_kwargs": {"seed": seed}}
-        split = train if seed < 2 else val
         split.append({"prompt": PROMPT, "extra_info": kwargs})
-    image = {"prompt": PROMPT, "images": ["a.png"]}
+        split.append({"prompt": PROMPT, "images": ["a.png"]})
     problem = "validation rows have the prompt of a training row: eval/reward is too good"
-    assert started(log, [*train, image], [*val, image])[1:] == [f"3 of 6 {problem}"]
+    assert started(log, train, val)[1:] == [f"3 of 5 {problem}"]
     log.said.clear()
     many = [{"prompt": f"{i}"} for i in range(50)]
     on_disk = tables.Rows(many.__getitem__, range(50))  # only the first three are read

@@ -1,6 +1,5 @@
 """flatrl/report.py: the page shows the run, and its texts stay texts."""
 
-import html
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO
-from test_log import Args, an_output, read
+from test_log import Args, read
 
 import data
 from agent_loop import AgentLoopOutput
@@ -26,7 +25,6 @@ HOSTILE = (
     "<!--<img src=x onerror=\"document.title='pwned'\">"
     "&lt;\u2028 é <|im_end|> __DATA__ __NONCE__"
 )
-NAMES = ["prompt", "sample", "segment"]
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
         {"role": "tool", "name": "calculator", "content": "c"},
         {"role": "assistant", "content": "b"},
     ]
-    told = trajectory(
+    whole = trajectory(
         prompt=4,
         ids=ids,
         mask=[1, 1, 0, 0, 0, 1],
@@ -132,27 +130,27 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     )
     cut_off = trajectory(prompt=4, sample=1, stop_reason="length")
     error = {"prompt": 4, "sample": 2, "kind": "failed_reward", "error": "oh"}
-    write_rollouts(folder, "step_000002", [told, cut_off], [error])
-    batch = learned([told, cut_off], [1.5, -0.5], 0.25)
+    write_rollouts(folder, "step_000002", [whole, cut_off], [error])
+    batch = learned([whole, cut_off], [1.5, -0.5], 0.25)
     batch["response_mask"][1] = 0  # --mask_truncated
-    report.keep_learned(folder / "learned" / "step_000002.jsonl", [told, cut_off], batch)
+    report.keep_learned(folder / "learned" / "step_000002.jsonl", [whole, cut_off], batch)
     run = run_of(folder, tokenizer)
-    told, cut_off, failed = run["trajectories"]
+    whole, cut_off, failed = run["trajectories"]
     policy = {"role": "assistant", "advantages": 1.5}
     two, one = (
         {"logprobs": [-0.5] * n, "versions": [3] * n, "difference": [0.25] * n} for n in (2, 1)
     )
     calls = [["calculator", '{"expression": "1+1"}']]
-    assert told["blocks"] == [
+    assert whole["blocks"] == [
         {"at": 0, "tokens": ["a", "b"], "calls": calls} | two | policy,
         {"at": 2, "role": "tool calculator", "text": ["c", tokenizer.eos_token, "a"]},
         {"at": 5, "tokens": ["b"], "calls": []} | one | policy,
     ]
-    assert told["text"] == token_texts(tokenizer, [1, 2])
-    assert (told["reward"], told["turn_rewards"]) == (1.25, [[1, 0.25]])
-    assert told["parts"] == {"score": 1.0, "form": 0.5}
-    assert [told[name] for name in ("kind", "step", *NAMES)] == ["step", 2, 4, 0, 0]
-    assert told["trained"] is True and cut_off["trained"] is False
+    assert whole["text"] == token_texts(tokenizer, [1, 2])
+    assert (whole["reward"], whole["turn_rewards"]) == (1.25, [[1, 0.25]])
+    assert whole["parts"] == {"score": 1.0, "form": 0.5}
+    assert (whole["kind"], whole["step"], whole["prompt"]) == ("step", 2, 4)
+    assert whole["trained"] is True and cut_off["trained"] is False
     assert cut_off["stop"] == "length" and "difference" not in cut_off["blocks"][0]
     assert (failed["stop"], failed["error"], failed["sample"]) == ("failed_reward", "oh", 2)
     assert run["total"] == 3 and run["notes"] == []
@@ -196,31 +194,23 @@ class Letters:
         return "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
 
 
-def write_hostile(folder: Path) -> list[AgentLoopOutput]:
-    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE, "name": HOSTILE}]
-    outputs = []
-    for sample in range(2):
-        reward = {"score": float(sample), HOSTILE: 0.5}
-        ids = range(3, 3 + len(HOSTILE))
-        more = {"messages": messages, "reward": reward, "metrics": {HOSTILE: 1}}
-        outputs.append(trajectory(sample=sample, ids=ids, **more))
-    error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
-    write_rollouts(folder, "step_000001", outputs, [error])
-    file = folder / "learned" / "step_000001.jsonl"
-    report.keep_learned(file, outputs, learned(outputs, [1.0, -1.0], 1e-6))
-    write_about(folder, [HOSTILE], task=HOSTILE)
-    return outputs
-
-
 def test_hostile_text_stays_text(folder):
-    write_hostile(folder)
+    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    output = trajectory(
+        ids=range(3, 3 + len(HOSTILE)),
+        messages=[{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE}],
+        reward={"score": 1.0, HOSTILE: 0.5},
+        metrics={HOSTILE: 1},
+    )
+    error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
+    write_rollouts(folder, "step_000001", [output], [error])
+    write_about(folder, [HOSTILE], task=HOSTILE)
     write_json_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 2.0}])
     run = run_of(folder, Letters())
-    told, _, failed = run["trajectories"]
-    [block] = told["blocks"]
+    shown, failed = run["trajectories"]
+    [block] = shown["blocks"]
     assert "".join(block["tokens"]) == HOSTILE and block["calls"] == [[HOSTILE, HOSTILE]]
-    assert told["parts"][HOSTILE] == 0.5 and failed["error"] == failed["stop"] == HOSTILE
+    assert shown["parts"][HOSTILE] == 0.5 and failed["error"] == failed["stop"] == HOSTILE
     assert run["columns"][HOSTILE] == [2.0]
     page = (folder / "report.html").read_text()
     template = report.PAGE.read_text()
@@ -228,7 +218,7 @@ def test_hostile_text_stays_text(folder):
         assert page.lower().count(mark) == template.lower().count(mark)
     makes_html = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\("
     assert not re.search(makes_html, template)
-    nonce = re.search("script-src 'nonce-(\\w{32})'", page)[1]
+    nonce = re.search(r"script-src 'nonce-(\w{32})'", page)[1]
     report.write([run], folder / "again.html")
     assert nonce not in (folder / "again.html").read_text()
 
@@ -241,8 +231,7 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
         outputs = [trajectory(10 * step + i // 4, i % 4) for i in range(40)]
         write_rollouts(folder, f"step_{step:06d}", outputs)
     for step in (0, 5):
-        outputs = [trajectory(i, extra={"index": f"row, {i}"}) for i in range(100)]
-        write_rollouts(folder, f"eval_{step:06d}", outputs)
+        write_rollouts(folder, f"eval_{step:06d}", [trajectory(i) for i in range(100)])
     run = run_of(folder, max_trajectories=70)
     shown = run["trajectories"]
     assert run["total"] == 400 and 60 <= len(shown) <= 70
@@ -251,7 +240,7 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
         samples = [t["sample"] for t in shown if (t["kind"], t["step"]) == ("step", step)]
         assert len(samples) >= 8 and samples == [0, 1, 2, 3] * (len(samples) // 4)
     before, after = (
-        [t["index"] for t in shown if (t["kind"], t["step"]) == ("eval", step)] for step in (0, 5)
+        [t["index"] for t in shown if t["kind"] == "eval" and t["step"] == step] for step in (0, 5)
     )
     n = min(len(before), len(after))
     assert n >= 8 and before[:n] == after[:n] and before != sorted(before)
@@ -274,16 +263,9 @@ def test_a_page_has_limits_and_shows_the_newest_step(folder, n_tokens, limit, n)
 
 
 def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
-    clock = [0.0]
-    now = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+    clock = iter([0, 1, 50.9, 51, 52, 53, 54])  # it takes 1 s: not again within 50 s
+    now = SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0)
     monkeypatch.setattr(report, "time", now)
-    write = report.write
-
-    def slow(*arguments):
-        write(*arguments)
-        clock[0] += 1.0
-
-    monkeypatch.setattr(report, "write", slow)
     log = Log(Args(str(tmp_path / "run")), None, 0)
     page = tmp_path / "run" / "report.html"
 
@@ -291,33 +273,26 @@ def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, 
         return embedded(page)[0]["columns"]["step"]
 
     log.metrics({"step": 0})
-    assert steps() == [0]  # at second 1, and it took 1: not again before second 51
+    assert steps() == [0]
     outputs = [trajectory()]
     log.rollouts("step_000001", outputs, [])
     log.metrics({"step": 1}, SimpleNamespace(trained=outputs), learned(outputs, [0.75], 0.0))
-    assert steps() == [0] and (tmp_path / "run" / "learned" / "step_000001.jsonl").is_file()
-    clock[0] = 51.0
+    assert steps() == [0]
     log.metrics({"step": 2})
     assert steps() == [0, 1, 2]
     assert embedded(page)[0]["trajectories"][0]["blocks"][0]["advantages"] == 0.75
-    log.metrics({"step": 3})
-    assert steps() == [0, 1, 2]
     log.close()
-    assert steps() == [0, 1, 2, 3] and list(page.parent.glob(".*")) == []
+    assert list(page.parent.glob(".*")) == []
 
 
-def test_a_report_that_fails_is_a_warning_for_each_reason(tmp_path, capsys):
+def test_a_report_that_fails_is_a_warning(tmp_path, capsys):
     log = Log(Args(str(tmp_path / "run")), None, 0)
     (tmp_path / "run" / "report.html").mkdir()
     log.metrics({"step": 0})
-    warning = "warning: report.html can't be written: "
-    assert capsys.readouterr().err.count(f"{warning}IsADirectoryError") == 1
-    log.notices.report.close()
-    assert capsys.readouterr().err == ""  # the same again
-    log.metrics({"step": 1}, SimpleNamespace(trained=[an_output(reward=1.0)]), {"nothing": 1})
     log.close()
-    assert capsys.readouterr().err == f"{warning}KeyError: 'logprobs_old'\n"
-    assert [row["step"] for row in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    warning = "warning: report.html can't be written: IsADirectoryError"
+    assert capsys.readouterr().err.count(warning) == 1
+    assert read(tmp_path / "run" / "metrics.jsonl") == [{"step": 0}]
 
 
 # ------------------------------------------------------------- the command
@@ -558,18 +533,6 @@ def test_two_trajectories_are_compared_token_by_token(folder):
 
 
 @WITHOUT_NODE
-def test_context_is_joined_and_a_long_run_of_one_token_is_written_once(folder, tokenizer):
-    end = tokenizer.eos_token_id
-    a, b = tokenizer.encode("ab", add_special_tokens=False)
-    output = trajectory(ids=[a, *[b] * 30, end, end, a, b, b], mask=[1] + [0] * 35)
-    write_rollouts(folder, "step_000001", [output])
-    run_of(folder, tokenizer)
-    page = plain(drawn(folder / "report.html", "tab=trajectories&t=0.0"))
-    special = 2 * html.escape(tokenizer.eos_token)
-    assert f"|b × 30 |{special}|abb|" in page
-
-
-@WITHOUT_NODE
 def test_trajectories_are_filtered_by_metrics_and_extra(folder):
     outputs = []
     for i in range(4):
@@ -624,8 +587,6 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
     drawn(page, second, [field, "input", "mine"], storage=storage)
     assert notes(page, second, storage=storage) == ["mine"]
     assert notes(page, second) == [""]  # another browser
-    found = drawn(page, first, ["filter", "input", "note ~ mine"], storage=storage)
-    assert "1 of 2 on this page" in found
     tab = drawn(page, "tab=notes", ["notes.jsonl", "click"], storage=storage)
     [saved] = re.findall('<a [^>]*href="data:[^,]*,([^"]*)"', tab)
     saved = [json.loads(line) for line in urllib.parse.unquote(saved).splitlines()]
