@@ -1,7 +1,7 @@
-"""What a run tells its user besides the table of metrics.
+"""The messages of a run to its user, in addition to the table of metrics.
 
-At the start, what is about to be trained. Meanwhile warnings, a trajectory now and then, the
-report and Weights & Biases. At the end, the rewards and what to do next."""
+At the start: the plan. During the run: warnings, a trajectory now and then, the report and
+Weights & Biases. At the end: the rewards, and commands to continue."""
 
 import itertools
 import re
@@ -39,7 +39,7 @@ class Notices:
         self.is_learning = True  # whether the last step taught something
 
     def start(self, rows: dict, rows_read: dict, network, device):
-        """Prints what is about to be trained, and warns if training rows are evaluated.
+        """Prints the plan of the run, and warns if training rows are evaluated.
 
         rows: by split, "train" and "val"; rows_read: the same with overlong ones; network: the
         policy; device: where it will be."""
@@ -88,7 +88,7 @@ class Notices:
 
 
 def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) -> str:
-    """Returns the lines that tell what is about to be trained. See `Notices.start`."""
+    """Returns the lines with the plan of the run. See `Notices.start`."""
     counts = []
     for split, name in ("train", "training"), ("val", "validation"):
         n_dropped = dropped(rows[split], len(rows_read[split]))
@@ -115,7 +115,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
 
 
 def step_line(args) -> str:
-    """Tells what a step samples, and how it learns from that."""
+    """Describes how much a step samples, and how it learns from that."""
     n = args.prompts_per_step
     step = f"{n} prompts x {args.group_size} = {n * args.group_size} trajectories a step"
     if args.algo == "sft":
@@ -138,7 +138,7 @@ def preset_line(args) -> str:
 
 
 def dropped(rows: Sequence[dict], n_read: int) -> str:
-    """Tells how many of n_read rows were dropped; for a table on disk, how many of a sample."""
+    """Returns how many of n_read rows were dropped, or the share in a sample of a table on disk."""
     share = getattr(rows, "overlong", 0)
     if share:
         return f"about {share:.1%} overlong: another one instead, when they are drawn"
@@ -216,7 +216,7 @@ def summary(args, steps_done: int) -> str:
         lines += [f"evaluate: {again} {evaluation}", f"talk to it: {chat}"]
     if list(folder.glob("checkpoints/step_*")):
         if steps_done < args.num_steps:
-            lines.append(f"go on: {again} --resume")
+            lines.append(f"continue: {again} --resume")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
     return "\n".join(lines)

@@ -173,7 +173,7 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
         "eval reward 0.250 -> 1.000, best 1.000 at step 2",
         f"report: {folder}/report.html",
     ]
-    assert notices.summary(args, 2).split("\n") == [*first, f"go on: {again} --resume"]
+    assert notices.summary(args, 2).split("\n") == [*first, f"continue: {again} --resume"]
     final = folder / "final"
     final.mkdir()
     first += [
