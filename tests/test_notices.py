@@ -58,7 +58,7 @@ def started(log, train: list, val: list, n_read: int = 0) -> list[str]:
 GRPO = """grpo: the default flags (docs/algorithms.md)
 32 prompts x 8 = 256 trajectories a step, 1 update(s) each (so the ratio is 1, and clips have no \
 effect), lr 0.5; 40 steps; writing there"""
-DAPO = """dapo: the default flags (docs/algorithms.md), but clip_low 0.1
+CHANGED = """grpo: the default flags (docs/algorithms.md), but clip_low 0.1
 32 prompts x 8 = 256 trajectories a step, 2 update(s) each, lr 0.5; 40 steps; writing there"""
 SFT = "32 demonstrations a step, 1 update(s) each"
 ROLLOUTS = "32 prompts x 8 = 256 trajectories a step, and no update; 40 steps; writing there"
@@ -67,7 +67,7 @@ EVALUATION = "evaluation: 4 trajectories a validation row, at temperature 1; wri
 
 @pytest.mark.parametrize("flags, told", [
     ({}, GRPO),
-    ({"algo": "dapo", "clip_low": 0.1, "epochs": 2}, DAPO),
+    ({"clip_low": 0.1, "epochs": 2}, CHANGED),
     ({"algo": "sft"}, SFT),
     ({"rollout_only": True}, ROLLOUTS),
     ({"num_steps": 0, "eval_samples": 4}, EVALUATION),
