@@ -119,10 +119,11 @@ def _with_underscores(word: str) -> str:
 
 def _as_bool(word: str) -> bool:
     """Returns the bool that a word means. Raises ArgumentTypeError if it means none."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if word.lower() not in values:
-        raise argparse.ArgumentTypeError(f"true or false expected, got {word!r}")
-    return values[word.lower()]
+    if word.lower() in ("true", "yes", "1"):
+        return True
+    if word.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"true or false expected, got {word!r}")
 
 
 def check_each_flag(args, defaults: dict):
