@@ -22,8 +22,6 @@ NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # for numbers without
 SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)
 
-UNSET_VALUES = ["0", "0.0", "none", "None", "False"]
-
 
 def flag(default, help: str, allowed=(), only: str = "", **more) -> Field:
     """Returns the dataclass field of a flag.
@@ -43,11 +41,17 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, which reports a mistake as BadInput instead of printing all flags."""
 
     def error(self, message: str):
-        raise BadInput(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
+        raise BadInput(message.removeprefix("argument "))
 
 
-def parse_flags(cls: type, argv: list[str] | None, headings: dict[str, str],
-                hidden: list[str], shown_defaults: dict[str, str], **texts):
+def parse_flags(
+    cls: type,
+    argv: list[str] | None,
+    headings: dict[str, str],
+    hidden: list[str],
+    shown_defaults: dict[str, str],
+    **texts,
+):
     """Returns an instance of the dataclass `cls`, filled from a command line.
 
     argv: the words of the command line. None takes this process's.
@@ -58,32 +62,29 @@ def parse_flags(cls: type, argv: list[str] | None, headings: dict[str, str],
     Raises BadInput for a flag that is unknown, abbreviated or mistyped."""
     # Not transformers' HfArgumentParser: importing it takes a third of the time to --help.
     parser = Parser(allow_abbrev=False, **texts)
-    entries = [entry for entry in _in_order(cls) if entry.name not in hidden]
+    names = []
     group = parser
-    for entry in entries:
-        if entry.name in headings:
-            group = parser.add_argument_group(headings[entry.name])
+    # The class's own fields come first, then those that it inherits.
+    for entry in sorted(fields(cls), key=lambda entry: entry.name not in cls.__annotations__):
+        name = entry.name
+        if name in hidden:
+            continue
+        names.append(f"--{name}")
+        if name in headings:
+            group = parser.add_argument_group(headings[name])
         settings = _settings(entry)
-        if entry.name in shown_defaults:
-            settings["help"] += f" (default: {shown_defaults[entry.name]})"
-        elif entry.default not in (None, "{}") and entry.default is not False:
-            settings["help"] += f" (default: {entry.default})"
-        group.add_argument(f"--{entry.name}", **settings)
+        default = shown_defaults.get(name, entry.default)
+        if default not in (None, "{}") and default is not False:
+            settings["help"] += f" (default: {default})"
+        group.add_argument(f"--{name}", **settings)
 
     words = sys.argv[1:] if argv is None else argv
     values, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
     if unknown:
-        names = [f"--{entry.name}" for entry in entries]
         similar = difflib.get_close_matches(unknown[0].split("=")[0], names)
         hint = f": did you mean {similar[0]}?" if similar else "; see --help"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
     return cls(**vars(values))
-
-
-def _in_order(cls) -> list[Field]:
-    """Returns a dataclass's fields: its own first, then those that it inherits."""
-    own = cls.__annotations__
-    return sorted(fields(cls), key=lambda entry: entry.name not in own)
 
 
 def _settings(entry: Field) -> dict:
@@ -118,9 +119,9 @@ def _with_underscores(word: str) -> str:
 
 def _as_bool(word: str) -> bool:
     """Returns the bool that a word means. Raises ArgumentTypeError if it means none."""
-    if word.lower() in ("yes", "true", "t", "y", "1"):
+    if word.lower() in ("true", "yes", "1"):
         return True
-    if word.lower() in ("no", "false", "f", "n", "0"):
+    if word.lower() in ("false", "no", "0"):
         return False
     raise argparse.ArgumentTypeError(f"true or false expected, got {word!r}")
 
@@ -137,17 +138,11 @@ def check_each_flag(args, defaults: dict):
         # A flag that is set without effect is a mistake that only the results would show.
         if value != defaults.get(name, entry.default):
             for rule in entry.metadata.get("only", "").split():
-                holds, wording = check_only_rule(rule, args)
-                need(holds, f"--{name} has an effect only {wording}")
+                check_only_rule(name, rule, args)
 
 
 def check_value(name: str, value, allowed):
-    """Raises BadInput unless a flag's value, or each value of a list, is allowed.
-
-    allowed: see `flag`."""
-    if isinstance(value, list):
-        for entry in value:
-            check_value(name, entry, allowed)
+    """Raises BadInput unless a flag's value is allowed. allowed: see `flag`."""
     if isinstance(allowed, tuple) and allowed and not isinstance(allowed, Range):
         need(value in allowed, f"--{name} {value}: choose from {', '.join(map(str, allowed))}")
     elif isinstance(value, (int, float)):
@@ -157,23 +152,24 @@ def check_value(name: str, value, allowed):
     need(value != "", f"--{name} is empty: leave it out, or give it a value")
 
 
-def check_only_rule(rule: str, args) -> tuple[bool, str]:
-    """Evaluates a flag's `only` rule: "tp", "!replay", "policy_loss=ppo|gspo", "loss!=x".
+def check_only_rule(name: str, rule: str, args):
+    """Raises BadInput if a flag has no effect, because its `only` rule does not hold.
 
-    Returns whether the rule holds, and its wording for an error message: "with a --tp",
-    "without --replay", "with --policy_loss ppo or gspo", "with a --loss other than x"."""
-    negation, name, comparison, wanted = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
-    value = str(getattr(args, name))
+    rule: "tp" or "!replay", which other flag must be set or unset; "policy_loss=ppo|gspo" or
+    "loss!=x", the values that it must have or must not have."""
+    negation, other, comparison, wanted = re.fullmatch(r"(!?)(\w+)(!?=|)(.*)", rule).groups()
+    value = getattr(args, other)
     if comparison == "=":
-        holds = value in wanted.split("|")
-        choices = args.__dataclass_fields__[name].metadata["allowed"]
-        if isinstance(choices, list) and value not in choices:
-            holds = True  # a task's own choice may take anything into account
-        return holds, f"with --{name} {wanted.replace('|', ' or ')}"
-    if comparison == "!=":
-        return value != wanted, f"with a --{name} other than {wanted}"
-    is_set = value not in UNSET_VALUES
-    if negation:
-        return not is_set, f"without --{name}"
-    other = " other than 0" if value.startswith("0") else ""
-    return is_set, f"with a --{name}{other}"
+        choices = args.__dataclass_fields__[other].metadata["allowed"]
+        wording = f"with --{other} {wanted.replace('|', ' or ')}"
+        # A task's own choice may take anything into account.
+        is_own = isinstance(choices, list) and value not in choices
+        holds = is_own or value in wanted.split("|")
+    elif comparison == "!=":
+        wording = f"with a --{other} other than {wanted}"
+        holds = value != wanted
+    else:
+        is_set = value not in (None, "none", False, 0)
+        wording = f"without --{other}" if negation else f"with a --{other}"
+        holds = is_set != bool(negation)
+    need(holds, f"--{name} has an effect only {wording}")

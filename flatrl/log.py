@@ -47,7 +47,7 @@ def or_warn(*errors: type[Exception]) -> Callable:
 class Log:
     """The files and the table of a run. It owns the notices (report, W&B, warnings)."""
 
-    # title (as wide as the column), metric and format
+    # title (at least as wide as a number), metric and format
     COLUMNS = [
         ("reward", "reward/mean", ".3f"),
         ("  eval", "eval/reward", ".3f"),
@@ -83,11 +83,10 @@ class Log:
         write_whole(self.folder / "args.json", json.dumps(about, indent=2))
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
-        rows = [
-            row
-            for row in read_json_lines(file)
-            if isinstance(row.get("step"), int) and row["step"] <= steps_done
-        ]
+        rows = []
+        for row in read_json_lines(file):
+            if isinstance(row.get("step"), int) and row["step"] <= steps_done:
+                rows.append(row)
         if rows:
             write_whole(file, to_json_lines(rows))
         self.notices = notices.Notices(self, about, rows)
@@ -133,22 +132,20 @@ class Log:
             for key in ("prompt_ids", *RESPONSE_LISTS):  # thousands of numbers: they come last
                 line[key] = line.pop(key)
             lines.append(line)
-        if outputs or errors:
-            write_whole(
-                self.folder / "rollouts" / f"{name}.jsonl", to_json_lines([*lines, *errors])
-            )
+        lines += errors
+        if lines:
+            write_whole(self.folder / "rollouts" / f"{name}.jsonl", to_json_lines(lines))
 
-    def say(self, text: str):
+    def say(self, text: str, file=None):
         """Prints a text on the terminal, above the progress bars."""
         with contextlib.suppress(OSError):  # the terminal may be gone
-            tqdm.write(text, file=self.terminal)
+            tqdm.write(text, file=file or self.terminal)
 
     def warn_once(self, text: str):
         """Prints a warning unless the same text was printed before."""
         if text not in self.warned:
             self.warned.add(text)
-            with contextlib.suppress(OSError):
-                tqdm.write(f"warning: {text}", file=sys.stderr)
+            self.say(f"warning: {text}", sys.stderr)
 
     @or_warn(Exception)
     def close(self):
@@ -172,10 +169,9 @@ def git_hash() -> str:
     """Returns the commit of this checkout, followed by "-dirty" if files were changed.
 
     It is empty outside a checkout, and without git."""
+    folder = Path(__file__).parent
     with contextlib.suppress(OSError):
-        return subprocess.run(
-            GIT, cwd=Path(__file__).parent, capture_output=True, text=True
-        ).stdout.strip()
+        return subprocess.run(GIT, cwd=folder, capture_output=True, text=True).stdout.strip()
     return ""
 
 

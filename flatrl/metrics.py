@@ -36,18 +36,16 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     rewards = units.rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
-    sums = Counter(f"stop_reason/{output.stop_reason}" for output in outputs)
-    seconds = {"generate_s": [], "tool_s": []}
-    reward_parts = defaultdict(list)
-    for output in outputs:
-        metrics = numbers(output.metrics)
-        for name, values in seconds.items():
-            values.append(metrics.pop(name, 0.0))
-        sums.update({f"rollout/{name}": value for name, value in metrics.items()})
-        if isinstance(output.reward, dict):
-            for name, value in numbers(output.reward).items():
-                reward_parts[f"reward_part/{name}"].append(value)
-    reward_parts.pop("reward_part/score", None)
+    own_metrics = [numbers(output.metrics) for output in outputs]
+    seconds = {}
+    for name in ("generate_s", "tool_s"):
+        seconds[name] = [metrics.pop(name, 0.0) for metrics in own_metrics]
+    sums = Counter()
+    for output, metrics in zip(outputs, own_metrics):
+        sums[f"stop_reason/{output.stop_reason}"] += 1
+        for name, value in metrics.items():
+            sums[f"rollout/{name}"] += value
+
     result = {name: total / n for name, total in sorted(sums.items())}
     result |= {
         "reward/mean": fmean(rewards),
@@ -66,13 +64,25 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     rewards_of_name = grouped(units.names, rewards)
     rewards_of_name.pop("", None)
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
-        result |= {f"reward/{name}": fmean(values) for name, values in rewards_of_name.items()}
+        for name, values in rewards_of_name.items():
+            result[f"reward/{name}"] = fmean(values)
     for name, values in seconds.items():
         result[f"timing/{name}_min"] = min(values)
         result[f"timing/{name}_mean"] = fmean(values)
         result[f"timing/{name}_max"] = max(values)
-    result |= {name: fmean(values) for name, values in sorted(reward_parts.items())}
+    result |= reward_parts(outputs)
     return {name: float(value) for name, value in result.items()}
+
+
+def reward_parts(outputs: Outputs) -> dict[str, float]:
+    """Returns the mean of each number in the rewards that are dicts, except "score"."""
+    parts = defaultdict(list)
+    for output in outputs:
+        if isinstance(output.reward, dict):
+            for name, value in numbers(output.reward).items():
+                parts[name].append(value)
+    parts.pop("score", None)
+    return {f"reward_part/{name}": fmean(values) for name, values in sorted(parts.items())}
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
@@ -169,8 +179,8 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         metrics["rollout/staleness_max"] = max(age.tolist(), default=0)
     if args.rollout_correction != "none":
         kind, low, high = args.correction
-        _, stats = losses.rollout_correction(
-            kind, batch["logprobs_old"], batch["logprobs_rollout"], mask, low, high)
+        logprobs = batch["logprobs_old"], batch["logprobs_rollout"]
+        _, stats = losses.rollout_correction(kind, *logprobs, mask, low, high)
         means = {name: mean(x[mask]) for name, x in stats.items()}
         weight = means.pop("rollout_weight")
         square = means.pop("rollout_weight_sq")

@@ -1,12 +1,11 @@
-"""What a run tells its user besides the table of metrics.
+"""The messages of a run to its user, in addition to the table of metrics.
 
-At the start, what is about to be trained. Meanwhile warnings, a trajectory now and then, the
-report and Weights & Biases. At the end, the rewards and what to do next."""
+At the start: the plan. During the run: warnings, a trajectory now and then, the report and
+Weights & Biases. At the end: the rewards, and commands to continue."""
 
 import itertools
 import re
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +18,8 @@ from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
 SHOW_EVERY = 20  # steps between the trajectories that are printed
-MAX_ROWS = 10_000  # of a split that are compared with the other split
-MAX_ROWS_ON_DISK = 1000  # each of them is read, and maybe rendered, when it is looked at
-LIMITS = {
-    "length": "hit the length limit (--max_response_tokens)",
-    "max_turns": "hit a limit of turns (--max_assistant_turns)",
-    "timeout": "ran out of time",
-}
+LIMITS = "--max_response_tokens, --max_assistant_turns"
+MAX_ROWS_ON_DISK = 1000  # of a split that are compared with the other split
 
 
 class Notices:
@@ -45,7 +39,7 @@ class Notices:
         self.is_learning = True  # whether the last step taught something
 
     def start(self, rows: dict, rows_read: dict, network, device):
-        """Prints what is about to be trained, and warns if training rows are evaluated.
+        """Prints the plan of the run, and warns if training rows are evaluated.
 
         rows: by split, "train" and "val"; rows_read: the same with overlong ones; network: the
         policy; device: where it will be."""
@@ -94,42 +88,44 @@ class Notices:
 
 
 def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) -> str:
-    """Returns the lines that tell what is about to be trained. See `Notices.start`."""
+    """Returns the lines with the plan of the run. See `Notices.start`."""
     counts = []
     for split, name in ("train", "training"), ("val", "validation"):
         n_dropped = dropped(rows[split], len(rows_read[split]))
         counts.append(f"{len(rows[split])} {name} rows ({n_dropped})")
     millions = network.model.num_parameters() / 1e6
-    model = (
-        f"{args.model}: {millions:.2f}M parameters, {args.dtype}, "
-        f"{dist.get_world_size()} x {device.type}"
-    )
+    devices = f"{dist.get_world_size()} x {device.type}"
+    model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, {devices}"
     if not network.packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
     lines = [f"{args.task}: {', '.join(counts)}", model]
-    if not args.num_steps:
+    if args.num_steps:
+        if not args.rollout_only:
+            lines.append(preset_line(args))
+        resuming = f"resuming after step {steps_done} of " if steps_done else ""
+        plan = f"{step_line(args)}; {resuming}{args.num_steps} steps"
+    else:
         temperature = args.sampling(True)["temperature"]
-        lines.append(
+        plan = (
             f"evaluation: {args.eval_samples} trajectories a validation row, at temperature "
-            f"{temperature:g}; writing {args.output_dir}"
+            f"{temperature:g}"
         )
-        return "\n".join(lines)
+    lines.append(f"{plan}; writing {args.output_dir}")
+    return "\n".join(lines)
 
+
+def step_line(args) -> str:
+    """Describes how much a step samples, and how it learns from that."""
     n = args.prompts_per_step
     step = f"{n} prompts x {args.group_size} = {n * args.group_size} trajectories a step"
     if args.algo == "sft":
         step = f"{n} demonstrations a step"
     if args.rollout_only:
-        step += ", and no update"
-    else:
-        lines.append(preset_line(args))
-        step += f", {args.updates_per_rollout} update(s) each"
-        if args.updates_per_rollout == 1:
-            step += " (so the ratio is 1, and clips have no effect)"
-        step += f", lr {args.lr:g}"
-    resuming = f"resuming after step {steps_done} of " if steps_done else ""
-    lines.append(f"{step}; {resuming}{args.num_steps} steps; writing {args.output_dir}")
-    return "\n".join(lines)
+        return f"{step}, and no update"
+    updates = f"{args.updates_per_rollout} update(s) each"
+    if args.updates_per_rollout == 1:
+        updates += " (so the ratio is 1, and clips have no effect)"
+    return f"{step}, {updates}, lr {args.lr:g}"
 
 
 def preset_line(args) -> str:
@@ -142,7 +138,7 @@ def preset_line(args) -> str:
 
 
 def dropped(rows: Sequence[dict], n_read: int) -> str:
-    """Tells how many of n_read rows were dropped; for a table on disk, how many of a sample."""
+    """Returns how many of n_read rows were dropped, or the share in a sample of a table on disk."""
     share = getattr(rows, "overlong", 0)
     if share:
         return f"about {share:.1%} overlong: another one instead, when they are drawn"
@@ -150,9 +146,11 @@ def dropped(rows: Sequence[dict], n_read: int) -> str:
 
 
 def first(rows: Sequence[dict]) -> list[dict]:
-    """Returns the first rows of a split, without those that have images."""
-    limit = MAX_ROWS if isinstance(rows, list) else MAX_ROWS_ON_DISK
-    return [row for row in itertools.islice(rows, limit) if not row.get("images")]
+    """Returns the rows of a split, or the first ones of a table on disk, except those with
+    images."""
+    if not isinstance(rows, list):  # each row on disk is read when it is looked at
+        rows = itertools.islice(rows, MAX_ROWS_ON_DISK)
+    return [row for row in rows if not row.get("images")]
 
 
 def question(row: dict) -> str:
@@ -167,11 +165,7 @@ def question(row: dict) -> str:
 def whole_text(output: AgentLoopOutput, tokenizer) -> str:
     """Returns an output as text, special tokens included, and how it ended."""
     text = tokenizer.decode(output.prompt_ids + output.response_ids)
-    text = re.sub(
-        r"(<\|image_pad\|>)+",
-        lambda match: f"[{len(match[0]) // len(match[1])} tokens of an image]",
-        text,
-    )
+    text = re.sub(r"(<\|image_pad\|>)+", "[tokens of an image]", text)
     line = "-" * 40
     end = f"reward {total_reward(output):g}, {output.stop_reason}"
     return f"{line}{line}\n{text}\n{line} {end} {line}"
@@ -184,16 +178,15 @@ def why_nothing(outputs: list[AgentLoopOutput]) -> str:
     calls = [output.metrics["tool_calls"] for output in outputs if "tool_calls" in output.metrics]
     if calls:
         reasons.append(f"{sum(map(bool, calls))} of {n} called a tool")
-    ends = Counter(output.stop_reason for output in outputs)
-    for end, text in LIMITS.items():
-        if ends[end]:
-            reasons.append(f"{ends[end] / n:.0%} {text}")
+    n_cut_off = sum(output.truncated for output in outputs)
+    if n_cut_off:
+        reasons.append(f"{n_cut_off / n:.0%} were cut off by a limit ({LIMITS})")
     rewards = set(map(total_reward, outputs))
     if len(rewards) == 1:
         reasons.append(f"all rewards are {min(rewards):g}")
     else:
         reasons.append("all groups have equal rewards")
-    return ", ".join(reasons) + " (docs/log.md, When something is off)"
+    return f"{', '.join(reasons)} (docs/running.md#when-something-is-off)"
 
 
 # ---------------------------------------------------------------- the end
@@ -223,7 +216,7 @@ def summary(args, steps_done: int) -> str:
         lines += [f"evaluate: {again} {evaluation}", f"talk to it: {chat}"]
     if list(folder.glob("checkpoints/step_*")):
         if steps_done < args.num_steps:
-            lines.append(f"go on: {again} --resume")
+            lines.append(f"continue: {again} --resume")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
     return "\n".join(lines)

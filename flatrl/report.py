@@ -108,7 +108,7 @@ def write(runs: list[dict], file: Path):
 class LiveReport:
     """The report of a run that trains.
 
-    No method raises: if the report can't be written, the run goes on with a warning."""
+    No method raises: a report that can't be written is a warning."""
 
     def __init__(self, folder: Path, tokenizer, warn: Callable[[str], None]):
         self.folder = folder

@@ -103,7 +103,7 @@ def hash_of(name) -> str:
 
 
 def read_line(text: bytes) -> dict:
-    """Returns a line of rollouts/*.jsonl, with what is SHOWN of its `extra`."""
+    """Returns a line of rollouts/*.jsonl, together with the SHOWN entries of its `extra`."""
     line = json.loads(text)
     extra = line.get("extra", {})  # a failure has none
     return {name: extra.get(name) for name in SHOWN} | line

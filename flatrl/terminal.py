@@ -30,10 +30,7 @@ class Bar(tqdm):
         settings["disable"] = os.environ.get("RANK", "0") != "0" or None
         if not items and not settings.get("total"):
             settings["bar_format"] = "{desc}"
-        # Under script and in CI a terminal may have no rows: tqdm would draw nothing.
-        super().__init__(items, title, leave=False, mininterval=1, miniters=0, nrows=20, **settings)
-        if getattr(self, "ncols", None) == -1:  # ... and no columns
-            self.ncols = 79
+        super().__init__(items, title, leave=False, mininterval=1, miniters=0, **settings)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from agent_loop import AgentLoopOutput, numbers, total_reward
 from flatrl.bad_input import refusing
 
 MAX_ROWS = 64  # outputs of a step in its table
-COLUMNS = ["prompt", "sample", "index", "reward", "turns", "stop_reason", "trajectory"]
 
 
 class Tracker:
@@ -22,9 +21,10 @@ class Tracker:
         """Logs a step's metrics and, if there are any, its trajectories."""
         logged = numbers(metrics)
         del logged["step"]
-        if outputs:
-            rows = [_row(output, tokenizer) for output in outputs[:MAX_ROWS]]
-            logged["rollouts"] = self.wandb.Table(columns=COLUMNS, data=rows)
+        rows = [_row(output, tokenizer) for output in outputs[:MAX_ROWS]]
+        if rows:
+            table = self.wandb.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+            logged["rollouts"] = table
         self.run.log(logged, step=metrics["step"])
 
     def close(self):
@@ -32,13 +32,14 @@ class Tracker:
         self.run.finish()
 
 
-def _row(output, tokenizer):
-    return [
-        output.extra["prompt"],
-        output.extra["sample"],
-        str(output.extra.get("index")),
-        total_reward(output),
-        output.num_turns,
-        output.stop_reason,
-        tokenizer.decode(output.prompt_ids + output.response_ids),
-    ]
+def _row(output: AgentLoopOutput, tokenizer) -> dict:
+    """Returns an output's row of the table."""
+    return {
+        "prompt": output.extra["prompt"],
+        "sample": output.extra["sample"],
+        "index": str(output.extra.get("index")),
+        "reward": total_reward(output),
+        "turns": output.num_turns,
+        "stop_reason": output.stop_reason,
+        "trajectory": tokenizer.decode(output.prompt_ids + output.response_ids),
+    }

@@ -1,7 +1,6 @@
-"""Warnings about what has spoilt somebody's training: one line each, once, with a cause to look at.
+"""Warnings about faults that spoil a training: one line each, once, with a cause to look at.
 
-bench/zoo.py plants these faults, and others that end a run; docs/zoo.md lists the line that
-names each."""
+docs/running.md lists them. bench/zoo.py plants these faults, and others that end a run."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -40,7 +39,7 @@ class Watch:
         for name, problem in problems.items():
             if name not in self.named:
                 self.named.add(name)
-                yield f"step {metrics['step']}: {problem} (docs/zoo.md, {name})"
+                yield f"step {metrics['step']}: {problem} ({name}: docs/running.md#warnings)"
 
     # Each of these returns problems by their names.
 

@@ -1,9 +1,6 @@
 """flatrl/report.py: the page shows the run, and its texts stay texts."""
 
-import html
 import json
-import math
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO
-from test_log import Args, an_output, read
+from test_log import Args, read
 
 import data
 from agent_loop import AgentLoopOutput
@@ -28,9 +25,6 @@ HOSTILE = (
     "<!--<img src=x onerror=\"document.title='pwned'\">"
     "&lt;\u2028 é <|im_end|> __DATA__ __NONCE__"
 )
-BROWSERS = map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])
-BROWSER = next(filter(None, BROWSERS), None)
-NAMES = ["prompt", "sample", "segment"]
 
 
 @pytest.fixture
@@ -100,7 +94,7 @@ def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
     rows = [
         {"step": 0, "eval/reward": 0.1 + 0.2},
         {"step": 1, "reward/mean": 1 / 3, "timing/idle_s": [1.0]},
-        {"step": 2, "reward/mean": float("nan"), "actor/lr": -math.inf, "eval/reward": 1},
+        {"step": 2, "reward/mean": float("nan"), "eval/reward": 1},
     ]
     write_json_lines(folder / "metrics.jsonl", rows)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -110,28 +104,23 @@ def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
         "step": [0, 1, 2],
         "eval/reward": [0.1 + 0.2, None, 1],
         "reward/mean": [None, 1 / 3, "nan"],
-        "actor/lr": [None, None, "-inf"],
     }
-    assert run["about"]["args"] == {"model": None} and run["about"]["git"] == "abc"
-    assert run["trajectories"] == [] and run["total"] == 0
+    assert run["about"]["git"] == "abc" and run["trajectories"] == []
     assert run["notes"][0].startswith("No trajectories: this run wrote no rollouts (--replay")
 
 
 def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     ids = tokenizer.encode(f"abc{tokenizer.eos_token}ab", add_special_tokens=False)
     call = {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}
-    user = {"role": "user", "content": "q"}
-    example = {"role": "assistant", "content": "the prompt's own example"}
     messages = [
-        user,
-        example,
+        {"role": "assistant", "content": "the prompt's own example"},
         "an object of another package, which the log made a text",
-        user,
+        {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "calculator", "content": "c"},
         {"role": "assistant", "content": "b"},
     ]
-    told = trajectory(
+    whole = trajectory(
         prompt=4,
         ids=ids,
         mask=[1, 1, 0, 0, 0, 1],
@@ -141,27 +130,27 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     )
     cut_off = trajectory(prompt=4, sample=1, stop_reason="length")
     error = {"prompt": 4, "sample": 2, "kind": "failed_reward", "error": "oh"}
-    write_rollouts(folder, "step_000002", [told, cut_off], [error])
-    batch = learned([told, cut_off], [1.5, -0.5], 0.25)
+    write_rollouts(folder, "step_000002", [whole, cut_off], [error])
+    batch = learned([whole, cut_off], [1.5, -0.5], 0.25)
     batch["response_mask"][1] = 0  # --mask_truncated
-    report.keep_learned(folder / "learned" / "step_000002.jsonl", [told, cut_off], batch)
+    report.keep_learned(folder / "learned" / "step_000002.jsonl", [whole, cut_off], batch)
     run = run_of(folder, tokenizer)
-    told, cut_off, failed = run["trajectories"]
+    whole, cut_off, failed = run["trajectories"]
     policy = {"role": "assistant", "advantages": 1.5}
     two, one = (
         {"logprobs": [-0.5] * n, "versions": [3] * n, "difference": [0.25] * n} for n in (2, 1)
     )
     calls = [["calculator", '{"expression": "1+1"}']]
-    assert told["blocks"] == [
+    assert whole["blocks"] == [
         {"at": 0, "tokens": ["a", "b"], "calls": calls} | two | policy,
         {"at": 2, "role": "tool calculator", "text": ["c", tokenizer.eos_token, "a"]},
         {"at": 5, "tokens": ["b"], "calls": []} | one | policy,
     ]
-    assert told["text"] == token_texts(tokenizer, [1, 2])
-    assert (told["reward"], told["turn_rewards"]) == (1.25, [[1, 0.25]])
-    assert told["parts"] == {"score": 1.0, "form": 0.5}
-    assert [told[name] for name in ("kind", "step", *NAMES)] == ["step", 2, 4, 0, 0]
-    assert told["trained"] is True and cut_off["trained"] is False
+    assert whole["text"] == token_texts(tokenizer, [1, 2])
+    assert (whole["reward"], whole["turn_rewards"]) == (1.25, [[1, 0.25]])
+    assert whole["parts"] == {"score": 1.0, "form": 0.5}
+    assert (whole["kind"], whole["step"], whole["prompt"]) == ("step", 2, 4)
+    assert whole["trained"] is True and cut_off["trained"] is False
     assert cut_off["stop"] == "length" and "difference" not in cut_off["blocks"][0]
     assert (failed["stop"], failed["error"], failed["sample"]) == ("failed_reward", "oh", 2)
     assert run["total"] == 3 and run["notes"] == []
@@ -205,31 +194,23 @@ class Letters:
         return "".join("a" if i < 3 else HOSTILE[i - 3] for i in ids)
 
 
-def write_hostile(folder: Path) -> list[AgentLoopOutput]:
-    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE, "name": HOSTILE}]
-    outputs = []
-    for sample in range(2):
-        reward = {"score": float(sample), HOSTILE: 0.5}
-        ids = range(3, 3 + len(HOSTILE))
-        more = {"messages": messages, "reward": reward, "metrics": {HOSTILE: 1}}
-        outputs.append(trajectory(sample=sample, ids=ids, **more))
-    error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
-    write_rollouts(folder, "step_000001", outputs, [error])
-    file = folder / "learned" / "step_000001.jsonl"
-    report.keep_learned(file, outputs, learned(outputs, [1.0, -1.0], 1e-6))
-    write_about(folder, [HOSTILE], task=HOSTILE)
-    return outputs
-
-
 def test_hostile_text_stays_text(folder):
-    write_hostile(folder)
+    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    output = trajectory(
+        ids=range(3, 3 + len(HOSTILE)),
+        messages=[{"role": "assistant", "tool_calls": [call]}, {"role": HOSTILE}],
+        reward={"score": 1.0, HOSTILE: 0.5},
+        metrics={HOSTILE: 1},
+    )
+    error = {"kind": HOSTILE, "prompt": 0, "sample": 2, "error": HOSTILE}
+    write_rollouts(folder, "step_000001", [output], [error])
+    write_about(folder, [HOSTILE], task=HOSTILE)
     write_json_lines(folder / "metrics.jsonl", [{"step": 1, HOSTILE: 2.0}])
     run = run_of(folder, Letters())
-    told, _, failed = run["trajectories"]
-    [block] = told["blocks"]
+    shown, failed = run["trajectories"]
+    [block] = shown["blocks"]
     assert "".join(block["tokens"]) == HOSTILE and block["calls"] == [[HOSTILE, HOSTILE]]
-    assert told["parts"][HOSTILE] == 0.5 and failed["error"] == failed["stop"] == HOSTILE
+    assert shown["parts"][HOSTILE] == 0.5 and failed["error"] == failed["stop"] == HOSTILE
     assert run["columns"][HOSTILE] == [2.0]
     page = (folder / "report.html").read_text()
     template = report.PAGE.read_text()
@@ -237,10 +218,9 @@ def test_hostile_text_stays_text(folder):
         assert page.lower().count(mark) == template.lower().count(mark)
     makes_html = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\("
     assert not re.search(makes_html, template)
-    nonces = re.findall('nonce-(.*?)\'|nonce="(.*?)"', page.split('id="data"')[0])
-    assert len(nonces) == 1 and len(nonces[0][0]) == 32
+    nonce = re.search(r"script-src 'nonce-(\w{32})'", page)[1]
     report.write([run], folder / "again.html")
-    assert nonces[0][0] not in (folder / "again.html").read_text()
+    assert nonce not in (folder / "again.html").read_text()
 
 
 # ------------------------------------------------------------- which trajectories
@@ -251,8 +231,7 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
         outputs = [trajectory(10 * step + i // 4, i % 4) for i in range(40)]
         write_rollouts(folder, f"step_{step:06d}", outputs)
     for step in (0, 5):
-        outputs = [trajectory(i, extra={"index": f"row, {i}"}) for i in range(100)]
-        write_rollouts(folder, f"eval_{step:06d}", outputs)
+        write_rollouts(folder, f"eval_{step:06d}", [trajectory(i) for i in range(100)])
     run = run_of(folder, max_trajectories=70)
     shown = run["trajectories"]
     assert run["total"] == 400 and 60 <= len(shown) <= 70
@@ -261,17 +240,14 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
         samples = [t["sample"] for t in shown if (t["kind"], t["step"]) == ("step", step)]
         assert len(samples) >= 8 and samples == [0, 1, 2, 3] * (len(samples) // 4)
     before, after = (
-        [t["index"] for t in shown if (t["kind"], t["step"]) == ("eval", step)] for step in (0, 5)
+        [t["index"] for t in shown if t["kind"] == "eval" and t["step"] == step] for step in (0, 5)
     )
     n = min(len(before), len(after))
     assert n >= 8 and before[:n] == after[:n] and before != sorted(before)
 
 
-@pytest.mark.parametrize("n_tokens, limit, n", [
-    (6, 70, 64),  # 8 of 30 files have a group
-    (1000, 100, 48),  # each has room for 500 tokens
-    (6, 1, 8),  # the first group in any case
-])  # fmt: skip
+# Rooms: for 8 groups of short trajectories, for 6 groups of long ones, and for less than one.
+@pytest.mark.parametrize("n_tokens, limit, n", [(6, 70, 64), (1000, 100, 48), (6, 1, 8)])
 def test_a_page_has_limits_and_shows_the_newest_step(folder, n_tokens, limit, n):
     ids = [5] * (n_tokens - 2)
     for step in range(1, 31):
@@ -287,16 +263,9 @@ def test_a_page_has_limits_and_shows_the_newest_step(folder, n_tokens, limit, n)
 
 
 def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
-    clock = [0.0]
-    now = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 0.0)
+    clock = iter([0, 1, 50.9, 51, 52, 53, 54])  # it takes 1 s: not again within 50 s
+    now = SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0)
     monkeypatch.setattr(report, "time", now)
-    write = report.write
-
-    def slow(*arguments):
-        write(*arguments)
-        clock[0] += 1.0
-
-    monkeypatch.setattr(report, "write", slow)
     log = Log(Args(str(tmp_path / "run")), None, 0)
     page = tmp_path / "run" / "report.html"
 
@@ -304,33 +273,26 @@ def test_a_run_writes_its_page_and_it_takes_a_small_share_of_the_time(tmp_path, 
         return embedded(page)[0]["columns"]["step"]
 
     log.metrics({"step": 0})
-    assert steps() == [0]  # at second 1, and it took 1: not again before second 51
+    assert steps() == [0]
     outputs = [trajectory()]
     log.rollouts("step_000001", outputs, [])
     log.metrics({"step": 1}, SimpleNamespace(trained=outputs), learned(outputs, [0.75], 0.0))
-    assert steps() == [0] and (tmp_path / "run" / "learned" / "step_000001.jsonl").is_file()
-    clock[0] = 51.0
+    assert steps() == [0]
     log.metrics({"step": 2})
     assert steps() == [0, 1, 2]
     assert embedded(page)[0]["trajectories"][0]["blocks"][0]["advantages"] == 0.75
-    log.metrics({"step": 3})
-    assert steps() == [0, 1, 2]
     log.close()
-    assert steps() == [0, 1, 2, 3] and list(page.parent.glob(".*")) == []
+    assert list(page.parent.glob(".*")) == []
 
 
-def test_a_report_that_fails_is_a_warning_for_each_reason(tmp_path, capsys):
+def test_a_report_that_fails_is_a_warning(tmp_path, capsys):
     log = Log(Args(str(tmp_path / "run")), None, 0)
     (tmp_path / "run" / "report.html").mkdir()
     log.metrics({"step": 0})
-    warning = "warning: report.html can't be written: "
-    assert capsys.readouterr().err.count(f"{warning}IsADirectoryError") == 1
-    log.notices.report.close()
-    assert capsys.readouterr().err == ""  # the same again
-    log.metrics({"step": 1}, SimpleNamespace(trained=[an_output(reward=1.0)]), {"nothing": 1})
     log.close()
-    assert capsys.readouterr().err == f"{warning}KeyError: 'logprobs_old'\n"
-    assert [row["step"] for row in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    warning = "warning: report.html can't be written: IsADirectoryError"
+    assert capsys.readouterr().err.count(warning) == 1
+    assert read(tmp_path / "run" / "metrics.jsonl") == [{"step": 0}]
 
 
 # ------------------------------------------------------------- the command
@@ -374,44 +336,7 @@ def test_the_command_needs_nothing_but_python(folder):
     assert run["total"] == 1 and "package is not installed here" in run["notes"][0]
 
 
-# ------------------------------------------------------------- in a browser, and in node
-
-
-@pytest.mark.skipif(not BROWSER, reason="no Chromium")
-@pytest.mark.parametrize("tab", ["curves", "time", "trajectories", "notes", "settings"])
-def test_a_browser_draws_it_and_runs_nothing_of_a_runs(folder, tokenizer, tab):
-    alike = [1.0, 1.0000000000000002]  # all but equal: an axis of their range would have no marks
-    rows = []
-    for i in range(4):
-        row = {"step": i, "reward/mean": i / 8, "actor/entropy": alike[i % 2], HOSTILE: 1.0}
-        rows.append(row | {"timing/step_s": 2.0, "timing/train_s": 1.0})
-    write_json_lines(folder / "metrics.jsonl", rows)
-    write_hostile(folder)
-    run = report.read_run(folder, Letters())
-    report.write([run, run], folder / "report.html")
-    address = f"{(folder / 'report.html').as_uri()}#tab={tab}&mode=group&sort=reward"
-    profile = f"--user-data-dir={folder / 'browser'}"
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", profile]
-    command = [BROWSER, *flags, "--virtual-time-budget=500", "--dump-dom", address]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "CONSOLE" not in result.stderr
-    assert "<title>run and run (2) – flatrl</title>" in result.stdout
-    drawn = result.stdout.split('<script type="application/json"')[0]  # the page's own elements
-    assert "<img" not in drawn and drawn.count("<script") == 0
-    escaped = "&lt;/script&gt;&lt;script&gt;document.title='pwned'"
-    if tab == "curves":
-        assert drawn.count("<polyline") == 4 and ">0.375<" in drawn
-        assert escaped not in drawn.split("<details")[0]
-    elif tab == "time":
-        assert drawn.count("<td>4 s</td>") == 4  # in two runs: the update, and the rest
-    elif tab == "notes":
-        assert drawn.count("<textarea") == 2
-    elif tab == "settings":
-        assert drawn.count(escaped) == 4  # in two runs: the task, the command
-    else:
-        assert drawn.count('class="card chosen"') == 1
-        assert drawn.count("rgba(31, 95, 168, 0.62)") > 3  # advantage 1
-        assert escaped in drawn and 'aria-selected="true"' in drawn
+# ------------------------------------------------------------- in node
 
 
 WITHOUT_NODE = pytest.mark.skipif(not shutil.which("node"), reason="no node")
@@ -420,12 +345,11 @@ WITHOUT_NODE = pytest.mark.skipif(not shutil.which("node"), reason="no node")
 def states(page: Path, address: str, *actions, storage: Path | None = None) -> list[str]:
     """A page's elements as markup, and its address: at first, and after each action.
 
-    An action is [element, event, value]."""
+    An action is [element, event, value]. storage: the file of the browser's storage."""
     command = ["node", REPO / "tests" / "dom.js", page, f"#{address}", json.dumps(actions)]
-    environment = dict(os.environ)
     if storage:
-        environment["STORAGE"] = str(storage)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        command.append(storage)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("\f")
 
@@ -462,9 +386,7 @@ def two_trees() -> list[AgentLoopOutput]:
     outputs = []
     for sample in range(2):
         for number, (prompt, token, more) in enumerate(segments):
-            extra = {"segment": number}
-            if number == 4:
-                extra["unread"] = "<b>You win</b>"
+            extra = {"segment": number, "unread": "<b>You win</b>"}
             group = f"{sample}/after turn 1" if "leaf" in more["unit"] else ""
             output = trajectory(0, sample, [token], group=group, extra=extra, **more)
             output.prompt_ids = prompt
@@ -474,16 +396,11 @@ def two_trees() -> list[AgentLoopOutput]:
 
 @WITHOUT_NODE
 def test_a_rollout_is_a_tree_and_units_are_beside_those_they_are_compared_with(folder):
-    write_rollouts(folder, "step_000001", [*two_trees(), trajectory(prompt=1)])
-    of = {}
-    for i, t in enumerate(run_of(folder)["trajectories"]):
-        of[t["prompt"], t["sample"], t["segment"]] = f"t=0.{i}"
-
-    def at(mode: str, *name: int) -> str:
-        return drawn(folder / "report.html", f"tab=trajectories&mode={mode}&{of[name]}")
-
-    # A tree: the leaves hang below the trunk, with what their prompts have more.
-    tree = at("tree", 0, 1, 1)
+    write_rollouts(folder, "step_000001", two_trees())
+    run_of(folder)
+    leaf = "tab=trajectories&t=0.6"  # the first leaf of the second rollout
+    # A tree: the leaves hang below the trunk, with the tokens that their prompts add.
+    tree = drawn(folder / "report.html", f"{leaf}&mode=tree")
     node, branches = '<div class="node">', '<div class="branches">'
     nodes = re.findall(f"{node}|{branches}|" r"segment \d · [a-z]+ ?\d?(?=</button>)", tree)
     assert nodes == [
@@ -491,47 +408,35 @@ def test_a_rollout_is_a_tree_and_units_are_beside_those_they_are_compared_with(f
         *[node, "segment 1 · leaf 0", node, "segment 2 · leaf 1"],
         *[node, "segment 3 · aside", node, "segment 4 · aside"],
     ]
-    assert tree.count("prompt, 4 tokens: it goes on from the end of segment 0") == 2
     assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨9⟩" not in plain(tree)
-    assert tree.count('<div class="card chosen">') == 1
     detail = plain(tree.split('class="detail"')[1])
     assert detail.count("|0.375|") == 2  # the unit's reward, of both its outputs
     assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
 
     # A group: the chosen leaf's siblings first, then the others, unit by unit.
-    group = at("group", 0, 1, 1)
-    heads = re.findall(r"<h2>(group [^<]*)<span class=\"soft\">([^<]*)", group)
-    names = ["1/after turn 1", "trunk", "0/after turn 1", "aside"]
-    two = "  2 units, compared with each other"
-    assert heads == [(f"group {name}", two) for name in names]
+    group = drawn(folder / "report.html", f"{leaf}&mode=group")
+    heads = re.findall(r"<h2>group ([^<]*)<", group)
+    assert heads == ["1/after turn 1", "trunk", "0/after turn 1", "aside"]
     card = r'<div class="card[a-z ]*"><h3><button>([^<]*)</button><span class="last">([^<]*)'
     cards = re.findall(card, group)
     assert cards[:2] == [("#1 leaf 0", "1"), ("#1 leaf 1", "0")]
     assert ("#0 aside", "0.375") in cards and len(cards) == 8
-    aside = plain(group.split("#0 aside")[1].split("#1 aside")[0])
-    for own in ("segment 3", "segment 4", "⟨3⟩⟨4⟩", "⟨4⟩⟨4⟩"):
-        assert own in aside
-
-    assert "its unit’s reward |0.375|" in plain(at("one", 0, 1, 4))
-    alone = at("tree", 1, 0, 0)
-    for word in ('class="node"', "Its rollout", "its unit’s reward"):
-        assert word not in alone
 
 
-def card_of_rewards(page: Path, address: str, *actions) -> tuple[str, str]:
+def chart_of_rewards(page: Path, address: str, *actions) -> tuple[str, str]:
     """The markup of the chart of reward/mean, and the address."""
     markup, _, kept = drawn(page, f"tab=curves&{address}", *actions).rpartition("address #")
     return markup.split('data-metric="reward/mean"')[1].split('class="card"')[0], kept.strip()
 
 
-def points_of(card: str) -> list[list[tuple]]:
+def points_of(chart: str) -> list[list[tuple]]:
     """The points of each line and band of a chart."""
-    shapes = re.findall(r'<poly\w+ points="([^"]*)"', card)
+    shapes = re.findall(r'<poly\w+ points="([^"]*)"', chart)
     return [[tuple(map(float, p.split(","))) for p in shape.split()] for shape in shapes]
 
 
-def marks(card: str, side: str) -> list[str]:
-    return re.findall(f'text-anchor="{side}">([^<]*)<', card)
+def marks(chart: str, side: str) -> list[str]:
+    return re.findall(f'text-anchor="{side}">([^<]*)<', chart)
 
 
 @WITHOUT_NODE
@@ -554,9 +459,9 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     report.write(runs, page)
 
     def heights(address: str) -> tuple[str, list]:
-        card, _ = card_of_rewards(page, address)
-        [label] = re.findall(r'role="img" aria-label="([^"]*)"', card)
-        return label, [[y for _, y in line] for line in points_of(card)]
+        chart, _ = chart_of_rewards(page, address)
+        [label] = re.findall(r'role="img" aria-label="([^"]*)"', chart)
+        return label, [[y for _, y in line] for line in points_of(chart)]
 
     label, (a, b, c) = heights("")
     assert label == "a, b, c"
@@ -565,144 +470,99 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     assert alone == pytest.approx(c, abs=0.11)
     assert mean == pytest.approx([(x + y) / 2 for x, y in zip(a, b)], abs=0.11)
     assert band == pytest.approx([*b, *a[::-1]], abs=0.11)
-    assert marks(card_of_rewards(page, "")[0], "middle") == ["1", "2"]
-    by_trajectories, _ = card_of_rewards(page, "x=trajectories")
+    by_trajectories, _ = chart_of_rewards(page, "x=trajectories")
     assert marks(by_trajectories, "middle") == ["10", "15"]  # from 8 to 16
-    assert len(heights("x=seconds&scale=log")[1]) == 3
 
 
 @WITHOUT_NODE
-def test_axes_of_ones_own(folder):
-    """A metric against a metric, typed ranges: what the chart draws, what the address keeps."""
+def test_an_axis_of_ones_own(folder):
+    """A metric against a metric, a typed range: what the chart draws, what the address keeps."""
     rows = [{"step": i, "reward/mean": i / 4} for i in range(1, 5)]
     for i, entropy in (0, 2.0), (1, 1.0), (3, 0.5):
         rows[i]["actor/entropy"] = entropy
     write_json_lines(folder / "metrics.jsonl", rows)
     run_of(folder)
     page = folder / "report.html"
-    left, right, top, bottom = 46.0, 252.0, 8.0, 150.0
-    card, kept = card_of_rewards(page, "x=actor/entropy")
+    left, right = 46.0, 252.0
+    chart, kept = chart_of_rewards(page, "x=actor/entropy")
     third = left + (right - left) / 3
-    assert [x for x, _ in points_of(card)[0]] == pytest.approx([right, third, left], abs=0.1)
-    assert marks(card, "middle") == ["1", "2"] and kept == "x=actor/entropy"
-    card, kept = card_of_rewards(page, "", ["from x", "input", "2"], ["to x", "input", "3"])
-    assert [x for x, _ in points_of(card)[0]] == [left, right] and kept == "left=2&right=3"
-    assert marks(card, "middle") == ["2", "3"] and marks(card, "end") == ["0.5", "0.6", "0.7"]
-    least, largest = "least reward/mean", "largest reward/mean"
-    typed = [[least, "input", "0"], [largest, "input", "0.5"]]
-    card, kept = card_of_rewards(page, "", *typed)
-    height = bottom - top
-    expected = [top + height / 2, top, top - height / 2, top - height]
-    assert [y for _, y in points_of(card)[0]] == pytest.approx(expected, abs=0.1)
-    assert marks(card, "end") == ["0", "0.2", "0.4"] and kept == 'y={"reward/mean":["0","0.5"]}'
-    assert points_of(card_of_rewards(page, kept)[0]) == points_of(card)
-    card, _ = card_of_rewards(page, "", ["from x", "input", "9"])
-    assert "nothing in this range" in card and "<svg" not in card
-    emptied = [[least, "input", ""], [largest, "input", ""]]
-    assert card_of_rewards(page, "", *typed, *emptied)[1] == ""
-    hostile = ["x=constructor", "y=null", "y={", "y=[7]", 'y={"reward/mean":7}', "left=abc"]
-    for address in hostile:
-        assert len(points_of(card_of_rewards(page, address)[0])[0]) == 4, address
+    assert [x for x, _ in points_of(chart)[0]] == pytest.approx([right, third, left], abs=0.1)
+    assert marks(chart, "middle") == ["1", "2"] and kept == "x=actor/entropy"
+    chart, kept = chart_of_rewards(page, "", ["from x", "input", "2"], ["to x", "input", "3"])
+    assert [x for x, _ in points_of(chart)[0]] == [left, right] and kept == "left=2&right=3"
+    assert marks(chart, "middle") == ["2", "3"] and marks(chart, "end") == ["0.5", "0.6", "0.7"]
+    chart, _ = chart_of_rewards(page, "", ["from x", "input", "9"])
+    assert "nothing in this range" in chart and "<svg" not in chart
+    for address in "x=constructor", "left=abc":
+        assert len(points_of(chart_of_rewards(page, address)[0])[0]) == 4, address
 
 
 @WITHOUT_NODE
 def test_two_trajectories_are_compared_token_by_token(folder):
-    """What both say is pale, what one alone says is marked; the tool's words are words."""
+    """Tokens of both are pale, those of one alone are marked; the tool's words are words."""
     messages = [{"role": "assistant"}, {"role": "tool", "name": "look"}, {"role": "assistant"}]
     outputs = []
     for i, ids in enumerate([range(10, 16), [10, 11, 20, 12, 13, 15]]):
         outputs.append(trajectory(0, i, ids, [1, 1, 1, 0, 1, 1], messages=messages))
-    outputs.append(trajectory(1, 0, [10, 15]))
-    outputs.append(trajectory(1, 1, [10] * 2500 + [7] + [11] * 2500))
-    outputs.append(trajectory(1, 2, [9] + [10] * 2499 + [8] + [11] * 2500))
+    outputs.append(trajectory(1, 0, [10] * 2500 + [7] + [11] * 2500))
+    outputs.append(trajectory(1, 1, [9] + [10] * 2499 + [8] + [11] * 2500))
     write_rollouts(folder, "step_000001", outputs)
     run = run_of(folder)
     at = {(t["prompt"], t["sample"]): f"0.{i}" for i, t in enumerate(run["trajectories"])}
 
-    def sides(address: str) -> tuple:
+    def compared(name: tuple) -> tuple:
         """How many tokens are each side's own; "-" or "+" and the text of each piece."""
-        markup = drawn(folder / "report.html", f"tab=trajectories&mode=diff&{address}")
+        markup = drawn(folder / "report.html", f"tab=trajectories&mode=diff&t={at[name]}")
         own = re.findall(r"([\d,]+) of ([\d,]+) sampled tokens are its own", markup)
-        said = []
+        turns = []
         for pair in markup.split('<div class="turn pair">')[3:]:
             pieces = re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair)
-            said.append(" ".join({"same": "-", "only": "+"}[kind] + text for kind, text in pieces))
-        return own, said
+            turns.append(" ".join({"same": "-", "only": "+"}[kind] + x for kind, x in pieces))
+        return own, turns
 
-    own, said = sides(f"t={at[0, 0]}")
+    own, turns = compared((0, 0))
     assert own == [("2", "5"), ("2", "5")]
-    assert said == [
+    assert turns == [
         "-⟨10⟩ -⟨11⟩ +⟨12⟩ -⟨10⟩ -⟨11⟩ +⟨20⟩",
         "-⟨ +13 -⟩ -⟨ +12 -⟩",
         "+⟨14⟩ -⟨15⟩ +⟨13⟩ -⟨15⟩",
     ]
-    # One that is kept is compared with the next that is opened, of another group too.
-    keep = ["Keep this one to compare", "click"]
-    kept = drawn(folder / "report.html", f"tab=trajectories&mode=diff&t={at[0, 0]}", keep)
-    assert f"with={at[0, 0]}" in kept.splitlines()[-1] and "Kept: open another" in kept
-    own, said = sides(f"t={at[1, 0]}&with={at[0, 0]}")
-    assert own == [("1", "2"), ("4", "5")] and said[0] == "-⟨10⟩ +⟨15⟩ -⟨10⟩ +⟨11⟩ +⟨12⟩"
-    # A table of 25 million cells: their common beginning and end are found, and nothing hangs.
-    own, _ = sides(f"t={at[1, 1]}&with={at[1, 2]}")
+    # A table of 25 million cells: their common end is found, and nothing hangs.
+    own, _ = compared((1, 0))
     assert own == [("2,501", "5,001"), ("2,501", "5,001")]
-
-
-@WITHOUT_NODE
-def test_context_is_joined_and_a_long_run_of_one_token_is_written_once(folder, tokenizer):
-    end = tokenizer.eos_token_id
-    a, b = tokenizer.encode("ab", add_special_tokens=False)
-    output = trajectory(ids=[a, *[b] * 30, end, end, a, b, b], mask=[1] + [0] * 35)
-    write_rollouts(folder, "step_000001", [output])
-    run_of(folder, tokenizer)
-    page = plain(drawn(folder / "report.html", "tab=trajectories&t=0.0"))
-    special = 2 * html.escape(tokenizer.eos_token)
-    assert f"|b × 30 |{special}|abb|" in page
 
 
 @WITHOUT_NODE
 def test_trajectories_are_filtered_by_metrics_and_extra(folder):
     outputs = []
     for i in range(4):
-        extra = {"level": i + 1, "topic": f"Red Fox {i}", "kind": "text" * 2000}
-        if i == 3:
-            extra["hard"] = True
-        output = trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}, extra=extra)
-        outputs.append(output)
+        extra = {"level": i + 1, "topic": f"Red Fox {i}", "kind": "text" * 2000, "hard": i == 3}
+        outputs.append(trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}, extra=extra))
     write_rollouts(folder, "step_000001", outputs)
-    short = {"index", "prompt", "sample", "segment", "level", "topic"}
-    assert run_of(folder)["trajectories"][0]["extra"].keys() == short  # and not the long text
+    assert "kind" not in run_of(folder)["trajectories"][0]["extra"]  # a long text
 
     right = {
         "reward > 0.5": 2,
-        "reward >= 0.5": 3,
         "extra.level < 2": 1,
-        "metrics.found = 1": 2,
         "metrics.found != 1": 2,
         "metrics.found = 1 and extra.level > 2": 1,
-        "metrics.found = 1, reward<=0.5": 1,
         "extra.hard = true": 1,
         'extra.topic = "red fox 2"': 1,
         "extra.topic ~ FOX": 4,
         "length = 4 and calls = 0 and stop = stop": 4,
-        "sample <= 1.0": 2,
-        "   ": 4,
     }
     wrong = {
-        "reward >": "“reward &gt;” is not like",
         "reward > 0.5 or reward < 0": "“reward &gt; 0.5 or",
         "extra.level > hard": "&gt; needs a number, not “hard”",
-        "extra.nothing = 1": "no trajectory on this page has extra.nothing",
-        "constructor = 1": "no trajectory on this page has constructor",
         "metrics.constructor = 1": "no trajectory on this page has metrics.constructor",
     }
     actions = [["filter", "input", where] for where in (*right, *wrong)]
     _, *pages = states(folder / "report.html", "tab=trajectories", *actions)
     for (_, _, where), markup in zip(actions, pages, strict=True):
         [n] = re.findall(r"(\d+) of 4 on this page", markup)
-        [said] = re.findall('<span class="wrong" role="status">([^<]*)', markup)
+        [error] = re.findall('<span class="wrong" role="status">([^<]*)', markup)
         assert int(n) == right.get(where, 4), where
-        beginning = wrong.get(where, "")
-        assert said.startswith(beginning) and bool(said) == bool(beginning), (where, said)
+        assert error.startswith(wrong.get(where, "")) and bool(error) == (where in wrong), where
 
 
 @WITHOUT_NODE
@@ -710,12 +570,10 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
     write_rollouts(folder, "step_000001", [trajectory(sample=i) for i in range(2)])
     lines = [
         {"about": "step/1/0/0/0", "note": "<b>odd</b>"},
-        {"about": "step/9/0/0/0", "note": "not on the page"},
         {"about": "run", "note": "a try"},
     ]
     write_json_lines(folder / "notes.jsonl", lines)
-    times = [{"step": 0, "timing/eval_s": 1.5}, {"step": 1, "timing/step_s": 2.0}]
-    write_json_lines(folder / "metrics.jsonl", times)
+    write_json_lines(folder / "metrics.jsonl", [{"step": 0, "timing/eval_s": 1.5}])
     run_of(folder)
     page = folder / "report.html"
     storage = tmp_path / "storage.json"
@@ -726,30 +584,15 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
         return re.findall(r"<textarea[^>]*>([^<]*)</textarea>", drawn(*arguments, **storage))
 
     assert notes(page, first) == ["&lt;b&gt;odd&lt;/b&gt;"]
-    written = drawn(page, second, [field, "input", "mine"], storage=storage)
-    key = "flatrl notes of run 1.5"
-    assert json.loads(storage.read_text()) == {key: '[["step/1/0/1/0","mine"]]'}
-    assert notes(page, second, storage=storage) == ["mine"] and "#1 ✎" in written
+    drawn(page, second, [field, "input", "mine"], storage=storage)
+    assert notes(page, second, storage=storage) == ["mine"]
     assert notes(page, second) == [""]  # another browser
-    found = drawn(page, first, ["filter", "input", "note ~ mine"], storage=storage)
-    assert "1 of 2 on this page" in found
     tab = drawn(page, "tab=notes", ["notes.jsonl", "click"], storage=storage)
-    assert "Until then they are in this browser." in tab
     [saved] = re.findall('<a [^>]*href="data:[^,]*,([^"]*)"', tab)
     saved = [json.loads(line) for line in urllib.parse.unquote(saved).splitlines()]
     assert saved == [*lines, {"about": "step/1/0/1/0", "note": "mine"}]
-    assert "step/9/0/0/0|not on the page" in plain(tab)
     assert "step 1 · prompt 0 · #1|mine" in plain(tab)
-    # Without a place to keep them the page says so, and shows them as long as it is open.
-    tabs = [["Trajectories", "click"], ["Notes", "click"]]
-    unkept = drawn(page, "tab=notes", ["a note on run", "input", "new"], *tabs)
-    assert ">new</textarea>" in unkept and "This browser keeps no notes of such a page" in unkept
-    # Deleted: of what the file has, nothing is saved.
-    delete = [[field, "input", ""], ["Notes", "click"], ["notes.jsonl", "click"]]
-    assert "odd" not in drawn(page, first, *delete, storage=storage)
-    assert notes(page, first, storage=storage) == [""]
     # Another run in the same folder.
     write_json_lines(folder / "metrics.jsonl", [{"step": 0, "timing/eval_s": 1.25}])
-    (folder / "notes.jsonl").unlink()
     run_of(folder)
     assert notes(page, second, storage=storage) == [""]
