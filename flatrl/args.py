@@ -173,7 +173,8 @@ class Args(LoopArgs):
         "(DAPO: 0.2); 0: off", DISCOUNT)
     max_gen_batches: int = preset(
         "dynamic sampling: groups with equal outcomes (if all are 0, with equal turn rewards) are "
-        "replaced by fresh prompts, until this many times prompts_per_step are drawn; 1: off", POSITIVE)
+        "replaced by fresh prompts, until this many times prompts_per_step are drawn; 1: off",
+        POSITIVE)
 
     # Critic
     critic_warmup: int = flag(

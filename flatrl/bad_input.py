@@ -9,7 +9,6 @@ from itertools import compress
 
 from agent_loop import AgentLoopOutput, BadInput
 
-
 OUTPUT_TYPES = {
     "messages": list | None,
     "text": str | None,

@@ -41,6 +41,7 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = {
     "engine_args",
     "deterministic",
     "eval_every",
+    "eval_samples",
     "eval_sampling_args",
     "save_every",
     "keep_checkpoints",

@@ -7,7 +7,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def prepare_process():
-    """Says that the slow imports begin, and sets the number of threads for ranks on a CPU."""
+    """Prints that the slow imports begin, and sets the number of threads for ranks on a CPU."""
     if os.environ.get("RANK", "0") == "0":
         print("flatrl: loading torch, transformers and vLLM", flush=True)
     gc.set_threshold(50_000)  # looking for garbage takes a tenth of the imports' time

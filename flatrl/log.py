@@ -183,7 +183,9 @@ def replay_file(args, step: int) -> Path:
 
 
 def steps_to_replay(args) -> int:
-    """Returns for how many steps --replay has files, at most --num_steps. None: BadInput."""
+    """Returns for how many steps --replay has files, at most --num_steps.
+
+    Raises BadInput if there are none."""
     n_steps = 0
     while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
         n_steps += 1
@@ -194,7 +196,8 @@ def steps_to_replay(args) -> int:
 def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], list[dict]]:
     """Returns the outputs and errors that Log.rollouts wrote, for --replay.
 
-    Raises BadInput if a line is damaged, or has images or tokens from vocab_size on."""
+    Raises BadInput if a line is damaged, lacks its reward, or has images or tokens from
+    vocab_size on."""
     outputs = []
     errors = []
     names = {field.name for field in fields(AgentLoopOutput)}
@@ -207,8 +210,10 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
                 errors.append(line)
                 continue
             output = AgentLoopOutput(**{name: line[name] for name in names & line.keys()})
+            if output.reward is None or not {"prompt", "sample", "segment"} <= set(output.extra):
+                raise ValueError("it lacks its reward or its number")
             if max(output.prompt_ids + output.response_ids) >= vocab_size:
                 raise ValueError("its tokens are another model's")
-            output.extra.pop("told_prompt_ids", None)  # another teacher is told nothing
+            output.extra.pop("told_prompt_ids", None)  # hints are not replayed
             outputs.append(output)
     return outputs, errors

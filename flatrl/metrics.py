@@ -29,7 +29,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
 
     units: data.by_unit of the outputs. Rewards are those of units; reward/NAME is the mean of
     the units with this name. reward_part/*: the further keys of a reward dict. rollout/*: the
-    numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds.
+    numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds of a rollout.
     rollout/segments: outputs of a rollout."""
     n = len(outputs)
     rollouts = {(output.extra["prompt"], output.extra["sample"]) for output in outputs}
@@ -37,9 +37,11 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
     own_metrics = [numbers(output.metrics) for output in outputs]
-    seconds = {}
-    for name in ("generate_s", "tool_s"):
-        seconds[name] = [metrics.pop(name, 0.0) for metrics in own_metrics]
+    seconds = {"generate_s": Counter(), "tool_s": Counter()}  # of each rollout
+    for output, metrics in zip(outputs, own_metrics):
+        for name, of_rollout in seconds.items():
+            rollout = output.extra["prompt"], output.extra["sample"]
+            of_rollout[rollout] += metrics.pop(name, 0.0)
     sums = Counter()
     for output, metrics in zip(outputs, own_metrics):
         sums[f"stop_reason/{output.stop_reason}"] += 1
@@ -66,7 +68,8 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     if len(rewards_of_name) <= MAX_LOGGED_UNITS:
         for name, values in rewards_of_name.items():
             result[f"reward/{name}"] = fmean(values)
-    for name, values in seconds.items():
+    for name, of_rollout in seconds.items():
+        values = of_rollout.values()
         result[f"timing/{name}_min"] = min(values)
         result[f"timing/{name}_mean"] = fmean(values)
         result[f"timing/{name}_max"] = max(values)

@@ -66,8 +66,9 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
     """Raises BadInput if a row's prompt does not reach the model as it is.
 
     Its tokens, decoded, must be the text again, except for spaces and the form of accents,
-    which some tokenizers normalise. Warns if the template ignores the row's tools. templates:
-    the tokenizer with the variables of --chat_template_args."""
+    which some tokenizers normalise; and the template must show the words of the last message.
+    Warns if the template ignores the row's tools. templates: the tokenizer with the variables of
+    --chat_template_args."""
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
     text = render_text(templates, prompt, schemas, True)
@@ -77,6 +78,11 @@ def check_tokenizer(tokenizer, templates, row: dict, task):
             "Take another model or template, or describe them in the prompt",
             stacklevel=2,
         )
+    other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
+    need(
+        text != render_text(templates, other, schemas, True),
+        f"the chat template does not show the model what a message says: {text!r:.80}",
+    )
     decoded = tokenizer.decode(render(templates, prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(

@@ -16,7 +16,7 @@ MAX_ROWS_CHECKED_AT_START = 100_000
 
 @dataclass
 class Rows(Sequence):
-    """Some rows of a table. Each is made again by get(number) whenever it is asked for.
+    """Some rows of a table. Each is computed by get(number) on every access.
 
     numbers: the rows' numbers in the table. overlong: the share of prompts that are too long,
     if it was estimated from a sample; get then returns the next row that fits instead."""
