@@ -189,7 +189,7 @@ def total_reward(output: AgentLoopOutput) -> float:
     return outcome(output) + sum(reward for _, reward in output.turn_rewards)
 
 
-def numbers(values: dict) -> dict[str, float]:
+def numeric_entries(values: dict) -> dict[str, float]:
     """Returns the entries of a dict that are real numbers, including bools and numpy's numbers."""
     return {name: value for name, value in values.items() if isinstance(value, Real)}
 
@@ -220,7 +220,7 @@ def checked_text(text, name: str) -> str:
     return clean(text)
 
 
-def finite(value, name: str) -> float:
+def checked_number(value, name: str) -> float:
     """Returns a number from user code as a float.
 
     Raises ValueError for NaN, for numbers of 1e38 or more, and for all other values, even a
@@ -298,7 +298,7 @@ def render(
 
 
 @functools.lru_cache(maxsize=64)
-def templated(tokenizer, variables: str):
+def with_template_variables(tokenizer, variables: str):
     """Returns a copy of the tokenizer whose chat template gets these variables.
 
     variables: a JSON object. If it is empty, the tokenizer itself is returned."""
@@ -994,10 +994,10 @@ class Trajectory:
         source = f"{kind} {name!r}"
         if not isinstance(metrics, dict | None):
             raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
-        reward = finite(0.0 if reward is None else reward, f"the reward of {source}")
+        reward = checked_number(0.0 if reward is None else reward, f"the reward of {source}")
         checked = {}
         for key, value in (metrics or {}).items():
-            checked[key] = finite(value, f"metric {key!r} of {source}")
+            checked[key] = checked_number(value, f"metric {key!r} of {source}")
         for key, value in checked.items():
             self.count(f"{kind}/{key}", value)
         if reward:
@@ -1081,7 +1081,7 @@ class AgentLoopBase:
         self.args = copy.copy(args)  # a copy, because other loops share args
         vars(self.args).update(missing)
         self.engine = engine
-        self.tokenizer = templated(tokenizer, self.args.chat_template_args)
+        self.tokenizer = with_template_variables(tokenizer, self.args.chat_template_args)
         self.processor = processor
         self.task = task
 
@@ -1441,7 +1441,7 @@ def function_call(call_id: str, name: str, arguments: dict) -> dict:
     return {"type": "function", "id": call_id, "function": function}
 
 
-def make_calls(message: dict, content: str, calls: list[dict], turn: int):
+def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
     """Sets content and tool_calls of an assistant's message, in place.
 
     content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
@@ -1563,7 +1563,7 @@ class ToolAgentLoop(AgentLoopBase):
         Puts them into the trajectory's last message if at least one has a name."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         if any(tool_call["name"] for tool_call in calls):
-            make_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
+            set_tool_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
         return calls
 
     async def processing_tools(self, trajectory):

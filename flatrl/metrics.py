@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 import losses
-from agent_loop import AgentLoopOutput, numbers
+from agent_loop import AgentLoopOutput, numeric_entries
 
 Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
@@ -40,12 +40,12 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     seconds = {"generate_s": [], "tool_s": []}
     reward_parts = defaultdict(list)
     for output in outputs:
-        metrics = numbers(output.metrics)
+        metrics = numeric_entries(output.metrics)
         for name, values in seconds.items():
             values.append(metrics.pop(name, 0.0))
         sums.update({f"rollout/{name}": value for name, value in metrics.items()})
         if isinstance(output.reward, dict):
-            for name, value in numbers(output.reward).items():
+            for name, value in numeric_entries(output.reward).items():
                 reward_parts[f"reward_part/{name}"].append(value)
     reward_parts.pop("reward_part/score", None)
     result = {name: total / n for name, total in sorted(sums.items())}

@@ -13,7 +13,7 @@ from test_thinking import OFF, thinker  # noqa: F401  (a fixture)
 
 import data
 import train
-from agent_loop import AgentLoopOutput, BadInput, render, templated
+from agent_loop import AgentLoopOutput, BadInput, render, with_template_variables
 from examples import calculator, hints
 from flatrl.hints import seen_by, tell, told_outputs, told_prompt
 from flatrl.log import read_rollouts
@@ -104,7 +104,8 @@ def test_an_output_after_a_rewritten_history_has_the_hint_in_its_place(thinker):
     outputs, _ = play(thinker, task, quiz_row(), stops, SUM, ANSWER, **how)
     assert len(outputs) == 2
     row = {**quiz_row(), "prompt": PROMPT, "hint": "Look: 2", "validate": False}
-    loop = SimpleNamespace(tokenizer=templated(thinker, OFF), processor=None, task=task)
+    tokenizer = with_template_variables(thinker, OFF)
+    loop = SimpleNamespace(tokenizer=tokenizer, processor=None, task=task)
     question = PROMPT[-1]["content"]
     for output in outputs:
         tell(output, row, loop)
