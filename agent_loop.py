@@ -1506,7 +1506,7 @@ class ToolAgentLoop(AgentLoopBase):
         return trajectory.output()
 
     async def _run_states(self, trajectory):
-        """Goes from state to state until the end, or until --trajectory_timeout has passed."""
+        """Goes from state to state until the end, or until trajectory_timeout has passed."""
         state = self.pending
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
@@ -1609,7 +1609,7 @@ class ToolAgentLoop(AgentLoopBase):
         return response
 
     def _check_room_for_images(self, n_images, n_new):
-        """Raises ValueError if more images would exceed --max_images."""
+        """Raises ValueError if more images would exceed max_images."""
         limit = self.args.max_images
         if n_images + n_new > limit:
             raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
