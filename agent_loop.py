@@ -1,4 +1,4 @@
-"""What happens inside ONE rollout: agent loops, tools and interactions.
+"""Runs ONE rollout: agent loops, tools and interactions.
 
 An agent loop gets a row of the data set and an engine, and returns tokens: those that the
 policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, the
@@ -7,21 +7,24 @@ verbatim and never tokenised again. The text between two sampled turns is the di
 two renderings of the chat template (`turn_suffix`).
 
 The words that code, documents, log and flags share:
-    prompt    the task in one row of the data set
-    group     all rollouts of one prompt, which are compared with each other
-    rollout   one run of an agent loop; its number within the group is called `sample`
-    turn      one message of the assistant, or the reply of tools or of a user
-    token     one id; its mask is 1 if the policy sampled it, else 0
-    output    one token sequence (`AgentLoopOutput`); a rollout has one or more of them,
-              which are numbered by `segment`
-    unit      the outputs of a rollout that share one reward; by default all of them
+    prompt      the chat messages in one row of the data set, and the task that they pose
+    group       all rollouts of one prompt, which are compared with each other.
+                An output's field `group` can divide them further
+    rollout     one run of an agent loop; `sample` is its number within the group
+    trajectory  the messages and tokens of a rollout while it runs (`Trajectory`)
+    turn        one message of the assistant, or the reply of tools or of a user
+    token       one id; its mask is 1 if the policy sampled it, else 0
+    output      one finished token sequence (`AgentLoopOutput`). A rollout has one or more
+                of them, numbered by `segment`
+    unit        the outputs of a rollout that share one reward; by default all of them
 
 To write your own agent, subclass `AgentLoopBase` in the task file, decorate the class with
 `@register("name")`, and select it with `--agent name` or with a row's `agent_name`. Loops are
-coroutines on one background thread; hundreds are alive at once. Names follow verl's agent
-loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
+coroutines on one background thread. Hundreds of them run at once, so they must not block.
+Names follow verl's agent loop (https://verl.readthedocs.io/en/latest/advance/agent_loop.html).
 
-This file imports nothing of ours. Pasted into another project, it works with `LoopArgs`."""
+This file imports nothing else from this repository. Pasted into another project, it works
+with `LoopArgs` as its settings."""
 
 import asyncio
 import contextvars
@@ -45,7 +48,7 @@ from uuid import uuid4
 
 
 class BadInput(ValueError):
-    """An error in the user's flags, task file, rows or model; train.py prints its one line."""
+    """An error in the user's flags, task file, rows or model. train.py prints only its message."""
 
 
 # ---------------------------------------------------------------- settings and results
@@ -60,19 +63,20 @@ def setting(default, help: str):
 class LoopArgs:
     """The settings that agent loops read from their `args`.
 
-    train.Args inherits them; any object with these attributes will do."""
+    train.Args inherits from this class. Any object with these attributes works as well."""
 
     agent: str | None = setting(
         None, "agent loop; default: tool_agent with TOOLS or INTERACTIONS, else single_turn")
     max_response_tokens: int = setting(
         128, "token budget of a rollout: sampled, tool and user tokens together")
     max_model_len: int | None = setting(
-        None, "the engine's window: tokens of prompt and response together; default: no limit, "
-        "in train.py max_prompt_tokens + max_response_tokens")
+        None, "the engine's window: tokens of prompt and response together; default: no limit "
+        "(train.py: max_prompt_tokens + max_response_tokens)")
     max_assistant_turns: int = setting(
-        8, "a rollout ends after so many turns, with stop reason max_turns; 0: no limit")
+        8, "a rollout ends after this many turns, with stop reason max_turns; 0: no limit")
     max_user_turns: int = setting(
-        0, "a rollout ends after so many answers of a simulated user; 0: no limit")
+        0, "a rollout ends after this many answers of a simulated user. One more is asked for, but "
+        "only its reward counts; 0: no limit")
     max_images: int = setting(
         8, "images in one rollout, those of the prompt and of tools together")
     chat_template_args: str = setting(
@@ -84,10 +88,10 @@ class LoopArgs:
     tool_timeout: float = setting(
         30.0, "seconds for one tool call, or for one answer of a simulated user")
     trajectory_timeout: float = setting(
-        0.0, "seconds for a whole rollout, which then ends with the tokens it has; "
-        "with --max_staleness this includes updates; 0: no limit")
+        0.0, "seconds for a whole rollout. It then ends, and keeps its tokens. With "
+        "--max_staleness, updates count as well; 0: no limit")
     max_parallel_calls: int = setting(
-        8, "tool calls executed in one turn; the model is told about the others")
+        8, "tool calls executed in one turn; others return an error to the model")
     max_tool_response_tokens: int = setting(
         256, "longer tool responses are cut to this length")
     tool_response_truncate_side: str = setting(
@@ -116,7 +120,7 @@ RESPONSE_LISTS = ("response_ids", "response_mask", "response_logprobs", "respons
 
 @dataclass(kw_only=True)
 class AgentLoopOutput:
-    """One finished token sequence of a rollout; the one dataclass that crosses files.
+    """One finished token sequence. An agent loop returns one or more of them for a rollout.
 
     The four response_* lists have one entry for each response token. response_mask is 1 for
     tokens that the policy sampled and 0 for those of tools, users and the template, whose
@@ -128,11 +132,10 @@ class AgentLoopOutput:
     unit: outputs of one rollout with the same unit share one reward, that of the last of
         them, and count once in advantages and in the loss. By default the whole rollout is
         one unit.
-    group: units of one prompt are compared with those of the same group. By default the
-        group has the unit's name, so that a rollout is compared with the other rollouts of
-        its prompt.
-    The two sides of a game, for example, are units "x" and "o". Siblings in a search tree
-    share a group whose name contains the number of their rollout.
+    group: units of the same prompt and the same group are compared with each other. By
+        default the group has the unit's name, so that a rollout is compared with all other
+        rollouts of its prompt.
+    docs/units.md has examples: the two sides of a game, the branches of a tree.
 
     Raises ValueError if the lists differ in length, or if the mask, the prompt, the stop
     reason, the unit or the group is invalid."""
@@ -174,7 +177,7 @@ class AgentLoopOutput:
 
 
 def outcome(output: AgentLoopOutput) -> float:
-    """Returns the terminal reward of an output; if that is a dict, its key "score"."""
+    """Returns the terminal reward of an output. None counts as 0, a dict as its "score"."""
     reward = output.reward
     if isinstance(reward, dict):
         reward = reward["score"]
@@ -186,45 +189,47 @@ def total_reward(output: AgentLoopOutput) -> float:
     return outcome(output) + sum(reward for _, reward in output.turn_rewards)
 
 
-def numbers(values: dict) -> dict[str, float]:
-    """Returns the entries of a dict that are real numbers, bools and numpy's included."""
+def numeric_entries(values: dict) -> dict[str, float]:
+    """Returns the entries of a dict that are real numbers, including bools and numpy's numbers."""
     return {name: value for name, value in values.items() if isinstance(value, Real)}
 
 
 # ---------------------------------------------------------------- texts and numbers of user code
 
 
-# Before a character, it makes `_tokenise` tokenise that character by itself. It is a Unicode
-# noncharacter, and `clean` removes it from all texts, so that it is always ours.
+# Marks that the next character is tokenised alone (`_tokenise`). It is a Unicode noncharacter.
+# `clean` removes it from texts, so each one in a rendered chat was inserted by this file.
 TOKEN_BREAK = "\ufdd0"
+
+FLOAT32_LIMIT = 1e38  # for numbers that become float32 tensors, whose largest value is 3.4e38
 
 
 def clean(text: str) -> str:
-    """Returns a text that any tokenizer takes, without the file's own TOKEN_BREAK.
+    """Returns the text without TOKEN_BREAK and in a form that every tokenizer accepts.
 
     Lone surrogates become "?". They come from garbage bytes, or from "\\ud83d" in JSON."""
     return text.encode(errors="replace").decode().replace(TOKEN_BREAK, "")
 
 
-def words(text, name: str) -> str:
+def checked_text(text, name: str) -> str:
     """Returns a str from user code, cleaned by `clean`.
 
-    Raises ValueError, which contains `name`, for anything but a str."""
+    Raises ValueError for any other type. `name` identifies the text in its message."""
     if not isinstance(text, str):
         raise ValueError(f"{name} must be a str, got {text!r:.80}")
     return clean(text)
 
 
-def finite(value, name: str) -> float:
+def checked_number(value, name: str) -> float:
     """Returns a number from user code as a float.
 
-    Raises ValueError, which contains `name`, for anything but a number that is finite in
-    float32, and for a str, even if it spells a number."""
+    Raises ValueError for NaN, for numbers of 1e38 or more, and for all other values, even a
+    str that spells a number. `name` identifies the value in its message."""
     number = math.nan
     if not isinstance(value, (str, bytes)):
         with suppress(TypeError, ValueError, OverflowError):
             number = float(value)
-    if not abs(number) < 1e38:
+    if not abs(number) < FLOAT32_LIMIT:  # true for NaN as well
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
 
@@ -238,7 +243,9 @@ def render_text(
     tools: list[dict] | None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Renders a chat as text by the tokenizer's template. Raises BadInput if it has none."""
+    """Renders a chat as text with the tokenizer's template. (`render` returns token ids.)
+
+    Raises BadInput if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
     template = str(tokenizer.chat_template)
@@ -268,13 +275,13 @@ def render(
     trusted: Sequence[dict] | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Returns the token ids of a chat, by default up to where the assistant speaks next.
+    """Returns the token ids of a chat, by default with the generation prompt at its end.
 
     trusted: messages in which a text like "<|im_end|>" becomes that control token. In all
-    other messages, and in tools, it stays text (`_without_forged`). By default all messages
-    are trusted, as in a row's prompt.
+    other messages, and in tools, it stays text (`_ids_without_forged_tokens`). By default
+    all messages are trusted, as in a row's prompt.
 
-    An empty chat has no tokens; an Interaction then speaks first."""
+    An empty chat has no tokens. Its rollout begins with an Interaction's message."""
     if not messages:
         return []
 
@@ -284,16 +291,17 @@ def render(
 
     if trusted is None:
         trusted = messages
-        if not tools:  # nothing is left that could forge a token
+        if not tools:  # all texts are trusted
             return ids_of(messages, tools)
-    return _without_forged(tokenizer, ids_of, add_generation_prompt, messages, tools, trusted)
+    return _ids_without_forged_tokens(
+        tokenizer, ids_of, add_generation_prompt, messages, tools, trusted)
 
 
 @functools.lru_cache(maxsize=64)
-def templated(tokenizer, variables: str):
-    """Returns a tokenizer whose chat template gets more variables, given as a JSON object.
+def with_template_variables(tokenizer, variables: str):
+    """Returns a copy of the tokenizer whose chat template gets these variables.
 
-    Without variables, it is the tokenizer itself."""
+    variables: a JSON object. If it is empty, the tokenizer itself is returned."""
     variables = json.loads(variables)
     if not variables:
         return tokenizer
@@ -302,116 +310,140 @@ def templated(tokenizer, variables: str):
     return changed
 
 
-# Regular expressions for the characters that get a TOKEN_BREAK.
-NO_CHARACTER = TOKEN_BREAK  # a clean text has none
+# Regular expressions for the characters of a text that are tokenised alone.
+NO_CHARACTER = r"(?!)"
 PUNCTUATION = r"[^\w\s]|_"
-ANY_CHARACTER = "(?s)."
+ANY_CHARACTER = r"(?s:.)"
 
-# The control tokens of chats with neutral words: see `_without_forged`. Chats recur.
+# Pairs (characters of user texts, characters of policy texts), from mild to strict. User texts
+# are those of users and tools, policy texts those of the assistant and of system messages.
+SPLIT_LEVELS = (
+    (NO_CHARACTER, NO_CHARACTER),
+    (PUNCTUATION, NO_CHARACTER),
+    (ANY_CHARACTER, ANY_CHARACTER),
+)
+POLICY_ROLES = ("assistant", "system")
+
+# The control tokens of neutral chats, cached because the rollouts of a group repeat chats.
 _NEUTRAL_CONTROLS = {}
 
 
-def _without_forged(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
-    """Returns ids_of(messages, tools), the ids of a chat, with no control token forged.
+def _ids_without_forged_tokens(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
+    """Returns the ids of a chat, with only those control tokens that the template writes.
 
     A control token is an added token that structures a chat, such as <|im_end|> or
-    <tool_call>. A text that spells one must not become one, even if the template changes or
-    joins texts. So the control tokens must be those of the same chat with neutral words. If
-    they are not, the punctuation of users' and tools' texts is tokenised one character at a
-    time; if that is not enough, so is every character of all texts.
+    <tool_call>. Which ones the template writes is seen in a neutral chat: the same messages
+    and tools, with "xxxxxxxxx" in place of each text. Any further one is forged: a text
+    spells it, perhaps only after the template has changed or joined texts.
 
-    Texts of the assistant and of system messages get more freedom: the policy may really
-    have sampled a control token such as <think>, and its history must keep it. Only special
-    tokens such as <|im_end|> are forged there: decoding drops those that were sampled, so
-    one that is still in the text was spelled out.
+    The SPLIT_LEVELS are tried from mild to strict, and the first ids without forged tokens
+    are returned. Further tokens are accepted if the policy wrote them (`only_policy_adds`).
 
-    depends_on: all else that ids_of depends on, as a value that JSON can hold.
-    trusted: messages that stay as they are.
+    ids_of: a function of (messages, tools) that renders and tokenises a chat.
+    depends_on: all else that its result depends on, as a value that JSON can hold.
+    trusted: messages whose texts stay as they are, at each level and in the neutral chat.
 
-    Raises ValueError if even single characters become control tokens."""
-    controls = _controls(tokenizer)
+    Raises ValueError if no level is accepted."""
+    controls = _control_tokens(tokenizer)
 
-    def changed(of_others, of_policy):
-        """Returns messages and tools with these characters of their texts set apart."""
+    def edited(edit_user, edit_policy):
+        """Returns messages and tools with their texts edited by these two functions."""
         chat = []
         for message in messages:
-            characters = of_policy if message["role"] in ("assistant", "system") else of_others
-            chat.append(message if message in trusted else _separate(message, characters))
-        return chat, _separate(tools, of_others)
+            edit = edit_policy if message["role"] in POLICY_ROLES else edit_user
+            chat.append(message if message in trusted else _edit_texts(message, edit))
+        return chat, _edit_texts(tools, edit_user)
 
-    def attempt(of_others, of_policy):
-        """Returns the ids, their control tokens, and the special ones among those."""
-        ids = ids_of(*changed(of_others, of_policy))
-        found = [token for token in ids if token in controls]
-        special = [token for token in found if controls[token].special]
-        return ids, found, special
+    def controls_of(ids):
+        return [token for token in ids if token in controls]
 
-    key = tokenizer, json.dumps([depends_on, changed(None, None)], default=str)
+    def special_of(ids):
+        return [token for token in controls_of(ids) if controls[token].special]
+
+    def only_policy_adds(ids, edit_policy):
+        """Returns whether all further control tokens come from policy texts, none of them special.
+
+        The policy may have sampled a token such as <think>, and its history must keep it.
+        Special tokens such as <|im_end|> are different: decoding drops those that were
+        sampled, so a text that still has one spelled it out."""
+        if special_of(ids) != special_of(neutral_controls):
+            return False
+        without_user_texts = ids_of(*edited(_neutral, edit_policy))
+        return controls_of(ids) == controls_of(without_user_texts)
+
+    neutral_chat = edited(_neutral, _neutral)
+    key = tokenizer, json.dumps([depends_on, neutral_chat], default=str)
     if key not in _NEUTRAL_CONTROLS:
         if len(_NEUTRAL_CONTROLS) > 1024:
             _NEUTRAL_CONTROLS.clear()
-        _NEUTRAL_CONTROLS[key] = attempt(None, None)[1:]
-    neutral, neutral_special = _NEUTRAL_CONTROLS[key]
-    for of_others, of_policy in (
-        (NO_CHARACTER, NO_CHARACTER),
-        (PUNCTUATION, NO_CHARACTER),
-        (ANY_CHARACTER, ANY_CHARACTER),
-    ):
-        ids, found, special = attempt(of_others, of_policy)
-        if found == neutral:
-            return ids
-        # The rest may come from the policy: is it there if the others' words are neutral?
-        if special == neutral_special and found == attempt(None, of_policy)[1]:
+        _NEUTRAL_CONTROLS[key] = controls_of(ids_of(*neutral_chat))
+    neutral_controls = _NEUTRAL_CONTROLS[key]
+    for user_characters, policy_characters in SPLIT_LEVELS:
+        split_user = functools.partial(_split, user_characters)
+        split_policy = functools.partial(_split, policy_characters)
+        ids = ids_of(*edited(split_user, split_policy))
+        if controls_of(ids) == neutral_controls or only_policy_adds(ids, split_policy):
             return ids
     raise ValueError("the chat template makes control tokens of what messages say")
 
 
-def _separate(value, characters):
-    """Puts a TOKEN_BREAK before certain characters of all texts in a message or a schema.
+def _neutral(text):
+    """Returns a text that spells no control token, in place of any text."""
+    return "xxxxxxxxx"
 
-    characters: a regular expression. None replaces each text by a neutral word instead, of
-    nine letters because Mistral's template requires that of ids. Roles, types and ids stay."""
-    if isinstance(value, dict):
-        changed = {}
-        for key, inner in value.items():
-            if key not in ("role", "type", "id", "tool_call_id"):
-                inner = _separate(inner, characters)
-            if not key.isidentifier():  # in a schema, a key may be free text
-                key = _separate(key, characters)
-            changed[key] = inner
-        return changed
+
+def _split(characters, text):
+    """Puts a TOKEN_BREAK before each character that matches the regular expression."""
+    return re.sub(characters, TOKEN_BREAK + r"\g<0>", clean(text))
+
+
+def _edit_texts(value, edit):
+    """Returns a message, or tools' schemas, with edit(text) in place of each text.
+
+    Blank texts, roles, types and ids stay. So do keys, unless they are free text, as keys in
+    a schema can be."""
+    if isinstance(value, str):
+        return edit(value) if value.strip() else value
     if isinstance(value, list):
-        return [_separate(inner, characters) for inner in value]
-    if not isinstance(value, str) or not value.strip():
+        return [_edit_texts(inner, edit) for inner in value]
+    if not isinstance(value, dict):
         return value
-    if characters is None:
-        return "xxxxxxxxx"
-    return re.sub(characters, TOKEN_BREAK + r"\g<0>", clean(value))
+    edited = {}
+    for key, inner in value.items():
+        if key not in ("role", "type", "id", "tool_call_id"):
+            inner = _edit_texts(inner, edit)
+        if not key.isidentifier():
+            key = _edit_texts(key, edit)
+        edited[key] = inner
+    return edited
 
 
 @functools.cache
-def _controls(tokenizer):
+def _control_tokens(tokenizer):
     """Returns the tokenizer's control tokens by id.
 
-    They are the added tokens without those that are mere text: words, white space and single
-    characters, unless they are special."""
-    return {
-        number: token
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special or len(token.content) > 1 and re.search(PUNCTUATION, token.content)
-    }
+    They are its special tokens, and all other added tokens that have punctuation and more
+    than one character. The rest are plain words, white space and single characters."""
+    controls = {}
+    for number, token in tokenizer.added_tokens_decoder.items():
+        is_markup = len(token.content) > 1 and re.search(PUNCTUATION, token.content)
+        if token.special or is_markup:
+            controls[number] = token
+    return controls
 
 
 def _tokenise(tokenizer, text):
     """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
 
-    A character after a TOKEN_BREAK never becomes a control token. The template writes all
-    special tokens itself, BOS included, so none is added."""
+    A character after a TOKEN_BREAK never becomes a control token. If the tokenizer has no
+    other token for it (it is a special token itself, or unknown), the character is dropped.
+
+    No special tokens are added, because the template writes them all, BOS included."""
     first, *pieces = text.split(TOKEN_BREAK)
     ids = tokenizer.encode(first, add_special_tokens=False)
     for piece in pieces:
         character_ids = _inner_ids(tokenizer, piece[:1])
-        ids += [token for token in character_ids if token not in _controls(tokenizer)]
+        ids += [token for token in character_ids if token not in _control_tokens(tokenizer)]
         ids += _inner_ids(tokenizer, piece[1:])
     return ids
 
@@ -420,19 +452,19 @@ def _tokenise(tokenizer, text):
 def _inner_ids(tokenizer, text):
     """Returns the ids of a text that does not begin a sequence.
 
-    Some tokenizers put a space before the first word. So the text is tokenised after a
-    special token, whose id is left out."""
+    Some tokenizers put a space before the first word of a sequence. So the text is tokenised
+    after the EOS token, whose id is then left out."""
     start = tokenizer.eos_token or ""
     ids = tokenizer.encode(start + text, add_special_tokens=False)
     return ids[1:] if start else ids
 
 
-# The members of a group share the ids of their prompt.
+# Cached, because the rollouts of a group have the same prompt.
 _tokenise_prompt = functools.lru_cache(maxsize=1024)(_tokenise)
 
 
 class RewritesHistory(ValueError):
-    """The template changes earlier messages when new ones come: a new sequence is needed."""
+    """New messages make the template change earlier ones, so a new sequence must begin."""
 
 
 def turn_suffix(
@@ -445,23 +477,26 @@ def turn_suffix(
 ) -> list[int]:
     """Returns the tokens that `new` messages (of tools or users) add after an assistant turn.
 
-    They are the difference of two renderings, with and without `new`, starting at the
-    template's last end-of-turn token. Many templates write a newline after that token. The
-    policy does not sample it, and it would be lost if the difference started at the end of
-    the first rendering (verl#6501). Texts can't forge control tokens (`_without_forged`).
+    Many templates end a turn with an end-of-turn token and a newline, but the policy samples
+    only the token. The suffix must therefore begin with that newline. So the chat is rendered
+    without and with `new`. In the second text, the suffix begins at the last end-of-turn
+    token of the first. (Starting at the end of the first text would lose the newline:
+    verl#6501.) Texts can't forge control tokens (`_ids_without_forged_tokens`).
 
-    ended: whether the policy sampled a stop token. If not (a stop string ended its turn), the
-    suffix begins with the end-of-turn token.
+    stop_token_ids: the ids that may end a turn.
+    ended: whether the policy sampled a stop token, which the suffix must not repeat. If not
+        (a stop string ended its turn), the suffix begins with the end-of-turn token.
 
-    Raises RewritesHistory if new messages change earlier ones (Qwen3 drops reasoning)."""
+    Raises RewritesHistory if new messages change earlier ones, as where Qwen3 drops earlier
+    reasoning, and ValueError if the template writes nothing for them."""
 
     def ids_of(chat, tools):
         before = render_text(tokenizer, chat[: len(messages)], tools)
         after = render_text(tokenizer, chat, tools, True)
         if not after.startswith(before):
             raise RewritesHistory("the chat template is not append-only: it changed a message")
-        # No token spans an end-of-turn token. So the text from there on has the same ids
-        # alone as within the whole.
+        # No token spans an end-of-turn token. So the text from there on gets the same ids
+        # as it would within the whole text.
         starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
         start = max(starts, default=-1)
         if start < 0:  # the template ends turns without a token
@@ -474,21 +509,22 @@ def turn_suffix(
         return ids
 
     depends_on = [len(messages), sorted(stop_token_ids), ended]
-    return _without_forged(tokenizer, ids_of, depends_on, messages + new, tools)
+    return _ids_without_forged_tokens(tokenizer, ids_of, depends_on, messages + new, tools)
 
 
 # ---------------------------------------------------------------- images
 
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # not EPS and others that run programs
+# Others are excluded: decoding EPS, for example, runs programs.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64_000_000  # 256 MB decoded
 
 
 def open_image(source):
-    """Opens a PIL image, a path, bytes, or the {"bytes", "path"} of Hugging Face's files.
+    """Opens an image from a path, bytes, or a dict {"bytes", "path"} as in Hugging Face's files.
 
-    Reads only the header of a file. Raises ValueError unless the image has one of
-    IMAGE_FORMATS and at most MAX_PIXELS."""
+    Reads only the header. Raises ValueError unless the file has one of IMAGE_FORMATS and at
+    most MAX_PIXELS. A PIL image is returned as it is, without these checks."""
     from PIL import Image
 
     source = _file_of(source)
@@ -505,14 +541,16 @@ def open_image(source):
 
 
 def _file_of(source):
-    """Returns the bytes or the path of a {"bytes", "path"}, and any other source as it is."""
+    """Returns the bytes or the path of a dict {"bytes", "path"}, and any other source as it is."""
     if isinstance(source, dict):
         return source.get("bytes") or source.get("path")
     return source
 
 
 def load_image(source):
-    """Loads an image (see `open_image`), upright and in RGB. Raises ValueError if it can't."""
+    """Opens an image (`open_image`) and decodes it, upright and in RGB.
+
+    Raises ValueError if that fails."""
     from PIL import ImageOps
 
     image = open_image(source)
@@ -522,16 +560,18 @@ def load_image(source):
         raise ValueError(f"an image can't be decoded: {error}") from None
 
 
-_load_file = functools.lru_cache(maxsize=64)(load_image)
+_cached_image = functools.lru_cache(maxsize=64)(load_image)
 
 
-def _row_image(source):
-    """Loads an image of a row.
+def _load_row_image(source):
+    """Loads an image of a row (`load_image`). A PIL image has been loaded, and is returned.
 
-    All members of a group get the same object, so that it is preprocessed only once."""
-    if hasattr(source, "size"):  # a PIL image, which was loaded with the rows
+    All rollouts of a group get the same object, so that it is preprocessed only once."""
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
         return source
-    return _load_file(_file_of(source))
+    return _cached_image(_file_of(source))
 
 
 def image_tokens(images, processor):
@@ -541,10 +581,10 @@ def image_tokens(images, processor):
 
 
 def expand(ids: list[int], images: Sequence, processor) -> list[int]:
-    """Repeats each image's placeholder for every token of the image, as the model is fed.
+    """Repeats each image's placeholder for every token of the image, as the model expects.
 
-    Raises ValueError unless there is one placeholder for each image, and the model accepts
-    the shape of each image."""
+    processor: the model's image processor; None for text models. Raises ValueError unless
+    there is one placeholder for each image, and the model accepts each image's shape."""
     if processor is None:
         if images:
             raise ValueError("there are images, and this model reads text only")
@@ -577,12 +617,14 @@ class ToolResponse:
 
 
 class Tool:
-    """A tool with state or resources. One instance serves all rollouts: key by `request_id`.
+    """A tool with state or resources.
+
+    One instance serves all rollouts, so keep each rollout's state under its request_id.
 
     Each rollout that calls the tool runs `create` once before the first `execute`,
-    `calc_reward` once at its end, and then always `release`. Subclasses must override
-    `execute`, and set `name` and `schema` (the JSON schema of an OpenAI function) on the
-    class or the instance."""
+    `calc_reward` once at its end, and then `release`, even after a failure. Subclasses must
+    override `execute`, and set `name` and `schema` (the JSON schema of an OpenAI function) on
+    the class or the instance."""
 
     name: str
     schema: dict
@@ -599,18 +641,18 @@ class Tool:
         return 0.0
 
     async def release(self, request_id: str, **kwargs):
-        """Frees what `create` made for this rollout, also if the rollout failed."""
+        """Frees what `create` made for this rollout, even if the rollout failed."""
 
 
 class FunctionTool(Tool):
-    """A Python function as a tool; its type hints and docstring give the schema."""
+    """A Python function as a tool. Its type hints and docstring give the schema."""
 
     def __init__(self, function: Callable):
         from transformers.utils import get_json_schema
 
         self.function = function
         self.name = function.__name__
-        self.schema = get_json_schema(function)  # raises if hints or the docstring lack one
+        self.schema = get_json_schema(function)  # raises if a parameter has no hint or description
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
         return await call(self.function, **arguments, **execute_kwargs)
@@ -620,7 +662,7 @@ _function_tool = functools.cache(FunctionTool)
 
 
 def as_tool(tool: Tool | Callable) -> Tool:
-    """Returns a Tool unchanged, and a function as a Tool (always the same one).
+    """Returns a Tool unchanged, and a function as a Tool (cached).
 
     Raises BadInput for anything else."""
     if isinstance(tool, Tool):
@@ -633,14 +675,15 @@ def as_tool(tool: Tool | Callable) -> Tool:
 def row_kwargs(row: dict, name: str) -> dict:
     """Returns a row's tools_kwargs or interaction_kwargs.
 
-    They are a column or, as in verl, a key of extra_info."""
+    They are stored in a column of that name, or, as in verl, under that key of extra_info.
+    A row without them has {}."""
     return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
 
 
 def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
-    """Returns a row's tools by name: those that its tools_kwargs name, else all of the task's.
+    """Returns the task's tools by name: those that are keys of tools_kwargs, or all if it is empty.
 
-    Raises BadInput for an invalid tool, a name that two tools share, and an unknown name."""
+    Raises BadInput for an invalid tool, two tools of the same name, and an unknown key."""
     tools = {}
     for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
         if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
@@ -659,28 +702,30 @@ def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
 class Interaction:
     """A simulated user or environment, which answers when the assistant calls no tool.
 
-    One instance serves all rollouts: key by `request_id`."""
+    One instance serves all rollouts, so keep each rollout's state under its request_id."""
 
     name: str = "interaction"
 
     async def start(self, request_id: str, **kwargs) -> str | None:
-        """May return a first user message, which is put after the row's prompt."""
+        """Returns a first user message, which follows the row's prompt, or None."""
 
     async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
         """Returns (done, text, reward, metrics).
 
-        text is the next user message; reward is for the assistant's last turn."""
+        done: whether the rollout ends here. text: the next user message; if done, it may be None.
+        reward: for the assistant's last turn, or None. metrics: a dict of numbers, or None."""
         raise TypeError(f"{type(self).__name__} has no generate_response method")
 
     async def finalize(self, request_id: str):
-        """Frees what `start` made for this rollout, also if the rollout failed."""
+        """Frees what `start` made for this rollout, even if the rollout failed."""
 
 
 def task_interaction(task, kwargs: dict) -> Interaction | None:
-    """Returns the task's interaction that kwargs["name"] names, or else the only one.
+    """Returns the task's interaction named kwargs["name"], or its only one if there is no name.
 
-    Returns None if no name is given and the task has none, or several. Raises BadInput for
-    an unknown name, for other kwargs without a name, and for invalid INTERACTIONS."""
+    Returns None if the task has no interactions, or if kwargs are empty and it has several.
+    Raises BadInput for an unknown name, for kwargs without a name if the task has several
+    interactions, and for invalid INTERACTIONS."""
     given = getattr(task, "INTERACTIONS", None) or ()
     interactions = {each.name: each for each in given if isinstance(each, Interaction)}
     if len(interactions) < len(given):
@@ -701,16 +746,17 @@ def task_interaction(task, kwargs: dict) -> Interaction | None:
 def _failure(error):
     """Returns the error, or a RuntimeError in its place if asyncio treats it specially.
 
-    SystemExit ends the event loop, CancelledError cancels tasks, StopIteration is refused."""
+    A SystemExit would end the event loop, and a CancelledError would cancel the task. A future
+    does not accept a StopIteration."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(repr(error))
 
 
 async def _contained(coroutine):
-    """Awaits user code, and raises its exceptions in a form that asyncio can carry.
+    """Awaits user code, and raises its exceptions as ones that asyncio passes on (`_failure`).
 
-    A cancellation of the running task passes through unchanged."""
+    If the running task itself is cancelled, CancelledError passes through unchanged."""
     try:
         return await coroutine
     except GeneratorExit:  # the process ends, and the coroutine is abandoned
@@ -725,41 +771,45 @@ class CallTimeoutError(TimeoutError):
     """User code took longer than its deadline."""
 
 
-# The asyncio.Timeout of the running user code. Code that must wait for its turn may postpone
-# the deadline with `reschedule`, as examples/sandbox.py does.
+# The asyncio.Timeout of the running user code. Code that must first wait for a slot may
+# postpone the deadline with `reschedule`, as examples/sandbox.py does.
 DEADLINE = contextvars.ContextVar("DEADLINE")
 
 
-async def in_time(what: str, seconds: float, coroutine: Awaitable) -> Any:
-    """Awaits user code under a deadline (0: none), as a task named `what`.
+async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
+    """Awaits user code under a deadline, and returns its result.
 
-    At the deadline, or if the caller is cancelled, the task is cancelled. It gets as long
-    again to tidy up; then it is left behind. Raises CallTimeoutError at the deadline, and
-    whatever the code raises."""
+    The code runs as a task called `name`. The task is cancelled at the deadline, or if the
+    caller is cancelled. It then has `seconds` once more for its cleanup, and after that it
+    is abandoned. seconds 0 means no deadline and no limit on the cleanup.
+
+    Raises CallTimeoutError at the deadline, and whatever the code raises."""
     try:
         async with asyncio.timeout(seconds or None) as deadline:
             previous = DEADLINE.set(deadline)
-            task = asyncio.create_task(_contained(coroutine), name=what)  # it copies the context
+            task = asyncio.create_task(_contained(coroutine), name=name)  # copies the context
             DEADLINE.reset(previous)
             await asyncio.wait([task])
     except TimeoutError:
-        if not task.done():
-            raise CallTimeoutError(f"{what} took longer than {seconds:g} seconds") from None
+        if not task.done():  # else it finished just in time
+            raise CallTimeoutError(f"{name} took longer than {seconds:g} seconds") from None
     finally:
-        if task.cancel():
+        if task.cancel():  # False if it is done
             await asyncio.wait([task], timeout=seconds or None)
     return await _contained(task)
 
 
-_IDLE_THREADS: list[queue.SimpleQueue] = []  # each thread is known by the queue of its jobs
+_IDLE_THREADS: list[queue.SimpleQueue] = []  # for each idle thread, the queue of its jobs
 
 
 async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     """Runs a plain function in a daemon thread, so that it does not block the event loop.
 
-    Python waits for the threads of asyncio.to_thread when it exits: forever if a tool never
+    Not asyncio.to_thread: Python waits for its threads when it exits, forever if a tool never
     returns. It does not wait for daemon threads. An idle thread is reused, because starting
-    one takes far longer."""
+    a new one takes far longer.
+
+    Raises whatever the function raises (see `_failure`)."""
     result = asyncio.get_running_loop().create_future()
     context = contextvars.copy_context()
     try:
@@ -772,22 +822,24 @@ async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
 
 
 def _run_jobs(jobs):
-    """The life of a thread: takes a job from its queue, runs it, becomes idle, and so on."""
+    """Runs the jobs from a thread's queue, forever. Between two jobs the thread is idle."""
     while True:
         result, function = jobs.get()
         try:
-            settle = result.set_result, function()
+            value = function()
+            deliver = result.set_result
         except BaseException as error:
-            settle = result.set_exception, _failure(error)
+            value = _failure(error)
+            deliver = result.set_exception
         _IDLE_THREADS.append(jobs)  # before the result is known: the next call finds it idle
         with suppress(RuntimeError):  # the event loop may be closed by now
-            result.get_loop().call_soon_threadsafe(_settle, result, *settle)
+            result.get_loop().call_soon_threadsafe(_deliver_once, result, deliver, value)
 
 
-def _settle(result, settle, value):
-    """Sets the result or exception of a future, unless its deadline has passed."""
+def _deliver_once(result, deliver, value):
+    """Calls deliver(value), which sets the result of a future, unless that is cancelled."""
     if not result.done():
-        settle(value)
+        deliver(value)
 
 
 async def call(function: Callable, /, *args, **kwargs) -> Any:
@@ -807,9 +859,9 @@ AGENT_LOOPS: dict[str, type] = {}
 
 
 def register(name: str) -> Callable:
-    """Class decorator: `--agent name` or a row's agent_name then selects the loop.
+    """Class decorator: makes a loop available to `--agent name` and to a row's agent_name.
 
-    Raises BadInput for a class that is no AgentLoopBase, TypeError for anything but a class."""
+    Raises BadInput unless the class is a subclass of AgentLoopBase."""
 
     def add(cls):
         if not issubclass(cls, AgentLoopBase):
@@ -821,9 +873,9 @@ def register(name: str) -> Callable:
 
 
 def agent_loop_class(row: dict, task, args) -> type:
-    """Returns the agent loop that row["agent_name"] names, else the one of --agent.
+    """Returns the agent loop's class, selected by row["agent_name"], else by args.agent.
 
-    Without a name it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
+    If both are None, it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
     "single_turn". Raises BadInput for an unknown name."""
     has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
     default = "tool_agent" if has_turns else "single_turn"
@@ -836,17 +888,22 @@ def agent_loop_class(row: dict, task, args) -> type:
 
 
 class Trajectory:
-    """The messages and tokens of one rollout while they grow.
+    """The messages and tokens of one rollout while it runs.
 
-    prompt_ids and the four response lists are the current token sequence. Only methods of
-    this class append to them, and always to all lists alike. `fork` ends the sequence and
-    starts another, when the history was rewritten. `outputs` returns one output for each
-    sequence.
+    Only methods of this class append tokens, and always to all five lists together:
+    engine_ids and the four response_* lists. These are the current token sequence. If the
+    template rewrites the history, `fork` ends the sequence and starts another. `outputs`
+    returns one AgentLoopOutput for each sequence.
 
-    engine_ids are prompt and response as `engine.generate` gets them, with one placeholder
-    for each image; in prompt_ids and response_ids it is repeated for all tokens of the image
-    (`expand`). trusted: the messages that may spell control tokens (`render`), by default
-    all that are given here; messages that are appended later are not trusted."""
+    For an image, the engine gets one placeholder, and the trainer gets one for each token of
+    the image (`expand`):
+    - engine_ids: prompt and response as `engine.generate` gets them
+    - prompt_ids, response_ids: prompt and response as the trainer gets them
+
+    trusted: the messages that may spell control tokens (`render`). By default these are the
+    messages that are given here. Messages appended later are not trusted.
+
+    reward, unit and group are those of its outputs (see AgentLoopOutput)."""
 
     def __init__(
         self,
@@ -863,10 +920,13 @@ class Trajectory:
         self.metrics = {}
         self.extra = {}
         self.stop_reason = "stop"
+        self.reward = None
+        self.unit = ""
+        self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # includes those of tools
+        self.user_turns = 0  # replies of users and of tools
         self.ended = True  # whether the last assistant turn ended with a stop token
-        self.tool_calls = []  # of the last assistant turn, still to be executed
+        self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
         self.begin(prompt_ids, engine_ids)
 
@@ -875,52 +935,69 @@ class Trajectory:
         self.prompt_ids = prompt_ids
         self.engine_ids = list(engine_ids)
         self.turn_rewards = []
-        for name in RESPONSE_LISTS:
-            setattr(self, name, [])
+        self.response_ids = []
+        self.response_mask = []
+        self.response_logprobs = []
+        self.response_versions = []
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence, and starts one whose prompt is the rewritten history."""
-        # The last output has the metrics of the whole rollout.
+        # Metrics go to the last output only.
         self.finished.append(replace(self.output(), metrics={}))
         self.begin(prompt_ids, engine_ids)
         self.count("forks")
 
     def add_sampled(self, out: TokenOutput, trained: bool = True):
-        """Appends an assistant turn, with mask 1.
+        """Appends the tokens of an assistant turn, with mask 1.
 
-        trained=False is for a turn that the policy did not choose freely. It gets mask 0."""
-        ids = out.token_ids
-        if trained:
-            self._add(ids, ids, [1] * len(ids), out.logprobs, out.versions)
-        else:
-            self.add_given(ids)
+        trained=False gives them mask 0. It is for constrained decoding, whose logprobs are
+        not those of the policy."""
         self.assistant_turns += 1
+        if not trained:
+            self.add_given(out.token_ids)
+            return
+        self._add(
+            engine_ids=out.token_ids,
+            ids=out.token_ids,
+            mask=[1] * len(out.token_ids),
+            logprobs=out.logprobs,
+            versions=out.versions,
+        )
 
     def add_given(self, ids: list[int], engine_ids: list[int] | None = None):
         """Appends tokens of a tool, a user or the template, with mask 0.
 
         engine_ids: the same tokens with one placeholder for each image; default: ids."""
         n = len(ids)
-        self._add(engine_ids or ids, ids, [0] * n, [0.0] * n, [-1] * n)
+        self._add(
+            engine_ids=engine_ids or ids,
+            ids=ids,
+            mask=[0] * n,
+            logprobs=[0.0] * n,
+            versions=[-1] * n,
+        )
 
-    def _add(self, engine_ids, *response):
-        """Appends to engine_ids, and to the lists of RESPONSE_LISTS in their order."""
-        self.engine_ids += engine_ids
-        for name, values in zip(RESPONSE_LISTS, response):
-            getattr(self, name).extend(values)
+    def _add(self, engine_ids, ids, mask, logprobs, versions):
+        """Appends to all five lists."""
+        self.engine_ids.extend(engine_ids)
+        self.response_ids.extend(ids)
+        self.response_mask.extend(mask)
+        self.response_logprobs.extend(logprobs)
+        self.response_versions.extend(versions)
 
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
-        """Records a reward, at the last token so far, and metrics.
+        """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
 
-        kind and name tell where they come from: "tool", "calculator". Raises ValueError, with
-        that name, and records nothing if a number is not finite."""
+        kind and name identify the source, such as "tool" and "calculator". A metric is
+        recorded as "kind/key". Raises ValueError, which names the source, and records
+        nothing if reward or metrics are not finite numbers."""
         source = f"{kind} {name!r}"
         if not isinstance(metrics, dict | None):
             raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
-        reward = finite(0.0 if reward is None else reward, f"the reward of {source}")
+        reward = checked_number(0.0 if reward is None else reward, f"the reward of {source}")
         checked = {}
         for key, value in (metrics or {}).items():
-            checked[key] = finite(value, f"metric {key!r} of {source}")
+            checked[key] = checked_number(value, f"metric {key!r} of {source}")
         for key, value in checked.items():
             self.count(f"{kind}/{key}", value)
         if reward:
@@ -932,7 +1009,7 @@ class Trajectory:
         self.metrics[name] = self.metrics.get(name, 0) + n
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """Returns one output for each token sequence.
+        """Returns the outputs of all token sequences: those before each fork, and the current one.
 
         If the assistant said nothing after the last fork, that sequence is left out. Its
         rewards, metrics and stop reason then go to the sequence before."""
@@ -953,16 +1030,35 @@ class Trajectory:
         return [*earlier, merged]
 
     def output(self) -> AgentLoopOutput:
-        """Returns the current token sequence as an output. Without forks, it is the only one.
+        """Returns the current token sequence alone as an output, with copies of all lists.
 
-        Each field of the output is a copy of the attribute with the same name."""
-        self.num_turns = self.assistant_turns + self.user_turns + 1
-        names = vars(self).keys() & {each.name for each in fields(AgentLoopOutput)}
-        return AgentLoopOutput(**{name: copy.copy(getattr(self, name)) for name in names})
+        Without forks, it is the whole rollout."""
+        return AgentLoopOutput(
+            prompt_ids=list(self.prompt_ids),
+            response_ids=list(self.response_ids),
+            response_mask=list(self.response_mask),
+            response_logprobs=list(self.response_logprobs),
+            response_versions=list(self.response_versions),
+            reward=copy.copy(self.reward),
+            turn_rewards=list(self.turn_rewards),
+            messages=list(self.messages),
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            stop_reason=self.stop_reason,
+            metrics=dict(self.metrics),
+            images=list(self.images),
+            extra=dict(self.extra),
+            unit=self.unit,
+            group=self.group,
+        )
+
+
+MAX_TOKEN_CHARACTERS = 16  # hardly any token is longer
 
 
 class AgentLoopBase:
-    """The base class of agent loops: subclasses write `run`. Each rollout has its own instance.
+    """The base class of agent loops. Subclasses override `run`.
+
+    Each rollout has its own instance.
 
     engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
         image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
@@ -982,15 +1078,15 @@ class AgentLoopBase:
             raise TypeError(
                 f"{type(self).__name__} needs args with max_response_tokens and "
                 f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
-        self.args = copy.copy(args)  # a loop may change its settings, but not those of others
+        self.args = copy.copy(args)  # a copy, because other loops share args
         vars(self.args).update(missing)
         self.engine = engine
-        self.tokenizer = templated(tokenizer, self.args.chat_template_args)
+        self.tokenizer = with_template_variables(tokenizer, self.args.chat_template_args)
         self.processor = processor
         self.task = task
 
     async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Runs one rollout and returns its output or outputs; every subclass writes its own.
+        """Runs one rollout, and returns its output or outputs. Must be overridden.
 
         row: the columns of the data set's row, and index, step, rollout_n (the rollout's
         number within its group) and validate (True in an evaluation)."""
@@ -1004,28 +1100,29 @@ class AgentLoopBase:
     ) -> Trajectory:
         """Returns a trajectory that begins with row["prompt"], even if that is too long.
 
-        trusted: messages that may spell control tokens; by default all of the prompt. The
-        trajectory keeps them. Raises ValueError unless the prompt has one placeholder for
-        each of the row's images."""
+        trusted: messages that may spell control tokens, now and after a fork; by default all
+        of the prompt. Raises ValueError unless the prompt has one placeholder for each of the
+        row's images."""
         prompt = row["prompt"]
-        images = [_row_image(image) for image in row.get("images") or ()]
+        images = [_load_row_image(image) for image in row.get("images") or ()]
         engine_ids = render(self.tokenizer, prompt, tools, trusted)
         prompt_ids = expand(engine_ids, images, self.processor)
         return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
 
     @property
     def window(self):
-        """The number of tokens that the engine takes, prompt and response together."""
+        """The most tokens that the engine takes, prompt and response together; inf: no limit."""
         return self.args.max_model_len or math.inf
 
     def too_long(self, messages: Sequence[dict]) -> bool:
         """Returns True if messages certainly don't fit the window, without tokenising them.
 
-        Tokenising a very long text is slow, and hardly any token has 16 characters."""
-        return len(str(messages)) > 16 * (64 + self.window)
+        Tokenising a very long text is slow."""
+        n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
+        return len(str(messages)) > MAX_TOKEN_CHARACTERS * n_tokens
 
     def room(self, trajectory: Trajectory, used: int | None = None) -> int:
-        """Returns how many more response tokens fit the budget and the window.
+        """Returns how many more response tokens fit both the rollout's budget and the window.
 
         used: tokens in the window; default: those of the trajectory's current sequence."""
         if used is None:
@@ -1046,30 +1143,35 @@ class AgentLoopBase:
         """Appends messages of tools or a user to the trajectory, with their tokens.
 
         Forks the trajectory if the template rewrites its history. Returns True if the
-        messages and one token of reply fit. If not, nothing is appended, and the stop reason
-        becomes "length".
+        messages and at least one token of a reply fit. If not, nothing is appended, and the
+        stop reason becomes "length".
 
         stops: see `stop_token_ids`. images: one for each placeholder in the messages."""
         if self.too_long(messages):
             trajectory.stop_reason = "length"
             return False
-        images = [_row_image(image) for image in images]
+        images = [_load_row_image(image) for image in images]
         history = trajectory.messages
         try:
             engine_ids = turn_suffix(
                 self.tokenizer, history, messages, stops, trajectory.ended, tools)
-            ids = expand(engine_ids, images, self.processor)
-            room = self.room(trajectory) - len(ids)
-            add = trajectory.add_given
+            rewritten = False
         except RewritesHistory:
             engine_ids = render(self.tokenizer, history + messages, tools, trajectory.trusted)
+            rewritten = True
+        if rewritten:
             ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
             room = self.room(trajectory, used=len(ids))
-            add = trajectory.fork
+        else:
+            ids = expand(engine_ids, images, self.processor)
+            room = self.room(trajectory) - len(ids)
         if room < 1:
             trajectory.stop_reason = "length"
             return False
-        add(ids, engine_ids)
+        if rewritten:
+            trajectory.fork(ids, engine_ids)
+        else:
+            trajectory.add_given(ids, engine_ids)
         trajectory.images += images
         trajectory.messages += messages
         trajectory.user_turns += 1
@@ -1079,8 +1181,10 @@ class AgentLoopBase:
         """Samples one assistant turn, and appends its tokens and its message.
 
         Returns its text without reasoning but with special tokens (see `_read_turn`), or None
-        if the turn was cut off. Raises ValueError if engine and processor expand an image to
-        different numbers of tokens."""
+        if the turn was cut off or had no room. Sets the stop reason.
+
+        Raises ValueError if engine and processor expand an image to different numbers of
+        tokens."""
         room = self.room(trajectory)
         if room < 1:
             trajectory.stop_reason = "length"
@@ -1097,7 +1201,8 @@ class AgentLoopBase:
             raise ValueError(
                 "the engine and the processor disagree about the tokens of the images: "
                 f"{len(out.prompt_ids)} against {len(prompt_ids)}")
-        trajectory.add_sampled(out, trained="structured_outputs" not in sampling_params)
+        is_constrained = "structured_outputs" in sampling_params
+        trajectory.add_sampled(out, trained=not is_constrained)
         trajectory.stop_reason = out.stop_reason
         content_ids = out.token_ids
         stops = self.stop_token_ids(sampling_params)
@@ -1111,19 +1216,17 @@ class AgentLoopBase:
     def _read_turn(self, prompt_ids, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
 
-        Reasoning is everything up to the last end tag of --think_tags, plus anything after a
-        later start tag. It becomes the message's reasoning_content, without special tokens.
-        text is the rest of the turn, with special tokens."""
+        The message's content and reasoning_content are separated by `split_reasoning`, and
+        have no special tokens. A turn without reasoning has no reasoning_content. text is
+        the turn without its reasoning, with special tokens, because tool calls may need them.
+
+        prompt_ids: the tokens before the turn. Some templates end them with the start tag."""
         decode = self.tokenizer.decode
         message = {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
-        text = decode(ids)
         start, end = self.args.think_tags.split()
-        if decode(prompt_ids[-64:]).rstrip().endswith(start):  # the template has opened it
-            text = start + text
-        before, has_end, rest = text.rpartition(end)
-        text, has_start, after = rest.partition(start)
-        if has_end or has_start:
-            reasoning = (before + after).removeprefix(start)
+        opened = decode(prompt_ids[-64:]).rstrip().endswith(start)
+        reasoning, text = split_reasoning(decode(ids), start, end, opened)
+        if reasoning is not None:
             # The tags may be special tokens, so these are dropped only now.
             for name, part in (("content", text), ("reasoning_content", reasoning)):
                 part_ids = _tokenise(self.tokenizer, part)
@@ -1136,9 +1239,30 @@ class AgentLoopBase:
         return {*stops, self.tokenizer.eos_token_id} - {None}
 
 
+def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
+    """Splits an assistant's text into (reasoning, the rest). Reasoning is None without tags.
+
+    Reasoning is everything up to the last end tag, plus anything after a later start tag:
+        "<think>why</think>so"        ("why", "so")
+        "why</think>so"               ("why", "so")
+        "why</think>so<think>or"      ("whyor", "so")
+        "why", opened                 ("why", "")
+        "so", not opened              (None, "so")
+
+    start, end: the tags. opened: whether the prompt ends with the start tag."""
+    if opened:
+        text = start + text
+    before, has_end, after_end = text.rpartition(end)
+    rest, has_start, unfinished = after_end.partition(start)
+    if not has_end and not has_start:
+        return None, text
+    reasoning = before + unfinished
+    return reasoning.removeprefix(start), rest
+
+
 @dataclass
 class Demonstration:
-    """An engine that samples nothing: each call returns the next turn of a demonstration.
+    """An engine that replays a demonstration: each call returns its next turn.
 
     turns: the assistant's messages that are still to come.
     loop: the agent loop that calls the engine.
@@ -1157,9 +1281,9 @@ class Demonstration:
         prompt_ids: list[int],
         sampling_params: dict,
         image_data: list | None = None,
-        **call,
+        **ignored,
     ) -> TokenOutput:
-        """Returns the next turn. Raises ValueError if it is too long, or as `turn_ids` does."""
+        """Returns the next turn. Raises ValueError if it is too long, or if `turn_ids` does."""
         ids = self.turn_ids(self.turns.pop(0)) if self.turns else []
         n = len(ids)
         room = sampling_params.get("max_tokens", n)
@@ -1174,30 +1298,43 @@ class Demonstration:
         )
 
     def turn_ids(self, message: dict) -> list[int]:
-        """Returns the ids of a turn, including the token that ends it in the template.
+        """Returns the ids of a turn, including the stop token that ends it in the template.
 
-        They are what the template writes after its generation prompt. If the template changes
-        the text (some drop reasoning), the text itself is tokenised instead. Raises ValueError
-        if the turn is empty, or if a token that ends a turn occurs inside it."""
-        tokenizer = self.loop.tokenizer
-        chat = [{"role": "user", "content": "?"}]
-        before = render_text(tokenizer, chat, None, True)
-        said = {"content": ""} | message
-        written = render_text(tokenizer, [*chat, said], None).partition(before)[2]
-        ids = list(_inner_ids(tokenizer, written))
-        while ids and ids[-1] not in self.stops:  # such as a newline after the turn's end
-            ids.pop()
-        end = ids.pop() if ids else tokenizer.eos_token_id
-        if "tool_calls" not in said and said["content"] not in written:
-            ids = list(_inner_ids(tokenizer, said["content"]))
+        They are the ids of the text that the template writes for the turn. If that text lacks
+        the message's content (some templates drop reasoning), they are the ids of the content
+        itself. Raises ValueError if the policy could not sample the turn: if it is empty, if
+        a stop token occurs inside it, or if the template does not end it with one."""
+        turn = {"content": ""} | message
+        written = self._written(turn)
+        ids, stop = self._split_stop(_inner_ids(self.loop.tokenizer, written))
+        if "tool_calls" not in turn and turn["content"] not in written:
+            ids = _inner_ids(self.loop.tokenizer, turn["content"])
         if not ids or not self.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
-        return [*ids, end]
+        return [*ids, stop]
+
+    def _written(self, turn):
+        """Returns the text that the template writes for a turn, after its generation prompt."""
+        tokenizer = self.loop.tokenizer
+        chat = [{"role": "user", "content": "?"}]
+        before = render_text(tokenizer, chat, None, add_generation_prompt=True)
+        whole = render_text(tokenizer, [*chat, turn], None)
+        return whole.partition(before)[2]
+
+    def _split_stop(self, ids):
+        """Returns (the ids before the last stop token, that stop token).
+
+        Ids after it, such as those of a newline, are dropped. Without a stop token, returns
+        ([], the EOS token)."""
+        for place in reversed(range(len(ids))):
+            if ids[place] in self.stops:
+                return ids[:place], ids[place]
+        return [], self.loop.tokenizer.eos_token_id
 
 
 @register("single_turn")
 class SingleTurnLoop(AgentLoopBase):
-    """One prompt, one answer."""
+    """Samples one answer to the prompt."""
 
     async def run(self, sampling_params, **row):
         trajectory = self.start(row)
@@ -1210,30 +1347,31 @@ class SingleTurnLoop(AgentLoopBase):
 
 @functools.cache
 def tool_parser(name: str, tokenizer):
-    """Returns the parser that `vllm serve --tool-call-parser` has under this name.
+    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
 
     Raises BadInput if there is none, if the tokenizer lacks the tokens of its format, or if
     it can't parse plain text."""
     from vllm.tool_parsers import ToolParserManager
 
+    flag = f"--tool_parser {name}"
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
         parser.extract_tool_calls("", _parser_request("[]"))
-        return parser
     except KeyError:
-        problem = f": choose from {', '.join(sorted(ToolParserManager.list_registered()))}"
+        names = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise BadInput(f"{flag}: choose from {names}") from None
     except NotImplementedError:  # it needs vLLM's own chat server
-        problem = " does not parse plain text: choose another"
+        raise BadInput(f"{flag} does not parse plain text: choose another") from None
     except (RuntimeError, ValueError) as error:  # the tokenizer lacks a token of its format
-        problem = f" does not fit the model: {error}"
-    raise BadInput(f"--tool_parser {name}{problem}")
+        raise BadInput(f"{flag} does not fit the model: {error}") from None
+    return parser
 
 
 @functools.cache
 def _parser_request(schemas):
-    """Returns the chat request in which some parsers look up the tools.
+    """Returns a chat request for `extract_tool_calls`, because some parsers read tools from it.
 
-    schemas: the tools' schemas as a JSON list, so that requests can be cached."""
+    schemas: the tools' schemas, as a JSON list so that requests can be cached."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(
@@ -1245,9 +1383,10 @@ def _parser_request(schemas):
 def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
     """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
 
-    arguments is a dict. error is None, or tells the model why the call can't be executed."""
-    # The model reads what is wrong with a call. vLLM would log it, with a traceback. This is
-    # set each time because a new vLLM engine resets it.
+    arguments is a dict. error is None, or tells the model why the call can't be executed. A
+    call that the parser does not recognise becomes one with the name "" and an error."""
+    # vLLM logs each malformed call with a traceback. Here the model reads the error instead.
+    # The level is set each time, because a new vLLM engine resets it.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     parser = tool_parser(parser_name, tokenizer)
     malformed = {
@@ -1257,27 +1396,30 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     }
     try:
         parsed = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
-    except Exception:  # some parsers don't catch all that a model can write
+    except Exception:  # some texts of a model make some parsers raise
         return text, [malformed]
     if not parsed.tools_called:
+        # A start token shows that the model tried to call a tool. Not all parsers have one.
         start = getattr(parser, "tool_call_start_token", None)
-        is_malformed = start and start in text
-        return text, [malformed] if is_malformed else []
+        if start and start in text:
+            return text, [malformed]
+        return text, []
     calls = []
-    for call in parsed.tool_calls:
+    for parsed_call in parsed.tool_calls:
+        function = parsed_call.function
         arguments = {}
         error = None
         try:
-            arguments = _parse_arguments(call.function.arguments)
+            arguments = _parse_arguments(function.arguments)
         except (ValueError, RecursionError) as problem:
             error = f"wrong arguments: {problem}"
-        calls.append({"name": clean(call.function.name), "arguments": arguments, "error": error})
+        calls.append({"name": clean(function.name), "arguments": arguments, "error": error})
     return parsed.content or "", calls
 
 
 def _parse_arguments(text):
     """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError."""
-    # `clean` would miss a surrogate in JSON's escaped form, so the text is unescaped first.
+    # `clean` would miss a surrogate that JSON escapes ("\ud83d"), so the text is unescaped first.
     unescaped = json.dumps(json.loads(text), ensure_ascii=False)
     arguments = json.loads(clean(unescaped))
     if not isinstance(arguments, dict):
@@ -1286,26 +1428,28 @@ def _parse_arguments(text):
 
 
 def _call_id(turn, number):
-    """Returns the id of a turn's call: nine characters, as Mistral's template requires.
+    """Returns the id of a tool call: nine characters, as Mistral's template requires.
 
-    It is the same in every run."""
+    turn: the number of the assistant's turn. number: that of the call within the turn. The
+    id depends on nothing else, so that it is the same in every run."""
     return f"{turn:06d}{number:03d}"
 
 
-def function_call(id: str, name: str, arguments: dict) -> dict:
+def function_call(call_id: str, name: str, arguments: dict) -> dict:
     """Returns a tool call for an assistant's message, in the form that chat templates read."""
     function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": id, "function": function}
+    return {"type": "function", "id": call_id, "function": function}
 
 
-def make_calls(message: dict, content: str, calls: list[dict], turn: int):
-    """Puts calls, as from `parse_tool_calls`, into an assistant's message.
+def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
+    """Sets content and tool_calls of an assistant's message, in place.
 
-    content: the text that remains. turn: the number of the assistant's turn, for the ids."""
+    content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
+    the ids of the calls."""
     message["content"] = content
     message["tool_calls"] = [
-        function_call(_call_id(turn, number), call["name"], call["arguments"])
-        for number, call in enumerate(calls)
+        function_call(_call_id(turn, number), tool_call["name"], tool_call["arguments"])
+        for number, tool_call in enumerate(calls)
     ]
 
 
@@ -1317,9 +1461,22 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> None                                 the end
 
-    A state is a method that gets the trajectory and returns the next state. A subclass adds
-    one by returning it from another: `return self.reflecting`. If a tool raises, passes its
-    deadline or is called wrongly, the model reads a message about it, and a metric counts it."""
+    The names of the states are verl's. A state is a method that gets the trajectory and
+    returns the next state. A subclass adds one by returning it from another:
+    `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
+    model reads a message about it, and a metric counts it."""
+
+    def __init__(self, engine, tokenizer, processor, task, args):
+        super().__init__(engine, tokenizer, processor, task, args)
+        # `run` sets these for its row.
+        self.sampling_params = {}
+        self.tools = {}  # by name
+        self.tools_kwargs = {}
+        self.schemas = []  # of the tools
+        self.interaction = None
+        self.interaction_kwargs = {}
+        self.user_answers = 0  # answers of the simulated user so far
+        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
@@ -1333,45 +1490,48 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
         self.user_answers = 0
-        self.created = {}  # by tool name, the asyncio task that runs its `create`
+        self.create_tasks = {}
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
-            for name, created in self.created.items():
-                if created.done() and not created.exception():
-                    reward = await self._end_tool(trajectory, name, "calc_reward")
+            for name, task in self.create_tasks.items():
+                succeeded = task.done() and not task.exception()
+                if succeeded:
+                    reward = await self._call_at_end(trajectory, name, "calc_reward")
                     trajectory.record("tool", name, reward, None)
         finally:
             await self.close(trajectory)
-        return trajectory.outputs() if trajectory.finished else trajectory.output()
+        if trajectory.finished:
+            return trajectory.outputs()
+        return trajectory.output()
 
     async def _run_states(self, trajectory):
-        """Goes from state to state until the end, or until --trajectory_timeout has passed."""
+        """Goes from state to state until the end, or until trajectory_timeout has passed."""
         state = self.pending
         try:
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 while state:
                     state = await state(trajectory)
         except TimeoutError:
-            if not budget.expired():  # a TimeoutError of a tool or an interaction: a failure
+            if not budget.expired():  # user code raised it, so the rollout fails
                 raise
             trajectory.stop_reason = "timeout"  # the tokens so far are kept and graded
 
     async def pending(self, trajectory):
-        """Lets the interaction speak first, if there is one and it wants to."""
+        """The first state: lets the interaction speak first, if it has an opening message."""
         text = None
         if self.interaction:
             text = await self._ask_interaction(
                 self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
         if text is not None:
-            text = words(text, f"the text of interaction {self.interaction.name!r}")
+            text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
             trajectory.messages.append({"role": "user", "content": text})
             engine_ids = render(
                 self.tokenizer, trajectory.messages, self.schemas, trajectory.trusted)
             prompt_ids = expand(engine_ids, trajectory.images, self.processor)
             trajectory.begin(prompt_ids, engine_ids)
         if self.tools:
-            trajectory.count("tool_calls", 0)
+            trajectory.count("tool_calls", 0)  # so that the metric exists
         return self.generating
 
     async def generating(self, trajectory):
@@ -1382,70 +1542,82 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
         if not trajectory.tool_calls:
             return self.interacting if self.interaction else None
-        if self._out_of_turns(trajectory):
+        if self._at_assistant_limit(trajectory):
+            trajectory.stop_reason = "max_turns"
             return None
         return self.processing_tools
 
-    def _out_of_turns(self, trajectory, user_answers=0):
-        """Returns whether a limit on turns is reached; if so, sets the stop reason."""
-        reached = (
-            0 < self.args.max_assistant_turns <= trajectory.assistant_turns
-            or 0 < self.args.max_user_turns <= user_answers)
-        if reached:
-            trajectory.stop_reason = "max_turns"
-        return reached
+    def _at_assistant_limit(self, trajectory):
+        """Returns whether max_assistant_turns is reached."""
+        limit = self.args.max_assistant_turns
+        return limit > 0 and trajectory.assistant_turns >= limit
+
+    def _at_user_limit(self):
+        """Returns whether max_user_turns is reached."""
+        limit = self.args.max_user_turns
+        return limit > 0 and self.user_answers >= limit
 
     def parse(self, trajectory, text):
-        """Returns the calls of a turn, malformed ones too (see `parse_tool_calls`).
+        """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
         Puts them into the trajectory's last message if at least one has a name."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
-        if any(call["name"] for call in calls):
-            make_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
+        if any(tool_call["name"] for tool_call in calls):
+            set_tool_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
         return calls
 
     async def processing_tools(self, trajectory):
-        """Executes the turn's tool calls concurrently; answers them in their order."""
+        """Executes the turn's tool calls concurrently, and appends the responses in order."""
         calls = trajectory.tool_calls
         limit = self.args.max_parallel_calls
-        for call in calls[limit:]:
-            call["error"] = f"only {limit} tool calls at a time are executed"
+        for tool_call in calls[limit:]:
+            tool_call["error"] = f"only {limit} tool calls at a time are executed"
         started = time.perf_counter()
         responses = await asyncio.gather(
-            *(self.call_tool(trajectory, call) for call in calls),
+            *(self.call_tool(trajectory, tool_call) for tool_call in calls),
             return_exceptions=True,
         )
         trajectory.count("tool_s", time.perf_counter() - started)
         trajectory.count("tool_calls", len(calls))
         messages = []
         images = []
-        for number, (call, response) in enumerate(zip(calls, responses)):
-            try:
-                if isinstance(response, Exception):
-                    raise response
-                trajectory.record("tool", call["name"], response.reward, response.metrics)
-                self._check_room_for_images(trajectory.images + images, response.images)
-            except Exception as error:  # the model reads it, and the rollout continues
-                response = self._error_response(trajectory, error)
+        for number, (tool_call, response) in enumerate(zip(calls, responses)):
+            name = tool_call["name"]
+            n_images = len(trajectory.images) + len(images)
+            response = self._record_response(trajectory, name, response, n_images)
             messages.append({
                 "role": "tool",
-                "name": call["name"],
+                "name": name,
                 "content": self._content(response),
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
         return self.answer(trajectory, messages, images)
 
-    def _check_room_for_images(self, images, new):
-        """Raises ValueError if `new` images would exceed --max_images."""
+    def _record_response(self, trajectory, name, response, n_images):
+        """Records the reward and metrics of a tool's response, and returns the response.
+
+        If it is an exception, or is invalid, returns a response with the error instead: the
+        model reads it, and the rollout continues. n_images: images in the rollout so far."""
+        if isinstance(response, Exception):
+            return self._error_response(trajectory, response)
+        try:
+            trajectory.record("tool", name, response.reward, response.metrics)
+            self._check_room_for_images(n_images, len(response.images))
+        except Exception as error:
+            return self._error_response(trajectory, error)
+        return response
+
+    def _check_room_for_images(self, n_images, n_new):
+        """Raises ValueError if more images would exceed max_images."""
         limit = self.args.max_images
-        if len(images) + len(new) > limit:
-            raise ValueError(
-                f"no room for {len(new)} more images: {len(images)} of {limit} are there")
+        if n_images + n_new > limit:
+            raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
 
     def _error_response(self, trajectory, error):
         """Counts an error, and returns a ToolResponse that tells the model about it."""
-        trajectory.count("tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors")
+        is_timeout = isinstance(error, CallTimeoutError)
+        trajectory.count("tool_timeouts" if is_timeout else "tool_errors")
         return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
@@ -1458,25 +1630,26 @@ class ToolAgentLoop(AgentLoopBase):
             content.insert(0, {"type": "text", "text": text})
         return content
 
-    async def call_tool(self, trajectory, call):
-        """Executes a call under its deadline; returns a ToolResponse with its images loaded.
+    async def call_tool(self, trajectory, tool_call):
+        """Executes a tool call, and returns a ToolResponse whose images are loaded.
 
-        Raises ValueError for a malformed call or an unknown tool, CallTimeoutError at the
-        deadline, and whatever the tool raises."""
-        name = call["name"]
-        if call["error"]:
-            raise ValueError(call["error"])
+        tool_call: as from `parse_tool_calls`. Raises ValueError if it is malformed or names
+        an unknown tool, CallTimeoutError after tool_timeout, and whatever the tool raises."""
+        name = tool_call["name"]
+        if tool_call["error"]:
+            raise ValueError(tool_call["error"])
         if name not in self.tools:
             raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
-        execution = self._execute(trajectory, name, call["arguments"])
+        execution = self._execute(trajectory, name, tool_call["arguments"])
         return await in_time(name, self.args.tool_timeout, execution)
 
     async def _execute(self, trajectory, name, arguments):
         """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
-        if name not in self.created:
+        if name not in self.create_tasks:
             create = self._tool_method(trajectory, name, "create")
-            self.created[name] = asyncio.ensure_future(_contained(create))
-        await asyncio.shield(self.created[name])  # parallel calls wait for the same one
+            self.create_tasks[name] = asyncio.ensure_future(_contained(create))
+        # Parallel calls wait for the same `create`, so the timeout of one must not cancel it.
+        await asyncio.shield(self.create_tasks[name])
         response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
         reward = metrics = None
         if isinstance(response, tuple):
@@ -1496,34 +1669,34 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _tool_method(self, trajectory, name, method, *arguments):
-        """Calls a method of a tool with the keyword arguments that the row has for it."""
+        """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
         kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
         function = getattr(self.tools[name], method)
         return await call(function, trajectory.request_id, *arguments, **kwargs)
 
-    async def _end_tool(self, trajectory, name, method):
-        """Calls `calc_reward` or `release` of a tool, under the deadline of a tool call."""
-        what = f"{method} of tool {name!r}"
+    async def _call_at_end(self, trajectory, name, method):
+        """Calls `calc_reward` or `release` of a tool, limited by tool_timeout."""
         coroutine = self._tool_method(trajectory, name, method)
-        return await in_time(what, self.args.tool_timeout, coroutine)
+        return await in_time(f"{method} of tool {name!r}", self.args.tool_timeout, coroutine)
 
     async def _ask_interaction(self, method, *args, **kwargs):
-        """Calls a method of the interaction, under the deadline of a tool call."""
+        """Calls a method of the interaction, limited by tool_timeout."""
         coroutine = call(method, *args, **kwargs)
         return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
 
     def _shorten(self, text):
-        """Cuts a text to max_tool_response_tokens tokens and "...", as verl does.
+        """Cuts a long text to max_tool_response_tokens tokens, with "..." for the rest.
 
-        tool_response_truncate_side "left" keeps its start, "right" its end, "middle" both."""
+        tool_response_truncate_side is the side that is kept, as in verl: "left" keeps the
+        start, "right" the end, and "middle" both."""
         limit = self.args.max_tool_response_tokens
         text = clean(text)
         if len(text.encode()) <= limit:  # a token has at least one byte
             return text
-        # Tokenising a huge text is slow, so only this many characters at either end are.
-        reach = 64 * limit
-        if len(text) > 2 * reach:
-            text = f"{text[:reach]}...{text[-reach:]}"
+        # Tokenising a huge text is slow, so its middle is cut out first.
+        n_kept = 64 * limit  # characters at either end
+        if len(text) > 2 * n_kept:
+            text = f"{text[:n_kept]}...{text[-n_kept:]}"
         ids = _tokenise(self.tokenizer, text)
         if len(ids) <= limit:
             return text
@@ -1535,42 +1708,45 @@ class ToolAgentLoop(AgentLoopBase):
         return f"{head}...{tail}"
 
     async def interacting(self, trajectory):
-        """Lets the simulated user answer, and reward, the assistant's turn."""
-        answer = await self._ask_interaction(
+        """Lets the simulated user answer and reward the assistant's turn."""
+        reply = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,
             copy.deepcopy(trajectory.messages),
             **self.interaction_kwargs,
         )
         name = self.interaction.name
-        if not isinstance(answer, Sequence) or len(answer) != 4 or answer[0] not in (True, False):
+        if not isinstance(reply, Sequence) or len(reply) != 4 or reply[0] not in (True, False):
             raise ValueError(
-                f"interaction {name!r} returned {answer!r:.80}: must be (done, text, "
+                f"interaction {name!r} returned {reply!r:.80}: must be (done, text, "
                 "reward, metrics), and done True or False")
-        done, text, reward, metrics = answer
+        done, text, reward, metrics = reply
         trajectory.record("interaction", name, reward, metrics)
         if done and text is None:
             text = ""
-        text = words(text, f"the text of interaction {name!r}")
-        if done or self._out_of_turns(trajectory, self.user_answers):
+        text = checked_text(text, f"the text of interaction {name!r}")
+        if not done and (self._at_assistant_limit(trajectory) or self._at_user_limit()):
+            trajectory.stop_reason = "max_turns"
+            done = True
+        if done:
             trajectory.extra["unread"] = text  # the report shows it
             return None
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": text}])
 
     def answer(self, trajectory, messages, images=()):
-        """Appends messages; returns the next state: `generating` if they and a reply fit."""
+        """Appends messages, and returns the next state: `generating` if they and a reply fit."""
         stops = self.stop_token_ids(self.sampling_params)
         fits = self.append(trajectory, messages, self.schemas, stops, images)
         return self.generating if fits else None
 
     async def close(self, trajectory):
-        """Releases what was created, also after a failure or a cancellation.
+        """Releases the tools and the interaction, even after a failure or a cancellation.
 
         Errors are counted, and not raised."""
-        for create in self.created.values():
-            create.cancel()  # it may have outlived its deadline
-        closers = [self._end_tool(trajectory, name, "release") for name in self.created]
+        for task in self.create_tasks.values():
+            task.cancel()  # it may have outlived its deadline
+        closers = [self._call_at_end(trajectory, name, "release") for name in self.create_tasks]
         if self.interaction:
             finalize = self.interaction.finalize
             closers.append(self._ask_interaction(finalize, trajectory.request_id))

@@ -40,7 +40,7 @@ from agent_loop import (
     row_kwargs,
     task_interaction,
     task_tools,
-    templated,
+    with_template_variables,
 )
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
@@ -164,7 +164,7 @@ def filter_overlong(
     rank does this for all ranks. Of more than MAX_ROWS_CHECKED_AT_START rows it looks only at
     the first thousand that will be drawn; the returned Rows then replace an overlong row by the
     next one that fits. Raises BadInput if no row is left."""
-    templates = templated(tokenizer, args.chat_template_args)
+    templates = with_template_variables(tokenizer, args.chat_template_args)
     limit = args.max_prompt_tokens
     n_rows = len(rows)
     is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START

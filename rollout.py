@@ -54,9 +54,9 @@ from agent_loop import (
     TokenOutput,
     agent_loop_class,
     call,
-    finite,
+    checked_number,
     in_time,
-    numbers,
+    numeric_entries,
     total_reward,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing, traceback_from
@@ -893,7 +893,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         # A range is indexed like a list: -1 is the last token, and an index too large raises.
         places = range(max(1, len(output.response_ids)))
         output.turn_rewards = [
-            (places[index], finite(value, "a turn's reward"))
+            (places[index], checked_number(value, "a turn's reward"))
             for index, value in output.turn_rewards
         ]
         output.metrics = _loggable(output.metrics)
@@ -905,16 +905,16 @@ def _checked(reward):
 
     Raises ValueError if it, or any number in the dict, is not finite."""
     if isinstance(reward, dict):
-        score = finite(reward.get("score"), 'the "score" of a reward dict')
+        score = checked_number(reward.get("score"), 'the "score" of a reward dict')
         return _loggable({**reward, "score": score})
-    return finite(reward, "a reward")
+    return checked_number(reward, "a reward")
 
 
 def _loggable(values: dict) -> dict:
     """Returns a copy of metrics. Raises if a name is no string, or a number is infinite."""
     json.dumps(values, default=str, sort_keys=True)
-    for name, number in numbers(values).items():
-        finite(number, name)
+    for name, number in numeric_entries(values).items():
+        checked_number(number, name)
     return {**values}
 
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent_loop import Interaction, in_thread, numbers
+from agent_loop import Interaction, in_thread, numeric_entries
 
 
 class IllegalAction(ValueError):
@@ -57,7 +57,7 @@ class EnvInteraction(Interaction):
             # The game continues; --max_assistant_turns bounds how often this may happen.
             return False, f"Illegal: {error}", self.illegal_reward, {"illegal": 1}
         observation, reward, done, info = result
-        return done, observation, reward, numbers(info)
+        return done, observation, reward, numeric_entries(info)
 
     async def finalize(self, request_id: str):
         """Closes the trajectory's environment, if it has one to close."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numbers, total_reward
+from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_reward
 from flatrl import notices
 from flatrl.bad_input import need, refusing
 from flatrl.files import read_json_lines, to_json_lines, write_whole
@@ -108,7 +108,7 @@ class Log:
 
     def _say_table_line(self, metrics):
         """Prints a step's line of the table, and the titles above every 20th."""
-        values = numbers(metrics)
+        values = numeric_entries(metrics)
         titles = "     step"
         line = f"{metrics['step']:>4}/{self.args.num_steps:<4}"
         for title, name, form in self.COLUMNS:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 import losses
-from agent_loop import AgentLoopOutput, numbers
+from agent_loop import AgentLoopOutput, numeric_entries
 
 Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
@@ -36,7 +36,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     rewards = units.rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
-    own_metrics = [numbers(output.metrics) for output in outputs]
+    own_metrics = [numeric_entries(output.metrics) for output in outputs]
     seconds = {"generate_s": Counter(), "tool_s": Counter()}  # of each rollout
     for output, metrics in zip(outputs, own_metrics):
         for name, of_rollout in seconds.items():
@@ -82,7 +82,7 @@ def reward_parts(outputs: Outputs) -> dict[str, float]:
     parts = defaultdict(list)
     for output in outputs:
         if isinstance(output.reward, dict):
-            for name, value in numbers(output.reward).items():
+            for name, value in numeric_entries(output.reward).items():
                 parts[name].append(value)
     parts.pop("score", None)
     return {f"reward_part/{name}": fmean(values) for name, values in sorted(parts.items())}

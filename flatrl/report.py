@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agent_loop import numbers
+from agent_loop import numeric_entries
 from flatrl.files import read_json_lines, to_json_lines, write_whole
 from flatrl.report_trajectories import TRAJECTORIES, draw, single
 
@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path):
 
 def read_run(folder: Path, tokenizer, max_trajectories: int = TRAJECTORIES) -> dict:
     """Returns a run's data for the page. tokenizer: None shows tokens as numbers."""
-    rows = [numbers(row) for row in read_json_lines(folder / "metrics.jsonl")]
+    rows = [numeric_entries(row) for row in read_json_lines(folder / "metrics.jsonl")]
     names = sorted(set().union(*rows))
     trajectories, total = draw(folder, tokenizer, max_trajectories)
     notes = []

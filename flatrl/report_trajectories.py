@@ -10,7 +10,7 @@ import itertools
 import json
 from pathlib import Path
 
-from agent_loop import numbers
+from agent_loop import numeric_entries
 from flatrl.files import read_json_lines
 
 TRAJECTORIES = 1000  # on a page, from all its runs
@@ -197,7 +197,7 @@ def show(line: dict, tokenizer, updates: dict) -> dict:
         "parts": reward if isinstance(reward, dict) else {},
         "stop": line["stop_reason"],
         "turns": line["num_turns"],
-        "metrics": numbers(line["metrics"]),
+        "metrics": numeric_entries(line["metrics"]),
         "extra": {key: extra[key] for key in extra if len(str(extra[key])) < MAX_EXTRA},
         "trained": update.get("trained"),
         "blocks": cut_into_blocks(line, tokenizer, update),

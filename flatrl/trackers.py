@@ -1,6 +1,6 @@
 """Logs a run to Weights & Biases."""
 
-from agent_loop import AgentLoopOutput, numbers, total_reward
+from agent_loop import AgentLoopOutput, numeric_entries, total_reward
 from flatrl.bad_input import refusing
 
 MAX_ROWS = 64  # outputs of a step in its table
@@ -19,7 +19,7 @@ class Tracker:
 
     def step(self, metrics: dict, outputs: list[AgentLoopOutput], tokenizer):
         """Logs a step's metrics and, if there are any, its trajectories."""
-        logged = numbers(metrics)
+        logged = numeric_entries(metrics)
         del logged["step"]
         rows = [_row(output, tokenizer) for output in outputs[:MAX_ROWS]]
         if rows:

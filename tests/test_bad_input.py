@@ -43,7 +43,6 @@ FLAGS = [
     ("rollout_correction", "x"),
     ("sampling_args", "5"),
     ("sampling_args", '{"temperature": 1}'),
-    ("sampling_args", '{"stop": 5}'),
     ("chat_template_args", '{"tools": false}'),
 ]
 

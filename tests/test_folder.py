@@ -166,29 +166,30 @@ def cut(file: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [
     lambda folder: (folder / "step.json").write_text(""),
-    lambda folder: (folder / "__0_0.distcp").write_bytes(bytes(5000)),
+    lambda folder: cut(folder / "__0_0.distcp"),
     lambda folder: (folder / "__0_0.distcp").unlink(),
 ])  # fmt: skip
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loads(
-    spoil, tmp_path, process_group
-):
+def test_a_checkpoint_that_is_not_whole_is_moved_aside(spoil, tmp_path, process_group, capsys):
     run = make_run(tmp_path, resume=True)
-    parts = ["policy", "policy_optimizer"]
     save(run, 2, 4)
     newest = tmp_path / "checkpoints/step_000004"
     spoil(newest)
+    found, state = checkpoints.prepare_folder(run.args)
+    assert found == tmp_path / "checkpoints/step_000002" and state["step"] == 2
+    assert f"{newest} is broken: " in capsys.readouterr().out and not newest.exists()
+    checkpoints.load_checkpoint(run, found, state["parts"])
 
-    def resume() -> dict:
-        found, state = checkpoints.prepare_folder(run.args)
-        checkpoints.load_checkpoint(run, found, parts)
-        return state
 
+def test_a_checkpoint_that_does_not_load_is_named(tmp_path, process_group):
+    run = make_run(tmp_path, resume=True)
+    save(run, 2, 4)
+    newest = tmp_path / "checkpoints/step_000004"
+    file = newest / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    found, state = checkpoints.prepare_folder(run.args)
     with pytest.raises(BadInput, match=f"--resume: {newest} .*ove it away to resume") as error:
-        resume()
+        checkpoints.load_checkpoint(run, found, state["parts"])
     assert "\n" not in str(error.value)
-    newest.rename(f"{newest}.1")
-    expected = {"step": 2, "kl_coef": 0.5, "parts": parts, "history": [], "next_prompt": 0}
-    assert resume() == expected
 
 
 def test_the_rest_of_a_killed_deletion_is_removed(tmp_path, process_group, monkeypatch):

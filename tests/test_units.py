@@ -163,7 +163,7 @@ def test_describe_by_hand():
         **{"response_length/clipped_ratio": 1 / 3, "rollout/trajectories": 2},
         **{"stop_reason/length": 1 / 3, "stop_reason/stop": 2 / 3},
         **{"num_turns/mean": 4 / 3, "num_turns/max": 4},
-        **{"timing/tool_s_min": 0, "timing/tool_s_mean": 0.5, "timing/tool_s_max": 1.5},
+        **{"timing/tool_s_min": 0, "timing/tool_s_mean": 0.75, "timing/tool_s_max": 1.5},
         **{f"timing/generate_s_{name}": 0 for name in ("min", "mean", "max")},
     }
 

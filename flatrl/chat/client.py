@@ -15,9 +15,9 @@ from agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
     function_call,
-    make_calls,
+    set_tool_calls,
     parse_tool_calls,
-    templated,
+    with_template_variables,
 )
 
 
@@ -155,7 +155,7 @@ class ChatClient:
         if only_one:
             calls = calls[:1]
         if calls:
-            make_calls(reply, content, calls, turn)
+            set_tool_calls(reply, content, calls, turn)
         return calls
 
     def _resume(self, messages, images, tools, template):
@@ -165,7 +165,7 @@ class ChatClient:
         if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
             self._give_up("max_turns")
         loop = copy.copy(self.loop)
-        loop.tokenizer = templated(loop.tokenizer, template)
+        loop.tokenizer = with_template_variables(loop.tokenizer, template)
         identities = [_identity(message) for message in messages]
 
         def is_extended(trajectory):

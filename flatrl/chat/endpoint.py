@@ -35,7 +35,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agent_loop import call, finite, in_thread
+from agent_loop import call, checked_number, in_thread
 from flatrl.chat import openai_api
 from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
@@ -157,7 +157,7 @@ class ChatEndpoint:
 
     async def take_reward(self, client: ChatClient, body: dict) -> Response:
         """Keeps the rollout's reward."""
-        client.reward = finite(body["reward"], "a reward")
+        client.reward = checked_number(body["reward"], "a reward")
         return JSONResponse({})
 
     async def reply(self, request: Request, make) -> Response:
