@@ -11,7 +11,17 @@ from types import SimpleNamespace
 import openai
 import pytest
 from conftest import make_run
-from test_agent_loop import ANSWER, END, PROMPT, SUM, call, encode, logprobs_of, tool_turn, user_turn
+from test_agent_loop import (
+    ANSWER,
+    END,
+    PROMPT,
+    SUM,
+    call,
+    encode,
+    logprobs_of,
+    tool_turn,
+    user_turn,
+)
 from test_chat import (  # noqa: F401
     CALCULATOR,
     FIRST_WITH_TOOLS,

@@ -9,6 +9,7 @@ import asyncio
 import copy
 
 import pytest
+from examples.chat_client import ChatAgentLoop
 from test_agent_loop import (
     ANSWER,
     ASKED,
@@ -32,7 +33,6 @@ from tokenizers import AddedToken
 from agent_loop import BadInput, render
 from data import filter_overlong
 from examples import calculator
-from examples.chat_client import ChatAgentLoop
 from train import Args, check_args, parse_args
 
 # Qwen3's: reasoning stays in what follows the last question of a user; an empty block where thinking is turned off.

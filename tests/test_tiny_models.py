@@ -16,7 +16,13 @@ from agent_loop import BadInput
 from data import load_rows
 from examples import calculator, tiny_models, warm_start
 from examples.environments import EnvInteraction
-from examples.tiny_models import build_from_demonstrations, common_pieces, make_tokenizer, play, told
+from examples.tiny_models import (
+    build_from_demonstrations,
+    common_pieces,
+    make_tokenizer,
+    play,
+    told,
+)
 from flatrl.models import model_source
 
 TASK = '''"""A task."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS
+from examples.chat_client import OutOfBudget
 from test_agent_loop import PROMPT, Notes, Script, call, encode, loop_of, task_of
 from test_chat import make  # noqa: F401  (a fixture)
 from test_chat import play as play_chat  # noqa: F401  (a fixture)
@@ -19,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from agent_loop import Interaction, render, turn_suffix
 from examples import calculator
-from examples.chat_client import OutOfBudget
 
 # template, special tokens, added tokens that are not special, end of a turn
 FORMS = {

@@ -15,8 +15,8 @@ from agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
     function_call,
-    set_tool_calls,
     parse_tool_calls,
+    set_tool_calls,
     with_template_variables,
 )
 
