@@ -8,7 +8,7 @@ gets to any framework:
     @register("my_agent")
     class MyAgent(EndpointLoop):
         async def agent(self, base_url, api_key, row):
-            client = self.openai(base_url, api_key)
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
@@ -31,7 +31,7 @@ import socket
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -40,7 +40,7 @@ from flatrl.chat import openai_api
 from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
 # What a malformed request raises, here or in a template.
-BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, RecursionError, TemplateError)
+BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, TemplateError)
 
 
 def _error(status: int, message: str, code: str) -> JSONResponse:
@@ -71,7 +71,6 @@ class ChatEndpoint:
                 Route("/{name}/v1/chat/completions", self.completions, methods=["POST"]),
                 Route("/{name}/v1/responses", self.responses, methods=["POST"]),
                 Route("/{name}/v1/reward", self.reward, methods=["POST"]),
-                Route("/{name}/v1/models", self.models),
             ]
         )
 
@@ -88,7 +87,6 @@ class ChatEndpoint:
     async def start(self) -> None:
         """Starts the server, and waits until it answers."""
         import uvicorn
-        from openai import AsyncOpenAI
 
         _bypass_proxies()
         # This import takes seconds, in which the event loop must go on.
@@ -96,13 +94,8 @@ class ChatEndpoint:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.openai = AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0)
         config = uvicorn.Config(
-            self.app,
-            log_level="error",
-            lifespan="off",
-            backlog=4096,
-            timeout_keep_alive=60,
+            self.app, log_level="error", lifespan="off", backlog=4096, timeout_keep_alive=60
         )
         self.server = uvicorn.Server(config)
         self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
@@ -128,11 +121,6 @@ class ChatEndpoint:
 
     async def reward(self, request: Request) -> Response:
         return await self.reply(request, self.take_reward)
-
-    async def models(self, request: Request) -> Response:
-        if self.client_of(request) is None:
-            return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     async def chat(self, client: ChatClient, body: dict) -> Response:
         """Answers a request for a chat completion."""
@@ -166,17 +154,7 @@ class ChatEndpoint:
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
         try:
-            task = asyncio.ensure_future(make(client, await request.json()))
-            # A client that has left, perhaps to ask again, needs no reply.
-            while not task.done():
-                await asyncio.wait({task}, timeout=0.5)
-                if not task.done() and await request.is_disconnected():
-                    task.cancel()
-            if task.cancelled():
-                raise ClientDisconnect
-            return task.result()
-        except ClientDisconnect:
-            return _error(499, "the client has left", "client_closed_request")
+            return await make(client, await request.json())
         except OutOfBudget as error:
             return _error(400, str(error), "context_length_exceeded")
         except BAD_REQUEST as error:
@@ -197,12 +175,6 @@ class EndpointLoop(ChatAgentLoop):
 
     async def agent(self, base_url: str, api_key: str, row: dict) -> float | None:
         raise TypeError(f"{type(self).__name__} has no agent method")
-
-    def openai(self, base_url: str, api_key: str):
-        """Returns an AsyncOpenAI client.
-
-        All clients of a run share one connection pool: making a pool takes longer than using it."""
-        return ENDPOINT.openai.with_options(base_url=base_url, api_key=api_key)
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         name, base_url, api_key = await ENDPOINT.add(client)

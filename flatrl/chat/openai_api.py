@@ -15,7 +15,7 @@ flatrl/chat/endpoint.py is the server. Besides its messages, a request may hold:
                        json_schema (or a tool call). The reply is NOT TRAINED: its logprobs are
                        those under vLLM's mask, which the trainer does not have. With
                        EndpointLoop.constrains = False it is sampled freely, and trained
-    max_tokens, max_completion_tokens, max_output_tokens, stop, logprobs, chat_template_kwargs
+    max_tokens, max_completion_tokens, max_output_tokens, stop, chat_template_kwargs
                        work as OpenAI's and vLLM's
     RUNS_OWN           is ignored, with one warning for each name: the run's values are used
     NO_MATTER          is ignored: it makes no difference here
@@ -42,7 +42,6 @@ CREATE = {
     "stop",
     "max_tokens",
     "max_completion_tokens",
-    "logprobs",
     "chat_template_kwargs",
 }
 RUNS_OWN = {
@@ -216,9 +215,7 @@ def chat_of(body: dict) -> dict:
             chat["response_format"]["json_schema"] = schema
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     include = set(body.get("include") or ())
-    include.discard("reasoning.encrypted_content")  # there is none
-    chat["logprobs"] = "message.output_text.logprobs" in include
-    chat["include"] = include - {"message.output_text.logprobs"}
+    chat["include"] = include - {"reasoning.encrypted_content"}  # there is none
     return chat
 
 
@@ -321,7 +318,7 @@ def _items(choice, number):
             "type": "output_text",
             "text": message.content,
             "annotations": [],
-            "logprobs": choice.logprobs.model_dump()["content"] if choice.logprobs else [],
+            "logprobs": [],
         }
         item = {
             "type": "message",
