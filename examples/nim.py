@@ -16,7 +16,7 @@ move that breaks the rules loses.
 
 In an evaluation the policy moves first, against a perfect player, from numbers where a win is
 possible. One mistake loses the game. The built-in model has seen a poor teacher, who mostly takes
-one stick. docs/units.md shows what it learns. A number is a letter, because that is one token."""
+one stick. docs/units.md#self-play shows what it learns. A number is a letter, because that is one token."""
 
 import random
 from pathlib import Path

