@@ -1,12 +1,12 @@
 """Tiny models for examples, tests and new tasks: made in seconds, and taught by demonstrations.
 
-    build_from_demonstrations(path, task, rows)     what a task's build_model calls: rows as
-                                                    --algo sft takes them (docs/tutorial.md#a-model-for-a-new-task)
-    build_warm_model(path, chats)                   the same from whole chats
+    build_from_demonstrations(path, task, rows)     from rows as --algo sft takes them
+    build_warm_model(path, chats)                   from whole chats
     init_model(path)                                a random model
 
-All random numbers come from the global generators, which train.py has seeded. train.py caches the
-models; an edit of this file builds them anew."""
+A task's build_model calls one of them: see docs/tutorial.md#a-model-for-a-new-task. All random
+numbers come from the global generators, which train.py has seeded. train.py caches the models; an
+edit of this file, or of the task's, builds them anew."""
 
 import asyncio
 import sys
