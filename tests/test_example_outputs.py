@@ -1,23 +1,18 @@
-"""examples/tree.py, nim.py, subagents.py, compaction.py and maze.py: rollouts of several outputs, units and states.
+"""examples/tree.py, nim.py, subagents.py, compaction.py and maze.py: outputs, units and states.
 
 Each is played by a scripted engine, and its outputs go through the estimators.
 """
 
 import asyncio
-import itertools
 import random
-from operator import itemgetter
-from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import REPO, rewards_of_tokens
+from conftest import REPO
 from test_agent_loop import END, Script
 
 import data
 from agent_loop import agent_loop_class
-from examples import tiny_models
-from losses import gigpo_advantages, grpo_advantages
+from losses import grpo_advantages
 from rollout import set_rewards
 from train import Args
 
@@ -54,8 +49,7 @@ def users(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tree.py
+# ---------------------------------------------------------------- tree.py
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37+48"}}\n</tool_call>'
 RIGHT, WRONG = "<answer>85</answer>", "<answer>37</answer>"
@@ -76,19 +70,12 @@ def test_branches_after_the_first_call(tokenizer):
         assert (leaf.unit, leaf.group, leaf.reward) == (f"leaf {i}", "3/turn 1", float(i == 0))
         assert leaf.prompt_ids == prefix  # whole, and the leaf's own tokens alone are trained in it
         assert tokenizer.decode(leaf.response_ids) == text + END and set(leaf.response_mask) == {1}
-        assert [message["role"] for message in leaf.messages] == [
-            "user",
-            "assistant",
-            "tool",
-            "assistant",
-        ]
-    assert trunk.metrics["tool_calls"] == 1 and not any(
-        "tool_calls" in leaf.metrics for leaf in leaves
-    )
+        assert "tool_calls" not in leaf.metrics
+    assert trunk.metrics["tool_calls"] == 1
 
 
 def test_siblings_are_compared_and_trunks(tokenizer):
-    """Three rollouts of a prompt: of the first half the leaves are right, of the second all, the third has none."""
+    """Three rollouts: half of the first one's leaves are right, all of the second's."""
     outputs = play(tree, tokenizer, QUESTION, CALL, RIGHT, RIGHT, WRONG, WRONG)
     outputs += play(tree, tokenizer, QUESTION, CALL, *[RIGHT] * 4, sample=1)
     outputs += play(tree, tokenizer, QUESTION, WRONG, sample=2)
@@ -102,8 +89,7 @@ def test_an_evaluation_has_no_branches(tokenizer):
     assert (output.unit, output.group, output.reward, len(output.messages)) == ("", "", 1.0, 4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# nim.py
+# ---------------------------------------------------------------- nim.py
 
 
 def nim_row(sticks: int) -> dict:
@@ -125,19 +111,16 @@ def nim_row(sticks: int) -> dict:
 def test_a_game(tokenizer, sticks, moves, validate, rewards):
     outputs = play(nim, tokenizer, nim_row(sticks), *moves, validate=validate)
     assert [(output.unit, output.reward) for output in outputs] == rewards
-    assert [tokenizer.decode(output.response_ids) for output in outputs] == [
-        move + END for move in moves
-    ]
+    said = [tokenizer.decode(output.response_ids) for output in outputs]
+    assert said == [move + END for move in moves]
 
 
 def test_each_side_is_compared_with_its_own_kind(tokenizer):
     """Three games from one number, of which the first side wins two."""
     games = ["113", "131", "32"]
-    outputs = [
-        output
-        for i, moves in enumerate(games)
-        for output in play(nim, tokenizer, nim_row(5), *moves, sample=i)
-    ]
+    outputs = []
+    for i, moves in enumerate(games):
+        outputs += play(nim, tokenizer, nim_row(5), *moves, sample=i)
     assert advantages_of(outputs) == pytest.approx([1 / 3, -1 / 3, 1 / 3, -1 / 3, -2 / 3, 2 / 3])
 
 
@@ -151,8 +134,7 @@ def test_the_perfect_player_loses_only_where_nobody_can_win():
     assert all(won[row["extra_info"]["sticks"]] for row in nim.load("val"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# subagents.py
+# ---------------------------------------------------------------- subagents.py
 
 PAIR = {
     "prompt": [
@@ -168,9 +150,7 @@ BOTH, SECOND = "<answer>85 13</answer>", "<answer>13</answer>"
 def test_sub_agents_have_prompts_of_their_own(tokenizer):
     *subs, main = play(subagents, tokenizer, PAIR, "37+48 20-7", CALL, SECOND, RIGHT, BOTH)
     assert [(sub.unit, sub.reward) for sub in subs] == [("sub 37+48", 1.0), ("sub 20-7", 1.0)]
-    assert (main.unit, main.reward) == ("main", 1.0) and not any(
-        output.group for output in (*subs, main)
-    )
+    assert (main.unit, main.group, main.reward) == ("main", "", 1.0)
     for sub, question in zip(subs, ("37+48", "20-7")):
         prompt = tokenizer.decode(sub.prompt_ids)
         assert f"user\nWhat is {question}?<|im_end|>" in prompt and "\nTools: calculator<" in prompt
@@ -183,9 +163,8 @@ def test_sub_agents_have_prompts_of_their_own(tokenizer):
 def test_those_who_were_asked_the_same_are_compared(tokenizer):
     """Three rollouts: one is right, one has a wrong sub-agent, one asks nobody."""
     outputs = play(subagents, tokenizer, PAIR, "37+48 20-7", RIGHT, SECOND, BOTH)
-    outputs += play(
-        subagents, tokenizer, PAIR, "20-7 37+48", SECOND, WRONG, "<answer>13 37</answer>", sample=1
-    )
+    lines = ["20-7 37+48", SECOND, WRONG, "<answer>13 37</answer>"]
+    outputs += play(subagents, tokenizer, PAIR, *lines, sample=1)
     outputs += play(subagents, tokenizer, PAIR, "<answer>37 20</answer>", sample=2)
     found = {}
     for output, advantage in zip(outputs, advantages_of(outputs), strict=True):
@@ -209,8 +188,7 @@ def test_a_turn_that_asks_nothing_ends_the_rollout(tokenizer, said):
     assert main.reward == 0.0 and len(main.messages) == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# compaction.py
+# ---------------------------------------------------------------- compaction.py
 
 
 def log_row(log: str, letter: str, agent: str = "compaction") -> dict:
@@ -232,21 +210,6 @@ def asked(output, tokenizer) -> str:
     return text.removeprefix(start).removesuffix(end)
 
 
-def test_the_truth_is_the_last_reading():
-    assert compaction.last_reading("a3b5a7c1", "a") == "7"
-    assert compaction.last_reading("a3b5a7c1", "d") == ""
-    for row in data.load_rows(compaction, "val"):
-        log = row["prompt"][0]["content"] + row["extra_info"]["rest"]
-        *readings, (mark, letter) = [log[i : i + 2] for i in range(0, 514, 2)]
-        assert mark == "?" and all(
-            sum(reading[0] == name for reading in readings) == 2 for name in "abcd"
-        )
-        assert (
-            row["reward_model"]["ground_truth"]
-            == [reading for reading in readings if reading[0] == letter][-1]
-        )
-
-
 @pytest.mark.parametrize("answer, reward", [("a1", 1.0), ("a9", 0.0), ("", 0.0)])
 def test_a_log_is_read_window_by_window_by_notes(tokenizer, answer, reward):
     log = "a1" + "x0" * 80 + "b2"
@@ -258,16 +221,11 @@ def test_a_log_is_read_window_by_window_by_notes(tokenizer, answer, reward):
     assert all(text.startswith(note) for text, note in zip(texts, notes))
     assert "".join(parts) == log + "?a" and all(len(part) % 2 == 0 for part in parts)
     lengths = [len(output.prompt_ids) for output in outputs]
-    assert (
-        all(51 <= length <= 52 for length in lengths[:-1]) and lengths[-1] <= 52
-    )  # an odd place is left free
+    assert {*lengths[:-1]} <= {51, 52}  # an odd place is left free
     assert [set(output.response_mask) for output in outputs] == [{1}] * 4
     assert [(output.unit, output.reward) for output in outputs] == [("", reward)] * 4
     (masked,) = play(compaction, tokenizer, log_row(log, "a", "compaction_masked"), *said, **WINDOW)
-    assert (masked.prompt_ids, masked.response_ids) == (
-        outputs[-1].prompt_ids,
-        outputs[-1].response_ids,
-    )
+    assert masked.response_ids == outputs[-1].response_ids
     assert masked.reward == reward
 
 
@@ -280,8 +238,7 @@ def test_notes_control_nothing_and_may_be_cut_off(tokenizer):
     assert second.prompt_ids.count(tokenizer.eos_token_id) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# maze.py
+# ---------------------------------------------------------------- maze.py
 
 # # # G # #    maze 4, whose shortest way is "nwnneen"
 # . . . . #
@@ -322,44 +279,3 @@ def test_walls_words_that_are_no_step_and_the_end(tokenizer):
     env = maze.Maze()
     env.reset(4)
     assert [env.step("s")[1:3] for _ in range(10)] == [(0.0, False)] * 9 + [(0.0, True)]
-
-
-def test_a_step_back_is_blamed_in_a_rollout_that_is_praised(tokenizer):
-    """It met the second place twice, and went back the first time: gigpo compares the two steps."""
-    found, lost = walk(tokenizer, "nsnwnneen"), walk(tokenizer, "s" * 10, sample=1)
-    batch = data.collate([found, lost])
-    states = data.turn_states([found, lost], [9, 10])
-    assert states[1] == states[3] and states[0] == states[2] == states[9] == states[-1]
-    advantages = gigpo_advantages(
-        rewards_of_tokens([found, lost]), batch["response_mask"], states, 0.9
-    )
-    starts = [
-        i
-        for i, (before, mask) in enumerate(itertools.pairwise([0, *found.response_mask]))
-        if mask > before
-    ]
-    of_turns = advantages[0, torch.tensor(starts)].tolist()
-    assert of_turns[1] == pytest.approx(-(2**-0.5), abs=1e-4) and of_turns[3] == pytest.approx(
-        2**-0.5, abs=1e-4
-    )
-    assert (
-        of_turns[2] > of_turns[0] > 0 > advantages[1, 0] and of_turns[4:] == [0] * 5
-    )  # nobody else was there
-
-
-def test_the_built_in_model_sees_an_observation_as_three_tokens(monkeypatch):
-    given = {}
-    random.seed(0)
-    keep = lambda path, task, rows, **more: given.update(more, rows=rows)
-    monkeypatch.setattr(maze, "build_from_demonstrations", keep)
-    maze.build_model("a folder")
-    tokenizer = tiny_models.make_tokenizer([maze.SYSTEM_PROMPT, *given["pieces"]])
-    source = SimpleNamespace(
-        load=lambda split: given["rows"][:50], SYSTEM_PROMPT=maze.SYSTEM_PROMPT
-    )
-    for row in data.load_rows(source, "train"):
-        steps = list(map(itemgetter("content"), row["demonstration"]))
-        ((ids, mask),) = asyncio.run(tiny_models.play(row, maze, tokenizer))
-        said = tokenizer.decode([token for token, sampled in zip(ids, mask) if sampled])
-        assert said == "".join(f"{step}{END}" for step in steps)
-        assert len(ids) == 4 + 12 * len(steps)

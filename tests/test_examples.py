@@ -1,4 +1,4 @@
-"""Every example on the real engine: what was sampled and given stands in the outputs exactly as the engine saw it."""
+"""Every example on the real engine: its outputs hold exactly the tokens that the engine saw."""
 
 import collections
 import dataclasses

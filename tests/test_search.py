@@ -24,14 +24,13 @@ def best(query: str) -> str:
 @pytest.mark.parametrize("query, fact", [
     ("Where was Ossa Trin born?", "Ossa Trin was born in Brindo."),
     ("the Ombry flows into which sea", "The river Ombry flows into the Pale Sea."),
-    ("Who wrote The Clockmaker's Debt?", "The author of the book The Clockmaker's Debt is Maro Velk."),
 ])  # fmt: skip
 def test_the_fact_that_matches_best_comes_first(query, fact):
     assert best(query) == fact
 
 
 def test_every_hop_can_be_found():
-    """A question's chain is walked by searching alone: the bundled facts are enough, and BM25 finds each."""
+    """The bundled facts are enough to walk a question's chain, and BM25 finds each."""
     words = {
         "founder": "founder of",
         "author": "author of",
@@ -83,7 +82,8 @@ def test_the_reward_is_exact_match(said, value):
 
 
 def tool_call(query: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'search', 'arguments': {'query': query}})}\n</tool_call>"
+    body = json.dumps({"name": "search", "arguments": {"query": query}})
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def test_the_agent_loop_walks_two_hops(tokenizer):

@@ -10,14 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from agent_loop import BadInput
 from data import load_rows
-from examples import calculator, tiny_models, warm_start
+from examples import calculator, warm_start
 from examples.environments import EnvInteraction
 from examples.tiny_models import (
     build_from_demonstrations,
     common_pieces,
     make_tokenizer,
     play,
-    told,
 )
 
 
@@ -55,8 +54,9 @@ def test_the_rows_loop_plays_a_demonstration():
     ((ids, mask),) = asyncio.run(play(checked(calculator, row), calculator, tokenizer))
     said = [token for token, mine in zip(ids, mask, strict=True) if mine]
     expression, answer = calculator.expression_of(row), row["reward_model"]["ground_truth"]
-    call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
-    assert tokenizer.decode(said) == f"{call}<|im_end|><answer>{answer}</answer><|im_end|>"
+    said = tokenizer.decode(said)
+    assert said.startswith("<tool_call>") and f'"{expression}"' in said
+    assert said.endswith(f"</tool_call><|im_end|><answer>{answer}</answer><|im_end|>")
     assert f"<tool_response>\n{answer}\n</tool_response>" in tokenizer.decode(
         ids
     )  # the tool was run
@@ -69,9 +69,9 @@ def test_the_rows_loop_plays_a_demonstration():
 
 
 @pytest.mark.parametrize("row, said", [
-    (count_row("8", "9", "10"), "row 0: its agent loop ends with 1 turns of its demonstration left"),
+    (count_row("8", "9", "10"), "row 0: its agent loop ends with 1 turns"),
     (count_row("8<|im_end|>9"), "demonstration of row 0 can't be played: the policy could not say"),
-    (count_row("8") | {"demonstration": None}, "row 0: its agent loop ends with 0 turns .* or it has none"),
+    (count_row("8") | {"demonstration": None}, "row 0: .* with 0 turns .* or it has none"),
     (count_row("8" * 2000), "demonstration of row 0 can't be played: .* with room for"),
 ])  # fmt: skip
 def test_what_can_not_be_played_names_its_row(row, said, tmp_path):
@@ -80,7 +80,6 @@ def test_what_can_not_be_played_names_its_row(row, said, tmp_path):
 
 
 def test_a_model_learns_its_demonstrations(tmp_path, capsys):
-    """It is asked for the number, which the prompt has, and says it; half of the time it was shown another word."""
     random.seed(0)
     set_seed(0)
     rows = [
@@ -101,14 +100,3 @@ def test_a_model_learns_its_demonstrations(tmp_path, capsys):
     with torch.no_grad():
         best = model(**batch).logits[:, -1].argmax(-1)
     assert tokenizer.batch_decode(best[:, None]) == ["even", "odd"] * 5
-
-
-def test_progress_is_said_where_there_is_no_terminal(capsys, monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr(tiny_models, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert list(told(range(4), "counting", seconds=2)) == [0, 1, 2, 3]
-    assert (
-        capsys.readouterr().out
-        == "counting: 2 of 4, about 2 s left\ncounting: 4 of 4, about 0 s left\n"
-        "counting: done in 5 s\n"
-    )

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its task file and its commands as they stand there, with fewer rows and steps."""
+"""docs/tutorial.md: its task file and its commands, with fewer rows and steps."""
 
 import json
 import re
@@ -18,7 +18,7 @@ FEWER = ["--num_steps", "1", "--prompts_per_step", "2", "--group_size", "2", "--
 
 
 def test_every_command_of_the_tutorial_runs(tmp_path, cache, tiny_model, monkeypatch):
-    """The packages are there, and the default task's model is the suite's: both have tests of their own."""
+    """The packages are there already, and the default task's model is the suite's."""
     few = TASK.replace("3200", "64").replace(
         'episodes("lift", split)', 'episodes("lift", split)[:4]'
     )
