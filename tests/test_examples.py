@@ -20,7 +20,6 @@ EXAMPLES = {
     "gsm8k": None,
     "gsm8k_user": None,
     "retool": None,
-    "search": None,
     "mcp_tools": None,
     "llm_judge": None,
     "langgraph_math": "langgraph",
