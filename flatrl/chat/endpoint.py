@@ -23,11 +23,13 @@ The server binds to 127.0.0.1 at a free port, and answers only requests with the
 examples/langgraph_math.py."""
 
 import asyncio
+import functools
 import hmac
 import importlib
 import os
 import secrets
 import socket
+from collections.abc import Callable
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
@@ -66,13 +68,16 @@ class ChatEndpoint:
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
         self.url: str | None = None
         self.started: asyncio.Future | None = None
-        self.app = Starlette(
-            routes=[
-                Route("/{name}/v1/chat/completions", self.completions, methods=["POST"]),
-                Route("/{name}/v1/responses", self.responses, methods=["POST"]),
-                Route("/{name}/v1/reward", self.reward, methods=["POST"]),
-            ]
-        )
+        paths = {
+            "chat/completions": self.chat,
+            "responses": self.respond,
+            "reward": self.take_reward,
+        }
+        routes = []
+        for path, make in paths.items():
+            handler = functools.partial(self.reply, make)
+            routes.append(Route(f"/{{name}}/v1/{path}", handler, methods=["POST"]))
+        self.app = Starlette(routes=routes)
 
     async def add(self, client: ChatClient) -> tuple[str, str, str]:
         """Returns the name, base_url and api_key of a new rollout."""
@@ -113,15 +118,6 @@ class ChatEndpoint:
             return client
         return None
 
-    async def completions(self, request: Request) -> Response:
-        return await self.reply(request, self.chat)
-
-    async def responses(self, request: Request) -> Response:
-        return await self.reply(request, self.respond)
-
-    async def reward(self, request: Request) -> Response:
-        return await self.reply(request, self.take_reward)
-
     async def chat(self, client: ChatClient, body: dict) -> Response:
         """Answers a request for a chat completion."""
         stream = body.pop("stream", False)
@@ -137,7 +133,7 @@ class ChatEndpoint:
         """Answers a request of the Responses API."""
         stream = body.pop("stream", False)
         completion = await openai_api.complete(client, openai_api.chat_of(body))
-        response = openai_api.response_of(completion, body)
+        response = openai_api.response_of(completion)
         if not stream:
             return JSONResponse(response)
         events = openai_api.server_sent(openai_api.events(response), named=True)
@@ -148,8 +144,8 @@ class ChatEndpoint:
         client.reward = finite(body["reward"], "a reward")
         return JSONResponse({})
 
-    async def reply(self, request: Request, make) -> Response:
-        """Returns the response that `await make(client, body)` makes, or its error."""
+    async def reply(self, make: Callable, request: Request) -> Response:
+        """Returns the response that `await make(client, body)` returns, or its error."""
         client = self.client_of(request)
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")

@@ -245,28 +245,18 @@ def _function(item, *keys):
     return {"type": "function", "function": function}
 
 
-CHAT_PARTS = {
-    "input_text": "text",
-    "output_text": "text",
-    "input_image": "image_url",
-}
+CHAT_PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
 
 
 def _chat_content(content):
     """Returns the content of a Responses message as that of a chat message."""
     if content is None or isinstance(content, str):
         return content
-    parts = []
-    for part in content:
-        kind = CHAT_PARTS.get(part["type"], part["type"])
-        chat_part = {"type": kind}
-        if kind in part:
-            chat_part[kind] = part[kind]
-        parts.append(chat_part)
-    return parts
+    kinds = [CHAT_PARTS.get(part["type"], part["type"]) for part in content]
+    return [{"type": kind, kind: part.get(kind)} for kind, part in zip(kinds, content)]
 
 
-def response_of(completion, body: dict) -> dict:
+def response_of(completion) -> dict:
     """Returns the response to a Responses request.
 
     Its items are the reply's reasoning, its text and its tool calls."""
@@ -283,13 +273,7 @@ def response_of(completion, body: dict) -> dict:
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _items(choice, number),
-        "tools": body.get("tools") or [],
-        "metadata": body.get("metadata") or {},
-        "instructions": body.get("instructions"),
-        "tool_choice": body.get("tool_choice") or "auto",
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "temperature": None,
-        "top_p": None,
+        "metadata": {},
         "usage": {
             "input_tokens": usage.prompt_tokens,
             "output_tokens": usage.completion_tokens,
