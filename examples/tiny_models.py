@@ -123,7 +123,10 @@ def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def init_model(
-    path: str | Path, tie_word_embeddings: bool = True, pieces: Sequence[str] = (), **config_overrides
+    path: str | Path,
+    tie_word_embeddings: bool = True,
+    pieces: Sequence[str] = (),
+    **config_overrides,
 ) -> tuple:
     """Writes a random Qwen2 (0.48M parameters) and its tokenizer to the folder `path`.
 
