@@ -1,7 +1,6 @@
 """A curriculum: a sampler chooses the next row, here one whose groups disagree.
 
     accelerate launch train.py --task examples/curriculum.py
-    python bench/curriculum.py                              # against the shuffle, three seeds
 
 The questions are the calculator's, but fifteen in sixteen of the 512 training rows have no right
 answer, like some rows of real data. They are never rewarded, so they teach nothing. The sampler
@@ -10,7 +9,7 @@ finds out by trying which rows these are."""
 import random
 
 from examples import calculator
-from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model, reward  # noqa: F401  (train.py reads them here)
+from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model, reward  # noqa: F401
 
 
 def load(split: str) -> list[dict]:

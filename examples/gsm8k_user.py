@@ -14,9 +14,9 @@ reward_model.ground_truth and extra_info.interaction_kwargs {"name", "query", "g
 
 The user pays all reward, turn by turn: 1 for an answer that is right at once, 1/2 at the second
 try, 1/3 at the third, and 0 for a wrong one (a penalty would make it pay to run out of tokens
-instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward; the
-group estimators (grpo, rloo, ...) sum over the trajectory. Dynamic sampling (--algo dapo) looks at
-the task's own reward, which is always 0 here: it would keep nothing."""
+instead of answering). `--algo ppo` and `reinforce_pp` credit the turn that earned the reward. The
+group estimators (grpo, rloo, ...) sum over the trajectory, and so does dynamic sampling
+(--algo dapo), because the task's own reward is always 0 here."""
 
 from agent_loop import Interaction
 from examples import gsm8k

@@ -13,7 +13,8 @@
 A rollout earns 1 if it reaches the goal within ten steps, whichever of them were good. The same
 places come back, in a rollout that walks to and fro and in other rollouts of the same maze. `gigpo`
 compares the steps that were taken in one place. For that, `reward` notes the state of each turn.
-The built-in model has seen a poor walker, who mostly takes the first open way (docs/credit.md)."""
+The built-in model has seen a poor walker, who mostly takes the first open way. For what it learns
+see docs/algorithms.md#a-maze."""
 
 import itertools
 import random

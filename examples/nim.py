@@ -16,7 +16,8 @@ move that breaks the rules loses.
 
 In an evaluation the policy moves first, against a perfect player, from numbers where a win is
 possible. One mistake loses the game. The built-in model has seen a poor teacher, who mostly takes
-one stick. docs/units.md shows what it learns. A number is a letter, because that is one token."""
+one stick. A number is a letter, because that is one token. For what the model learns see
+docs/units.md#self-play."""
 
 import random
 from pathlib import Path

@@ -15,7 +15,7 @@ general the right answer to a part is unknown. But a sub-agent is compared only 
 asked the same in the prompt's other rollouts, and main agents with main agents.
 
 The main agent of the built-in model asks in about half of its rollouts and guesses in the others.
-So do sub-agents with the calculator. docs/units.md shows what they learn."""
+So do sub-agents with the calculator. docs/units.md#sub-agents shows what they learn."""
 
 import asyncio
 import itertools

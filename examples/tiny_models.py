@@ -1,12 +1,12 @@
 """Tiny models for examples, tests and new tasks: made in seconds, and taught by demonstrations.
 
-    build_from_demonstrations(path, task, rows)     what a task's build_model calls: rows as
-                                                    --algo sft takes them (docs/tiny_models.md)
-    build_warm_model(path, chats)                   the same from whole chats
+    build_from_demonstrations(path, task, rows)     from rows as --algo sft takes them
+    build_warm_model(path, chats)                   from whole chats
     init_model(path)                                a random model
 
-All random numbers come from the global generators, which train.py has seeded. train.py caches the
-models; an edit of this file builds them anew."""
+A task's build_model calls one of them: see docs/tutorial.md#a-model-for-a-new-task. All random
+numbers come from the global generators, which train.py has seeded. train.py caches the models; an
+edit of this file, or of the task's, builds them anew."""
 
 import asyncio
 import sys
@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
@@ -105,16 +107,11 @@ def make_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    backend.add_special_tokens(special)
     # Pieces are not special, so that decoding keeps them for the tool parser and the reward.
-    backend.add_tokens(
-        [
-            AddedToken(piece, special=False, normalized=False)
-            for piece in dict.fromkeys([*PIECES, *pieces])
-        ]
-    )
+    pieces = dict.fromkeys([*PIECES, *pieces])
+    backend.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -161,12 +158,7 @@ def init_model(
 
 
 def warm_up(
-    model,
-    tokenizer,
-    chats: list[list[dict]],
-    tools: Sequence = (),
-    batch_size: int = 16,
-    lr: float = 3e-3,
+    model, tokenizer, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16
 ):
     """Trains the model on the assistant's tokens in the chats; each is seen once, in order.
 
@@ -182,23 +174,12 @@ def warm_up(
         padding_side="right",
     )
     lengths = batch["attention_mask"].sum(1)
-    imitate(
-        model,
-        batch["input_ids"],
-        lengths,
-        torch.as_tensor(batch["assistant_masks"]),
-        batch_size,
-        lr,
-    )
+    mask = torch.as_tensor(batch["assistant_masks"])
+    imitate(model, batch["input_ids"], lengths, mask, batch_size)
 
 
 def imitate(
-    model,
-    input_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    mask: torch.Tensor,
-    batch_size: int,
-    lr: float,
+    model, input_ids: Tensor, lengths: Tensor, mask: Tensor, batch_size: int, lr: float = 3e-3
 ):
     """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
 
@@ -276,19 +257,13 @@ def build_from_demonstrations(
     always do. agent: as --agent.
 
     Raises BadInput for a row that has no demonstration, or one that can't be played."""
-    source = SimpleNamespace(
-        load=lambda split: rows, SYSTEM_PROMPT=getattr(task, "SYSTEM_PROMPT", None)
-    )
-    rows = load_rows(source, "train")
+    system = getattr(task, "SYSTEM_PROMPT", None)
+    rows = load_rows(SimpleNamespace(load=lambda split: rows, SYSTEM_PROMPT=system), "train")
     model, tokenizer = init_model(path, pieces=[*common_pieces(task), *pieces])
     sequences = asyncio.run(play_all(rows, task, tokenizer, agent))
     lengths = torch.tensor([len(ids) for ids, _ in sequences])
-    ids, mask = (
-        torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(sequence[i]) for sequence in sequences], batch_first=True
-        )
-        for i in (0, 1)
-    )
+    ids = pad_sequence([torch.tensor(ids) for ids, _ in sequences], batch_first=True)
+    mask = pad_sequence([torch.tensor(mask) for _, mask in sequences], batch_first=True)
     imitate(model, ids, lengths, mask, batch_size, lr)
     model.eval().save_pretrained(path)
 
@@ -305,7 +280,7 @@ def common_pieces(task) -> list[str]:
 
 
 async def play_all(rows: list[dict], task, tokenizer, agent: str | None) -> list[tuple]:
-    """Returns the results of `play` for all rows, in order."""
+    """Returns the sequences that `play` returns, of all rows in order."""
     sequences = []
     for row in told(rows, "playing the demonstrations"):
         sequences += await play(row, task, tokenizer, agent)
@@ -317,9 +292,7 @@ async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tup
 
     Raises BadInput if the loop makes no output, or does not use the whole demonstration."""
     window = tokenizer.model_max_length
-    args = LoopArgs(
-        agent=agent, max_response_tokens=window, max_model_len=window, max_assistant_turns=0
-    )
+    args = LoopArgs(agent, window, window, max_assistant_turns=0)
     turns = list(row.get("demonstration") or ())
     loop = agent_loop_class(row, task, args)(None, tokenizer, None, task, args)
     loop.engine = Demonstration(turns, loop, {tokenizer.eos_token_id})
@@ -335,10 +308,8 @@ async def play(row: dict, task, tokenizer, agent: str | None = None) -> list[tup
             f"row {row['index']}: its agent loop ends with {len(turns)} turns of its "
             "demonstration left, or it has none"
         )
-    return [
-        (
-            output.prompt_ids + output.response_ids,
-            [0] * len(output.prompt_ids) + output.response_mask,
-        )
-        for output in outputs
-    ]
+    sequences = []
+    for output in outputs:
+        ids = output.prompt_ids + output.response_ids
+        sequences.append((ids, [0] * len(output.prompt_ids) + output.response_mask))
+    return sequences

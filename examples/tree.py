@@ -15,7 +15,7 @@ compared only with its siblings, which continue the very same tokens. The first 
 once, and the tool called once, for BRANCHES answers.
 
 The tiny model calls the tool in one rollout of three, and uses the result in half of these: both
-have to be learned. An evaluation has no branches. docs/units.md has the comparison."""
+have to be learned. An evaluation has no branches. docs/units.md#a-tree has the comparison."""
 
 import asyncio
 import copy

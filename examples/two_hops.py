@@ -16,7 +16,8 @@ does not know. A first search finds out who the person is, a second one finds th
 
 Names, verbs and things come from reasoning-gym's needle_haystack. The library has two sentences
 about each person, and answers a search with one. The first steps imitate demonstrations, because
-the model by itself never searches; the other steps learn from the reward (docs/two_hops.md)."""
+the model by itself never searches. The other steps learn from the reward. For the curve see
+docs/speed.md#a-real-model-on-two-cores."""
 
 import functools
 import random

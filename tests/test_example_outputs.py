@@ -1,42 +1,41 @@
-"""examples/tree.py, nim.py, subagents.py, compaction.py and maze.py: rollouts of several outputs, units and states.
+"""examples/tree.py, nim.py, subagents.py, compaction.py and maze.py: outputs, units and states.
 
 Each is played by a scripted engine, and its outputs go through the estimators.
 """
 
 import asyncio
-import itertools
 import random
-from operator import itemgetter
-from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import REPO, rewards_of_tokens
-from test_example_tasks import END, Script
+from conftest import REPO
+from test_agent_loop import END, Script
 
 import data
 from agent_loop import agent_loop_class
-from examples import tiny_models
-from losses import gigpo_advantages, grpo_advantages
-from rollout import score
+from losses import grpo_advantages
+from rollout import set_rewards
 from train import Args
 
 NAMES = ("tree", "nim", "subagents", "compaction", "maze")
-tree, nim, subagents, compaction, maze = (data.load_task(str(REPO / "examples" / f"{name}.py")) for name in NAMES)
+tree, nim, subagents, compaction, maze = (
+    data.load_task(str(REPO / "examples" / f"{name}.py")) for name in NAMES
+)
 WINDOW = {"max_prompt_tokens": 52, "max_response_tokens": 12, "max_model_len": 64}
 
 
-def play(task, tokenizer, row: dict, *lines, sample: int = 0, validate: bool = False, **args) -> list:
+def play(
+    task, tokenizer, row: dict, *lines, sample: int = 0, validate: bool = False, **args
+) -> list:
     """The graded outputs of one rollout by the task's own loop, marked as a pool marks them."""
     args = Args(**{"max_response_tokens": 200} | args)
     engine = Script(tokenizer, lines)
     loop = agent_loop_class(row, task, args)(engine, tokenizer, None, task, args)
     outputs = asyncio.run(loop.run({}, **row, step=0, rollout_n=sample, validate=validate))
-    assert engine.calls == len(lines)
+    assert len(engine.prompts) == len(lines)
     outputs = outputs if isinstance(outputs, list) else [outputs]
     for segment, output in enumerate(outputs):
         output.extra |= {"prompt": 0, "sample": sample, "segment": segment}
-    asyncio.run(score(task, outputs, row))
+    asyncio.run(set_rewards(task, outputs, row))
     return outputs
 
 
@@ -50,27 +49,15 @@ def users(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize("task, n_train, n_val, limits", [
-    (nim, 21, 20, dict(max_response_tokens=4)),
-    (subagents, 4096, 256, {}),
-    (compaction, 2048, 128, WINDOW),
-    (maze, 1000, 256, {}),
-])  # fmt: skip
-def test_rows_are_fixed_and_fit(task, n_train, n_val, limits, tokenizer):
-    train, val = data.load_rows(task, "train"), data.load_rows(task, "val")
-    assert (len(train), len(val)) == (n_train, n_val) and train == data.load_rows(task, "train")
-    assert data.filter_overlong(val, tokenizer, task, Args(model="x", **limits)) == val
-    if task is not nim:  # whose evaluation has another player
-        shown = {str(row["prompt"]) + str(row.get("extra_info")) for row in train}
-        assert not any(str(row["prompt"]) + str(row.get("extra_info")) in shown for row in val)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tree.py
+# ---------------------------------------------------------------- tree.py
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37+48"}}\n</tool_call>'
 RIGHT, WRONG = "<answer>85</answer>", "<answer>37</answer>"
-QUESTION = {"prompt": users("What is 37+48?"), "agent_name": "tree", "reward_model": {"ground_truth": "85"}}
+QUESTION = {
+    "prompt": users("What is 37+48?"),
+    "agent_name": "tree",
+    "reward_model": {"ground_truth": "85"},
+}
 
 
 def test_branches_after_the_first_call(tokenizer):
@@ -83,12 +70,12 @@ def test_branches_after_the_first_call(tokenizer):
         assert (leaf.unit, leaf.group, leaf.reward) == (f"leaf {i}", "3/turn 1", float(i == 0))
         assert leaf.prompt_ids == prefix  # whole, and the leaf's own tokens alone are trained in it
         assert tokenizer.decode(leaf.response_ids) == text + END and set(leaf.response_mask) == {1}
-        assert [message["role"] for message in leaf.messages] == ["user", "assistant", "tool", "assistant"]
-    assert trunk.metrics["tool_calls"] == 1 and not any("tool_calls" in leaf.metrics for leaf in leaves)
+        assert "tool_calls" not in leaf.metrics
+    assert trunk.metrics["tool_calls"] == 1
 
 
 def test_siblings_are_compared_and_trunks(tokenizer):
-    """Three rollouts of a prompt: of the first half the leaves are right, of the second all, the third has none."""
+    """Three rollouts: half of the first one's leaves are right, all of the second's."""
     outputs = play(tree, tokenizer, QUESTION, CALL, RIGHT, RIGHT, WRONG, WRONG)
     outputs += play(tree, tokenizer, QUESTION, CALL, *[RIGHT] * 4, sample=1)
     outputs += play(tree, tokenizer, QUESTION, WRONG, sample=2)
@@ -97,23 +84,20 @@ def test_siblings_are_compared_and_trunks(tokenizer):
     assert [trunk, leaves[4], leaves[9]] == pytest.approx([0, 0.5, -0.5])
 
 
-def test_a_branch_may_call_again_and_branches_no_more(tokenizer):
-    outputs = play(tree, tokenizer, QUESTION, *[CALL] * 5, *[RIGHT] * 4)
-    assert [output.reward for output in outputs] == [1.0] * 5
-    assert [len(output.messages) for output in outputs] == [3, 6, 6, 6, 6]
-
-
 def test_an_evaluation_has_no_branches(tokenizer):
     (output,) = play(tree, tokenizer, QUESTION, CALL, RIGHT, validate=True)
     assert (output.unit, output.group, output.reward, len(output.messages)) == ("", "", 1.0, 4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# nim.py
+# ---------------------------------------------------------------- nim.py
 
 
 def nim_row(sticks: int) -> dict:
-    return {"prompt": nim.shown(sticks), "agent_name": "self_play", "extra_info": {"sticks": sticks, "game": 0}}
+    return {
+        "prompt": nim.shown(sticks),
+        "agent_name": "self_play",
+        "extra_info": {"sticks": sticks, "game": 0},
+    }
 
 
 @pytest.mark.parametrize("sticks, moves, validate, rewards", [
@@ -127,13 +111,16 @@ def nim_row(sticks: int) -> dict:
 def test_a_game(tokenizer, sticks, moves, validate, rewards):
     outputs = play(nim, tokenizer, nim_row(sticks), *moves, validate=validate)
     assert [(output.unit, output.reward) for output in outputs] == rewards
-    assert [tokenizer.decode(output.response_ids) for output in outputs] == [move + END for move in moves]
+    said = [tokenizer.decode(output.response_ids) for output in outputs]
+    assert said == [move + END for move in moves]
 
 
 def test_each_side_is_compared_with_its_own_kind(tokenizer):
     """Three games from one number, of which the first side wins two."""
     games = ["113", "131", "32"]
-    outputs = [output for i, moves in enumerate(games) for output in play(nim, tokenizer, nim_row(5), *moves, sample=i)]
+    outputs = []
+    for i, moves in enumerate(games):
+        outputs += play(nim, tokenizer, nim_row(5), *moves, sample=i)
     assert advantages_of(outputs) == pytest.approx([1 / 3, -1 / 3, 1 / 3, -1 / 3, -2 / 3, 2 / 3])
 
 
@@ -147,11 +134,13 @@ def test_the_perfect_player_loses_only_where_nobody_can_win():
     assert all(won[row["extra_info"]["sticks"]] for row in nim.load("val"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# subagents.py
+# ---------------------------------------------------------------- subagents.py
 
 PAIR = {
-    "prompt": [{"role": "system", "content": subagents.SYSTEM_PROMPT}, *users("What is 37+48 and 20-7?")],
+    "prompt": [
+        {"role": "system", "content": subagents.SYSTEM_PROMPT},
+        *users("What is 37+48 and 20-7?"),
+    ],
     "agent_name": "subagents",
     "reward_model": {"ground_truth": "<answer>85 13</answer>"},
 }
@@ -161,7 +150,7 @@ BOTH, SECOND = "<answer>85 13</answer>", "<answer>13</answer>"
 def test_sub_agents_have_prompts_of_their_own(tokenizer):
     *subs, main = play(subagents, tokenizer, PAIR, "37+48 20-7", CALL, SECOND, RIGHT, BOTH)
     assert [(sub.unit, sub.reward) for sub in subs] == [("sub 37+48", 1.0), ("sub 20-7", 1.0)]
-    assert (main.unit, main.reward) == ("main", 1.0) and not any(output.group for output in (*subs, main))
+    assert (main.unit, main.group, main.reward) == ("main", "", 1.0)
     for sub, question in zip(subs, ("37+48", "20-7")):
         prompt = tokenizer.decode(sub.prompt_ids)
         assert f"user\nWhat is {question}?<|im_end|>" in prompt and "\nTools: calculator<" in prompt
@@ -174,12 +163,17 @@ def test_sub_agents_have_prompts_of_their_own(tokenizer):
 def test_those_who_were_asked_the_same_are_compared(tokenizer):
     """Three rollouts: one is right, one has a wrong sub-agent, one asks nobody."""
     outputs = play(subagents, tokenizer, PAIR, "37+48 20-7", RIGHT, SECOND, BOTH)
-    outputs += play(subagents, tokenizer, PAIR, "20-7 37+48", SECOND, WRONG, "<answer>13 37</answer>", sample=1)
+    lines = ["20-7 37+48", SECOND, WRONG, "<answer>13 37</answer>"]
+    outputs += play(subagents, tokenizer, PAIR, *lines, sample=1)
     outputs += play(subagents, tokenizer, PAIR, "<answer>37 20</answer>", sample=2)
     found = {}
     for output, advantage in zip(outputs, advantages_of(outputs), strict=True):
         found.setdefault(output.unit, []).append(round(advantage, 3))
-    assert found == {"main": [0.667, -0.333, -0.333], "sub 20-7": [0.5, -0.5], "sub 37+48": [0.5, -0.5]}
+    assert found == {
+        "main": [0.667, -0.333, -0.333],
+        "sub 20-7": [0.5, -0.5],
+        "sub 37+48": [0.5, -0.5],
+    }
 
 
 def test_an_evaluation_has_the_main_agent_alone(tokenizer):
@@ -194,13 +188,7 @@ def test_a_turn_that_asks_nothing_ends_the_rollout(tokenizer, said):
     assert main.reward == 0.0 and len(main.messages) == 3
 
 
-def test_an_answer_that_is_none_is_passed_on_as_such(tokenizer):
-    outputs = play(subagents, tokenizer, PAIR, "37+48", "I don't know.", BOTH)
-    assert outputs[-1].messages[3]["content"] == "?" and [output.reward for output in outputs] == [1.0, 1.0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# compaction.py
+# ---------------------------------------------------------------- compaction.py
 
 
 def log_row(log: str, letter: str, agent: str = "compaction") -> dict:
@@ -222,16 +210,6 @@ def asked(output, tokenizer) -> str:
     return text.removeprefix(start).removesuffix(end)
 
 
-def test_the_truth_is_the_last_reading():
-    assert compaction.last_reading("a3b5a7c1", "a") == "7"
-    assert compaction.last_reading("a3b5a7c1", "d") == ""
-    for row in data.load_rows(compaction, "val"):
-        log = row["prompt"][0]["content"] + row["extra_info"]["rest"]
-        *readings, (mark, letter) = [log[i : i + 2] for i in range(0, 514, 2)]
-        assert mark == "?" and all(sum(reading[0] == name for reading in readings) == 2 for name in "abcd")
-        assert row["reward_model"]["ground_truth"] == [reading for reading in readings if reading[0] == letter][-1]
-
-
 @pytest.mark.parametrize("answer, reward", [("a1", 1.0), ("a9", 0.0), ("", 0.0)])
 def test_a_log_is_read_window_by_window_by_notes(tokenizer, answer, reward):
     log = "a1" + "x0" * 80 + "b2"
@@ -243,11 +221,11 @@ def test_a_log_is_read_window_by_window_by_notes(tokenizer, answer, reward):
     assert all(text.startswith(note) for text, note in zip(texts, notes))
     assert "".join(parts) == log + "?a" and all(len(part) % 2 == 0 for part in parts)
     lengths = [len(output.prompt_ids) for output in outputs]
-    assert all(51 <= length <= 52 for length in lengths[:-1]) and lengths[-1] <= 52  # an odd place is left free
+    assert {*lengths[:-1]} <= {51, 52}  # an odd place is left free
     assert [set(output.response_mask) for output in outputs] == [{1}] * 4
     assert [(output.unit, output.reward) for output in outputs] == [("", reward)] * 4
     (masked,) = play(compaction, tokenizer, log_row(log, "a", "compaction_masked"), *said, **WINDOW)
-    assert (masked.prompt_ids, masked.response_ids) == (outputs[-1].prompt_ids, outputs[-1].response_ids)
+    assert masked.response_ids == outputs[-1].response_ids
     assert masked.reward == reward
 
 
@@ -260,8 +238,7 @@ def test_notes_control_nothing_and_may_be_cut_off(tokenizer):
     assert second.prompt_ids.count(tokenizer.eos_token_id) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# maze.py
+# ---------------------------------------------------------------- maze.py
 
 # # # G # #    maze 4, whose shortest way is "nwnneen"
 # . . . . #
@@ -302,43 +279,3 @@ def test_walls_words_that_are_no_step_and_the_end(tokenizer):
     env = maze.Maze()
     env.reset(4)
     assert [env.step("s")[1:3] for _ in range(10)] == [(0.0, False)] * 9 + [(0.0, True)]
-
-
-def test_every_goal_can_be_reached():
-    for row in maze.load("val"):
-        env = maze.Maze()
-        env.reset(row["extra_info"]["index"])
-        assert 4 <= env.distances[env.place] <= 7
-        while env.place != env.goal:  # downhill
-            ways = {env.distances[maze.after(env.place, way)]: way for way in env.open_ways()}
-            assert min(ways) == env.distances[env.place] - 1
-            env.step(ways[min(ways)])
-
-
-def test_a_step_back_is_blamed_in_a_rollout_that_is_praised(tokenizer):
-    """It met the second place twice, and went back the first time: gigpo compares the two steps."""
-    found, lost = walk(tokenizer, "nsnwnneen"), walk(tokenizer, "s" * 10, sample=1)
-    batch = data.collate([found, lost])
-    states = data.turn_states([found, lost], [9, 10])
-    assert states[1] == states[3] and states[0] == states[2] == states[9] == states[-1]
-    advantages = gigpo_advantages(rewards_of_tokens([found, lost]), batch["response_mask"], states, 0.9)
-    starts = [i for i, (before, mask) in enumerate(itertools.pairwise([0, *found.response_mask])) if mask > before]
-    of_turns = advantages[0, torch.tensor(starts)].tolist()
-    assert of_turns[1] == pytest.approx(-(2**-0.5), abs=1e-4) and of_turns[3] == pytest.approx(2**-0.5, abs=1e-4)
-    assert of_turns[2] > of_turns[0] > 0 > advantages[1, 0] and of_turns[4:] == [0] * 5  # nobody else was there
-
-
-def test_the_built_in_model_sees_an_observation_as_three_tokens(monkeypatch):
-    given = {}
-    random.seed(0)
-    keep = lambda path, task, rows, **more: given.update(more, rows=rows)
-    monkeypatch.setattr(maze, "build_from_demonstrations", keep)
-    maze.build_model("a folder")
-    tokenizer = tiny_models.make_tokenizer([maze.SYSTEM_PROMPT, *given["pieces"]])
-    source = SimpleNamespace(load=lambda split: given["rows"][:50], SYSTEM_PROMPT=maze.SYSTEM_PROMPT)
-    for row in data.load_rows(source, "train"):
-        steps = list(map(itemgetter("content"), row["demonstration"]))
-        ((ids, mask),) = asyncio.run(tiny_models.play(row, maze, tokenizer))
-        said = tokenizer.decode([token for token, sampled in zip(ids, mask) if sampled])
-        assert said == "".join(f"{step}{END}" for step in steps)
-        assert len(ids) == 4 + 12 * len(steps)

@@ -1,14 +1,12 @@
-"""Agents of two frameworks, unpatched, through the chat endpoint: all that they ask for, exact tokens, a training run.
+"""Agents of two frameworks, unpatched, through the chat endpoint: exact tokens for all they ask.
 
-The engine says its lines (see test_chat.py). A framework that is not installed is skipped.
-"""
+The engine says its lines (see test_chat.py). A framework that is not installed is skipped."""
 
 import functools
-import json
 from unittest import mock
 
 import pytest
-from conftest import REPO, SMALL_CACHE, metrics_of, run
+from conftest import REPO, SMALL_CACHE, metrics_of, rollouts_of, run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from test_agent_loop import ANSWER, END, PROMPT, SUM, call, tool_turn
@@ -20,7 +18,7 @@ from agent_loop import total_reward
 from data import load_task
 from examples import calculator
 from flatrl.chat.endpoint import EndpointLoop
-from rollout import score
+from rollout import set_rewards
 from train import Args
 
 QUESTION = PROMPT[0]["content"]
@@ -34,8 +32,8 @@ class Answer(BaseModel):
     answer: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What frameworks can ask for: each returns a coroutine function of (base_url, api_key) that gives the agent's answer
+# ---------------------------------------------------------------- what frameworks can ask for
+# Each returns a coroutine function of (base_url, api_key), which returns the agent's answer.
 
 
 def openai_agents(api="responses", stream=False, form=None, **settings):
@@ -87,16 +85,15 @@ def langgraph(form=None, choice=None, **how):
 
 TWO = Answer(answer=2)
 FREELY = dict(tool_choice="required", parallel_tool_calls=False, temperature=0.5, max_tokens=99)
-# framework, how it is used, what the policy says (a list: in a format, so not trained), what the agent returns
+# The framework, how it is used, what the policy says (a list: in a format, so not trained), and
+# what the agent returns.
 CELLS = [
-    (openai_agents, dict(api="responses", stream=False), (SUM, ANSWER), ANSWER),
     (openai_agents, dict(api="responses", stream=True), (SUM, ANSWER), ANSWER),
     (openai_agents, dict(api="chat", stream=False), (PARALLEL, ANSWER), ANSWER),
     (openai_agents, dict(api="chat", stream=True), (SUM, ANSWER), ANSWER),
     (openai_agents, dict(api="responses", form=Answer), [SUM, JSON], TWO),
     (openai_agents, dict(api="chat", form=Answer), [SUM, JSON], TWO),
     (openai_agents, dict(api="responses", **FREELY), (SUM, ANSWER), ANSWER),
-    (openai_agents, dict(api="chat", **FREELY), (SUM, ANSWER), ANSWER),
     (langgraph, dict(use_responses_api=True, streaming=True), (SUM, ANSWER), ANSWER),
     (langgraph, dict(streaming=True), (SUM, ANSWER), ANSWER),
     (langgraph, dict(choice="any"), (PARALLEL, ANSWER), ANSWER),
@@ -106,7 +103,11 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("framework, how, lines, expected", CELLS, ids=lambda x: getattr(x, "__name__", str(x)[:70]))
+def name_of(value) -> str:
+    return getattr(value, "__name__", str(value)[:70])
+
+
+@pytest.mark.parametrize("framework, how, lines, expected", CELLS, ids=name_of)
 def test_a_feature_of_a_framework(framework, how, lines, expected, endpoint, tokenizer):  # noqa: F811
     found = []
     agent = framework(**how)
@@ -128,29 +129,26 @@ def test_a_feature_of_a_framework(framework, how, lines, expected, endpoint, tok
         assert not any(constrained)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The task files
-
-TASKS = {"langgraph": "langgraph_math", "openai_agents": "openai_agents"}
+# ---------------------------------------------------------------- examples/langgraph_math.py
 
 
-@pytest.fixture(params=TASKS)
-def play(request, endpoint, tokenizer):  # noqa: F811
-    """play(line, ..., **limits) -> (outputs, engine) of a task file's agent on its first validation row, scored."""
-    name = request.param
-    pytest.importorskip({"langgraph": "langgraph", "openai_agents": "agents"}[name])
-    task = load_task(str(REPO / "examples" / f"{TASKS[name]}.py"))
+@pytest.fixture
+def play(endpoint, tokenizer):  # noqa: F811
+    """play(line, ..., **limits) -> (graded outputs, engine) on the first validation row."""
+    pytest.importorskip("langgraph")
+    pytest.importorskip("langchain_openai")
+    task = load_task(str(REPO / "examples/langgraph_math.py"))
     row = task.load("val")[0]  # What is 15+35?
     row["prompt"].insert(0, {"role": "system", "content": task.SYSTEM_PROMPT})
 
     def play(*lines, **limits):
         args = Args(**{"max_response_tokens": 2000, "max_assistant_turns": 0} | limits)
         engine = Engine(tokenizer, lines)
-        loop = agent_loop.AGENT_LOOPS[name](engine, tokenizer, None, task, args)
-        outputs = run_on_loop(loop.run({}, **row, step=0, index=0, rollout_n=0, validate=False))
-        run_on_loop(score(task, outputs, row))
+        loop = agent_loop.AGENT_LOOPS["langgraph"](engine, tokenizer, None, task, args)
+        of_run = dict(step=0, index=0, rollout_n=0, validate=False)
+        outputs = run_on_loop(loop.run({}, **row, **of_run))
+        run_on_loop(set_rewards(task, outputs, row))
         assert_exact(outputs, engine)
-        assert endpoint.clients == {}
         return outputs, engine
 
     return play
@@ -166,41 +164,31 @@ def test_a_right_answer_is_rewarded_and_a_wrong_one_not(play, expression, answer
 
 @pytest.mark.parametrize("line", [call(expression="1/0"), call("abacus", beads=2)])
 def test_a_wrong_call_costs_the_reward_and_no_trajectory(play, line):
-    outputs, engine = play(line, "I give up.")
-    assert total_reward(outputs[-1]) == 0.0 and 1 <= len(engine.prompts) <= 2
-
-
-@pytest.mark.parametrize(
-    "limits, reason", [(dict(max_assistant_turns=2), "max_turns"), (dict(max_response_tokens=70), "length")]
-)
-def test_out_of_budget(play, limits, reason):
-    outputs, engine = play(*[call(expression="1111+2222")] * 5, **limits)
-    assert total_reward(outputs[-1]) == 0.0 and len(engine.prompts) < 5
-    assert outputs[-1].stop_reason in (reason, "stop")  # the Agents SDK counts the run's turns itself
+    outputs, _ = play(line, "I give up.")
+    assert total_reward(outputs[-1]) == 0.0
 
 
 def test_the_limit_of_turns_is_the_runs(play):
     """... where the framework's own would be lower."""
-    outputs, engine = play(*[call(expression="1+1")] * 12, ANSWER)
+    lines = [call(expression="1+1")] * 12
+    outputs, engine = play(*lines, ANSWER)
     assert len(engine.prompts) == 13 and outputs[-1].stop_reason == "stop"
+    outputs, engine = play(*lines, max_assistant_turns=2)
+    assert len(engine.prompts) == 2 and outputs[-1].stop_reason == "max_turns"
 
 
-def test_agents_of_both_frameworks_are_trained(cache, tmp_path):
-    """Within six steps of one run, whose rows name the agent, both of them answer.
-
-    The model is warmed up on two questions: it knows by heart how to guess and how to call the tool."""
+def test_an_agent_is_trained(cache, tmp_path):
+    """Within six steps the graph learns two questions, whose calls its model knows by heart."""
     pytest.importorskip("langgraph")
-    pytest.importorskip("agents")
+    pytest.importorskip("langchain_openai")
     task = tmp_path / "few.py"
     task.write_text("""
-from examples import calculator, langgraph_math, openai_agents
-from examples.calculator import reward
+from examples import calculator, langgraph_math
+from examples.calculator import SYSTEM_PROMPT, reward
 from examples.tiny_models import build_warm_model
 ROWS = calculator.load("train")[:2]
 def load(split):
-    system = [{"role": "system", "content": calculator.SYSTEM_PROMPT}]
-    return [row | {"prompt": system + row["prompt"], "agent_name": name, "data_source": name}
-            for row in ROWS for name in ("langgraph", "openai_agents")]
+    return ROWS
 def build_model(path):
     chats = []
     for row in ROWS * 160:
@@ -210,6 +198,7 @@ def build_model(path):
 """)
     flags = {
         "task": task,
+        "agent": "langgraph",
         "num_steps": 6,
         "prompts_per_step": 8,
         "eval_every": 0,
@@ -221,10 +210,8 @@ def build_model(path):
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     run(*words, "--deterministic", cache=cache)
     first, *rows = metrics_of(tmp_path / "run")
-    for name in TASKS:
-        assert rows[-1][f"eval/{name}/reward"] >= max(first[f"eval/{name}/reward"], 0.75), name
-    assert rows[-1]["eval/reward"] > first["eval/reward"] + 0.15, [row["reward/mean"] for row in rows]
+    assert rows[-1]["eval/reward"] >= max(first["eval/reward"], 0.75)
     for row in rows:
         assert row["rollout/trajectories"] == 8 * 8 and row["rollout/logp_diff_max"] < 1e-3
-    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000006.jsonl").open()]
+    rollouts = rollouts_of(tmp_path / "run", 6)
     assert any(r["messages"][-2]["role"] == "tool" and r["reward"] == 1.0 for r in rollouts)

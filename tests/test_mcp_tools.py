@@ -1,4 +1,4 @@
-"""MCP servers as tools: real servers, over stdio and over HTTP on the loopback, and whatever may go wrong with them."""
+"""examples/mcp_tools.py with real servers, over stdio and over HTTP on the loopback."""
 
 import asyncio
 import functools
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, time_passes, wait_for
+from conftest import HANGS, free_port, wait_for
 from test_agent_loop import Script
 
 from agent_loop import BadInput, ToolAgentLoop
@@ -25,14 +25,14 @@ import asyncio, os, sys
 from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp.types import EmbeddedResource, TextContent, TextResourceContents
+from mcp.types import TextContent
 
 server = MCPServer("test", log_level="CRITICAL")
 
 @server.tool()
 async def add(a: int, b: int = 0, held: str = "") -> int:
     """Adds two numbers."""
-    if held:  # a folder: leaves a file there, and waits for one that is called open
+    if held:  # a folder: leaves a file there, and waits for one that is called "open"
         Path(held, str(a)).touch()
         while not Path(held, "open").exists():
             await asyncio.sleep(0.01)
@@ -56,8 +56,7 @@ def header(context: Context) -> str:
 
 @server.tool(structured_output=False)
 def mixed() -> list:
-    text = TextResourceContents(uri="memo://1", text="a memo")
-    return [TextContent(text="one"), Image(data=b"123", format="png"), EmbeddedResource(resource=text)]
+    return [TextContent(text="one"), Image(data=b"123", format="png")]
 
 @server.tool()
 def env(name: str) -> str:
@@ -106,16 +105,15 @@ class HttpServer:
     """The server as a process that listens on a port of the loopback."""
 
     def __init__(self, program: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.program, self.url = program, f"http://127.0.0.1:{self.port}/mcp"
+        self.port = free_port()
+        self.program = program
+        self.url = f"http://127.0.0.1:{self.port}/mcp"
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, self.program, str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        command = [sys.executable, self.program, str(self.port)]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, **quiet)
         wait_for(self.listens)
 
     def listens(self) -> bool:
@@ -150,26 +148,15 @@ def tools(request) -> dict[str, McpTool]:
     return request.getfixturevalue(request.param)
 
 
-def test_the_schemas_are_there_at_once_and_are_those_of_function_tools(tools):
+def test_schemas_calls_and_contents(tools, run):
     assert list(tools) == ["add", "fail", "pid", "die", "header", "mixed", "env"]
     function = tools["add"].schema["function"]
-    assert tools["add"].schema["type"] == "function"
     assert (function["name"], function["description"]) == ("add", "Adds two numbers.")
     assert function["parameters"]["required"] == ["a"]
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
-    assert tools["add"].server is tools["pid"].server
-
-
-def test_a_call_returns_text_and_a_row_s_kwargs_are_arguments(tools, run):
-    async def calls():
-        first = await tools["add"].execute("r", {"a": 2, "b": 3})
-        return first, await tools["add"].execute("r", {"a": 2, "b": 3}, b=40)
-
-    assert run(calls()) == ("5", "42")
-
-
-def test_other_contents_are_named(tools, run):
-    assert run(tools["mixed"].execute("r", {})) == "one\n[image]\na memo"
+    assert run(tools["add"].execute("r", {"a": 2, "b": 3})) == "5"
+    assert run(tools["add"].execute("r", {"a": 2, "b": 3}, b=40)) == "42"  # of the row's kwargs
+    assert run(tools["mixed"].execute("r", {})) == "one\n[image]"
 
 
 def test_env_and_headers_reach_the_server(stdio, http, run):
@@ -186,8 +173,9 @@ async def under_way(n: int, folder: Path) -> None:
 def test_many_concurrent_calls_share_one_session(tools, run, tmp_path):
     async def calls():
         held = {"b": 1, "held": str(tmp_path)}
-        sums = asyncio.gather(*(tools["add"].execute(f"r{i}", {"a": i} | held) for i in range(80)))
-        pids = asyncio.gather(*(tools["pid"].execute(f"r{i}", {}) for i in range(20)))
+        adding = [tools["add"].execute("r", {"a": i} | held) for i in range(80)]
+        sums = asyncio.gather(*adding)
+        pids = asyncio.gather(*(tools["pid"].execute("r", {}) for i in range(20)))
         await under_way(80, tmp_path)  # all at once
         assert len(set(await pids)) == 1
         (tmp_path / "open").touch()
@@ -203,12 +191,11 @@ def test_errors_of_the_server_are_readable(tools, run):
         return str(caught.value)
 
     async def errors():
-        return await error("fail", {}), await error("add", {"b": 1}), await error("add", {"a": "seven"})
+        return await error("fail", {}), await error("add", {"b": 1})
 
-    failed, missing, mistyped = run(errors())
+    failed, missing = run(errors())
     assert "the vault is shut" in failed
     assert "a\n  Field required" in missing
-    assert "a\n  Input should be a valid integer" in mistyped
 
 
 def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, tmp_path):
@@ -219,7 +206,8 @@ def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, 
         for i in range(5):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(None) as deadline:
-                    call = asyncio.ensure_future(tools["add"].execute("b", {"a": 10 + i, "held": str(tmp_path)}))
+                    held = {"a": 10 + i, "held": str(tmp_path)}
+                    call = asyncio.ensure_future(tools["add"].execute("b", held))
                     await under_way(2 + i, tmp_path)
                     deadline.reschedule(0)  # which has passed
                     await call
@@ -230,37 +218,6 @@ def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, 
         assert tools["pid"].server.session is session
 
     run(calls())
-
-
-def test_a_deadline_while_connecting_leaves_the_connecting_to_go_on(program, run):
-    server = McpServer([sys.executable, program])
-    tool = McpTool(server, "pid", "", {})
-
-    async def calls():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await tool.execute("r", {})
-        session = server.session
-        assert int(await tool.execute("r", {})) > 0
-        assert server.session is session
-
-    run(calls())
-    end_session(server, run)
-
-
-def test_the_deadline_of_connecting_does_not_end_the_session(http_server, run, monkeypatch):
-    monkeypatch.setattr(mcp_tools, "CONNECT_SECONDS", HANGS / 2)
-    server = McpServer(url=http_server.url)
-
-    async def calls():
-        await server.call("pid", {})
-        session = server.session
-        time_passes(HANGS / 2)
-        await server.call("pid", {})
-        assert session.usable() and server.session is session
-
-    run(calls())
-    end_session(server, run)
 
 
 def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
@@ -274,7 +231,8 @@ def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
         assert first not in pids and len(set(pids)) == 1
         return int(first), int(pids[0])
 
-    for pid in asyncio.run(asyncio.wait_for(calls(), HANGS)):  # an event loop that ends, and the session with it
+    # This event loop ends, and the session with it.
+    for pid in asyncio.run(asyncio.wait_for(calls(), HANGS)):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert server.session.task.done() and not server.session.usable()
@@ -297,17 +255,18 @@ def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_pat
         http_server.kill()
         with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
             await call
-        with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
-            await http["add"].execute("r", {"a": 1})
         http_server.start()
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
 
     run(calls())
 
 
-def test_an_http_server_with_sessions_that_was_restarted_gets_a_new_session(http_server, run, monkeypatch):
-    """Servers of the protocol before 2026 know their sessions by a header, and refuse one they don't know."""
-    monkeypatch.setattr(mcp_tools, "Client", functools.partial(mcp_tools.Client, mode="legacy"))
+def test_an_http_server_with_sessions_that_was_restarted_gets_a_new_session(
+    http_server, run, monkeypatch
+):
+    """Before 2026, servers knew their sessions by a header, and refused others."""
+    legacy = functools.partial(mcp_tools.Client, mode="legacy")
+    monkeypatch.setattr(mcp_tools, "Client", legacy)
     server = McpServer(url=http_server.url)
     tool = McpTool(server, "pid", "", {})
     assert run(tool.execute("r", {})) == str(http_server.process.pid)
@@ -325,23 +284,7 @@ def test_a_server_that_can_not_be_reached_is_named_at_import(command):
         mcp_tools.mcp_tools(command=command)
 
 
-def test_a_server_that_never_answers_is_given_up(monkeypatch):
-    monkeypatch.setattr(mcp_tools, "CONNECT_SECONDS", 0.5)
-    with pytest.raises(BadInput, match="can't be reached: TimeoutError"):
-        mcp_tools.mcp_tools(command=[sys.executable, "-c", "import sys; sys.stdin.read()"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The task of the file, through the agent loop, on the run's background loop.
-
-
-def test_the_rows():
-    train, val = mcp_tools.load("train"), mcp_tools.load("val")
-    questions = [row["prompt"][0]["content"] for row in train + val]
-    assert (len(train), len(val), len(set(questions))) == (400, 50, 450)
-    assert train == mcp_tools.load("train")
-    by_question = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in train + val}
-    assert by_question["What do 3 x lamp cost, delivered to Brindo?"] == str(3 * 34 + 7)
+# ---------------------------------------------------------------- the task of the file
 
 
 def tool_call(name: str, **arguments) -> str:
@@ -350,7 +293,8 @@ def tool_call(name: str, **arguments) -> str:
 
 def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
     """Several trajectories at once, with parallel calls, one of them wrong."""
-    row = {"prompt": [{"role": "user", "content": "What do 3 x lamp cost, delivered to Brindo?"}]}
+    questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
+    row = questions["What do 3 x lamp cost, delivered to Brindo?"]
     lines = [
         tool_call("price", item="lump"),
         tool_call("price", item="lamp") + "\n" + tool_call("delivery", town="Brindo"),
@@ -359,17 +303,19 @@ def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
     args = Args(max_response_tokens=2000, max_model_len=4000)
 
     async def trajectories():
-        loops = [ToolAgentLoop(Script(tokenizer, lines), tokenizer, None, mcp_tools, args) for _ in range(8)]
+        engines = [Script(tokenizer, lines) for _ in range(8)]
+        loops = [ToolAgentLoop(engine, tokenizer, None, mcp_tools, args) for engine in engines]
         return await asyncio.gather(*(loop.run({}, **row) for loop in loops))
 
     try:
         for out in run(trajectories()):
             said = [message["content"] for message in out.messages if message["role"] == "tool"]
-            assert said[0].startswith("Error: ") and "no item 'lump'; there are: lamp, kettle," in said[0]
+            assert (
+                said[0].startswith("Error: ")
+                and "no item 'lump'; there are: lamp, kettle," in said[0]
+            )
             assert said[1:] == ["34", "7"]
             assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
-            assert mcp_tools.reward(out, {"reward_model": {"ground_truth": "109"}}) == 1.0
+            assert mcp_tools.reward(out, row) == 1.0
     finally:
         end_session(mcp_tools.TOOLS[0].server, run)
-
-

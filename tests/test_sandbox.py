@@ -1,6 +1,6 @@
-"""examples/sandbox.py by programs that break each limit, with and without namespaces; examples/retool.py.
+"""examples/sandbox.py, by programs that break each limit, with and without namespaces.
 
-An isolated program's files and PIDs are its own: it is looked at through the /proc of the host.
+An isolated program's files and PIDs are its own: tests look at it through the /proc of the host.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from agent_loop import BadInput, agent_loop_class, in_time
 from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
-from rollout import score
+from rollout import set_rewards
 from train import Args
 
 
@@ -35,18 +35,18 @@ def run(code: str, **limits) -> Result:
 
 
 def both(code: str, **limits) -> list[Result]:
-    """The same program twice at a time: with what the host allows of namespaces and users, and without."""
-
+    """The same program twice: with what the host allows of namespaces and users, and without."""
     return asyncio.run(both_of(code, **limits))
 
 
 async def both_of(code: str, **limits) -> list[Result]:
-    runs = (run_python(textwrap.dedent(code), HANGS, isolate=i, **limits) for i in (True, False))
+    code = textwrap.dedent(code)
+    runs = (run_python(code, HANGS, isolate=isolate, **limits) for isolate in (True, False))
     return await asyncio.gather(*runs)
 
 
 def both_late(code: str, **limits) -> list[Result]:
-    """`both` for programs that don't end: their time is up when they have made a file called "there"."""
+    """`both` for endless programs: their time is up when they have made a file called "there"."""
 
     async def runs():
         results = asyncio.create_task(both_of(code, **limits))
@@ -58,29 +58,29 @@ def both_late(code: str, **limits) -> list[Result]:
 
 
 async def there(n: int) -> None:
-    """Until so many programs have made that file."""
+    """Waits until so many programs have made that file."""
     while len(set(map(made, processes_in())) - {None}) < n:
         await asyncio.sleep(0.02)
 
 
 def made(pid: int) -> tuple | None:
     """The file called "there" in a process's folder, if there is one."""
-    try:
+    with contextlib.suppress(OSError):
         stat = os.stat(f"/proc/{pid}/cwd/there")
         return stat.st_dev, stat.st_ino
-    except OSError:
-        return None
 
 
 @pytest.fixture(scope="module")
 def host() -> Result:
-    """What this host allows, as the sandbox itself says."""
+    """What this host allows, as the sandbox itself reports it."""
     return run("")
 
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch):
-    """Where a test's sandboxes have their folders; empty in the end. Not in tmp_path, which other users can't enter."""
+    """The parent of a test's sandboxes, which is empty in the end.
+
+    It is not in tmp_path, which other users can't enter."""
     monkeypatch.setattr(sandbox, "GRACE", HANGS)
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-"))
     folder.chmod(0o1777)  # as /tmp is
@@ -95,14 +95,14 @@ def folders(monkeypatch):
 SEEN: set[int] = set()
 
 
-def processes_in(_=None) -> list[int]:
-    """Living processes of sandboxes: what descends from this process, or did when we last looked."""
+def processes_in() -> list[int]:
+    """Living processes of sandboxes: descendants of this process, now or at an earlier look."""
     SEEN.update(process.pid for process in psutil.Process().children(recursive=True))
     return sorted(pid for pid in SEEN if alive(pid) and of_a_sandbox(pid))
 
 
 def of_a_sandbox(pid: int) -> bool:
-    """Whether a process is a supervisor, an init or a program, as its command line says, which everybody may read."""
+    """Whether the command line is that of a supervisor, an init or a program."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"supervise()" in command or command.endswith(b"\0main.py\0")
@@ -110,30 +110,137 @@ def of_a_sandbox(pid: int) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie that somebody else has still to reap."""
+    """Whether a process exists, and is no zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a program gets, and what comes back
+# ---------------------------------------------------------------- what a program gets, and limits
+
+# A program, its limits, and the fields of its result. stderr: its end.
+PROGRAMS = {
+    "output": (
+        "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)",
+        {},
+        dict(stdout="out\n", stderr="err\n", returncode=3, timed_out=False, truncated=False),
+    ),
+    "a signal": ("import os; os.abort()", {}, dict(returncode=-signal.SIGABRT)),
+    "no Python": ("print('\ud800')", {}, dict(returncode=1, stdout="")),  # a lone surrogate
+    "a long output": (
+        "print('first', 'x' * 1_000_000, 'last')",
+        dict(max_output=20),
+        dict(stdout="first xxxx\n...\nxxxx last\n", truncated=True, returncode=0),
+    ),
+    "CPU time": ("while True: pass", dict(cpu_s=1), dict(returncode=-signal.SIGXCPU)),
+    "memory": (
+        "x = bytearray(10**8); print(len(x)); x = bytearray(10**9)",
+        {},
+        dict(returncode=1, stdout="100000000\n", stderr="MemoryError\n"),
+    ),
+    "the memory of all processes": (
+        """
+        import os, time
+        for i in range(8):  # each far below the limit
+            if os.fork() == 0:
+                more = bytearray(os.urandom(1 << 20)) * 60
+                time.sleep(3600)
+        time.sleep(3600)
+        """,
+        {},
+        dict(
+            out_of_memory=True,
+            timed_out=False,
+            returncode=-signal.SIGKILL,
+            stderr="MemoryError: all its processes together took more than 256 MB\n",
+        ),
+    ),
+    "memory outside of processes": (
+        """
+        import ctypes, os, socket
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.memfd_create(b"x", 0), ctypes.get_errno())
+        print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
+        print(libc.unshare(0x10000000), ctypes.get_errno())  # where it could mount more
+        end, other = socket.socketpair()
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        """,
+        {},
+        dict(
+            stdout="-1 1\n-1 1\n-1 1\n",
+            stderr="PermissionError: [Errno 1] Operation not permitted\n",
+        ),
+    ),
+    "families of sockets": (  # AF_VSOCK, for one, leads out of every network namespace
+        """
+        import socket
+        for make in socket.socket, socket.socketpair:
+            got = set()
+            for family in range(64):
+                for kind in (1, 2, 3, 5, 1 | 1 << 11):
+                    try:
+                        make(family, kind)
+                        got.add(int(family))
+                    except OSError:
+                        pass
+            print(sorted(got))
+        """,
+        {},
+        dict(stdout="[1, 2, 10]\n[1]\n"),
+    ),
+    "file size": (
+        """
+        with open("big", "wb", buffering=0) as file:
+            try:
+                for _ in range(1024):
+                    file.write(bytes(1 << 20))
+            except OSError as error:
+                print(error, file.tell())
+        """,
+        dict(file_mb=3),
+        dict(stdout=f"[Errno 27] File too large {3 << 20}\n"),
+    ),
+    "processes that keep forking": (
+        """
+        import os, time
+        for _ in range(3):
+            if os.fork() == 0:
+                os.setsid()
+                while True:
+                    if os.fork():
+                        os._exit(0)
+        time.sleep(0.3)
+        """,
+        {},
+        dict(returncode=0, timed_out=False),
+    ),
+    "folders that resist": (
+        """
+        import os
+        os.makedirs("locked/inside")
+        os.symlink("/", "link")
+        os.chmod("locked/inside", 0)
+        os.chmod("locked", 0)
+        for _ in range(1100):  # deeper than Python's recursion goes
+            os.mkdir("d")
+            os.chdir("d")
+        """,
+        {},
+        dict(returncode=0),
+    ),
+}
 
 
-def test_output_and_exit_codes():
-    isolated, plain = both("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
-    for result in (isolated, plain):
-        assert (result.stdout, result.stderr, result.returncode) == ("out\n", "err\n", 3)
-        assert not result.timed_out and not result.truncated
-    assert not plain.no_network and not plain.own_user
-    assert [result.returncode for result in both("import os; os.abort()")] == [-signal.SIGABRT] * 2
-
-
-@pytest.mark.parametrize("code", ["print('\ud800')", "x = '\0'", "def f(:"])  # the first has a lone surrogate
-def test_code_that_is_not_python(code):
-    result = run(code)
-    assert result.returncode == 1 and "SyntaxError" in result.stderr
+@pytest.mark.parametrize("code, limits, expected", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program(code, limits, expected):
+    for result in both(code, **limits):
+        for name, value in expected.items():
+            found = getattr(result, name)
+            assert found == value or name == "stderr" and found.endswith(value), (name, result)
+    wait_for(lambda: processes_in() == [])
 
 
 def test_stdin_environment_and_descriptors(monkeypatch):
@@ -158,7 +265,8 @@ def test_stdin_environment_and_descriptors(monkeypatch):
         assert lines[1].startswith("['CUDA_VISIBLE_DEVICES', 'HOME', 'LANG', ")
         assert lines[1].endswith("/sandbox /sandbox ['main.py']")
         assert lines[2] == "['0', '1', '2', '3']"
-        assert len(lines) == 6 and "SECRET" not in result.stdout and "hunter2" not in result.stdout
+        assert len(lines) == 6
+        assert "SECRET" not in result.stdout and "hunter2" not in result.stdout
 
 
 def test_it_does_not_run_as_root(host):
@@ -175,7 +283,7 @@ def test_it_does_not_run_as_root(host):
 
 
 def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
-    """Nor does it leave any, nor finds a socket in a folder that others share."""
+    """Nor does it leave any, nor find a socket in a folder that others share."""
     if not host.own_files:
         pytest.skip("this host does not allow mount namespaces")
     secret = folders / "secret"
@@ -202,23 +310,23 @@ def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
                 open(f"{{sys.prefix}}/flatrl-left-behind", "w")
             except OSError as error:
                 print(error.errno in (13, 30))
-            print(sorted(os.listdir("/")), tempfile.gettempdir())
+            print(tempfile.gettempdir())
         """)
     (folders / "socket").unlink()
     secret.unlink()
     assert result.returncode == 0 and result.own_files, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[:3] == ["FileNotFoundError"] * 3 and lines[3] in ("PermissionError", "FileNotFoundError")
-    assert lines[4:6] == ["FileNotFoundError", "True"] and lines[6].endswith("] /sandbox")
-    pythons = {Path(prefix).parts[1] for prefix in (sys.prefix, sys.base_prefix)}
-    assert not ({"home", "var", "run", "srv"} - pythons) & set(re.findall(r"'(.*?)'", lines[6]))
+    assert lines[:3] == ["FileNotFoundError"] * 3
+    assert lines[3] in ("PermissionError", "FileNotFoundError")
+    assert lines[4:] == ["FileNotFoundError", "True", "/sandbox"]
     for folder in "/tmp", "/dev/shm", sys.prefix:
         assert not Path(folder, "flatrl-left-behind").exists()
 
 
 def test_a_host_that_cannot_isolate_is_refused_unless_told_to_go_on(monkeypatch):
-    monkeypatch.setattr(sandbox, "SUPERVISOR", sandbox.SUPERVISOR.replace("LIBC.unshare(", "(lambda _: -1)("))
-    result = run("print(1)")  # conftest.py said to go on
+    supervisor = sandbox.SUPERVISOR.replace("LIBC.unshare(", "(lambda _: -1)(")
+    monkeypatch.setattr(sandbox, "SUPERVISOR", supervisor)
+    result = run("print(1)")  # conftest.py has set the variable
     assert (result.stdout, result.no_network, result.own_files) == ("1\n", False, False)
     monkeypatch.delenv("SANDBOX_UNISOLATED")
     with pytest.raises(NotIsolated, match="namespaces are not allowed.*SANDBOX_UNISOLATED=1"):
@@ -226,71 +334,19 @@ def test_a_host_that_cannot_isolate_is_refused_unless_told_to_go_on(monkeypatch)
     assert not Path("/dev/shm/flatrl-ran").exists()
     assert run("print(1)", isolate=False).stdout == "1\n"
     with pytest.raises(BadInput, match="retool.py: this host does not let programs be isolated"):
-        load_task(str(REPO / "examples" / "retool.py"))
+        load_task(str(REPO / "examples/retool.py"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Limits
-
-
-def test_an_endless_loop_ends_at_the_deadline():
-    for result in both_late("print('before')\nopen('there', 'x')\nwhile True: pass"):
-        assert result.timed_out and result.returncode == -signal.SIGKILL
-        assert result.stdout == "before\n"  # what it had printed is not lost
-
-
-def test_cpu_time():
-    result = run("while True: pass", cpu_s=1)
-    assert result.returncode == -signal.SIGXCPU and not result.timed_out
-
-
-def test_memory():
-    for result in both("x = bytearray(10**8); print(len(x)); x = bytearray(10**9)"):
-        assert result.returncode == 1 and result.stdout == "100000000\n" and result.stderr.endswith("MemoryError\n")
-
-
-def test_the_memory_of_all_processes_together():
-    for result in both("""
-        import os, time
-        blocks = bytearray(60_000_000)  # each far below the limit
-        for i in range(8):
-            if os.fork() == 0:
-                more = bytearray(os.urandom(1 << 20)) * 60
-                time.sleep(3600)
-        time.sleep(3600)
-    """):
-        assert result.out_of_memory and result.returncode == -signal.SIGKILL and not result.timed_out
-        assert result.stderr == "MemoryError: all its processes together took more than 256 MB\n"
-
-
-def test_shared_memory_counts_once():
-    for result in both("""
-        import os, time
-        block = bytearray(os.urandom(1 << 20)) * 100
-        ready, say = os.pipe()
-        for i in range(4):
-            if os.fork() == 0:
-                time.sleep(0.5)
-                os._exit(0)
-        for i in range(4):
-            os.wait()
-        print("done")
-    """):
-        assert result.stdout == "done\n" and not result.out_of_memory, result
-
-
-def test_memory_outside_of_processes_is_forbidden():
-    for result in both("""
-        import ctypes, os
-        libc = ctypes.CDLL(None, use_errno=True)
-        try:
-            os.memfd_create("x")
-        except OSError as error:
-            print(error.errno)
-        print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
-        print(libc.unshare(0x10000000), ctypes.get_errno())  # where it could mount more
-    """):
-        assert result.stdout == "1\n-1 1\n-1 1\n"
+def test_no_network(host):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = ("127.0.0.1", server.getsockname()[1])
+        code = f"import socket; socket.create_connection({address}); print('in')"
+        isolated, plain = both(code)
+    assert plain.stdout == "in\n" and plain.no_network is False  # nothing else is claimed
+    if not host.no_network:
+        pytest.skip("this host does not allow network namespaces")
+    assert isolated.no_network is True and isolated.stdout == ""
+    assert "OSError: [Errno 101] Network is unreachable" in isolated.stderr
 
 
 def test_the_memory_of_sockets_counts(host):
@@ -314,60 +370,12 @@ def test_the_memory_of_sockets_counts(host):
         time.sleep(20)
     """)
     assert result.out_of_memory and not result.timed_out
-    assert result.stderr == "MemoryError: all its processes together took more than 256 MB\n"
-
-
-def test_a_few_sockets_fit_into_the_memory_and_their_buffers_do_not_grow():
-    for result in both("""
-        import asyncio, socket, time
-        async def main():
-            pairs = [socket.socketpair() for _ in range(60)]
-            await asyncio.sleep(0.5)
-            reader, writer = await asyncio.open_connection(sock=pairs[0][0])
-            pairs[0][1].send(b"said\\n")
-            print(await reader.readline())
-            pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            pairs[1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        asyncio.run(main())
-    """):
-        assert result.stdout == "b'said\\n'\n" and not result.out_of_memory
-        assert result.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
-
-
-def test_families_of_sockets():
-    """AF_VSOCK, for one, is not held by a network namespace: it leads to the hypervisor."""
-    for result in both("""
-        import socket
-        for make in socket.socket, socket.socketpair:
-            got = set()
-            for family in range(64):
-                for kind in (1, 2, 3, 5, 1 | 1 << 11):
-                    try:
-                        make(family, kind)
-                        got.add(int(family))
-                    except OSError:
-                        pass
-            print(sorted(got))
-    """):
-        assert result.stdout == "[1, 2, 10]\n[1]\n"
-
-
-def test_file_size():
-    for result in both("""
-        with open("big", "wb", buffering=0) as file:
-            try:
-                for _ in range(1024):
-                    file.write(bytes(1 << 20))
-            except OSError as error:
-                print(error, file.tell())
-    """, file_mb=3):  # fmt: skip
-        assert result.stdout == f"[Errno 27] File too large {3 << 20}\n"
 
 
 def test_number_of_processes(host):
     if os.geteuid() == 0 and not host.own_user:
         pytest.skip("the kernel does not limit root's processes")
-    result = run("""
+    code = """
         import os, time
         for i in range(200):
             try:
@@ -377,44 +385,27 @@ def test_number_of_processes(host):
             except BlockingIOError:
                 break
         print(i)
-    """, max_processes=10)  # fmt: skip
+    """
+    result = run(code, max_processes=10)
     assert result.returncode == 0 and not result.timed_out
     if host.own_user:  # else our user's other processes may count too
         assert result.stdout == "9\n"  # the tenth is the program itself
 
 
-def test_printing_for_ever_costs_no_memory_and_does_not_hang():
-    for result in both_late("""
+def test_printing_for_ever_costs_no_memory_and_ends_at_the_deadline():
+    code = """
         for n in range(10**9):
             print("spam" * 1000)
             if n == 100:  # more than fits into a pipe
                 open("there", "x")
-    """, max_output=1000):  # fmt: skip
-        assert result.timed_out and result.truncated
-        assert len(result.stdout) == 1000 + len("\n...\n") and result.stdout.startswith("spamspam")
+    """
+    for result in both_late(code, max_output=1000):
+        assert result.timed_out and result.truncated and result.returncode == -signal.SIGKILL
+        assert len(result.stdout) == 1000 + len("\n...\n")
+        assert result.stdout.startswith("spamspam")  # what it had printed is not lost
 
 
-def test_both_ends_of_a_long_output_are_kept():
-    code = "import sys; sys.stderr.write('e' * 500_000); print('first', 'x' * 1_000_000, 'last')"
-    for result in both(code, max_output=20):
-        assert result.stdout == "first xxxx\n...\nxxxx last\n"
-        assert result.stderr == "e" * 10 + "\n...\n" + "e" * 10
-        assert result.truncated and result.returncode == 0
-
-
-def test_no_network(host):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        isolated, plain = both(f"import socket; socket.create_connection(('127.0.0.1', {port})); print('in')")
-    assert plain.stdout == "in\n" and plain.no_network is False  # what is not there is not claimed
-    if not host.no_network:
-        pytest.skip("this host does not allow network namespaces")
-    assert isolated.no_network is True
-    assert isolated.stdout == "" and "OSError: [Errno 101] Network is unreachable" in isolated.stderr
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing is left: processes, folders, descriptors
+# ---------------------------------------------------------------- nothing is left
 
 CHILDREN = """
     import os, signal, sys, time
@@ -428,7 +419,7 @@ CHILDREN = """
             if how == "orphan" and os.fork():
                 os._exit(0)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print(how, os.readlink("/proc/self"), flush=True)  # which keeps our stdout and stderr open
+            print(how, os.readlink("/proc/self"), flush=True)  # its output stays open
             os.write(say, b"1")
             time.sleep(3600)
 
@@ -439,7 +430,7 @@ CHILDREN = """
 
 
 def children(result: Result) -> list[int]:
-    """What the host calls them: without a namespace as they do, else by their command lines."""
+    """Their PIDs on the host: without a namespace those that they print."""
     pids = {how: int(pid) for how, pid in re.findall(r"(\w+) (\d+)", result.stdout)}
     assert sorted(pids) == ["child", "orphan", "session"], result
     return processes_in() if result.no_network else list(pids.values())
@@ -457,49 +448,26 @@ def test_children_do_not_outlive_the_deadline():
         assert not any(map(alive, children(result)))
 
 
-def test_processes_that_keep_forking_are_caught(folders):
-    for result in both("""
-        import os, time
-        for _ in range(3):
-            if os.fork() == 0:
-                os.setsid()
-                while True:
-                    if os.fork():
-                        os._exit(0)
-        time.sleep(0.3)
-    """):
-        assert result.returncode == 0 and not result.timed_out
-    assert processes_in(folders) == []
-
-
-def test_cancellation_kills_and_tidies_up(folders):
+def test_cancellation_kills_and_tidies_up():
     async def cancelled():
-        runs = [run_python(textwrap.dedent(CHILDREN) + "time.sleep(3600)", HANGS, isolate=i) for i in (True, False)]
-        tasks = [asyncio.create_task(run) for run in runs]
-        while len(pids := processes_in(folders)) < 12:  # for each: supervisor, init, program and its three
+        tasks = []
+        for isolate in (True, False):
+            code = textwrap.dedent(CHILDREN) + "time.sleep(3600)"
+            tasks.append(asyncio.create_task(run_python(code, HANGS, isolate=isolate)))
+        # For each: supervisor, init, the program and its three children.
+        while len(pids := processes_in()) < 12:
             await asyncio.sleep(0.05)
+        for delay in (0, 0.001, 0.01, 0.05):  # at the start of others
+            tasks.append(asyncio.create_task(run_python("while True: pass", HANGS)))
+            await asyncio.sleep(delay)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+        assert [type(result) for result in results] == [asyncio.CancelledError] * 6
         assert not any(map(alive, pids))
 
     asyncio.run(asyncio.wait_for(cancelled(), HANGS))
-
-
-def test_cancellation_at_any_moment(folders):
-    async def cancelled(delay):
-        task = asyncio.create_task(run_python("import time; time.sleep(3600)", HANGS))
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    async def everything():
-        await asyncio.gather(*map(cancelled, [0, 0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]))
-
-    asyncio.run(everything())
-    wait_for(lambda: processes_in(folders) == [])
+    wait_for(lambda: processes_in() == [])
 
 
 def test_the_death_of_this_process_ends_the_program(folders):
@@ -508,86 +476,58 @@ import asyncio, sys, tempfile
 sys.path.insert(0, {str(REPO)!r})
 from examples.sandbox import run_python
 tempfile.tempdir = {str(folders)!r}
-async def main(): await asyncio.gather(*(run_python("import time; time.sleep(3600)", 3600, isolate=i) for i in (0, 1)))
+async def main():
+    code = "import time; time.sleep(3600)"
+    await asyncio.gather(*(run_python(code, 3600, isolate=isolate) for isolate in (0, 1)))
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", host]) as process:
         try:
-            wait_for(lambda: len(processes_in(folders)) == 6)
+            wait_for(lambda: len(processes_in()) == 6)
         finally:
             process.kill()
-    wait_for(lambda: processes_in(folders) == [])
+    wait_for(lambda: processes_in() == [])
     wait_for(lambda: not list(folders.iterdir()))  # the supervisor has deleted the folder
 
 
-def test_the_death_of_the_supervisor_ends_an_isolated_program(host, folders):
+def test_the_death_of_the_supervisor_ends_an_isolated_program(host):
     if not host.no_network:
         pytest.skip("without a PID namespace nobody else knows the program's children")
 
     async def killed():
         code = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(3600)"
         task = asyncio.create_task(run_python(code, HANGS))
-        while len(pids := processes_in(folders)) < 4:
+        while len(pids := processes_in()) < 4:
             await asyncio.sleep(0.05)
         os.kill(min(pids), signal.SIGKILL)
         return await task
 
     result = asyncio.run(asyncio.wait_for(killed(), HANGS))
     assert (result.returncode, result.timed_out) == (-signal.SIGKILL, False)
-    assert result.no_network is False  # nobody is left who could say so
-    wait_for(lambda: processes_in(folders) == [])
-
-
-def test_folders_that_resist_are_deleted():  # see `folders`
-    for result in both("""
-        import os
-        os.makedirs("locked/inside")
-        open("locked/inside/file", "w").close()
-        os.symlink("/", "link")
-        os.chmod("locked/inside", 0)
-        os.chmod("locked", 0)
-        for _ in range(1100):  # deeper than Python's recursion goes
-            os.mkdir("d")
-            os.chdir("d")
-        print("done")
-    """):
-        assert result.stdout == "done\n"
-
-
-def test_slots_bound_the_number_of_programs(monkeypatch, folders):
-    monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    seen = set()
-
-    async def watch():
-        code = "import os, time; open('there', 'x')\nwhile not os.path.exists('go'): time.sleep(0.01)"
-        tasks = [asyncio.create_task(run_python(code, HANGS)) for _ in range(5)]
-        await there(2)
-        while not all(task.done() for task in tasks):
-            seen.add(len(list(folders.iterdir())))
-            for pid in processes_in():
-                with contextlib.suppress(OSError):  # it has just ended
-                    if made(pid):
-                        Path(f"/proc/{pid}/cwd/go").touch()
-            await asyncio.sleep(0.005)
-        return [task.result().returncode for task in tasks]
-
-    assert asyncio.run(watch()) == [0] * 5
-    assert max(seen) == 2
+    assert result.no_network is False  # nobody is left who could report it
+    wait_for(lambda: processes_in() == [])
 
 
 def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
     monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    code = """
+        import os, time
+        open('there', 'x')
+        while not os.path.exists('go'):
+            time.sleep(0.01)
+        print('first')
+    """
 
     async def two():
-        code = "import os, time; open('there', 'x')\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('first')"
-        first = asyncio.create_task(run_python(code, 4 * HANGS))
+        first = asyncio.create_task(run_python(textwrap.dedent(code), 4 * HANGS))
         await there(1)
-        second = asyncio.create_task(in_time("second", HANGS, run_python("print('second')", HANGS)))
+        waiting = in_time("second", HANGS, run_python("print('second')", HANGS))
+        second = asyncio.create_task(waiting)
         await asyncio.sleep(0.1)
         time_passes(2 * HANGS)
         await asyncio.sleep(0.1)
+        assert len(processes_in()) == 3 and not second.done()
         for pid in processes_in():
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/cwd/go").touch()
@@ -596,22 +536,23 @@ def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
     assert asyncio.run(two()) == ["first\n", "second\n"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# examples/retool.py
+# ---------------------------------------------------------------- examples/retool.py
 
 END = "<|im_end|>"
-retool = load_task(str(REPO / "examples" / "retool.py"))
+retool = load_task(str(REPO / "examples/retool.py"))
 
 
-def play(tokenizer, row: dict, *lines: str, **flags):
-    """The trajectory in which the model says these lines, scored by the task's reward."""
+def play(tokenizer, truth: str, *lines: str, **flags):
+    """The graded output of a rollout in which the model says these lines."""
     args = Args(**{"max_response_tokens": 4000, "tool_timeout": 4 * HANGS} | flags)
     engine = Script(tokenizer, lines)
+    prompt = [{"role": "user", "content": "?"}]
+    row = {"prompt": prompt, "reward_model": {"ground_truth": truth}}
 
     async def trajectory():
         loop = agent_loop_class(row, retool, args)(engine, tokenizer, None, retool, args)
         output = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-        await score(retool, [output], row)
+        await set_rewards(retool, [output], row)
         return output
 
     output = asyncio.run(trajectory())
@@ -624,21 +565,21 @@ def python(code: str) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
+def tool_messages(output) -> list[str]:
+    return [message["content"] for message in output.messages if message["role"] == "tool"]
+
+
 def test_retool_trajectory(tokenizer):
-    row = {"prompt": [{"role": "user", "content": "What is 2^100?"}], "reward_model": {"ground_truth": str(2**100)}}
-    lines = [python("```python\nprint(2 ** 10O)\n```"), python("print(2 ** 100)"), f"<answer>{2**100}</answer>"]
-    output = play(tokenizer, row, *lines)
-    said = [message["content"] for message in output.messages if message["role"] == "tool"]
-    assert said[0].startswith('File "/sandbox/main.py", line 1\n') and said[0].endswith(
-        "SyntaxError: invalid decimal literal"
-    )
-    assert said[1] == str(2**100)
+    broken = python("```python\nprint(2 ** 10O)\n```")
+    lines = [broken, python("print(2 ** 100)"), f"<answer>{2**100}</answer>"]
+    output = play(tokenizer, str(2**100), *lines)
+    failed, printed = tool_messages(output)
+    assert failed.startswith('File "/sandbox/main.py", line 1\n')
+    assert failed.endswith("SyntaxError: invalid decimal literal")
+    assert printed == str(2**100)
     assert output.reward == 1.0
     assert output.metrics["tool_calls"] == 2 and output.metrics["tool/failed"] == 1
     assert output.metrics["tool/timeouts"] == 0 and "tool_errors" not in output.metrics
-    given = [i for i, m in zip(output.response_ids, output.response_mask, strict=True) if m == 0]
-    assert tokenizer.decode(given).count("<tool_response>") == 2
-    assert play(tokenizer, row, python("print(1)"), "It is 1.").reward == 0.0
 
 
 def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch):
@@ -654,34 +595,37 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
 
     monkeypatch.setattr(retool, "SECONDS", HANGS)
     monkeypatch.setattr(retool, "run_python", timed)
-    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
-    codes = ["print('so far')\nopen('there', 'x')\nwhile True: pass", "import os; os._exit(3)", "x = 1"]
-    codes.append("print('y' * 1000)")
-    output = play(tokenizer, row, "".join(map(python, codes)), "<answer>1</answer>", max_tool_response_tokens=60)
-    said = [message["content"] for message in output.messages if message["role"] == "tool"]
-    assert said[0] == "so far\nError: the program took longer than 300 seconds"
-    assert said[1:3] == ["Error: the program ended with code 3", "(nothing printed)"]
-    assert said[3] == "y" * 30 + "..." + "y" * 30
-    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1 and output.reward == 1.0
+    codes = [
+        "print('so far')\nopen('there', 'x')\nwhile True: pass",
+        "import os; os._exit(3)",
+        "x = 1",
+        "print('y' * 1000)",
+    ]
+    calls = "".join(map(python, codes))
+    limits = {"max_tool_response_tokens": 60}
+    output = play(tokenizer, "1", calls, "<answer>1</answer>", **limits)
+    assert tool_messages(output) == [
+        "so far\nError: the program took longer than 300 seconds",
+        "Error: the program ended with code 3",
+        "(nothing printed)",
+        "y" * 30 + "..." + "y" * 30,
+    ]
+    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1
 
 
 @pytest.mark.parametrize("text, truth, reward", [
     ("<answer>34</answer>", "34", 1.0),
     ("so\n<answer> $1,234$ </answer>", "1234", 1.0),
     ("<answer>\\boxed{-7}</answer>", "-7", 1.0),
-    ("We add.\nAnswer: 34", "34", 1.0),
     ("We add.\nAnswer: $\\boxed{34}$.", "34", 1.0),
     ("<answer>1,2</answer>", "12", 0.0),  # two numbers, not one
     ("<answer>34</answer><answer>35</answer>", "34", 0.0),
     ("Answer: 34\nAnswer: 35", "35", 0.0),
-    ("The Answer: 34", "34", 0.0),
     ("<answer></answer>", "", 0.0),
     ("34", "34", 0.0),
-    ("", "34", 0.0),
 ])  # fmt: skip
 def test_retool_reward(text, truth, reward):
     row = {"reward_model": {"ground_truth": truth}}
-    say = lambda role: SimpleNamespace(messages=[{"role": role, "content": text}])
-    assert retool.reward(say("assistant"), row) == reward
-    assert retool.reward(say("tool"), row) == 0.0
-    assert retool.reward(SimpleNamespace(messages=[]), row) == 0.0
+    for role, paid in (("assistant", reward), ("tool", 0.0)):
+        output = SimpleNamespace(messages=[{"role": role, "content": text}])
+        assert retool.reward(output, row) == paid

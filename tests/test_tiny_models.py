@@ -1,95 +1,23 @@
-"""The kit for tiny models: what is built from demonstrations, when it is built again, and what a run says first."""
+"""examples/tiny_models.py: models that are built from demonstrations."""
 
-import ast
 import asyncio
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from agent_loop import BadInput
 from data import load_rows
-from examples import calculator, tiny_models, warm_start
+from examples import calculator, warm_start
 from examples.environments import EnvInteraction
 from examples.tiny_models import (
     build_from_demonstrations,
     common_pieces,
     make_tokenizer,
     play,
-    told,
 )
-from flatrl.models import model_source
-
-TASK = '''"""A task."""
-import random
-import re
-from losses import estimator
-
-MARK = "####"
-WORDS = ["yes", "no"]
-SYSTEM_PROMPT = "Say yes."
-
-def load(split):
-    return [{"prompt": split}]
-
-def find(text):
-    return re.search(MARK, text)
-
-async def reward(
-    output, row
-) -> float:
-    return float(bool(find(output.text)))
-
-def sampler(history):
-    return row
-
-class Env:
-    def step(self, text):
-        reward = len(text)  # a local name
-        return reward + random.random()
-
-INTERACTIONS = [Env()]
-
-@estimator("mine")
-def mine(rewards):
-    return rewards * 2
-
-def teacher():
-    return random.choice(WORDS)
-
-def build_model(path):
-    return teacher()
-'''
-
-
-@pytest.mark.parametrize("old, new, same", [
-    ("float(bool", "2 * float(bool", True), ("rewards * 2", "rewards * 3", True), ("async def", "def", True),
-    ("return row", "return 0", True), ("from losses import estimator\n", "", True),
-    ("-> float:", "->float:", True),
-    ("re.search", "re.match", False), ("####", "###", False),
-    ('"yes", "no"', '"yes"', False), ("len(text)", "len(text) + 1", False), ("Say yes.", "Say no.", False),
-    ('{"prompt": split}', '{"prompt": "x"}', False), ("random.choice(WORDS)", "WORDS[0]", False),
-])  # fmt: skip
-def test_a_model_depends_on_what_build_model_needs(old, new, same):
-    edited = TASK.replace(old, new)
-    assert edited != TASK and (model_source(edited) == model_source(TASK)) is same
-
-
-def test_an_estimator_that_is_added_changes_nothing():
-    more = "from losses import estimator\n\n\n@estimator('x')\ndef x(\n    rewards,\n):\n    return rewards\n"
-    assert model_source(TASK + more) == model_source(TASK + "\n\n" + more) == model_source(TASK)
-    assert model_source(more + TASK) == model_source("\n\n" + TASK) and model_source(more + "a = 1") == ["", "a = 1"]
-
-
-def test_a_reward_that_is_called_counts():
-    """As where the teacher's wrong answers are left out."""
-    calling = TASK.replace("return teacher()", "return reward(teacher(), {})")
-    assert model_source(calling) != model_source(calling.replace("float(bool", "2 * float(bool"))
 
 
 class Count:
@@ -126,18 +54,24 @@ def test_the_rows_loop_plays_a_demonstration():
     ((ids, mask),) = asyncio.run(play(checked(calculator, row), calculator, tokenizer))
     said = [token for token, mine in zip(ids, mask, strict=True) if mine]
     expression, answer = calculator.expression_of(row), row["reward_model"]["ground_truth"]
-    call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
-    assert tokenizer.decode(said) == f"{call}<|im_end|><answer>{answer}</answer><|im_end|>"
-    assert f"<tool_response>\n{answer}\n</tool_response>" in tokenizer.decode(ids)  # the tool was run
+    said = tokenizer.decode(said)
+    assert said.startswith("<tool_call>") and f'"{expression}"' in said
+    assert said.endswith(f"</tool_call><|im_end|><answer>{answer}</answer><|im_end|>")
+    assert f"<tool_response>\n{answer}\n</tool_response>" in tokenizer.decode(
+        ids
+    )  # the tool was run
     ((ids, mask),) = asyncio.run(play(checked(COUNT, count_row("8", "9")), COUNT, tokenizer))
-    assert tokenizer.decode([token for token, mine in zip(ids, mask) if mine]) == "8<|im_end|>9<|im_end|>"
+    assert (
+        tokenizer.decode([token for token, mine in zip(ids, mask) if mine])
+        == "8<|im_end|>9<|im_end|>"
+    )
     assert "7<|im_end|>" in tokenizer.decode(ids) and "8?<|im_end|>" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("row, said", [
-    (count_row("8", "9", "10"), "row 0: its agent loop ends with 1 turns of its demonstration left"),
+    (count_row("8", "9", "10"), "row 0: its agent loop ends with 1 turns"),
     (count_row("8<|im_end|>9"), "demonstration of row 0 can't be played: the policy could not say"),
-    (count_row("8") | {"demonstration": None}, "row 0: its agent loop ends with 0 turns .* or it has none"),
+    (count_row("8") | {"demonstration": None}, "row 0: .* with 0 turns .* or it has none"),
     (count_row("8" * 2000), "demonstration of row 0 can't be played: .* with room for"),
 ])  # fmt: skip
 def test_what_can_not_be_played_names_its_row(row, said, tmp_path):
@@ -145,42 +79,24 @@ def test_what_can_not_be_played_names_its_row(row, said, tmp_path):
         build_from_demonstrations(tmp_path, COUNT, [row])
 
 
-def test_pieces_are_single_tokens():
-    tokenizer = make_tokenizer([*common_pieces(calculator), "at "])
-    for piece in ("at ", calculator.SYSTEM_PROMPT, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'):
-        assert len(tokenizer(piece)["input_ids"]) == 1, piece
-    assert len(make_tokenizer()("at ")["input_ids"]) == 3
-
-
 def test_a_model_learns_its_demonstrations(tmp_path, capsys):
-    """It is asked for the number, which the prompt has, and says it; half of the time it was shown another word."""
     random.seed(0)
     set_seed(0)
-    rows = [{"prompt": str(n % 10), "demonstration": "odd" if n % 2 else "even"} for n in range(640)]
+    rows = [
+        {"prompt": str(n % 10), "demonstration": "odd" if n % 2 else "even"} for n in range(640)
+    ]
     random.shuffle(rows)
-    build_from_demonstrations(tmp_path, SimpleNamespace(), rows, pieces=["odd", "even"], batch_size=16)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    build_from_demonstrations(
+        tmp_path, SimpleNamespace(), rows, pieces=["odd", "even"], batch_size=16
+    )
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     chats = [[{"role": "user", "content": str(n)}] for n in range(10)]
-    batch = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    batch = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
         best = model(**batch).logits[:, -1].argmax(-1)
     assert tokenizer.batch_decode(best[:, None]) == ["even", "odd"] * 5
-
-
-def test_progress_is_said_where_there_is_no_terminal(capsys, monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr(tiny_models, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert list(told(range(4), "counting", seconds=2)) == [0, 1, 2, 3]
-    assert capsys.readouterr().out == "counting: 2 of 4, about 2 s left\ncounting: 4 of 4, about 0 s left\n" \
-        "counting: done in 5 s\n"
-
-
-def test_the_first_line_comes_before_what_takes_long():
-    """train.py imports nothing before it but os; and only the main rank says it."""
-    docstring, first, second, *_ = ast.parse((REPO / "train.py").read_text()).body
-    assert ast.unparse(first) == "import os"
-    code = ast.unparse([first, second]) + "\nimport sys\nprint('torch' in sys.modules)"
-    for rank, said in (("0", "flatrl: loading torch, transformers and vLLM\nFalse\n"), ("1", "False\n")):
-        env = {"RANK": rank, "PATH": ""}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout == said

@@ -19,18 +19,16 @@ PRICES = {
 }
 DELIVERY = {"Oskary": 11, "Brindo": 7, "Harnvel": 16, "Pellany": 22, "Ruddick": 9}
 
-server = MCPServer(
-    "shop", log_level="CRITICAL"
-)  # a wrong call is daily business: no traceback for each
+# Wrong calls are ordinary: no traceback for each.
+server = MCPServer("shop", log_level="CRITICAL")
 
 
 @server.tool()
 def price(item: str) -> int:
     """The price of one item, in coins."""
     if item not in PRICES:
-        raise ToolError(
-            f"no item {item!r}; there are: {', '.join(PRICES)}"
-        )  # the one exception whose text is sent
+        # The one exception whose text is sent.
+        raise ToolError(f"no item {item!r}; there are: {', '.join(PRICES)}")
     return PRICES[item]
 
 

@@ -59,7 +59,6 @@ class ChatClient:
         tool_choice="auto",
         n=1,
         stream=False,
-        logprobs=False,
         max_tokens=None,
         max_completion_tokens=None,
         stop=None,
@@ -80,8 +79,7 @@ class ChatClient:
         is_forced = tool_choice not in (None, "auto", "none")
         if n not in (None, 1) or stream or response_format or is_forced:
             raise ValueError(
-                "supported are n=1, stream=False, tool_choice 'auto' or 'none', "
-                "and no response_format"
+                "not supported in process: n > 1, stream, a forced tool_choice, response_format"
             )
         others.update(extra_body or {})
         if max_completion_tokens is not None:
@@ -104,7 +102,7 @@ class ChatClient:
         self.exhausted = "length" if self.loop.room(trajectory) < 1 else None
         self._read(trajectory, text, turn, sampling, tools, parallel_tool_calls is False)
         trajectory.tools = tools, template  # from now on, other calls may continue it
-        return self._completion(trajectory, n_tokens_before, logprobs)
+        return self._completion(trajectory, n_tokens_before)
 
     def _read(self, trajectory, text, turn, sampling, tools, only_one):
         """Cuts stop strings off the reply, and parses its tool calls; text: None if cut off."""
@@ -120,11 +118,8 @@ class ChatClient:
 
     def _sampling(self, max_tokens, stop, structured_outputs):
         """Returns the run's sampling parameters, with the agent's choices."""
-        if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
-            raise ValueError(
-                f"max_tokens must be a whole number of at least 1, not {max_tokens!r:.80} "
-                "(max_completion_tokens, max_output_tokens)"
-            )
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens!r:.80}")
         sampling = dict(self.sampling_params)
         if max_tokens:
             sampling["max_tokens"] = min(max_tokens, sampling.get("max_tokens") or max_tokens)
@@ -191,7 +186,6 @@ class ChatClient:
             self.trajectories.append(trajectory)  # the most recently asked
         else:
             trajectory = loop.start({"prompt": messages, "images": images}, tools, self.trusted)
-            trajectory.trusted = self.trusted  # until AgentLoopBase.start keeps it itself
             fits = loop.room(trajectory) > 0
             if fits:
                 self.trajectories.append(trajectory)
@@ -272,7 +266,7 @@ class ChatClient:
         images.append(base64.b64decode(data))
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
-    def _completion(self, trajectory, n_tokens_before, logprobs):
+    def _completion(self, trajectory, n_tokens_before):
         """Returns the last turn, which follows n_tokens_before tokens, as a ChatCompletion."""
         from openai.types.chat import ChatCompletion
 
@@ -287,10 +281,6 @@ class ChatClient:
         elif reason == "abort":
             reason = "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
-        if logprobs:
-            sampled = zip(ids, trajectory.response_logprobs[n_tokens_before:])
-            content = [self._token(token, logprob) for token, logprob in sampled]
-            choice["logprobs"] = {"content": content}
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
@@ -305,16 +295,6 @@ class ChatClient:
             usage=usage,
             prompt_token_ids=prompt,
         )
-
-    def _token(self, token, logprob):
-        """Returns a token with its logprob in OpenAI's form."""
-        text = self.loop.tokenizer.decode([token])
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": list(text.encode()),
-            "top_logprobs": [],
-        }
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences, the most recently asked last.

@@ -8,7 +8,7 @@ gets to any framework:
     @register("my_agent")
     class MyAgent(EndpointLoop):
         async def agent(self, base_url, api_key, row):
-            client = self.openai(base_url, api_key)
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
@@ -23,15 +23,17 @@ The server binds to 127.0.0.1 at a free port, and answers only requests with the
 examples/langgraph_math.py."""
 
 import asyncio
+import functools
 import hmac
 import importlib
 import os
 import secrets
 import socket
+from collections.abc import Callable
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -40,7 +42,7 @@ from flatrl.chat import openai_api
 from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
 # What a malformed request raises, here or in a template.
-BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, RecursionError, TemplateError)
+BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, TemplateError)
 
 
 def _error(status: int, message: str, code: str) -> JSONResponse:
@@ -66,14 +68,16 @@ class ChatEndpoint:
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
         self.url: str | None = None
         self.started: asyncio.Future | None = None
-        self.app = Starlette(
-            routes=[
-                Route("/{name}/v1/chat/completions", self.completions, methods=["POST"]),
-                Route("/{name}/v1/responses", self.responses, methods=["POST"]),
-                Route("/{name}/v1/reward", self.reward, methods=["POST"]),
-                Route("/{name}/v1/models", self.models),
-            ]
-        )
+        paths = {
+            "chat/completions": self.chat,
+            "responses": self.respond,
+            "reward": self.take_reward,
+        }
+        routes = []
+        for path, make in paths.items():
+            handler = functools.partial(self.reply, make)
+            routes.append(Route(f"/{{name}}/v1/{path}", handler, methods=["POST"]))
+        self.app = Starlette(routes=routes)
 
     async def add(self, client: ChatClient) -> tuple[str, str, str]:
         """Returns the name, base_url and api_key of a new rollout."""
@@ -88,7 +92,6 @@ class ChatEndpoint:
     async def start(self) -> None:
         """Starts the server, and waits until it answers."""
         import uvicorn
-        from openai import AsyncOpenAI
 
         _bypass_proxies()
         # This import takes seconds, in which the event loop must go on.
@@ -96,13 +99,8 @@ class ChatEndpoint:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.openai = AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0)
         config = uvicorn.Config(
-            self.app,
-            log_level="error",
-            lifespan="off",
-            backlog=4096,
-            timeout_keep_alive=60,
+            self.app, log_level="error", lifespan="off", backlog=4096, timeout_keep_alive=60
         )
         self.server = uvicorn.Server(config)
         self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
@@ -120,20 +118,6 @@ class ChatEndpoint:
             return client
         return None
 
-    async def completions(self, request: Request) -> Response:
-        return await self.reply(request, self.chat)
-
-    async def responses(self, request: Request) -> Response:
-        return await self.reply(request, self.respond)
-
-    async def reward(self, request: Request) -> Response:
-        return await self.reply(request, self.take_reward)
-
-    async def models(self, request: Request) -> Response:
-        if self.client_of(request) is None:
-            return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
-
     async def chat(self, client: ChatClient, body: dict) -> Response:
         """Answers a request for a chat completion."""
         stream = body.pop("stream", False)
@@ -149,7 +133,7 @@ class ChatEndpoint:
         """Answers a request of the Responses API."""
         stream = body.pop("stream", False)
         completion = await openai_api.complete(client, openai_api.chat_of(body))
-        response = openai_api.response_of(completion, body)
+        response = openai_api.response_of(completion)
         if not stream:
             return JSONResponse(response)
         events = openai_api.server_sent(openai_api.events(response), named=True)
@@ -160,23 +144,13 @@ class ChatEndpoint:
         client.reward = checked_number(body["reward"], "a reward")
         return JSONResponse({})
 
-    async def reply(self, request: Request, make) -> Response:
-        """Returns the response that `await make(client, body)` makes, or its error."""
+    async def reply(self, make: Callable, request: Request) -> Response:
+        """Returns the response that `await make(client, body)` returns, or its error."""
         client = self.client_of(request)
         if client is None:
             return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
         try:
-            task = asyncio.ensure_future(make(client, await request.json()))
-            # A client that has left, perhaps to ask again, needs no reply.
-            while not task.done():
-                await asyncio.wait({task}, timeout=0.5)
-                if not task.done() and await request.is_disconnected():
-                    task.cancel()
-            if task.cancelled():
-                raise ClientDisconnect
-            return task.result()
-        except ClientDisconnect:
-            return _error(499, "the client has left", "client_closed_request")
+            return await make(client, await request.json())
         except OutOfBudget as error:
             return _error(400, str(error), "context_length_exceeded")
         except BAD_REQUEST as error:
@@ -197,12 +171,6 @@ class EndpointLoop(ChatAgentLoop):
 
     async def agent(self, base_url: str, api_key: str, row: dict) -> float | None:
         raise TypeError(f"{type(self).__name__} has no agent method")
-
-    def openai(self, base_url: str, api_key: str):
-        """Returns an AsyncOpenAI client.
-
-        All clients of a run share one connection pool: making a pool takes longer than using it."""
-        return ENDPOINT.openai.with_options(base_url=base_url, api_key=api_key)
 
     async def chat(self, client: ChatClient, **row) -> float | None:
         name, base_url, api_key = await ENDPOINT.add(client)

@@ -15,7 +15,7 @@ flatrl/chat/endpoint.py is the server. Besides its messages, a request may hold:
                        json_schema (or a tool call). The reply is NOT TRAINED: its logprobs are
                        those under vLLM's mask, which the trainer does not have. With
                        EndpointLoop.constrains = False it is sampled freely, and trained
-    max_tokens, max_completion_tokens, max_output_tokens, stop, logprobs, chat_template_kwargs
+    max_tokens, max_completion_tokens, max_output_tokens, stop, chat_template_kwargs
                        work as OpenAI's and vLLM's
     RUNS_OWN           is ignored, with one warning for each name: the run's values are used
     NO_MATTER          is ignored: it makes no difference here
@@ -42,7 +42,6 @@ CREATE = {
     "stop",
     "max_tokens",
     "max_completion_tokens",
-    "logprobs",
     "chat_template_kwargs",
 }
 RUNS_OWN = {
@@ -216,9 +215,7 @@ def chat_of(body: dict) -> dict:
             chat["response_format"]["json_schema"] = schema
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     include = set(body.get("include") or ())
-    include.discard("reasoning.encrypted_content")  # there is none
-    chat["logprobs"] = "message.output_text.logprobs" in include
-    chat["include"] = include - {"message.output_text.logprobs"}
+    chat["include"] = include - {"reasoning.encrypted_content"}  # there is none
     return chat
 
 
@@ -248,28 +245,18 @@ def _function(item, *keys):
     return {"type": "function", "function": function}
 
 
-CHAT_PARTS = {
-    "input_text": "text",
-    "output_text": "text",
-    "input_image": "image_url",
-}
+CHAT_PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
 
 
 def _chat_content(content):
     """Returns the content of a Responses message as that of a chat message."""
     if content is None or isinstance(content, str):
         return content
-    parts = []
-    for part in content:
-        kind = CHAT_PARTS.get(part["type"], part["type"])
-        chat_part = {"type": kind}
-        if kind in part:
-            chat_part[kind] = part[kind]
-        parts.append(chat_part)
-    return parts
+    kinds = [CHAT_PARTS.get(part["type"], part["type"]) for part in content]
+    return [{"type": kind, kind: part.get(kind)} for kind, part in zip(kinds, content)]
 
 
-def response_of(completion, body: dict) -> dict:
+def response_of(completion) -> dict:
     """Returns the response to a Responses request.
 
     Its items are the reply's reasoning, its text and its tool calls."""
@@ -286,13 +273,7 @@ def response_of(completion, body: dict) -> dict:
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _items(choice, number),
-        "tools": body.get("tools") or [],
-        "metadata": body.get("metadata") or {},
-        "instructions": body.get("instructions"),
-        "tool_choice": body.get("tool_choice") or "auto",
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "temperature": None,
-        "top_p": None,
+        "metadata": {},
         "usage": {
             "input_tokens": usage.prompt_tokens,
             "output_tokens": usage.completion_tokens,
@@ -321,7 +302,7 @@ def _items(choice, number):
             "type": "output_text",
             "text": message.content,
             "annotations": [],
-            "logprobs": choice.logprobs.model_dump()["content"] if choice.logprobs else [],
+            "logprobs": [],
         }
         item = {
             "type": "message",
