@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import HANGS, for_ever, output_of, too_late
+from conftest import HANGS, for_ever, output_of, too_late, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,7 +217,8 @@ class Notes(Records, Tool):
         self.note(request_id, "create", kwargs)
 
     async def execute(self, request_id, arguments, **kwargs):
-        self.note(request_id, "execute", arguments, kwargs)
+        self.note(request_id, "execute", dict(arguments), kwargs)
+        arguments.clear()  # they are a copy, and so are the messages below
         return self.next_answer()
 
     async def calc_reward(self, request_id, **kwargs):
@@ -239,7 +240,8 @@ class Quiz(Records, Interaction):
         return self.opening
 
     async def generate_response(self, request_id, messages, **kwargs):
-        self.note(request_id, "generate_response", copy.deepcopy(messages), kwargs)
+        self.note(request_id, "generate_response", list(messages), kwargs)
+        messages.clear()
         return self.next_answer()
 
     async def finalize(self, request_id):
@@ -290,20 +292,11 @@ def test_turn_suffix_starts_after_the_end_of_turn_token(tokenizer):
         assert tokenizer.decode(suffix) == "[user]Sure?[assistant]"
 
 
-CUT = "{{ m.content if m.role == 'user' or loop.last else '(cut)' }}<|im_end|>"
-SILENT = "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
-
-
-@pytest.mark.parametrize("message, new, said", [
-    (CUT, "user", "not append-only"),
-    (SILENT, "tool", "writes nothing for {'role': 'tool', 'content': '85'}"),
-])  # fmt: skip
-def test_templates_that_write_no_suffix(tokenizer, message, new, said):
-    template = "{% for m in messages %}" + message + "{% endfor %}"
-    new = [{"role": new, "content": "85"}]
-    stops = {tokenizer.eos_token_id}
-    with pytest.raises(ValueError, match=said):
-        turn_suffix(with_template(tokenizer, template), ANSWERED, new, stops, True)
+def test_a_template_that_leaves_a_message_out_is_named(tokenizer):
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    new = [{"role": "tool", "content": "85"}]
+    with pytest.raises(ValueError, match="writes nothing for {'role': 'tool', 'content': '85'}"):
+        turn_suffix(with_template(tokenizer, template), ANSWERED, new, set(), True)
 
 
 def test_a_fork_keeps_what_start_trusted(tokenizer):
@@ -509,13 +502,33 @@ def test_a_long_tool_response_is_cut(play, n, limit, side, said):
 
 
 def test_of_a_huge_tool_response_only_the_ends_are_tokenised(play, monkeypatch):
-    seen, tokenise = [], agent_loop._tokenise
-    spy = lambda tokenizer, text: seen.append(len(text)) or tokenise(tokenizer, text)
+    seen = []
+    tokenise = agent_loop._tokenise
+
+    def spy(tokenizer, text):
+        seen.append(len(text))
+        return tokenise(tokenizer, text)
+
     monkeypatch.setattr(agent_loop, "_tokenise", spy)
     notes = Notes("01234" + "x" * 10**6 + "56789")
     output, _ = play(call("notes"), "ok", task=task_of(notes), max_tool_response_tokens=10)
     assert said_by(output, "tool") == ["01234...56789"]
     assert max(seen) < 2000
+
+
+def test_a_huge_user_turn_is_not_rendered(play, monkeypatch):
+    rendered = []
+    render_text = agent_loop.render_text
+
+    def spy(tokenizer, messages, *how):
+        rendered.append(len(str(messages)))
+        return render_text(tokenizer, messages, *how)
+
+    monkeypatch.setattr(agent_loop, "render_text", spy)
+    task = quiz_task(Quiz((False, "word " * 10**5, 0.0, {})))
+    output, _ = play("hello", task=task, row=quiz_row(), max_model_len=600)
+    assert output.stop_reason == "length"
+    assert max(rendered) < 1000
 
 
 # ---------------------------------------------------------------- limits on several turns
@@ -968,29 +981,21 @@ def test_in_thread_blocks_neither_the_loop_nor_each_other():
     assert sorted(places) == [0, 1] and in_time
 
 
-@pytest.mark.parametrize("loop_is_gone", [False, True])
-def test_the_late_result_of_a_thread_does_no_harm(monkeypatch, loop_is_gone):
-    release, complaints = threading.Event(), []
+def test_the_late_result_of_a_thread_does_no_harm(monkeypatch):
+    release = threading.Event()
+    complaints = []
     monkeypatch.setattr(threading, "excepthook", complaints.append)
     agent_loop._IDLE_THREADS.clear()
 
-    async def until_idle():
-        release.set()
-        while not agent_loop._IDLE_THREADS:
-            await asyncio.sleep(0.001)
-
     async def scenario():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: complaints.append(context))
         waiting = asyncio.ensure_future(in_thread(release.wait))
         await asyncio.sleep(0)
         waiting.cancel()  # as a deadline does
-        if not loop_is_gone:
-            await until_idle()
-            await in_thread(int)  # by the same thread
 
     asyncio.run(scenario())
-    asyncio.run(until_idle())
+    release.set()  # by now the event loop is closed
+    wait_for(lambda: agent_loop._IDLE_THREADS)
+    assert asyncio.run(in_thread(int)) == 0  # by the same thread
     assert complaints == []
 
 

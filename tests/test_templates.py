@@ -1,4 +1,4 @@
-"""Turns under chat templates like those of Qwen2.5, Qwen3, Llama-3.1, Mistral and gpt-oss.
+"""Turns under chat templates like those of Qwen3, Llama-3.1, Mistral and gpt-oss.
 
 Where a template only appends, a rollout is one token sequence. Where it rewrites the history, the
 rollout forks: Qwen3 drops earlier reasoning, Mistral moves the tools to the last user message, and
@@ -29,21 +29,6 @@ from tokenizers import AddedToken
 
 from agent_loop import Demonstration, LoopArgs, SingleTurnLoop, as_tool, render, turn_suffix
 from examples import calculator
-
-QWEN25 = r"""
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-        {{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content }}
-        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
 
 # Reasoning stays in what follows the last question of a user; an empty block where it is turned off.
 QWEN3 = r"""
@@ -127,7 +112,6 @@ GPT_OSS = r"""
 # template, its special tokens, the token that ends a call and the one that ends an answer, does a
 # user turn fork?
 FAMILIES = {
-    "qwen2.5": (QWEN25, "", "<|im_end|>", "<|im_end|>", False),
     "qwen3": (QWEN3, "", "<|im_end|>", "<|im_end|>", True),
     "llama3.1": (
         LLAMA31,
