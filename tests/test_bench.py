@@ -44,10 +44,6 @@ RUNS = {
             "idle for #%",
         ],
     ),
-    "rollout, many": (
-        [*SHORT, *"--many 3 --width 128 --tokens 4".split(), *ENGINE],
-        ["round 1 +rollout +# tokens/s +of 3 prompts +# +ratio #"],
-    ),
     "tools": (
         [
             *"--model MODEL --trajectories 4 --group_size 2 --slots 2".split(),
@@ -123,13 +119,7 @@ def bench(folder, tiny_model, cache):
 @pytest.mark.parametrize("name", RUNS)
 def test_bench(name, bench):
     flags, patterns = RUNS[name]
-    check_lines(bench(f"bench/{name.split(',')[0]}.py", *flags), patterns)
-
-
-def test_a_section_of_gpu_that_fails_leaves_a_line(bench):
-    row = r"\| sync \| nothing \| FAILED \| exit code 1: .*BadInput: --model nothing: give a folder"
-    with pytest.raises(AssertionError, match=row):
-        bench("bench/gpu.py", *"--device cpu --tiny --only sync --sizes nothing".split())
+    check_lines(bench(f"bench/{name}.py", *flags), patterns)
 
 
 def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
