@@ -673,6 +673,8 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
     parts = [TWO_NOTES + END, tool_turn("one", "two"), third + END, tool_turn("three"), "bye" + END]
     assert_response(output, engine, *parts)
     assert output.turn_rewards == [(len(output.response_ids) - 1, 0.75)]
+    calls = ("notes", {"text": "a"}), ("notes", {"text": "b"})
+    assert output.messages[1]["tool_calls"] == called(*calls)  # the tool has copies
 
 
 def test_two_rollouts_share_a_tool_but_not_its_life(tokenizer):
