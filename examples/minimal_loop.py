@@ -3,19 +3,19 @@
     python examples/minimal_loop.py              # less than a minute on two CPU cores
     python examples/minimal_loop.py --steps 40
 
-It trains the calculator task (examples/calculator.py). The first start builds the task's tiny
-model, in half a minute, and caches it. In 15 steps the reward rises from 0.50 to 0.98: the model
-learns to rely on its tool.
+It trains the calculator task (examples/calculator.py). The first start also builds the task's
+tiny model, which takes about a minute, and caches it. In 15 steps the reward rises from 0.50 to
+0.98: the model learns to rely on its tool. Watch the reward: the loss of a policy gradient does
+not measure progress.
 
 Left out, to keep it short, and where to find it:
-    several ranks, sharding, offloading        train.main, flatrl/devices.py
-    trajectories that outlive a step           rollout.Pool (--max_staleness)
-    failures of tools, loops and rewards       rollout.py; here an exception ends the run
-    several updates per rollout                train.update, train.networks_to_score
-    engine and trainer that disagree           losses.rollout_correction
-    critic, reference model, reward shaping    train.Critic, train.build_reference
-    evaluation, checkpoints, resuming, log     train.evaluate, flatrl/checkpoints.py, flatrl/log.py
-"""
+    several ranks, sharding, offloading       train.main, flatrl/devices.py
+    rollouts that outlive a step              rollout.Pool (--max_staleness)
+    failures of tools, loops and rewards      rollout.py; here an exception ends the run
+    several updates per rollout               train.update
+    engine and trainer that disagree          losses.rollout_correction
+    critic, reference model, reward shaping   train.py
+    evaluation, checkpoints, resuming, log    train.py, flatrl/checkpoints.py, flatrl/log.py"""
 
 import argparse
 import asyncio
@@ -39,21 +39,22 @@ from flatrl import devices, models, terminal
 from rollout import Engine, seed_of
 from train import Args, Policy
 
-SEED = 0
-GROUP_SIZE = 8  # trajectories that answer the same prompt, and are compared
+GROUP_SIZE = 8  # rollouts of one prompt, which are compared with each other
 LEARNING_RATE = 3e-4
 SETTINGS = {
-    "seed": SEED,
-    "max_model_len": 128,  # tokens of a trajectory, prompt included
+    "max_model_len": 128,  # tokens of prompt and response together
     "max_response_tokens": 64,
-    "temperature": 1.0,
     # The default cache of 1 GB would be larger than this model needs.
     "engine_args": '{"kv_cache_memory_bytes": 100000000}',
 }
 
 
 def main() -> None:
-    flags = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="hub name or folder; default: the task's own tiny model")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts_per_step", type=int, default=32)
+    flags = parser.parse_args()
     args, device, tokenizer, policy, engine = load(flags.model)
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
     rows = itertools.cycle(calculator.load("train"))
@@ -62,33 +63,29 @@ def main() -> None:
         started = time.perf_counter()
         prompts = list(itertools.islice(rows, flags.prompts_per_step))
 
-        # 1. Rollout: the engine gets the present weights, and samples groups of trajectories.
+        # 1. Rollout: the engine gets the present weights, and samples groups of rollouts.
         wake(engine, policy, version=step)
-        trajectories = asyncio.run(sample(engine, tokenizer, args, prompts, step))
+        rollouts = asyncio.run(sample(engine, tokenizer, args, prompts, step))
         engine.sleep()
 
-        # 2. Score: a reward for each trajectory.
-        rewards = score(trajectories, prompts)
+        # 2. Score: a reward for each rollout.
+        rows_of_rollouts = [row for row in prompts for _ in range(GROUP_SIZE)]
+        rewards = torch.tensor(list(map(calculator.reward, rollouts, rows_of_rollouts)))
 
         # 3. Advantages: change this line to change the algorithm.
         groups = torch.arange(len(prompts)).repeat_interleave(GROUP_SIZE)
         advantages = losses.grpo_advantages(rewards, groups)
 
         # 4. Update: one step of the optimiser.
-        loss = update(policy, optimizer, trajectories, advantages, args, device)
+        loss = update(policy, optimizer, rollouts, advantages, args, device)
+        reward = rewards.mean()
         seconds = time.perf_counter() - started
-        print(
-            f"step {step + 1:3d}   reward {rewards.mean():.3f}   loss {loss:7.4f}   {seconds:.1f} s"
-        )
+        print(f"step {step + 1:3d}   reward {reward:.3f}   loss {loss:7.4f}   {seconds:.1f} s")
 
-
-def parse_arguments() -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="hub name or folder; default: the task's own tiny model")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts_per_step", type=int, default=32)
-    return parser.parse_args()
+    print("\nA rollout of the last step:")
+    for message in rollouts[0].messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        print(f"    {message['role']:9s}", message["content"], *calls)
 
 
 def load(model: str | None) -> tuple:
@@ -117,54 +114,41 @@ def wake(engine: Engine, policy: Policy, version: int) -> None:
 
 
 async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput]:
-    """Returns GROUP_SIZE trajectories for each prompt, group by group.
+    """Returns GROUP_SIZE rollouts of each prompt, group by group.
 
     While an agent loop waits for tokens or for its tool, the others continue. The engine decodes
     for all that wait. (In train.py the loops have a thread of their own, and so continue during a
     model step, too.)"""
+    system = {"role": "system", "content": calculator.SYSTEM_PROMPT}
     agents = []
     for index, row in enumerate(prompts):
         for number in range(GROUP_SIZE):
             # The seed makes runs repeatable.
-            seed = seed_of(SEED, step, index, number)
-            sampling = {"temperature": args.temperature, "seed": seed}
+            seed = seed_of(args.seed, step, index, number)
+            sampling = {"temperature": 1.0, "seed": seed}
             loop = ToolAgentLoop(engine, tokenizer, None, calculator, args)
-            system = {"role": "system", "content": calculator.SYSTEM_PROMPT}
-            columns = {**row, "prompt": [system, *row["prompt"]]}
-            agent = loop.run(
-                sampling, **columns, step=step, index=index, rollout_n=number, validate=False
-            )
-            agents.append(agent)
-    trajectories = asyncio.gather(*agents)
-    while not trajectories.done():
+            agents.append(loop.run(sampling, prompt=[system, *row["prompt"]]))
+    rollouts = asyncio.gather(*agents)
+    while not rollouts.done():
         engine.step(timeout=0)
         await asyncio.sleep(0)  # the loops take their tokens, and ask for more
-    return await trajectories
+    return await rollouts
 
 
-def score(trajectories, prompts) -> torch.Tensor:
-    """Returns the task's reward for each trajectory, (N,)."""
-    rewards = []
-    for number, trajectory in enumerate(trajectories):
-        row = prompts[number // GROUP_SIZE]
-        rewards.append(calculator.reward(trajectory, row))
-    return torch.tensor(rewards)
-
-
-def update(policy, optimizer, trajectories, advantages, args, device) -> float:
+def update(policy, optimizer, rollouts, advantages, args, device) -> float:
     """Makes one optimiser step; returns the loss.
 
     Each micro-batch is divided by the counts of the WHOLE batch, so its gradients add up to
     those of the batch, however it is cut."""
-    batch = data.collate(trajectories)
-    rows = range(len(trajectories))
+    batch = data.collate(rollouts)
+    rows = range(len(rollouts))
     n_tokens = batch["response_mask"].sum().item()
     total = 0.0
     # Rows are packed without padding, and a prompt that rows share is computed once.
     for micro in data.micro_batches_of_this_rank(batch, rows, args.tokens_per_micro_batch):
         logprobs, _ = policy(data.pack_rows(batch, micro, device))  # (b, T)
-        mask = batch["response_mask"][micro.rows].to(device)
-        advantage = advantages[micro.rows].to(device)[:, None].expand_as(mask)
+        mask = batch["response_mask"][micro.rows].to(device)  # (b, T)
+        advantage = advantages[micro.rows].to(device)[:, None].expand_as(mask)  # (b, T)
         # With a single update per rollout these logprobs are the old ones, too.
         loss, _ = losses.policy_loss("ppo", logprobs, logprobs.detach(), advantage, mask)
         loss = losses.aggregate(loss, mask, "token-mean", n_tokens)

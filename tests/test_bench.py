@@ -1,9 +1,5 @@
-"""Every bench in its smallest form: it ends with code 0 and prints its table.
+"""Every bench in its smallest form: it ends with code 0 and prints its table. No time is asserted."""
 
-No time is asserted. Runs that do not depend on each other go two at a time.
-"""
-
-import concurrent.futures
 import importlib.metadata
 import json
 import math
@@ -12,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, REPO, SMALL_CACHE, started, zygote
+from conftest import REPO, SMALL_CACHE, run
 
 TRL = any(importlib.metadata.distributions(name="trl"))
 RATIO = r"# \(# - #\)"
@@ -47,10 +43,6 @@ RUNS = {
             f"ratio {RATIO}",
             "idle for #%",
         ],
-    ),
-    "rollout, many": (
-        [*SHORT, *"--many 3 --width 128 --tokens 4".split(), *ENGINE],
-        ["round 1 +rollout +# tokens/s +of 3 prompts +# +ratio #"],
     ),
     "tools": (
         [
@@ -117,48 +109,17 @@ def folder(tmp_path_factory) -> Path:
 def bench(folder, tiny_model, cache):
     """bench(script, *flags): what it prints. Raises AssertionError if it fails."""
 
-    def run(script: str, *flags: str) -> str:
+    def run_bench(script: str, *flags: str) -> str:
         words = [flag.replace("MODEL", tiny_model).replace("FOLDER", str(folder)) for flag in flags]
-        with started(script, *words, script="tests/bench_script.py", cache=cache) as process:
-            printed, _ = process.communicate(timeout=HANGS)
-        assert process.returncode == 0, printed
-        return printed
+        return run(script, *words, script="tests/bench_script.py", cache=cache)
 
-    zygote(cache)  # by this thread, before others ask for it
-    return run
-
-
-@pytest.fixture(scope="module")
-def printed(bench, request):
-    """printed(name): what a run of RUNS prints. Those whose tests were chosen are started."""
-    items = [item for item in request.session.items if item.module is request.module]
-    chosen = [item.callspec.params.get("name") for item in items if hasattr(item, "callspec")]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        runs = {
-            name: pool.submit(bench, f"bench/{name.split(',')[0]}.py", *RUNS[name][0])
-            for name in RUNS
-            if name in chosen
-        }
-        yield lambda name: runs[name].result()
-        pool.shutdown(cancel_futures=True)
+    return run_bench
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_bench(name, printed):
-    check_lines(printed(name), RUNS[name][1])
-
-
-def test_a_section_of_gpu_that_fails_leaves_a_line(bench):
-    row = r"\| sync \| nothing \| FAILED \| exit code 1: .*BadInput: --model nothing: give a folder"
-    with pytest.raises(AssertionError, match=row):
-        bench("bench/gpu.py", *"--device cpu --tiny --only sync --sizes nothing".split())
-
-
-@pytest.mark.skipif(TRL, reason="TRL is installed")
-@pytest.mark.parametrize("script", ["trl", "tools"])
-def test_without_trl_it_says_what_to_install(script, bench):
-    with pytest.raises(AssertionError, match="trl.* missing: pip install trl==1.16.0 datasets"):
-        bench(f"bench/{script}.py")
+def test_bench(name, bench):
+    flags, patterns = RUNS[name]
+    check_lines(bench(f"bench/{name}.py", *flags), patterns)
 
 
 def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
@@ -184,38 +145,19 @@ def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
     assert row["verdict"] == "fails: KeyError: 'no such architecture'"
 
 
-def test_the_functions_that_the_zoo_replaces_are_there(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPO / "bench"))
-    import pkgutil
-
-    import zoo
-
-    for name, fault in zoo.FAULTS.items():
-        assert fault.flags or fault.task or fault.place, name
-        if fault.place:
-            assert pkgutil.resolve_name(fault.place), name
-            compile(fault.body, name, "eval")
-
-
 def test_a_plan_counts_the_flags_of_train(monkeypatch):
-    """Bytes of Qwen2.5-0.5B and 1.5B: parameters and Adam 12 each, a reference 2, a critic 12."""
+    """Bytes of Qwen2.5-0.5B: parameters and Adam 12 each, a reference 2, a critic 12."""
     monkeypatch.syspath_prepend(str(REPO / "bench"))
     import plan
 
     def made(flags: str):
         return plan.make_plan(*plan.read_arguments(f"--gpu_memory 80 {flags}".split()))
 
-    def asleep(flags: str) -> float:
-        return sum(made(flags).phases["asleep"].values()) - plan.CONTEXT
-
-    assert asleep("--model 1.5B --gpus 8") == 12 * 1543714304 / 8
     n = 494032768
-    assert asleep("--model 0.5B") == 12 * n
-    assert asleep("--model 0.5B --kl_coef 0.1") == 14 * n
-    assert asleep("--model 0.5B --algo ppo") == 24 * n
+    for flags, size in {"": 12, "--gpus 8": 1.5, "--kl_coef 0.1": 14, "--algo ppo": 24}.items():
+        asleep = made(f"--model 0.5B {flags}").phases["asleep"]
+        assert sum(asleep.values()) - plan.CONTEXT == size * n
     offloaded = made("--model 0.5B --offload optimizer").phases["awake"]
-    assert "optimiser" not in offloaded and offloaded["parameters"] == 4 * n
+    assert "optimiser" not in offloaded
     assert not made("--model 7B --gpus 8").lacks
-    assert set(made("--model 32B --gpus 8").lacks) == {"awake", "sync", "update", "KV cache"}
-    with pytest.raises(plan.BadInput, match="give a folder with a config.json"):
-        made("--model no/folder")
+    assert "update" in made("--model 32B --gpus 8").lacks

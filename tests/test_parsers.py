@@ -60,8 +60,6 @@ def test_most_of_vllms_parsers_can_be_used(wide, parsers):
 
 
 @pytest.mark.parametrize("name, before, after", [
-    ("hermes", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
-     '"}}\n</tool_call>'),
     ("llama3_json", '<|python_tag|>{"name": "calculator", "parameters": {"expression": "', '"}}'),
     ("pythonic", "[calculator(expression='", "')]"),
     ("qwen3_coder", "<tool_call>\n<function=calculator>\n<parameter=expression>\n",

@@ -1,4 +1,4 @@
-"""Turns under chat templates like those of Qwen2.5, Qwen3, Llama-3.1, Mistral and gpt-oss.
+"""Turns under chat templates like those of Qwen3, Llama-3.1, Mistral and gpt-oss.
 
 Where a template only appends, a rollout is one token sequence. Where it rewrites the history, the
 rollout forks: Qwen3 drops earlier reasoning, Mistral moves the tools to the last user message, and
@@ -28,31 +28,31 @@ from test_agent_loop import (
 from tokenizers import AddedToken
 
 from agent_loop import Demonstration, LoopArgs, SingleTurnLoop, as_tool, render, turn_suffix
-from examples import calculator, smollm2
+from examples import calculator
 
-QWEN25 = r"""
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-        {{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content }}
-        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
-
-# As Qwen2.5, but reasoning stays only in what follows the last question of a user (tool results are no question).
+# Reasoning stays in what follows the last question of a user; an empty block where it is turned off.
 QWEN3 = r"""
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-""" + QWEN25.replace(
-    "'<|im_start|>' + m.role + '\\n' + m.content",
-    "'<|im_start|>' + m.role + '\\n' + (m.content if loop.index0 > ns.last else m.content.split('</think>')[-1].lstrip('\\n'))",
-)
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' }}{%- endif %}
+        {{- m.content.lstrip('\n') }}
+        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
 
 # No newline after a turn, contents trimmed, one tool call a message, results from "ipython".
 LLAMA31 = r"""
@@ -109,24 +109,32 @@ GPT_OSS = r"""
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
 
-# template, its special tokens, the token that ends a call and the one that ends an answer, does a user turn fork?
+# template, its special tokens, the token that ends a call and the one that ends an answer, does a
+# user turn fork?
 FAMILIES = {
-    "qwen2.5": (QWEN25, "", "<|im_end|>", "<|im_end|>", False),
-    "smollm2": (smollm2.CHAT_TEMPLATE, "", "<|im_end|>", "<|im_end|>", False),
     "qwen3": (QWEN3, "", "<|im_end|>", "<|im_end|>", True),
     "llama3.1": (
         LLAMA31,
         "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
-        "<|eot_id|>", "<|eot_id|>", False),
+        "<|eot_id|>",
+        "<|eot_id|>",
+        False,
+    ),
     "mistral": (
         MISTRAL,
         "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]",
-        "</s>", "</s>", True),
+        "</s>",
+        "</s>",
+        True,
+    ),
     "gpt-oss": (
         GPT_OSS,
         "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|>",
-        "<|call|>", "<|return|>", True),
-}  # fmt: skip
+        "<|call|>",
+        "<|return|>",
+        True,
+    ),
+}
 ONE_ANSWER = (True, "", 0.5, {})
 AGAIN = (False, "And again?", 0.25, {})
 
@@ -134,18 +142,21 @@ AGAIN = (False, "And again?", 0.25, {})
 @pytest.fixture(params=list(FAMILIES))
 def family(request, tokenizer):
     template, special, call_end, answer_end, forks = FAMILIES[request.param]
-    other = copy.deepcopy(tokenizer)
+    other = with_template(tokenizer, template.strip())
     other.add_tokens([AddedToken(x, special=True, normalized=False) for x in special.split()])
-    other.chat_template = template.strip()
     other.eos_token = answer_end
     return other, call_end, answer_end, forks
 
 
+def with_template(tokenizer, template: str):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
 @pytest.fixture
 def qwen3(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = QWEN3.strip()
-    return other
+    return with_template(tokenizer, QWEN3.strip())
 
 
 def as_list(outputs) -> list:
@@ -153,10 +164,26 @@ def as_list(outputs) -> list:
 
 
 def play(tokenizer, task, row, stop_ids, *lines, **flags):
+    """Runs a rollout; returns its outputs and the scripted engine."""
     engine = Script(tokenizer, lines)
     flags = {"tool_timeout": HANGS} | flags
     run = loop_of(engine, task, row, {"stop_token_ids": stop_ids}, **flags)
     return as_list(asyncio.run(run)), engine
+
+
+def sampled_turns(output) -> list[tuple[list[int], list[int]]]:
+    """Returns for each sampled turn the tokens before it, and its own."""
+    turns = []
+    ids = list(output.prompt_ids)
+    was_sampled = 0
+    for token, is_sampled in zip(output.response_ids, output.response_mask):
+        if is_sampled and not was_sampled:
+            turns.append((list(ids), []))
+        if is_sampled:
+            turns[-1][1].append(token)
+        ids.append(token)
+        was_sampled = is_sampled
+    return turns
 
 
 def test_tool_turns_and_user_turns(family):
@@ -173,18 +200,9 @@ def test_tool_turns_and_user_turns(family):
 
     # Every sampled token is in exactly one output, verbatim and in order. Each turn continues
     # what the engine saw and said before in its own output.
-    sampled = []
-    prompts = []
-    for output in outputs:
-        ids = list(output.prompt_ids)
-        for at, (token, mask) in enumerate(zip(output.response_ids, output.response_mask)):
-            if mask and (at == 0 or not output.response_mask[at - 1]):
-                prompts.append(list(ids))
-            if mask:
-                sampled.append(token)
-            ids.append(token)
-    assert sampled == [token for words in said for token in encode(other, words)]
-    assert prompts == engine.prompts and len(prompts) == 3
+    turns = [turn for output in outputs for turn in sampled_turns(output)]
+    assert [before for before, _ in turns] == engine.prompts
+    assert [sampled for _, sampled in turns] == [encode(other, words) for words in said]
 
     # Between the turns stands what the template puts there.
     whole = render(other, outputs[-1].messages[:-1], [as_tool(calculator.calculator).schema])
@@ -193,13 +211,14 @@ def test_tool_turns_and_user_turns(family):
         first, second = outputs
         assert engine.prompts[2] == whole == second.prompt_ids
         assert first.messages == second.messages[: len(first.messages)]
-        assert second.metrics["forks"] == 1 and first.metrics == {}
-        assert first.extra is not second.extra  # rollout() numbers them
+        assert second.metrics["forks"] == 1
+        assert first.metrics == {}
         assert rewards == [[0.25], [0.5]]
     else:
         start = len(engine.prompts[1]) + len(encode(other, said[1]))
         between = other.decode(engine.prompts[2][start:])
-        assert other.decode(whole).endswith(between) and "And again?" in between
+        assert other.decode(whole).endswith(between)
+        assert "And again?" in between
         assert rewards == [[0.25, 0.5]]
 
 
@@ -208,7 +227,10 @@ def test_the_suffix_is_the_templates_text_behind_the_end_of_turn(family):
     other, call_end, _, _ = family
     stop = other.convert_tokens_to_ids(call_end)
     calls = called(("calculator", {"expression": "1+1"}))
-    asked = [*PROMPT, {"role": "assistant", "content": "", "tool_calls": calls}]
+    asked = [
+        *PROMPT,
+        {"role": "assistant", "content": "", "reasoning_content": "sum", "tool_calls": calls},
+    ]
     new = [{"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"}]
     suffix = turn_suffix(other, asked, new, {stop}, ended=True, tools=[{}])
     how = dict(tools=[{}], tokenize=False)
@@ -219,22 +241,6 @@ def test_the_suffix_is_the_templates_text_behind_the_end_of_turn(family):
     assert cut == [stop, *suffix]
 
 
-@pytest.mark.parametrize("room", [0, 1, "budget"])
-def test_a_fork_without_room_for_a_reply_ends_the_rollout(qwen3, room):
-    question, words = "And again? " * 30, "<think>long</think>\n" + ANSWER
-    history = [*PROMPT, {"role": "assistant", "content": words}]
-    needed = len(render(qwen3, [*history, {"role": "user", "content": question}]))
-    flags = dict(max_model_len=needed + 1)
-    if room == "budget":  # it counts what was sampled before the fork
-        flags = dict(max_response_tokens=len(encode(qwen3, words + "<|im_end|>")))
-    elif room == 0:
-        flags = dict(max_model_len=needed)
-    task = quiz_task(Quiz((False, question, 0.0, {}), ONE_ANSWER))
-    outputs, engine = play(qwen3, task, quiz_row(), [], words, ("x", "stop"), **flags)
-    assert len(outputs) == len(engine.prompts) == 1 + (room == 1)
-    assert outputs[-1].stop_reason == ("stop" if room == 1 else "length")
-
-
 def test_a_malformed_call_is_answered(family):
     """Mistral's template requires an id of every tool message."""
     other, call_end, answer_end, _ = family
@@ -242,26 +248,8 @@ def test_a_malformed_call_is_answered(family):
     lines = ("<tool_call>{broken" + call_end, "stop"), (ANSWER + answer_end, "stop")
     outputs, engine = play(other, CALCULATOR, {}, stops, *lines)
     assert "not valid JSON" in other.decode(engine.prompts[1])
-    assert outputs[-1].metrics["tool_errors"] == 1 and outputs[-1].stop_reason == "stop"
-
-
-def test_a_fork_in_which_nothing_was_sampled_is_left_out(qwen3):
-    """Its rewards, metrics and stop reason go to the output before."""
-
-    class Slow(Script):
-        async def generate(self, **call):
-            if self.prompts:
-                await too_late()
-            return await super().generate(**call)
-
-    engine = Slow(qwen3, ("<think>long</think>\n" + ANSWER, "late"))
-    task = quiz_task(Quiz(AGAIN, ONE_ANSWER))
-    run = loop_of(engine, task, quiz_row(), trajectory_timeout=HANGS)
-    (output,) = asyncio.run(run)
-    assert output.stop_reason == "timeout" and output.metrics["forks"] == 1
-    assert output.turn_rewards == [(len(output.response_ids) - 1, 0.25)]
-    assert 0 not in output.response_mask
-    assert output.messages[-1]["content"] == "\n" + ANSWER
+    assert outputs[-1].metrics["tool_errors"] == 1
+    assert outputs[-1].stop_reason == "stop"
 
 
 def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family):
@@ -281,3 +269,39 @@ def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family
         ids = player.turn_ids(message)
         assert other.decode(ids) == text.removeprefix(before).rstrip("\n")
         assert ids[-1] == other.convert_tokens_to_ids(end)
+
+
+@pytest.mark.parametrize("room", [0, 1, "budget"])
+def test_a_fork_without_room_for_a_reply_ends_the_rollout(qwen3, room):
+    question = "And again? " * 30
+    history = [*PROMPT, {"role": "assistant", "content": ANSWER}]
+    needed = len(render(qwen3, [*history, {"role": "user", "content": question}]))
+    words = "<think>long</think>\n" + ANSWER
+    if room == "budget":  # it counts what was sampled before the fork
+        flags = {"max_response_tokens": len(encode(qwen3, words + "<|im_end|>"))}
+    else:
+        flags = {"max_model_len": needed + room}
+    task = quiz_task(Quiz((False, question, 0.0, {}), ONE_ANSWER))
+    outputs, engine = play(qwen3, task, quiz_row(), [], words, ("x", "stop"), **flags)
+    assert len(outputs) == len(engine.prompts) == 1 + (room == 1)
+    assert outputs[-1].stop_reason == ("stop" if room == 1 else "length")
+
+
+def test_a_fork_in_which_nothing_was_sampled_is_left_out(qwen3):
+    """Its rewards, metrics and stop reason go to the output before."""
+
+    class Slow(Script):
+        async def generate(self, **call):
+            if self.prompts:
+                await too_late()
+            return await super().generate(**call)
+
+    engine = Slow(qwen3, ("<think>long</think>\n" + ANSWER, "late"))
+    task = quiz_task(Quiz(AGAIN, ONE_ANSWER))
+    run = loop_of(engine, task, quiz_row(), trajectory_timeout=HANGS)
+    (output,) = asyncio.run(run)
+    assert output.stop_reason == "timeout"
+    assert output.metrics["forks"] == 1
+    assert output.turn_rewards == [(len(output.response_ids) - 1, 0.25)]
+    assert 0 not in output.response_mask
+    assert output.messages[-1]["content"] == "\n" + ANSWER

@@ -9,7 +9,6 @@ import asyncio
 import copy
 
 import pytest
-from examples.chat_client import ChatAgentLoop
 from test_agent_loop import (
     ANSWER,
     ASKED,
@@ -27,37 +26,15 @@ from test_agent_loop import (
     quiz_task,
     task_of,
 )
-from test_templates import AGAIN, ONE_ANSWER, play
+from test_templates import AGAIN, ONE_ANSWER, QWEN3, play, with_template
 from tokenizers import AddedToken
 
 from agent_loop import BadInput, render
 from data import filter_overlong
 from examples import calculator
+from flatrl.chat.client import ChatAgentLoop
 from train import Args, check_args, parse_args
 
-# Qwen3's: reasoning stays in what follows the last question of a user; an empty block where thinking is turned off.
-QWEN3 = r"""
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' }}{%- endif %}
-        {{- m.content.lstrip('\n') }}
-        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}
-"""
 # DeepSeek's: the prompt opens the block, and what was thought before is cut out of the content.
 DEEPSEEK = r"""
 {%- for m in messages %}
@@ -74,9 +51,7 @@ TOOL = "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
 
 @pytest.fixture
 def thinker(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = QWEN3.strip()
-    return other
+    return with_template(tokenizer, QWEN3.strip())
 
 
 def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(thinker):
@@ -97,7 +72,8 @@ def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(
         engine.prompts[1] + encode(thinker, second + END),
         engine.prompts[2] + encode(thinker, "It is 2" + END),
     ]
-    assert outputs[-1].metrics["tool_calls"] == 1 and outputs[-1].metrics["forks"] == 1
+    assert outputs[-1].metrics["tool_calls"] == 1
+    assert outputs[-1].metrics["forks"] == 1
     _, calling, _, answering, _, last = outputs[-1].messages
     assert calling == {
         "role": "assistant",
@@ -135,8 +111,7 @@ def test_turned_off_in_every_rendering(thinker):
     (f"a</think>b<think>c</think>{SUM}", "a</think>b<think>c", "", 1),  # the last one counts
 ])  # fmt: skip
 def test_a_block_that_the_prompt_opened(said, reasoning, content, calls, tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = DEEPSEEK.strip()
+    other = with_template(tokenizer, DEEPSEEK.strip())
     lines = [said, f"</think>{ANSWER}"][: 1 + calls]
     (output,), engine = play(other, CALCULATOR, {}, [], *lines)
     for prompt in engine.prompts:
@@ -160,17 +135,15 @@ def test_other_tags_also_where_they_are_special_tokens(tokenizer):
     assert output.metrics["tool_calls"] == 0
     (output,), _ = play(other, CALCULATOR, {}, [], said, ANSWER)  # no block of the default tags
     assert output.metrics["tool_calls"] == 1
-    for tags in ("<think>", "<a> <a>", "a b a"):
-        with pytest.raises(BadInput, match=f"--think_tags {tags} must be two different tags"):
-            check_args(parse_args(["--think_tags", tags]))
-    with pytest.raises(BadInput, match="--chat_template_args is not JSON"):
-        check_args(parse_args(["--chat_template_args", "off"]))
+    with pytest.raises(BadInput, match="think_tags <think> must be two different tags"):
+        check_args(parse_args(["--agent_args", '{"think_tags": "<think>"}']))
 
 
 def test_a_chat_agent_may_override_it_in_a_request(thinker):
     """And gets the reasoning; a history in another mode is a token sequence of its own."""
-    lines = (f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well")
-    engine, seen = Script(thinker, lines), []
+    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well"]
+    engine = Script(thinker, lines)
+    seen = []
     off = {"chat_template_kwargs": {"enable_thinking": False}}
 
     class Agent(ChatAgentLoop):
@@ -189,7 +162,8 @@ def test_a_chat_agent_may_override_it_in_a_request(thinker):
     loop = Agent(engine, thinker, None, task_of(), Args(max_response_tokens=1000))
     asyncio.run(loop.run({}, **ROW))
     assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "\n\nYes")
-    assert not seen[0].tool_calls and not hasattr(seen[1], "reasoning_content")
+    assert not seen[0].tool_calls
+    assert not hasattr(seen[1], "reasoning_content")
     more = f"{ASKED}No{END}\n{ASKED}"
     prompts = [ASKED, ASKED + EMPTY, more + EMPTY, more]
     assert [thinker.decode(prompt) for prompt in engine.prompts] == prompts
