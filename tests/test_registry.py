@@ -61,7 +61,7 @@ def test_ours_say_what_they_take(name):
     [(estimator, "rewards, outcomes, groups"), (objective, "logprobs, logprobs_old")],
 )
 def test_a_parameter_that_nothing_fills_is_refused(register, first):
-    with pytest.raises(ValueError, match=f"input of 'mine', 'reward': choose from {first}"):
+    with pytest.raises(ValueError, match=f"unknown input, 'reward': choose from {first}"):
         register("mine")(lambda reward: reward)
     register("mine")(lambda mask, reward=1.0: mask)  # it has a default
 
