@@ -1,26 +1,34 @@
 """Rows -> prompts; outputs -> batches -> packed micro-batches.
 
-    rows        load_task, load_rows, filter_overlong: the prompts; prompt_order: their order
-    batches     Batch: a step's outputs, their tensors (right-padded, as people read them) and
-                their units, always aligned; place_rewards puts rewards on tokens
-    packing     micro_batches_of_this_rank and pack_rows: the network gets no padding, and a
-                prefix that rows share only once; flatrl/attention.py has its attention
+    rows        load_task, load_rows and filter_overlong give the rows, each with a prompt.
+                prompt_order shuffles them.
+    batches     Batch holds a step's outputs, their tensors (right-padded) and their units, always
+                aligned. place_rewards puts rewards on tokens.
+    packing     micro_batches_of_this_rank and pack_rows prepare the network's inputs: rows end to
+                end without padding, and each shared prefix only once. flatrl/attention.py
+                implements the attention.
+
+Three words have a fixed meaning:
+    output      one token sequence; a rollout has one or more of them
+    unit        the outputs of a rollout that share one reward; by default all of them
+    group       all rollouts of one prompt, which are compared with each other
 
 Every rank holds the batch of the whole step (token ids and images are small), so advantages and
-mini-batches are computed globally. Then each rank works on its own rows."""
+mini-batches are computed globally. Then each rank works on its own rows. The letters of shapes
+are those of losses.py, and L is the number of tokens of the longest sequence."""
 
 import functools
 import inspect
 import itertools
 import math
 import sys
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -51,30 +59,34 @@ from flatrl.rows import check_row, check_tokenizer, tool_schemas
 from flatrl.tables import Rows, read_files
 from flatrl.terminal import Bar
 from flatrl.vision import same_images
+from losses import BT, NS, B, N, Turns
 
 Outputs = list[AgentLoopOutput]
+BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-padded
 
 # ---------------------------------------------------------------- rows
 
-# Types of the names that a task file may define. None is always fine.
+# The types of names that a task file may define. None is always allowed.
 TASK_TYPES = {
     "SYSTEM_PROMPT": str,
     "TOOLS": list | tuple,
     "INTERACTIONS": list | tuple,
     "sampler": Callable,
 }
+# The number of arguments that each function of a task file takes.
 TASK_ARGUMENTS = {
     "load": 1,
     "reward": 2,
     "build_model": 1,
-}  # how many each function takes
+}
 
 
 def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
-    """Imports a task file.
+    """Imports a task file and returns the module.
 
-    Raises BadInput if the file is missing or does not import, or if one of the functions that
-    it `needs` is missing or takes another number of arguments."""
+    needs: names of functions in TASK_ARGUMENTS that the file must define. Raises BadInput if the
+    file is missing or can't be imported, or if one of these functions is missing or takes
+    another number of arguments."""
     file = Path(path)
     need(file.is_file(), f"--task {path}: no such file")
     name = f"task_{file.stem}"
@@ -87,8 +99,8 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
 
     check_types(vars(module), TASK_TYPES, f"--task {path}")
     with refusing(
-        f"--task {path}: TOOLS or INTERACTIONS holds something else (a function needs "
-        "type hints and a Google-style docstring)"
+        f"--task {path}: TOOLS or INTERACTIONS has an invalid entry (a function needs type "
+        "hints and a Google-style docstring)"
     ):
         task_tools(module)
         task_interaction(module, {})
@@ -111,16 +123,19 @@ def load_rows(
     files: list[str] | None = None,
     prompt_key: str = "prompt",
 ) -> Sequence[dict]:
-    """Returns the rows of a split ("train" or "val"), checked, with verl's columns.
+    """Returns the rows of a split ("train" or "val"), checked and normalised to verl's columns.
 
-    files: read these in place of the task's `load`. Rows that `read_files` leaves on disk come
-    as Rows, and are checked when they are asked for. All others come as a list.
-    prompt_key: the column with the prompt, a chat or a text, which becomes a user's message.
+    files: read instead of calling the task's `load`. Tables that `read_files` leaves on disk are
+    returned as lazy Rows, and a row is checked when it is accessed. Everything else is returned
+    as a list.
+    prompt_key: the column with the prompt: a chat, or a text, which becomes a user message.
 
-    The task's SYSTEM_PROMPT is put before every prompt without a system message. Where a row
-    has a column `images`, its prompt has a placeholder for each: a part {"type": "image"} of a
-    message's content, or "<image>" in its text. Raises BadInput if there are no rows, or if a
-    row's prompt is neither a chat nor a text, or doesn't match its images."""
+    The task's SYSTEM_PROMPT is inserted before every prompt without a system message. If a row
+    has a column `images`, its prompt needs a placeholder for each image: a part {"type": "image"}
+    of a message's content, or "<image>" in its text.
+
+    Raises BadInput if there are no rows, if a row's prompt is neither a chat nor a text, or if it
+    doesn't match the row's images."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = read_files(files) if files else list(task.load(split))
@@ -129,10 +144,10 @@ def load_rows(
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
     def checked(number: int) -> dict:
-        """Returns the row of this number, with the system prompt before its prompt."""
+        """Returns row `number`, checked and with the system prompt."""
         row = rows[number]
         if on_disk:
-            (row,) = row.to_pylist()
+            (row,) = row.to_pylist()  # an arrow table with a single row
         row = check_row(row, prompt_key, number, f"row {number} of {source}")
         prompt = row["prompt"]
         if system_prompt and (not prompt or prompt[0]["role"] != "system"):
@@ -145,26 +160,33 @@ def load_rows(
 
 
 def demonstrated(rows: Sequence[dict], alone: bool) -> Sequence[dict]:
-    """Returns the rows, or with `alone` only those that have a demonstration.
+    """Returns all rows or, with alone=True, only the rows that have a demonstration.
 
     Raises BadInput if no row has one."""
     numbers = [number for number, row in enumerate(rows) if row.get("demonstration")]
-    need(
-        numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'"
-    )
+    need(numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'")
     return Rows(rows.__getitem__, numbers) if alone else rows
 
 
 def filter_overlong(
-    rows: Sequence[dict], tokenizer, task, args, processor=None
+    rows: Sequence[dict],
+    tokenizer,
+    task,
+    args,
+    processor=None,
 ) -> Sequence[dict]:
-    """Returns the rows whose rendered prompts have at most args.max_prompt_tokens tokens.
+    """Checks rows and tokenizer, and returns the rows whose prompts are not too long.
 
-    It also checks the rows (`_prompt_length`) and the tokenizer (`check_tokenizer`). The main
-    rank does this for all ranks. Of more than MAX_ROWS_CHECKED_AT_START rows it looks only at
-    the first thousand that will be drawn; the returned Rows then replace an overlong row by the
-    next one that fits. Raises BadInput if no row is left."""
+    The limit is args.max_prompt_tokens tokens of the rendered prompt. `_prompt_length` and
+    `check_tokenizer` list what else is checked. The main rank does it for all ranks.
+
+    Of more than MAX_ROWS_CHECKED_AT_START rows, only a sample is checked now: the first thousand
+    that will be drawn. Nothing is removed then. Instead, whoever accesses an overlong row of the
+    returned Rows gets the next one that fits.
+
+    Raises BadInput if a check fails, or if no prompt is short enough."""
     templates = with_template_variables(tokenizer, args.chat_template_args)
+    context = (templates, task, args, processor)
     limit = args.max_prompt_tokens
     n_rows = len(rows)
     is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START
@@ -172,15 +194,7 @@ def filter_overlong(
     if is_sample:
         numbers = prompt_order(n_rows, 0, 1000, args.seed)
 
-    def length(number: int) -> int:
-        return _prompt_length(
-            rows[number], f"row {number}", templates, task, args, processor
-        )
-
-    def measure() -> np.ndarray:
-        return np.array([length(number) for number in Bar(numbers, "prompts")])
-
-    lengths = on_main(measure)  # (rows looked at,)
+    lengths = on_main(_prompt_lengths, rows, numbers, *context)  # (rows checked,)
     on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task)
     too_long = lengths > limit
     need(
@@ -188,34 +202,43 @@ def filter_overlong(
         f"no prompt left: all {len(lengths)} are longer than --max_prompt_tokens {limit}; "
         f"raise it (the longest has {max(lengths)} tokens)",
     )
+    if not is_sample:
+        fitting = np.flatnonzero(~too_long)
+        if isinstance(rows, list):
+            return [rows[number] for number in fitting]
+        return Rows(rows.__getitem__, fitting)
 
-    if is_sample:
+    def next_that_fits(number: int) -> dict:
+        while _prompt_length(rows, number, *context) > limit:
+            number = (number + 1) % n_rows
+        return rows[number]
 
-        def next_that_fits(number: int) -> dict:
-            while length(number) > limit:
-                number = (number + 1) % n_rows
-            return rows[number]
+    return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
 
-        return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
-    fitting = np.flatnonzero(~too_long)
-    if isinstance(rows, list):
-        return [rows[number] for number in fitting]
-    return Rows(rows.__getitem__, fitting)
+
+def _prompt_lengths(rows, numbers, *context) -> np.ndarray:
+    """Returns the `_prompt_length` of the rows with these numbers."""
+    lengths = []
+    for number in Bar(numbers, "prompts"):
+        lengths.append(_prompt_length(rows, number, *context))
+    return np.array(lengths)
 
 
 def _prompt_length(
-    row: dict,
-    name: str,
+    rows: Sequence[dict],
+    number: int,
     templates,
     task,
     args,
     processor,
 ) -> int:
-    """Returns the number of tokens of a row's rendered prompt, with its images and its hint.
+    """Returns the number of tokens in a row's rendered prompt, with its images and its hint.
 
-    Raises BadInput, in which `name` is the row's name, if its agent loop, a tool or its
-    interaction is unknown, or if its images can't be read, are more than args.max_images, or
-    meet a text model (no processor)."""
+    Raises BadInput if the row's agent loop, one of its tools or its interaction is unknown, if
+    it has more than args.max_images images, if an image can't be read, or if there are images
+    although the model takes none (processor is None)."""
+    name = f"row {number}"
+    row = rows[number]
     images = row.get("images") or []
     need(
         len(images) <= args.max_images,
@@ -243,8 +266,9 @@ def prompt_order(
 ) -> list[int]:
     """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
 
-    Every epoch of n_rows positions is a new permutation. It depends on the seed and the
-    position alone, so a resumed run needs no sampler state."""
+    Every epoch of n_rows positions is a new permutation. With 3 rows, for example, the endless
+    shuffle may begin 2 0 1, 1 0 2, and positions 2 .. 4 then have the rows 1 1 0. It depends on
+    seed and position alone, so a resumed run needs no sampler state."""
     numbers = []
     for position in range(start, start + count):
         epoch, place = divmod(position, n_rows)
@@ -252,7 +276,7 @@ def prompt_order(
     return numbers
 
 
-# Cached, because one position is asked for at a time, and a million rows take 30 ms.
+# Cached, because prompts are drawn one by one, and permuting a million rows takes 30 ms.
 @functools.lru_cache(maxsize=4)
 def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
     """Returns the numbers of all rows, in an epoch's random order."""
@@ -264,21 +288,21 @@ def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
 
 @dataclass
 class Units:
-    """The N units of a batch. The outputs of a unit share one reward and together weigh one.
+    """The N units of a batch. The outputs of a unit share one reward and count as one sample.
 
-    A unit consists of a rollout's outputs with the same `unit`: see AgentLoopOutput."""
+    They are the outputs of a rollout with the same AgentLoopOutput.unit."""
 
-    outcomes: Tensor  # (N,) the terminal reward, that of the unit's last output
-    turn_rewards: Tensor  # (N,) the sum of the turn rewards of all its outputs
-    groups: Tensor  # (N,) a label; units with the same one are compared with each other
-    prompts: Tensor  # (N,) the number of the unit's prompt
-    response_lengths: Tensor  # (N,) response tokens of all its outputs, also of tools
+    outcomes: N  # terminal reward: that of the unit's last output
+    turn_rewards: N  # sum of the turn rewards of all its outputs
+    groups: N  # integer labels: units with the same one are compared with each other
+    prompts: N  # the prompt's number
+    response_lengths: N  # response tokens of all its outputs, including tool tokens
     names: list[str]  # N names, as the agent loop calls the units
-    index: Tensor  # (B,) the unit of each output
+    index: B  # the number of each output's unit
 
     @property
-    def rewards(self) -> Tensor:
-        """The total rewards, (N,), as the task gave them."""
+    def rewards(self) -> N:
+        """The total rewards as the task gave them."""
         return self.outcomes + self.turn_rewards
 
 
@@ -288,8 +312,9 @@ def unit_of(output: AgentLoopOutput) -> tuple:
 
 
 def _group_label(output):
-    """Returns the label of an output's group, an integer. By default it is the prompt's number:
-    then all rollouts of a prompt are compared."""
+    """Returns the integer label of an output's group.
+
+    By default it is the prompt's number, so all rollouts of a prompt are compared."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
     return hash((prompt, name)) if name else prompt
@@ -304,10 +329,10 @@ def last_outputs(outputs: Outputs) -> Outputs:
 
 
 def by_unit(outputs: Outputs) -> Units:
-    """Returns the Units of some outputs.
+    """Returns the Units of some outputs, in the order of their first outputs.
 
-    The outputs must be sorted by extra["prompt"], ["sample"] and ["segment"]. A reward that is
-    still missing counts as 0."""
+    The outputs must be sorted by extra["prompt"], extra["sample"] and extra["segment"]. A reward
+    that is still missing counts as 0."""
     last = last_outputs(outputs)
     numbers = {unit_of(output): number for number, output in enumerate(last)}
     index = [numbers[unit_of(output)] for output in outputs]
@@ -317,10 +342,8 @@ def by_unit(outputs: Outputs) -> Units:
         response_lengths[unit] += len(output.response_ids)
         turn_rewards[unit] += sum(reward for _, reward in output.turn_rewards)
     return Units(
-        # Not in torch's default type, which user code may have changed.
-        outcomes=torch.tensor(
-            [outcome(output) for output in last], dtype=torch.float32
-        ),
+        # An explicit dtype, because user code may have changed torch's default.
+        outcomes=torch.tensor([outcome(output) for output in last], dtype=torch.float32),
         turn_rewards=torch.tensor(turn_rewards, dtype=torch.float32),
         groups=torch.tensor([_group_label(output) for output in last]),
         prompts=torch.tensor([output.extra["prompt"] for output in last]),
@@ -330,9 +353,8 @@ def by_unit(outputs: Outputs) -> Units:
     )
 
 
-def groups_with_signal(units: Units, values: Tensor) -> set[int]:
-    """Returns the groups in which a value, (N,), differs between units: there is something to
-    learn."""
+def groups_with_signal(units: Units, values: N) -> set[int]:
+    """Returns the groups whose units differ in their values, i.e. those with a learning signal."""
     values_of_group = defaultdict(set)
     for group, value in zip(units.groups.tolist(), values.tolist()):
         values_of_group[group].add(value)
@@ -342,46 +364,44 @@ def groups_with_signal(units: Units, values: Tensor) -> set[int]:
 def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     """Returns one or more outputs as a dict of right-padded tensors.
 
-    For B outputs, T tokens of the longest response, L tokens of the longest sequence (prompt
-    and response):
+    For B outputs, with T tokens in the longest response and L tokens in the longest sequence
+    (prompt and response):
         input_ids          (B, L) the sequences, padded with 0
-        lengths            (B,) their tokens; likewise prompt_lengths and response_lengths
+        lengths            (B,) tokens of each sequence
+        prompt_lengths     (B,) tokens of its prompt
+        response_lengths   (B,) tokens of its response
         response_mask      (B, T) float, 1 where the policy sampled the token
-        imitation_mask     (B, T) float, 1 in a demonstration; only if there are any
-        logprobs_rollout   (B, T) float32, the engine's, 0 where nothing was sampled
+        imitation_mask     (B, T) float, 1 where a demonstration has the assistant's tokens; only
+                           if there are any
+        logprobs_rollout   (B, T) float32, from the engine; 0 where nothing was sampled
         versions           (B, T) long, of the weights that sampled the token, else -1
         truncated          (B,) bool, True if a length or turn limit cut the output off
     If there are images:
-        images             B lists of PIL images, in which equal images are one object; the only
-                           entry that is no tensor
-        prefix_ids         (B, L) input_ids in which placeholders (image_token_id) tell images
-                           apart: see `same_images`. Without an image_token_id a row with images
-                           shares no prefix
+        images             B lists of PIL images, in which equal images are one object
+        prefix_ids         (B, L) input_ids in which different images have different placeholders
+                           (`same_images`), so that equal prefixes have equal images. Without an
+                           image_token_id, rows with images share no prefix.
     If an output has extra["told_prompt_ids"] (--hints):
         told               a dict like this one, for the same outputs with these prompts"""
 
     def padded(rows, dtype=np.int64, padding=0):
-        rows = [
-            torch.from_numpy(np.fromiter(row, dtype)) for row in rows
-        ]  # fast for lists
+        # np.fromiter is faster than torch.tensor for long lists.
+        rows = [torch.from_numpy(np.fromiter(row, dtype)) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
     mask = padded([output.response_mask for output in outputs], np.float32)
     versions = padded([output.response_versions for output in outputs], padding=-1)
+    # Demonstrated tokens have mask 1, but version -1, because no weights sampled them.
     imitation_mask = mask.masked_fill(versions >= 0, 0)
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
     response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
     tensors = {
-        "input_ids": padded(
-            [output.prompt_ids + output.response_ids for output in outputs]
-        ),
+        "input_ids": padded([output.prompt_ids + output.response_ids for output in outputs]),
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
         "response_mask": mask - imitation_mask,
-        "logprobs_rollout": padded(
-            [output.response_logprobs for output in outputs], np.float32
-        ),
+        "logprobs_rollout": padded([output.response_logprobs for output in outputs], np.float32),
         "versions": versions,
         "truncated": torch.tensor([output.truncated for output in outputs]),
     }
@@ -397,15 +417,18 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
 
 
 class Batch(dict):
-    """The outputs of a step, their tensors and their units, which always belong together.
+    """The outputs of a step, their tensors and their units, always aligned.
 
-    As a dict it holds the tensors by name: those of `collate`, and those that the step adds,
-    such as batch["advantages"]. Row b of each (B, ...) tensor belongs to outputs[b].
+    Its keys are the per-output tensors: those of `collate`, and those that the step adds, such
+    as batch["advantages"]. Row b of each belongs to outputs[b].
 
-    outputs: B of them. units: their N units (`by_unit`).
-    rewards: (N, S) the shaped rewards where they fall, which train.set_rewards sets."""
+    Its attributes are everything else:
+        outputs   the B outputs
+        units     their N units, see `by_unit`
+        layout    the tokens of each unit as one sequence, see `EndToEnd`
+        rewards   (N, S) the shaped rewards at their tokens, set by train.set_token_rewards"""
 
-    rewards: Tensor
+    rewards: NS
 
     def __init__(self, outputs: Outputs, tensors: dict):
         super().__init__(tensors)
@@ -414,40 +437,46 @@ class Batch(dict):
 
     @functools.cached_property
     def layout(self) -> "EndToEnd":
-        """The tokens of each unit laid end to end, by the response_mask of when it is first used."""
+        """The tokens of each unit laid end to end.
+
+        Computed once: later changes of the response_mask do not affect it."""
         return EndToEnd(self)
 
     def select(self, rows: list[int]) -> "Batch":
         """Returns the batch of these rows alone, with the rewards that the outputs have now."""
-        return Batch([self.outputs[row] for row in rows], select(self, rows))
+        outputs = [self.outputs[row] for row in rows]
+        return Batch(outputs, select_rows(self, rows))
 
     @property
-    def unit_rewards(self) -> Tensor:
-        """The shaped reward of each unit, (N,)."""
+    def unit_rewards(self) -> N:
+        """The shaped reward of each unit."""
+        # In float64, because a float32 sum may differ between units that have equal rewards.
         return self.rewards.double().sum(1).float()
 
     @property
     def n_sampled_units(self) -> int:
-        """The number of units that are no demonstrations."""
+        """The number of units that are not demonstrations."""
         last = last_outputs(self.outputs)
         return sum("demonstration" not in output.extra for output in last)
 
     @property
-    def unit_tokens(self) -> Tensor:
-        """The number of mask-1 tokens of each row's unit, (B,)."""
+    def unit_tokens(self) -> B:
+        """The number of mask-1 tokens in the whole unit of each row."""
         return losses.group_sum(self["response_mask"].sum(-1), self.units.index)
 
 
 def make_batch(outputs: Outputs, processor=None) -> Batch:
-    """Returns outputs as a Batch; their rewards may still be missing.
+    """Returns outputs as a Batch. Their rewards may still be missing.
 
-    processor: that of a model with vision."""
+    processor: that of a model with vision, else None."""
     image_token_id = getattr(processor, "image_token_id", -1)
     return Batch(outputs, collate(outputs, image_token_id))
 
 
-def select(tensors: dict, rows: list[int]) -> dict:
-    """Returns the tensors of these rows, trimmed to the longest sequence and response."""
+def select_rows(tensors: dict, rows: Sequence[int]) -> dict:
+    """Returns these rows of all tensors, without columns that are only padding.
+
+    tensors: a dict like that of `collate`."""
     lengths = tensors["lengths"][rows].tolist()
     response_lengths = tensors["response_lengths"][rows].tolist()
     longest_sequence = max(lengths, default=0)
@@ -455,7 +484,7 @@ def select(tensors: dict, rows: list[int]) -> dict:
     selected = {}
     for name, column in tensors.items():
         if isinstance(column, dict):
-            selected[name] = select(column, rows)
+            selected[name] = select_rows(column, rows)
         elif isinstance(column, list):
             selected[name] = [column[row] for row in rows]
         elif column.ndim == 1:
@@ -470,126 +499,156 @@ def select(tensors: dict, rows: list[int]) -> dict:
 class EndToEnd:
     """Lays the sampled tokens of each unit end to end, so that estimators see one sequence.
 
-    (B, T) outputs x tokens  ->  (N, S) units x places.
+    A token (b, t) of the batch gets a place (n, s): n is its unit, and s counts from 0 within
+    the unit. In this example, unit 0 has two outputs, the first with two turns:
 
-    An empty place stands before every turn, so a run of places that are taken is a turn. An
-    output whose prompt is the whole sequence of the unit's output before it continues the turn
-    that was cut there.
+        output   unit   response_mask   places of the sampled tokens
+        0        0      1 1 0 0 1       1 2 . . 4
+        1        0      1 1             6 7
+        2        1      0 1 1           . 1 2
 
-    mask: (N, S) 1 where a place is taken by a sampled token."""
+        unit   mask
+        0      0 1 1 0 1 0 1 1
+        1      0 1 1 0 0 0 0 0
+
+    One empty place precedes each turn, so place 0 is always empty. The exception is an output
+    that continues its unit's previous output exactly, in the middle of a turn: it extends that
+    turn, without an empty place (`continues_previous`).
+
+    mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
+    sampled: (B, T) True where a token was sampled, and so has a place.
+    nearest_place: (B, T) the place s of the token or, if it was not sampled, of the last sampled
+        token before it. Before the first sampled token of an output it is that token's place. In
+        an output without sampled tokens it is 0."""
 
     def __init__(self, batch: Batch):
-        self.sampled = batch["response_mask"].bool()  # (B, T)
         self.n_units = len(batch.units.outcomes)
-        unit = batch.units.index[:, None].expand_as(self.sampled)
-        column = self._columns(batch)
-        # The unit and the place of the n sampled tokens, in the batch's order: (n,) each.
-        self.places = unit[self.sampled], column[self.sampled]
-        self.mask = self.lay(torch.ones_like(batch["response_mask"]))
+        self.sampled = batch["response_mask"].bool()
+        self.nearest_place = self._nearest_places(batch)
+        units = batch.units.index[:, None].expand_as(self.sampled)
+        # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
+        self.places = units[self.sampled], self.nearest_place[self.sampled]
+        self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
-    def _columns(self, batch):
-        """Returns the place of each token in its unit, (B, T); only sampled tokens have one."""
-        steps = self.sampled.long() + losses.turn_starts(self.sampled)
-        columns = steps.cumsum(1) - 1  # (B, T), counted from the output's first place
-        widths = steps.sum(1).tolist()
-        first_columns = []
-        ends = [0] * self.n_units
-        cut_turns = {}  # unit -> its last output's sequence, if that ends in a sampled token
+    def _nearest_places(self, batch: Batch) -> BT:
+        """Returns nearest_place."""
+        # A sampled token takes one place, the first one of a turn also the empty place before it.
+        widths = self.sampled.long() + losses.turn_starts(self.sampled)  # (B, T)
+
+        output_starts = []
+        unit_ends = [0] * self.n_units
+        output_widths = widths.sum(1).tolist()
+        continues = continues_previous(batch)
         for row, unit in enumerate(batch.units.index.tolist()):
-            sequence = batch["input_ids"][row, : batch["lengths"][row]]
-            prompt = sequence[: batch["prompt_lengths"][row]]
-            sampled = self.sampled[row, : batch["response_lengths"][row]]
+            start = unit_ends[unit]
+            if continues[row]:
+                start -= 1  # no empty place in the middle of a turn
+            output_starts.append(start)
+            unit_ends[unit] = start + output_widths[row]
 
-            cut_turn = cut_turns.pop(unit, None)
-            continues = cut_turn is not None and torch.equal(prompt, cut_turn)
-            if continues and sampled[:1].any():
-                ends[unit] -= 1  # no empty place in the middle of a turn
-            first_columns.append(ends[unit])
-            ends[unit] += widths[row]
-            if sampled[-1:].any():
-                cut_turns[unit] = sequence
-        return columns + torch.tensor(first_columns)[:, None]
+        # Other tokens take no place, so they have the place of the last sampled one before them.
+        starts = torch.tensor(output_starts)[:, None]  # (B, 1)
+        places = starts + widths.cumsum(1) - 1
+        first_place = starts + 1  # of the output's first sampled token
+        places = torch.maximum(places, first_place)
+        return places.where(self.sampled.any(1, keepdim=True), 0)
 
-    def lay(self, x: Tensor) -> Tensor:
-        """Brings values of tokens (B, T) to their places (N, S); 0 where no token is."""
-        return self.scatter(x[self.sampled])
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """Brings the values of the n sampled tokens, (n,), to their places (N, S)."""
-        _, column = self.places
+    def to_units(self, x: BT) -> NS:
+        """Moves values of tokens to their places. Empty places get 0."""
+        _, place = self.places
         width = 1
-        if len(column):
-            width = column.max().item() + 1
-        zeros = values.new_zeros(self.n_units, width)
-        return zeros.index_put(self.places, values)
+        if len(place):
+            width = place.max().item() + 1
+        zeros = x.new_zeros(self.n_units, width)
+        return zeros.index_put(self.places, x[self.sampled])
 
-    def back(self, x: Tensor) -> Tensor:
-        """Brings values of places (N, S) back to their tokens (B, T); 0 where nothing was
-        sampled."""
+    def to_outputs(self, x: NS) -> BT:
+        """Moves values of places back to their tokens. Tokens without a place get 0."""
         zeros = torch.zeros(self.sampled.shape, dtype=torch.float32)
         return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
 
 
-def place_rewards(batch: Batch, outcomes: Tensor) -> Tensor:
-    """Returns the rewards where they fall, (N, S): each row adds up to its unit's whole reward.
+def continues_previous(batch: Batch) -> list[bool]:
+    """Returns, for each output, whether it continues the last turn of its unit's previous one."""
+    continues = []
+    previous_rows = {}  # unit -> row of its previous output
+    for row, unit in enumerate(batch.units.index.tolist()):
+        previous = previous_rows.get(unit)
+        continues.append(previous is not None and _continues(batch, row, previous))
+        previous_rows[unit] = row
+    return continues
 
-    outcomes (N,): the terminal rewards. Each falls on the last sampled token of its unit, and a
-    turn reward on the token that it names, or else on the last sampled one before it, or else on
-    the first of its output. Without a sampled token it falls on place 0 of the unit, which is
-    always empty: an estimator that gives credit to tokens does not see it, the unit's sum has it.
-    """
+
+def _continues(batch: Batch, row: int, previous: int) -> bool:
+    """Returns whether an output goes on exactly where a previous one was cut in a turn.
+
+    Its prompt is then the whole previous sequence, and the tokens on both sides of the cut were
+    sampled."""
+    before = batch["response_mask"][previous, : batch["response_lengths"][previous]]
+    after = batch["response_mask"][row]
+    if not before[-1:].any() or not after[:1].any():
+        return False
+    sequence = batch["input_ids"][previous, : batch["lengths"][previous]]
+    prompt = batch["input_ids"][row, : batch["prompt_lengths"][row]]
+    return torch.equal(prompt, sequence)
+
+
+def place_rewards(batch: Batch, outcomes: N) -> NS:
+    """Returns the reward at each place of `EndToEnd`. A row adds up to its unit's whole reward.
+
+    outcomes: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
+    goes to the first of these that exists:
+        1. the token that it names, if that was sampled
+        2. the last sampled token before it
+        3. the first sampled token of its output
+    Without any sampled token (in the unit or, for a turn reward, in its output), a reward goes to
+    place 0 of the unit. That place is empty, so no token gets credit, but the unit's sum counts
+    it."""
     layout = batch.layout
     rewards = torch.zeros_like(layout.mask)
     n_places = rewards.shape[1]
 
-    # Turn rewards: (number of them,) each.
-    row = []
-    index = []
-    value = []
-    for number, output in enumerate(batch.outputs):
-        for place, reward in output.turn_rewards:
-            row.append(number)
-            index.append(place)
-            value.append(reward)
-    if row:
-        n_sampled = layout.sampled.cumsum(1, dtype=torch.int32)  # (B, T)
-        n_before = n_sampled[row, index]
-        n_of_row = n_sampled[:, -1]  # (B,)
-        first_of_row = n_of_row.cumsum(0) - n_of_row  # (B,) counted over the batch
-        token = first_of_row[row] + (n_before - 1).clamp(min=0)
-        # One entry more, for the rows without a sampled token at the batch's end.
-        columns = torch.cat([layout.places[1], torch.zeros(1, dtype=torch.long)])
-        column = columns[token].where(n_of_row[row] > 0, 0)
-        place = batch.units.index[row] * n_places + column
-        rewards.view(-1).index_add_(0, place, torch.tensor(value, dtype=rewards.dtype))
+    # Of each turn reward in the batch:
+    rows = []
+    tokens = []  # index into the response
+    values = []
+    for row, output in enumerate(batch.outputs):
+        for token, reward in output.turn_rewards:
+            rows.append(row)
+            tokens.append(token)
+            values.append(reward)
+    if rows:
+        units = batch.units.index[rows]
+        places = layout.nearest_place[rows, tokens]
+        values = torch.tensor(values, dtype=rewards.dtype)
+        # index_add_ also adds up several rewards at one place.
+        rewards.view(-1).index_add_(0, units * n_places + places, values)
 
-    last_place = (layout.mask * torch.arange(n_places)).argmax(
-        1
-    )  # (N,), 0 without any token
-    rewards[torch.arange(len(outcomes)), last_place] += outcomes
+    taken = torch.where(layout.mask.bool(), torch.arange(n_places), 0)
+    last_places = taken.amax(1)  # (N,), 0 in a unit without sampled tokens
+    rewards[torch.arange(len(outcomes)), last_places] += outcomes
     return rewards
 
 
-def turn_states(outputs: Outputs, turns: list[int]) -> Tensor:
-    """Returns an integer for every sampled turn, unit by unit, (sum of turns,).
+def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
+    """Returns an integer for each sampled turn of all units, unit by unit.
 
-    turns: the number of turns of each unit. Two integers are equal where turns of one group met
-    the same state. The states are the outputs' metrics["states"], one for each turn, compared by
-    value; a task's reward function may set them. By default a turn's state is its index in its
-    unit. Raises ValueError if there are more or fewer states than turns."""
+    Equal integers mean the same state in the same group. turns: the number of turns of each unit.
+
+    States are the items of the outputs' metrics["states"], one for each turn, which a task's
+    reward function may set. They are compared by value. By default a turn's state is its index
+    in its unit. Raises ValueError if a unit's states and turns differ in number."""
     given = defaultdict(list)
     for output in outputs:
         given[unit_of(output)] += output.metrics.get("states", [])
     labels = []
     for output, n_turns in zip(last_outputs(outputs), turns, strict=True):
-        if not n_turns:  # a demonstration
+        if not n_turns:  # in a demonstration, for example
             continue
         states = given[unit_of(output)] or list(range(n_turns))
         states = tree_map(_array_value, states)
         if len(states) != n_turns:
-            raise ValueError(
-                f"metrics['states'] has {len(states)} states for {n_turns} turns"
-            )
+            raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
         group = _group_label(output)
         labels += [hash((group, repr(state))) for state in states]
     return torch.tensor(labels, dtype=torch.long)
@@ -601,7 +660,9 @@ def turns_of_units(batch: Batch) -> list[int]:
 
 
 def _array_value(leaf):
-    """Returns shape and bytes of an array or image: its repr may leave out most of it."""
+    """Returns shape and bytes of an array or image, and everything else unchanged.
+
+    The repr of a large array is abbreviated, so different ones could look the same."""
     if isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__"):
         array = np.asarray(leaf)
         return array.shape, array.tobytes()
@@ -627,7 +688,8 @@ def count_globally(
 ) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks: tokens, units, imitated tokens.
 
-    The batch has unit_tokens (B,): the mask-1 tokens of each row's unit."""
+    rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
+    whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""
     mask = batch["response_mask"][rows]
     n_imitated = 0
     if with_imitation:
@@ -640,9 +702,10 @@ def count_globally(
 
 
 # ---------------------------------------------------------------- packing
-# No forward pass has padding, and no token goes through the network twice: a prefix that rows
-# have in common is computed once. MicroBatch describes that. Then come the choice of rows for
-# each micro-batch (micro_batches_of_this_rank) and the inputs of the network (pack_rows).
+# Rows are packed: they have no padding, and a prefix that rows of a micro-batch share goes through
+# the network once. A MicroBatch knows what its rows share. micro_batches_of_this_rank chooses the
+# rows of each, and pack_rows makes the network's inputs. Models that can't take packed rows get
+# right-padded ones, which share nothing.
 
 
 @dataclass
@@ -658,9 +721,10 @@ class MicroBatch:
         2     the cat ran off   4        2        ran off
         7     a dog             2        0        a dog
 
-    rows: their numbers in the batch. lengths, shared: the table's columns.
-    is_filler: True if it only makes up the number, because every rank needs as many
-    micro-batches as the others. Its scores are dropped and its loss is multiplied by 0."""
+    rows: their numbers in the batch.
+    lengths, shared: the table's columns.
+    is_filler: True if it was added so that all ranks have equally many micro-batches. Its scores
+        are dropped, and its masks are set to 0."""
 
     rows: list[int]
     lengths: list[int]
@@ -670,11 +734,12 @@ class MicroBatch:
     def select(self, positions: list[int], is_filler: bool = False) -> "MicroBatch":
         """Returns a micro-batch of the rows at some positions of this one.
 
-        Two rows share the minimum of what neighbours share on the way from one to the other."""
+        Two rows share the minimum of what all neighbours between them share."""
         positions = sorted(positions)
         shared = [0]
         for before, position in itertools.pairwise(positions):
-            shared.append(min(self.shared[before + 1 : position + 1]))
+            between = self.shared[before + 1 : position + 1]
+            shared.append(min(between))
         return MicroBatch(
             [self.rows[position] for position in positions],
             [self.lengths[position] for position in positions],
@@ -684,14 +749,13 @@ class MicroBatch:
 
 
 def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
-    """Returns some rows of a batch in prefix order, as a single micro-batch."""
+    """Returns some rows of a batch as one MicroBatch, which is in prefix order."""
     ids = batch.get("prefix_ids", batch["input_ids"])[rows]  # (R, L)
     lengths = batch["lengths"][rows]  # (R,)
     tokens = ids.int().numpy()
 
-    def as_bytes(
-        i: int,
-    ) -> bytes:  # any order of token ids will do, and bytes compare fast
+    # Any order of token ids will do, and bytes compare fast.
+    def as_bytes(i: int) -> bytes:
         return tokens[i, : lengths[i]].tobytes()
 
     order = sorted(range(len(rows)), key=as_bytes)
@@ -699,7 +763,7 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
     ids = ids[order]
     lengths = lengths[order]
 
-    # Two rows share the tokens that are equal from the start to the end of the shorter one.
+    # Neighbours share the tokens before the first difference or the end of the shorter one.
     ends = torch.minimum(lengths[1:], lengths[:-1])
     is_inside = torch.arange(ids.shape[1]) < ends[:, None]
     is_equal = (ids[1:] == ids[:-1]) & is_inside  # (R - 1, L)
@@ -710,8 +774,8 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
 def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals the indices of some lengths to n shares of about equal total length.
 
-    The longest comes first (the first of equal ones), each to the lightest share so far. With
-    fewer indices than n some shares stay empty."""
+    The longest is dealt first (ties: lower index), each to the lightest share so far. With fewer
+    indices than n, some shares stay empty."""
     shares = [[] for _ in range(n)]
     totals = [0] * n
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -722,68 +786,77 @@ def balance(lengths: list[int], n: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-# A micro-batch in the making: the tokens that go through the network, and the positions of its
-# rows in prefix order.
-Filled = tuple[int, list[int]]
+@dataclass
+class Part:
+    """Some rows of `whole`, a MicroBatch of all rows that have to be divided.
+
+    positions: the rows' positions in `whole`.
+    n_tokens: how many tokens go through the network for them."""
+
+    positions: list[int]
+    n_tokens: int
 
 
-def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Filled]:
+def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Cuts rows in prefix order into runs of neighbours that share prefixes.
 
-    A token that is shared within a run counts once. A run has at most max_tokens tokens, or is a
-    single row. A longer one is cut in its second half, where least is shared, so that no tiny
-    run is left."""
+    A run has at most max_tokens tokens, where a token that rows share counts once. max_tokens is
+    at least the longest row.
+
+    A run that would get longer is cut between the neighbours that share least. Only its second
+    half is considered, so that no tiny run is left."""
     runs = []
+    n_rows = len(whole.rows)
     start = 0
-    while start < len(whole.rows):
-        sizes = [
-            whole.lengths[start]
-        ]  # tokens of the first row, of the first two rows, ...
+    while start < n_rows:
+        # The tokens of the run if it ends after its first row, its second row, ...
+        sizes = [whole.lengths[start]]
         end = start + 1
-        while end < len(whole.rows) and whole.shared[end] and sizes[-1] <= max_tokens:
-            sizes.append(sizes[-1] + whole.lengths[end] - whole.shared[end])
+        while end < n_rows and whole.shared[end] > 0 and sizes[-1] <= max_tokens:
+            n_added = whole.lengths[end] - whole.shared[end]
+            sizes.append(sizes[-1] + n_added)
             end += 1
         if sizes[-1] > max_tokens and len(sizes) > 1:
             middle = (start + end - 1) // 2
-            end = min(range(end - 1, middle, -1), key=whole.shared.__getitem__)
-        n_tokens = sizes[end - start - 1]
-        runs.append((n_tokens, list(range(start, end))))
+            second_half = range(end - 1, middle, -1)
+            end = min(second_half, key=whole.shared.__getitem__)
+        positions = list(range(start, end))
+        n_tokens = sizes[len(positions) - 1]
+        runs.append(Part(positions, n_tokens))
         start = end
     return runs
 
 
-def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Filled]:
-    """Puts rows, run by run, into micro-batches of at most max_tokens tokens.
+def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
+    """Divides rows into parts of at most max_tokens tokens, run by run.
 
-    The longest run comes first, and each goes to the first micro-batch with room.
+    The longest run comes first, and each goes to the first part that has room.
     max_tokens is at least the longest row."""
-    runs = sorted(
-        _cut_into_runs(whole, max_tokens), key=lambda run: run[0], reverse=True
-    )
-    positions = [[] for _ in runs]  # of each micro-batch; the last ones stay empty
+    runs = _cut_into_runs(whole, max_tokens)
+    runs.sort(key=lambda run: run.n_tokens, reverse=True)
+    positions = [[] for _ in runs]  # one list for each part; the last ones stay empty
     room = np.full(len(runs), max_tokens)
-    for tokens, run in runs:
-        first = np.argmax(room >= tokens)
-        room[first] -= tokens
-        positions[first] += run
-    return [
-        (max_tokens - left, filled) for left, filled in zip(room, positions) if filled
-    ]
+    for run in runs:
+        first = np.argmax(room >= run.n_tokens)  # the first part with room
+        room[first] -= run.n_tokens
+        positions[first] += run.positions
+    sizes = (max_tokens - room).tolist()
+    return [Part(taken, size) for taken, size in zip(positions, sizes) if taken]
 
 
-def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Filled]:
-    """Puts rows into micro-batches of at most max_tokens tokens, each padded to its longest row.
+def _fill_padded(whole: MicroBatch, max_tokens: int) -> list[Part]:
+    """Divides rows into parts of at most max_tokens tokens, each padded to its longest row.
 
     Rows of similar length come together. max_tokens is at least the longest row."""
     order = sorted(range(len(whole.rows)), key=whole.lengths.__getitem__, reverse=True)
-    micros = []
+    parts = []
     while order:
         longest = whole.lengths[order[0]]
         n_rows = max_tokens // longest
         taken = order[:n_rows]
         order = order[n_rows:]
-        micros.append((len(taken) * longest, taken))
-    return micros
+        parts.append(Part(taken, len(taken) * longest))
+    return parts
 
 
 def micro_batches_of_this_rank(
@@ -792,47 +865,78 @@ def micro_batches_of_this_rank(
     max_tokens: int,
     packed: bool = True,
 ) -> list[MicroBatch]:
-    """Cuts rows of the global batch into micro-batches, and returns those of this rank.
+    """Divides rows of the global batch into micro-batches, and returns those of this rank.
 
-    A micro-batch has at most max_tokens tokens that go through the network (but at least one
-    row): a prefix that its rows share counts once, or, not `packed`, padding counts, too. There
-    are as few micro-batches as that allows, about equal in size, dealt evenly to the ranks. All
-    ranks get the same number, because DDP counts backward passes: a rank with fewer gets
-    fillers."""
+    At most max_tokens tokens of a micro-batch go through the network. If a row is longer, its
+    length is the limit.
+        packed       a prefix that the rows share counts once
+        not packed   padding counts, too
+    There are as few micro-batches as that allows, rounded up to a multiple of the ranks, and they
+    are about equal in size.
+
+    All ranks get the same number of micro-batches, because DDP counts backward passes. A rank
+    with fewer gets fillers."""
     n_ranks = dist.get_world_size()
     whole = in_prefix_order(batch, rows)
+    if not packed:
+        whole.shared = [0] * len(whole.rows)
+    fill = _fill_packed if packed else _fill_padded
+    parts = _equal_parts(whole, max_tokens, n_ranks, fill)
+    shares = balance([part.n_tokens for part in parts], n_ranks)
+    share = shares[dist.get_rank()]
+    micros = [whole.select(parts[k].positions) for k in share]
+    n_missing = max(map(len, shares)) - len(micros)
+    return micros + _fillers(whole, n_missing)
+
+
+def _equal_parts(
+    whole: MicroBatch,
+    max_tokens: int,
+    n_ranks: int,
+    fill: Callable,
+) -> list[Part]:
+    """Divides rows into parts of about equal size: the micro-batches of all ranks.
+
+    fill(whole, budget) divides them into parts of at most `budget` tokens."""
     longest = max(whole.lengths)
     max_tokens = max(max_tokens, longest)
-    fill = functools.partial(_fill_packed, whole)
-    if not packed:
-        whole.shared = [0] * len(whole.shared)
-        fill = functools.partial(_fill_padded, whole)
+    n_needed = len(fill(whole, max_tokens))
+    at_most = math.ceil(n_needed / n_ranks) * n_ranks  # the same number for each rank
 
-    # Every rank computes as many as max_tokens makes necessary. The smallest budget that needs
-    # no more fills them about equally.
-    n_necessary = len(fill(max_tokens))
-    at_most = math.ceil(n_necessary / n_ranks) * n_ranks
-
-    def is_enough(budget: int) -> bool:
-        return len(fill(budget)) <= at_most
-
-    budget = bisect_left(range(max_tokens), True, longest, key=is_enough)
-    micros = fill(budget)
-    dealt = balance([tokens for tokens, _ in micros], n_ranks)
-    mine = [whole.select(micros[k][1]) for k in dealt[dist.get_rank()]]
-    n_fillers = max(map(len, dealt)) - len(mine)
-    shortest = int(np.argmin(whole.lengths))
-    return mine + [whole.select([shortest], is_filler=True)] * n_fillers
+    # The smallest budget that needs no more parts than that makes them about equal.
+    low = longest
+    high = max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(fill(whole, middle)) <= at_most:
+            high = middle
+        else:
+            low = middle + 1
+    return fill(whole, low)
 
 
-def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
+def _fillers(whole: MicroBatch, n: int) -> list[MicroBatch]:
+    """Returns n fillers. Each has the shortest row, because its results are not used."""
+    shortest = whole.lengths.index(min(whole.lengths))
+    return [whole.select([shortest], is_filler=True)] * n
+
+
+def pack(
+    input_ids: BL | list[Sequence[int]],
+    lengths: Sequence[int] | Tensor,
+    starts: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Joins R sequences end to end, without padding.
 
-    input_ids: (R, L) right-padded, or a list of R sequences. lengths (R,): where each ends.
-    starts: R numbers of tokens to leave out at the start of each. S is the sum of lengths less
-    starts. Returns input_ids and position_ids (1, S), which count from 0 (or its start) in each
-    sequence; cu_seqlens (R + 1,) int32, where the packed sequences begin and end; max_seqlen,
-    the largest of lengths."""
+    input_ids: (R, L) right-padded, or a list of R sequences.
+    lengths (R,): where each sequence ends.
+    starts: how many tokens to leave out at the start of each sequence; default: none.
+
+    Returns a tuple, with S = sum(lengths - starts):
+        input_ids      (1, S)
+        position_ids   (1, S) start .. length - 1 for each sequence
+        cu_seqlens     (R + 1,) int32, the bounds of the packed sequences: 0, ..., S
+        max_seqlen     max(lengths)"""
     sequences = []
     positions = []
     cu_seqlens = [0]
@@ -847,11 +951,11 @@ def pack(input_ids, lengths, starts=None) -> tuple[Tensor, Tensor, Tensor, int]:
     return ids[None], positions[None], cu_seqlens, int(max(lengths))
 
 
-def _pack_forest(ids: Tensor, micro: MicroBatch) -> tuple[dict, Tensor]:
+def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
     """Packs the tokens that each row of a micro-batch adds.
 
-    ids (R, L): the rows' token ids. Returns a model's inputs, see `pack_rows`, and the place of
-    each row's tokens among the packed ones, (R, L):
+    ids: the token ids of its rows. Returns a model's inputs (see `pack_rows`), and where each
+    row's tokens are among the packed ones, their places:
 
         row   its tokens        it adds         places of its tokens
         5     the cat sat       the cat sat     0 1 2
@@ -862,28 +966,28 @@ def _pack_forest(ids: Tensor, micro: MicroBatch) -> tuple[dict, Tensor]:
         "input_ids": flat,
         "position_ids": position_ids,
         "max_seqlen": max_seqlen,
-        # `unique` leaves out a row that adds nothing because it equals another.
-        "cu_seqlens": cu_seqlens.unique(),
+        "cu_seqlens": cu_seqlens.unique(),  # drops the empty sequence of a row that adds nothing
     }
 
-    added = torch.arange(flat.shape[1]).split(cu_seqlens.diff().tolist())
-    places = []
-    row_places = torch.arange(0)  # (length of the row,)
-    for shared, new in zip(micro.shared, added):
-        row_places = torch.cat([row_places[:shared], new])
+    n_added = cu_seqlens.diff().tolist()
+    added = torch.arange(flat.shape[1]).split(n_added)
+    places = []  # of the tokens of each row
+    row_places = torch.arange(0)
+    for n_shared, new_places in zip(micro.shared, added):
+        row_places = torch.cat([row_places[:n_shared], new_places])
         places.append(row_places)
 
     if any(micro.shared):
-        # The tokens that a row adds attend to keys and values of all its tokens.
-        attended = [row_places for row_places, new in zip(places, added) if len(new)]
-        key_index, _, inputs["cu_seqlens_k"], _ = pack(
-            attended, list(map(len, attended))
-        )
+        # The tokens that a row adds attend to keys and values of all tokens of the row.
+        attended = [row_places for row_places, n in zip(places, n_added) if n]
+        n_attended = [len(row_places) for row_places in attended]
+        key_index, _, inputs["cu_seqlens_k"], _ = pack(attended, n_attended)
         inputs["key_index"] = key_index[0]
     return inputs, pad_sequence(places, batch_first=True)
 
 
-ID_LIMIT = 2**32  # all token ids and places are less
+# Token ids and places are smaller, so a pair of them, place * ID_LIMIT + id, fits one int64.
+ID_LIMIT = 2**32
 
 
 def pack_rows(
@@ -892,27 +996,32 @@ def pack_rows(
     device,
     packed: bool = True,
 ) -> dict:
-    """Prepares the forward pass of a micro-batch, and maps sampled tokens to predictions.
+    """Returns the network's inputs for a micro-batch, and where to read the predictions.
 
-    R rows have n sampled tokens, and S tokens go through the network: packed, a prefix that a
-    row shares with the row before it counts once. A token's place is its position among these
-    S, see the example of `_pack_forest`. Returns a dict:
-        inputs    of the model. Packed: input_ids, position_ids (1, S), cu_seqlens and max_seqlen
-                  as `pack` returns them, of the tokens that each row adds. If anything is shared,
-                  also key_index (K,), the places of all tokens of each row, one row after the
-                  other, and cu_seqlens_k, where these rows begin and end.
-                  Not packed: input_ids (R, L), right-padded; a causal model needs no mask
-        source    (M,) the places (not packed: counted row by row) of the tokens whose hidden
-                  states predict sampled ones
-        targets   (M,) the ids of the predicted tokens. No (source, target) comes twice: rows that
-                  agree up to and including a sampled token share its prediction
-        pair      (n,) the (source, target) of each sampled token
-        at        its row in the micro-batch and its column: two of (n,)
-        shape     (R, T), of the matrices that have these rows and columns
-        images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []"""
+    S tokens go through the network for R rows. If they are packed, a prefix that a row shares
+    with the row before it counts once. A token's place is its position among these S: see the
+    example of `_pack_shared_prefixes`. n of the rows' tokens were sampled (or demonstrated).
+
+    Returns a dict:
+        inputs    of the model, see below
+        source    (M,) places of the tokens whose hidden states predict sampled tokens
+        targets   (M,) ids of the predicted tokens. No pair (source, target) comes twice: rows that
+                  agree up to and including a sampled token share its prediction.
+        pair      (n,) the index among the M pairs of each sampled token
+        at        (row, column) of each sampled token in the (R, T) matrices, (n,) each
+        shape     (R, T)
+        images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
+
+    Packed inputs:
+        input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
+    and only if anything is shared:
+        key_index      (K,) the places of all tokens of each row, one row after the other
+        cu_seqlens_k   where these rows begin and end
+    Otherwise the only input is input_ids (R, L), right-padded, and places are counted row by row
+    in it. A causal model needs no attention mask."""
     ids = batch["input_ids"][micro.rows]
     if packed:
-        inputs, places = _pack_forest(ids, micro)
+        inputs, places = _pack_shared_prefixes(ids, micro)
     else:
         ids = ids[:, : max(micro.lengths)]
         inputs = {"input_ids": ids}
@@ -921,17 +1030,12 @@ def pack_rows(
     mask = batch["response_mask"][micro.rows]
     if "imitation_mask" in batch:
         mask = mask + batch["imitation_mask"][micro.rows]
-    row, column = mask.nonzero(as_tuple=True)
-    index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its row
-    # A pair is made one integer, because unique(dim=1) takes microseconds for each column.
-    pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (n,)
-    pairs, pair = pairs.unique(return_inverse=True)  # (M,), (n,)
+    row, column = mask.nonzero(as_tuple=True)  # (n,) each
+    index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its sequence
+    # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
+    all_pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (n,)
+    pairs, pair = all_pairs.unique(return_inverse=True)  # (M,), (n,)
 
-    images = []
-    if "images" in batch and any(batch["images"][row] for row in micro.rows):
-        for i, number in enumerate(micro.rows):
-            sequence = ids[i, : micro.lengths[i]]
-            images.append((sequence, batch["images"][number], micro.shared[i]))
     result = {
         "inputs": inputs,
         "source": pairs // ID_LIMIT,
@@ -939,16 +1043,28 @@ def pack_rows(
         "pair": pair,
         "at": (row, column),
         "shape": mask.shape,
-        "images": images,
+        "images": _images_of_rows(batch, micro),
     }
     return to_device(result, device)
 
 
-def to_device(tensors, device):
-    """Returns a tree of tensors, such as a dict, on the device.
+def _images_of_rows(batch: dict, micro: MicroBatch) -> list[tuple]:
+    """Returns (token ids, PIL images, tokens shared) of each row, or [] without any image."""
+    images_of_row = batch.get("images")
+    if not images_of_row or not any(images_of_row[row] for row in micro.rows):
+        return []
+    found = []
+    for row, length, n_shared in zip(micro.rows, micro.lengths, micro.shared):
+        ids = batch["input_ids"][row, :length]
+        found.append((ids, images_of_row[row], n_shared))
+    return found
 
-    To a GPU they go through pinned memory, so the next micro-batch is packed while the GPU
-    computes."""
+
+def to_device(tensors, device):
+    """Returns nested dicts and lists with all their tensors on the device.
+
+    To a GPU they are copied through pinned memory, without waiting: the CPU packs the next
+    micro-batch while the GPU computes."""
 
     def copied(tensor):
         if "cuda" in str(device):

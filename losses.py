@@ -1,28 +1,26 @@
-"""Advantages, objectives, estimators and token log-probabilities: pure functions of tensors.
+"""Advantage estimators, losses and token log-probabilities: pure functions of tensors.
 
-    advantages = grpo_advantages(rewards, groups)[:, None].expand_as(mask)  # change this line
+    advantages = grpo_advantages(rewards, groups)  # or rloo_advantages, or your own
+    advantages = advantages[:, None].expand_as(mask)
     loss, stats = policy_loss("ppo", logprobs, logprobs_old, advantages, mask, clip_high=0.28)
     aggregate(loss, mask, "token-mean", n_tokens=tokens_in_the_global_batch).backward()
 
-Two words have a fixed meaning:
-    output             one token sequence: a prompt and the response to it. A rollout usually has
-                       one. It has more if its history was rewritten or if agents called agents.
-    unit               the outputs that share one reward and count once. By default a rollout is
-                       one unit, however many outputs it has.
+Three words have a fixed meaning:
+    output             one token sequence; a rollout has one or more of them
+    unit               the outputs of a rollout that share one reward; by default all of them
+    group              all rollouts of one prompt, which are compared with each other
 
 Arguments that most functions take:
     mask               (B, T), bool or 0/1. 1 marks a token that the policy sampled. 0 marks a
-                       token of a tool, a user or the template, and padding. A value at mask 0,
-                       even NaN, changes no result and no gradient, and results are 0 there. To
-                       ensure that, inputs are cleaned by `where` BEFORE any arithmetic, because
-                       0 * NaN is NaN.
+                       token of a tool, a user or the template, and padding. Inputs at mask 0,
+                       even NaN, change no result and no gradient. Results are 0 there.
     logprobs           of the policy in training, computed by the trainer
     logprobs_old       of the policy before this update, computed by the trainer
     logprobs_rollout   of the policy that sampled the tokens, reported by the engine
     logprobs_ref       of the frozen reference model
 
-Many functions return `stats`, too: detached (B, T) tensors. The caller reduces them in the same
-way as the loss, over global counts.
+Many functions also return `stats`, a dict of detached (B, T) tensors for the log. The caller
+averages each over the mask-1 tokens of the whole mini-batch, from all ranks.
 
 Results keep the dtype of their input: float64 stays float64. A batch in which every mask is 0
 gives 0, not NaN. An unknown kind or mode raises ValueError."""
@@ -37,30 +35,20 @@ import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-# Shapes. Within one call a letter is always the same size; *S is any number of dimensions.
+# Shapes, as annotations for readers. Only the tests check them. Within one call, a letter is
+# always the same size. *S stands for any number of dimensions.
 Scalar = Annotated[Tensor, ""]
 N = Annotated[Tensor, "N"]  # units
 NS = Annotated[Tensor, "N S"]  # units x tokens of all their outputs, laid end to end
-Turns = Annotated[Tensor, "turns"]  # sampled turns: a turn is a run of mask-1 tokens
+Turns = Annotated[Tensor, "turns"]  # the sampled turns of all units: runs of mask-1 tokens
 B = Annotated[Tensor, "B"]  # outputs
 BT = Annotated[Tensor, "B T"]  # outputs x response tokens, right-padded
-Same = Annotated[Tensor, "*S"]
+Same = Annotated[Tensor, "*S"]  # any shape, but the same one throughout a call
 T = Annotated[Tensor, "T"]  # tokens of a packed sequence
-TH = Annotated[Tensor, "T H"]  # the same x hidden size
+TH = Annotated[Tensor, "T H"]  # tokens of a packed sequence x hidden size
 VH = Annotated[Tensor, "V H"]  # vocabulary x hidden size
 LossAndStats = tuple[BT, dict[str, BT]]
 
-# Kind -> usual bounds, low and high.
-ROLLOUT_CORRECTIONS = {
-    "none": (0.0, 1.0),
-    "tis": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    "seq_tis": (0.0, 2.0),
-    "seq_mask": (0.0, 3.0),
-    "geo_tis": (0.0, 2.0),
-    "geo_mask": (0.999, 1.002),
-    "veto": (1e-4, 1e4),
-}
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = (
     "token-mean",
@@ -72,13 +60,16 @@ AGGREGATIONS = (
 
 
 def _masked(mask, *tensors):
-    """Returns the mask as bool, then each tensor with 0 where the mask is 0."""
+    """Returns the mask as bool, then each tensor with 0 where the mask is 0.
+
+    Public functions do this BEFORE any arithmetic. Multiplying by the mask afterwards would not
+    remove a NaN, because 0 * NaN is NaN."""
     mask = mask.bool()
     return mask, *(torch.where(mask, tensor, 0) for tensor in tensors)
 
 
-def _loss_and_stats(mask, loss, stats):
-    """Sets a per-token loss and its stats to 0 where the mask is 0.
+def _zero_where_masked(mask, loss, stats):
+    """Returns a per-token loss and its stats, with 0 where the mask is 0.
 
     Detaches the stats, and converts them to the loss's dtype."""
     loss = torch.where(mask, loss, 0)
@@ -97,9 +88,9 @@ def _row_mean(values, mask):
 
 
 def _ratio(log_ratio):
-    """Returns exp(log_ratio). The logarithm is clamped to +-20, so that exp can't overflow.
+    """Returns exp(log_ratio), with log_ratio clamped to +-20 so that exp can't overflow.
 
-    That is far beyond the bounds of any clip."""
+    No clip has bounds so wide."""
     return log_ratio.clamp(-20, 20).exp()
 
 
@@ -146,26 +137,26 @@ def estimator(name: str) -> Callable:
     """Registers a function that computes advantages, for `--adv_estimator name`.
 
     Name the inputs you want as parameters. Each describes a whole batch of N units:
-        rewards        (N,) shaped: including turn rewards, and with --kl_in reward the KL
+        rewards        (N,) shaped rewards plus turn rewards, minus the KL with --kl_in reward
         outcomes       (N,) terminal rewards as the task gave them
-        groups         (N,) labels: units with the same label are compared. It needs a
-                       --group_size above 1.
+        groups         (N,) labels: units with the same label are compared. Asking for groups
+                       requires a --group_size above 1.
         prompts        (N,) numbers of the prompts
         names          N strings, the units' names as the agent loops gave them
         lengths        (N,) mask-1 tokens of the unit, summed over its outputs
         baselines      (N,) reward of a greedy rollout of the same prompt, NaN where that failed.
-                       With it, such a rollout is added to each group.
-        mask           (N, S) of the unit's outputs, laid end to end. A column with mask 0
+                       If you ask for baselines, each group gets such a rollout.
+        mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
                        precedes each turn.
         token_rewards  (N, S) the reward at each token, 0 elsewhere. The terminal reward is at
                        the last mask-1 token.
-        values         (N, S) predictions of a critic. With it, a critic is trained.
+        values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
         states         (turns,) see `gigpo_advantages`
         args           all flags
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
     return a tuple: advantages and returns, both (N, S).
 
-    A parameter with a default keeps it. Any other parameter raises ValueError."""
+    Parameters with a default are not filled. Other names than these raise ValueError."""
     return partial(_register, ESTIMATORS, _ESTIMATOR_INPUTS, name)
 
 
@@ -183,21 +174,25 @@ def objective(name: str) -> Callable:
     stats, (B, T) each. --rollout_correction, --entropy_coef and --kl_coef are applied to the
     result.
 
-    A parameter with a default keeps it. Any other parameter raises ValueError."""
+    Parameters with a default are not filled. Other names than these raise ValueError."""
     return partial(_register, OBJECTIVES, _OBJECTIVE_INPUTS, name)
 
 
 def _register(registry, inputs, name, function):
-    """Adds a function to a registry, and notes in its `takes` which inputs it takes."""
+    """Adds a function to a registry, and stores the names of its inputs as function.takes."""
     parameters = signature(function).parameters.values()
     function.takes = [x.name for x in parameters if x.default is x.empty]
     for parameter in function.takes:
-        _check_choice(f"input of {name!r},", parameter, inputs)
+        if parameter not in inputs:
+            raise ValueError(
+                f"{name!r} asks for an unknown input, {parameter!r}: "
+                f"choose from {', '.join(inputs)}"
+            )
     registry[name] = function
     return function
 
 
-# ---- Advantages: constants of the update, so nothing here builds a graph -------------------
+# ---- Advantages: computed without gradient -------------------------------------------------
 
 
 @no_grad
@@ -209,27 +204,28 @@ def gae(
     lam: float,
     turn_discount: float = 1.0,
 ) -> tuple[BT, BT]:
-    """Computes generalised advantages, and returns: (B, T) each.
+    """Returns GAE advantages and value targets (the returns), (B, T) each.
 
-        delta_t = r_t + gamma V_{t+1} - V_t
-        A_t     = delta_t + gamma lam A_{t+1}
-        returns = A + V
+        delta_t  = r_t + gamma V_{t+1} - V_t
+        A_t      = delta_t + gamma lam A_{t+1}
+        target_t = A_t + V_t
 
     See arXiv 1506.02438, eq. 16. Here t+1 is the next mask-1 token: tokens of tools and users
-    are skipped, and V and A pass over them unchanged. After the last mask-1 token both are 0.
+    are skipped. After the last mask-1 token, V and A are 0.
 
-    A turn is a run of mask-1 tokens. At its last token gamma is multiplied by turn_discount, so
-    with gamma 1 rewards are discounted once a turn."""
+    A turn is a run of mask-1 tokens. At its last token, gamma is multiplied by turn_discount.
+    With gamma 1, rewards are therefore discounted only once per turn."""
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
 
-    # A token ends its turn if the next one has mask 0. `roll` gives the last column the mask
-    # of the first. That is harmless, because value and advantage after the last column are 0.
+    # gamma * turn_discount where the next token has mask 0, that is at the end of a turn. `roll`
+    # gives the last column the mask of the first. That is harmless, because V and A are 0 after
+    # the last column, whatever their discount.
     gammas = torch.full_like(advantages, gamma * turn_discount)
     gammas.masked_fill_(mask.roll(-1, 1), gamma)
 
     next_value = advantages.new_zeros(len(mask))  # (B,)
-    next_advantage = next_value
+    next_advantage = advantages.new_zeros(len(mask))  # (B,)
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + gammas[:, t] * next_value - values[:, t]
         advantage = delta + gammas[:, t] * lam * next_advantage
@@ -253,14 +249,14 @@ def reinforce_pp_advantages(
     gamma: float,
     turn_discount: float = 1.0,
 ) -> BT:
-    """Computes the advantages of REINFORCE++, which are discounted returns.
+    """Computes the advantages of REINFORCE++ (arXiv 2501.03262): discounted returns.
 
         A_t = r_t + gamma A_{t+1}    over mask-1 tokens, with turn_discount as in `gae`
 
-    See arXiv 2501.03262. The paper then whitens A over the global batch (`whiten`). Its
-    -baseline variant first subtracts the group's mean from the rewards, which is
-    `grpo_advantages(..., normalize_std=False)`."""
-    # If all values are 0 and lam is 1, an advantage is a return.
+    The paper then whitens A over the global batch (`whiten`). Its variant with the suffix
+    -baseline takes rewards minus their group's mean, which
+    `grpo_advantages(..., normalize_std=False)` returns."""
+    # With V = 0 and lam = 1, GAE is the discounted return.
     no_values = _floating(torch.zeros_like(rewards))
     advantages, _ = gae(rewards, no_values, mask, gamma, 1.0, turn_discount)
     return advantages
@@ -289,9 +285,8 @@ def whiten(x: BT, mask: BT, shift_mean: bool = True) -> BT:
 def _moments(values, mask):
     """Computes moments of values (B, T) over the mask-1 tokens, in float64.
 
-    Returns the centered values (B, T), the mean, the sum of the centered values' squares, and
-    the number of tokens. The squares need a second pass over the values, because E[x^2] -
-    mean^2 cancels."""
+    Returns a tuple: values - mean (B, T), the mean, the sum of squares of values - mean, and the
+    number of tokens. E[x^2] - mean^2 would lose precision by cancellation."""
     mask, values = _masked(mask, values.double())
     n_tokens = mask.sum()
     mean = values.sum() / n_tokens.clamp(min=1)
@@ -305,7 +300,7 @@ def _floating(values):
 
 
 def group_sum(values: N, groups: N) -> N:
-    """Returns for each value the sum over its group.
+    """Returns, for each value, the sum of the values in its group.
 
     groups: labels, any integers in any order."""
     labels, index = torch.unique(groups, return_inverse=True)
@@ -315,10 +310,10 @@ def group_sum(values: N, groups: N) -> N:
 
 
 def _center(rewards, groups):
-    """Returns rewards minus their group's mean, and each group's size: (N,) each, in float64.
+    """Returns each reward minus its group's mean, and the group's size: (N,) each, in float64.
 
-    The float32 mean of eight times 0.1 is not exactly 0.1. Divided by a std of 0 + eps, that
-    error would look like a signal."""
+    In float32, the mean of eight rewards of 0.1 is not exactly 0.1. Divided by a std of 0 + eps,
+    that error would look like a signal."""
     rewards = rewards.double()
     size = group_sum(torch.ones_like(rewards), groups)
     return rewards - group_sum(rewards, groups) / size, size
@@ -347,13 +342,16 @@ def grpo_advantages(
     return centered.type_as(_floating(rewards))
 
 
-estimator("drgrpo")(partial(grpo_advantages, normalize_std=False))
+@estimator("drgrpo")
+def _drgrpo(rewards, groups):
+    return grpo_advantages(rewards, groups, normalize_std=False)
 
 
 def turn_starts(mask: BT) -> BT:
-    """Marks the tokens at which a turn, a run of mask-1 tokens, starts: bool."""
+    """Returns a bool mask of the first token of each turn. A turn is a run of mask-1 tokens."""
     mask = mask.bool()
-    return mask & ~torch.nn.functional.pad(mask, (1, -1))
+    previous = torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
+    return mask & ~previous
 
 
 @no_grad
@@ -368,17 +366,19 @@ def gigpo_advantages(
         R_k = sum_{j >= k} turn_discount^(j - k) r_j
         A   = `grpo_advantages` of R among the turns that met the same state
 
-    r_j is the reward of turn j of a unit. All tokens of a turn get its A. states has an integer
-    for each turn, unit by unit: the same one where turns of a group met the same state. A turn
-    that met its state alone gets 0.
+    r_j is the reward of turn j of a unit. All tokens of a turn get its A. A turn gets 0 if no
+    other turn met its state.
 
-    The caller adds the units' own advantages to the result (in the paper with weight 1)."""
+    states: an integer for each turn, unit by unit. Equal integers mean the same state in the
+    same group.
+
+    The caller adds the units' own advantages to the result. The paper adds them unweighted."""
     starts = turn_starts(mask)  # (N, S)
     returns = reinforce_pp_advantages(rewards, mask, 1.0, turn_discount)[starts]  # (turns,)
     advantages = grpo_advantages(returns, states)
 
-    # Counting the starts numbers the turns from 1. Mask-0 tokens before the batch's first turn
-    # have the number 0, which needs an entry too.
+    # Counting the starts numbers the turns from 1. Number 0 belongs to the tokens before the
+    # first turn of the batch. They have mask 0, but the lookup needs an entry for them.
     turn = starts.flatten().cumsum(0).view_as(mask)  # (N, S)
     advantages = torch.cat([returns.new_zeros(1), advantages])
     return torch.where(mask.bool(), advantages[turn], 0)
@@ -386,8 +386,9 @@ def gigpo_advantages(
 
 @estimator("gigpo")
 def _gigpo(rewards, groups, token_rewards, mask, states, args):
-    of_turns = gigpo_advantages(token_rewards, mask, states, args.turn_discount)
-    return of_turns + grpo_advantages(rewards, groups)[:, None]
+    turn_advantages = gigpo_advantages(token_rewards, mask, states, args.turn_discount)
+    unit_advantages = grpo_advantages(rewards, groups)
+    return turn_advantages + unit_advantages[:, None]
 
 
 @estimator("rloo")
@@ -410,8 +411,8 @@ def opo_advantages(rewards: N, groups: N, lengths: N) -> N:
 
         A_i = r_i - sum_G(len r) / sum_G(len)
 
-    lengths: mask-1 tokens. Weighting by them gives the baseline with the least variance. A
-    group with one member gets 0."""
+    lengths: the number of mask-1 tokens of each unit. Weighting by it gives the baseline with
+    the least variance. A group with one member gets 0."""
     # Centered first, so that equal rewards give 0 and not a rounding error.
     centered, _ = _center(rewards, groups)
     lengths = lengths.double()
@@ -446,6 +447,8 @@ def overlong_penalty(lengths: N, max_len: int, buffer: int) -> N:
 
 
 # ---- Objectives: per-token losses, to be summed by `aggregate` -----------------------------
+# In their formulas r is the ratio, A the advantage, sg a stop-gradient, and |y| the number of a
+# row's mask-1 tokens.
 
 
 def policy_loss(
@@ -463,23 +466,26 @@ def policy_loss(
     """Computes the policy-gradient loss of each token, to be minimised, and stats.
 
     kind: "ppo", "gspo", "gmpo", "cispo", "sapo" or "reinforce", whose formulas are below, or
-    the name of your own `objective`, to which entropy and args are passed.
+    the name of your own `objective`. Only your own gets entropy and args.
 
-    With logprobs_old = logprobs.detach() the ratio is exactly 1, and all six have the gradient
-    of REINFORCE (gmpo if the advantage is constant along a row). gspo, gmpo and sapo are those
-    of their papers under aggregate's "seq-mean-token-mean". The ratios of gspo and gmpo are
-    computed per row, so several outputs of a unit have one each. If the caller multiplies the
-    loss by weights per token, a row of gmpo is weighted by their arithmetic mean.
+    Good to know:
+        all six            With logprobs_old = logprobs.detach() the ratio is exactly 1, and the
+                           gradient is that of REINFORCE. (gmpo: if the advantage is constant
+                           along a row.)
+        gspo, gmpo, sapo   To match the papers, aggregate by "seq-mean-token-mean".
+        gspo, gmpo         The ratio is computed per row, so each output of a unit has its own.
+        gmpo               If you multiply the loss by a weight per token, a row is weighted by
+                           their arithmetic mean.
 
     stats:
         ratio            per token; with gspo and gmpo that of the row
         ppo_kl           -log ratio: the k1 estimate of KL(old, new)
-        clipfrac         1 where a bound is active: the gradient is 0, with cispo reduced
+        clipfrac         1 where a bound is active: the gradient is 0 (cispo: reduced)
         clipfrac_lower   1 where the bound clip_c is active
     and those of your own objective.
 
-    Raises ValueError for an unknown kind, for clip_c <= 1, and if an objective's loss has
-    another shape."""
+    Raises ValueError for an unknown kind, for clip_c <= 1, and if the loss of your own objective
+    is not (B, T)."""
     _check_choice("policy loss", kind, OBJECTIVES)
     if clip_c is not None and clip_c <= 1:
         raise ValueError(f"clip_c {clip_c} bounds the ratio from above: it must be greater than 1")
@@ -501,35 +507,31 @@ def policy_loss(
         "args": args,
     }
     loss, stats = _call_objective(kind, inputs)
-    return _loss_and_stats(mask, loss, stats)
+    return _zero_where_masked(mask, loss, stats)
 
 
 def _call_objective(kind, inputs):
-    """Returns an objective's loss, and its stats added to those that all objectives have.
+    """Returns an objective's loss, and the common stats together with its own.
 
     Raises ValueError unless there is a loss for each token."""
     function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
-    nowhere = torch.zeros_like(inputs["mask"])
+    no_tokens = torch.zeros_like(inputs["mask"])
     stats = {
         "ratio": inputs["ratio"],
         "ppo_kl": -(inputs["logprobs"] - inputs["logprobs_old"]),
-        "clipfrac": nowhere,
-        "clipfrac_lower": nowhere,
+        "clipfrac": no_tokens,
+        "clipfrac_lower": no_tokens,
     }
     if isinstance(loss, tuple):
         loss, own_stats = loss
         stats |= own_stats
-    if loss.shape != nowhere.shape:
+    if loss.shape != inputs["mask"].shape:
         raise ValueError(
             f"the objective {kind!r} gives a loss of the shape {tuple(loss.shape)}: must be one "
-            f"for each token, (B, T) = {tuple(nowhere.shape)}"
+            f"for each token, (B, T) = {tuple(inputs['mask'].shape)}"
         )
     return loss, stats
-
-
-# In the formulas r is the ratio, A the advantage, sg a stop-gradient and |y| the number of a
-# row's mask-1 tokens.
 
 
 @objective("ppo")
@@ -538,7 +540,8 @@ def _ppo(ratio, advantages, clip_low, clip_high, clip_c):
 
         max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
-    With clip_c it is at most -A clip_c where A < 0 (dual clip, arXiv 1912.09729, eq. 5)."""
+    Where A < 0, clip_c bounds the loss: it is at most -A clip_c (dual clip, arXiv 1912.09729,
+    eq. 5)."""
     unbounded = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(unbounded, bounded)
@@ -557,11 +560,12 @@ def _gspo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high, clip_c)
 
         ppo with r = sg[s] pi / sg[pi], s = (product of the row's ratios)^(1 / |y|)
 
-    A token's ratio has its row's value, and a gradient through its own logprob. The paper's
-    clip_low and clip_high are 3e-4 and 4e-4."""
+    All tokens of a row have the ratio s, but each has a gradient through its own logprob. The
+    paper's clip_low and clip_high are 3e-4 and 4e-4."""
     constant = logprobs.detach()
-    log_row = _row_mean(constant - logprobs_old, mask)
-    ratio = (log_row + (logprobs - constant)).clamp(max=10).exp()
+    log_s = _row_mean(constant - logprobs_old, mask)  # (B, 1)
+    log_ratio = log_s + (logprobs - constant)
+    ratio = log_ratio.clamp(max=10).exp()  # clamped as in verl, so that exp can't overflow
     loss, stats = _ppo(ratio, advantages, clip_low, clip_high, clip_c)
     return loss, stats | {"ratio": ratio}
 
@@ -574,7 +578,7 @@ def _gmpo(logprobs, logprobs_old, advantages, mask, clip_low, clip_high):
         log r' = min(log r, clip_high) if A >= 0, else max(log r, -clip_low)
 
     The stat `ratio` is that of the row."""
-    log_ratio = (logprobs - logprobs_old).clamp(-20, 20)
+    log_ratio = (logprobs - logprobs_old).clamp(-20, 20)  # as in `_ratio`
     bounded = torch.where(
         advantages >= 0,
         log_ratio.clamp(max=clip_high),
@@ -591,8 +595,8 @@ def _cispo(logprobs, ratio, advantages, clip_low, clip_high):
 
         -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi
 
-    The bounds are relative to 1, as in verl and slime (TRL's is an absolute cap). A token
-    beyond them keeps its gradient."""
+    clip_high 0.28 means a cap of 1.28, as in verl and slime. (TRL's flag is the cap itself.)
+    Tokens beyond the bounds keep a gradient."""
     weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * advantages * logprobs
     return loss, {"clipfrac": weight != ratio}
@@ -604,7 +608,7 @@ def _sapo(ratio, advantages, clip_low, clip_high):
 
         -A sigmoid(tau (r - 1)) 4 / tau
 
-    tau is a temperature, not a bound: clip_high if A > 0, else clip_low (in the paper 1 and
+    tau is a temperature, not a bound: clip_high (paper: 1.0) if A > 0, else clip_low (paper:
     1.05)."""
     tau = torch.full_like(ratio, clip_low)
     tau.masked_fill_(advantages > 0, clip_high)
@@ -617,8 +621,9 @@ def _reinforce(logprobs, advantages):
     return -advantages * logprobs
 
 
-# Importance weights. A kind is a ratio per token, row or geometric mean, and a rule that makes
-# weights of ratios.
+# ---- Importance weights: from the engine's policy to the trainer's -------------------------
+# A kind combines a ratio with a rule that turns it into weights. The ratio is that of a token,
+# the product over a row, or the geometric mean of a row.
 
 
 def _token_ratio(difference, mask):
@@ -633,40 +638,45 @@ def _mean_ratio(difference, mask):
     return _ratio(_row_mean(difference, mask))
 
 
-# A rule gets ratios, (B, T) or (B, 1), and `alone`: whether it is the only one. It returns a
-# factor of the weights, where it is clipped, and which tokens are dropped.
+# A rule takes ratios, (B, T) or (B, 1), and `alone`: True if no other kind is combined with it.
+# It returns (factor, is_clipped, is_dropped): what the weights are multiplied by, where a ratio
+# was cut to a bound, and where the weight becomes 0.
 
 
 def _keep(ratio, mask, low, high, alone):
-    nowhere = torch.zeros_like(mask)
-    return 1.0, nowhere, nowhere
+    no_tokens = torch.zeros_like(mask)
+    return 1.0, no_tokens, no_tokens
 
 
 def _truncate(ratio, mask, low, high, alone):
     return ratio.clamp(max=high), ratio > high, torch.zeros_like(mask)
 
 
-def _drop_tokens(ratio, mask, low, high, alone):
+def _drop_outside(ratio, mask, low, high, alone):
     factor = ratio if alone else 1.0
-    outside = (ratio < low) | (ratio > high)
-    return factor, torch.zeros_like(mask), mask & outside
+    is_outside = (ratio < low) | (ratio > high)
+    return factor, torch.zeros_like(mask), mask & is_outside
 
 
 def _drop_rows(ratio, mask, low, high, alone):
-    _, nowhere, outside = _drop_tokens(ratio, mask, low, high, alone)
-    return 1.0, nowhere, outside.any(-1, keepdim=True)
+    """Drops all rows that have a token outside the bounds."""
+    _, no_tokens, is_outside = _drop_outside(ratio, mask, low, high, alone)
+    return 1.0, no_tokens, is_outside.any(-1, keepdim=True)
 
 
-_RATIO_AND_RULE = {
-    "none": (_token_ratio, _keep),
-    "tis": (_token_ratio, _truncate),
-    "icepop": (_token_ratio, _drop_tokens),
-    "seq_tis": (_row_ratio, _truncate),
-    "seq_mask": (_row_ratio, _drop_tokens),
-    "geo_tis": (_mean_ratio, _truncate),
-    "geo_mask": (_mean_ratio, _drop_tokens),
-    "veto": (_token_ratio, _drop_rows),
+# Kind -> ratio, rule, default of low, default of high.
+_CORRECTIONS = {
+    "none": (_token_ratio, _keep, 0.0, 1.0),
+    "tis": (_token_ratio, _truncate, 0.0, 2.0),
+    "icepop": (_token_ratio, _drop_outside, 0.5, 5.0),
+    "seq_tis": (_row_ratio, _truncate, 0.0, 2.0),
+    "seq_mask": (_row_ratio, _drop_outside, 0.0, 3.0),
+    "geo_tis": (_mean_ratio, _truncate, 0.0, 2.0),
+    "geo_mask": (_mean_ratio, _drop_outside, 0.999, 1.002),
+    "veto": (_token_ratio, _drop_rows, 1e-4, 1e4),
 }
+# Kind -> default (low, high).
+ROLLOUT_CORRECTIONS = {kind: (low, high) for kind, (_, _, low, high) in _CORRECTIONS.items()}
 
 
 @no_grad
@@ -680,43 +690,42 @@ def rollout_correction(
 ) -> LossAndStats:
     """Computes importance weights from the engine's policy to the trainer's, and stats.
 
-    rho is exp(logprobs_old - logprobs_rollout) of a token; for seq_* the product over the row's
-    mask-1 tokens; for geo_* their geometric mean.
+    rho is exp(logprobs_old - logprobs_rollout) of a token. For seq_* it is the product over the
+    row's mask-1 tokens. For geo_* it is their geometric mean.
         none                    1
         tis, seq_tis, geo_tis   min(rho, high)                     truncated, arXiv 1802.01561
         icepop                  rho inside [low, high], 0 outside  arXiv 2510.18855 (0.5 and 5)
         seq_mask, geo_mask      the same, with the row's rho
-        veto                    1, but 0 for a row in which any token's rho is outside
-    Several kinds, as in "tis,geo_mask", are multiplied; a mask then counts as 0 or 1. low and
-    high are numbers, or sequences with a number for each kind.
+        veto                    1, but 0 in rows where any token's rho is outside
+    low and high are numbers, or sequences with one number per kind.
 
-    Tokens with weight 0 still count in the denominators of `aggregate`: dropping one must not
-    make the others heavier. Decoupled PPO (arXiv 2505.24298) is policy_loss times "icepop" with
-    low 0. If both logprobs of a token are -inf, rho is NaN, and so is its weight (for seq_* and
-    geo_* the weight of its row). A veto, or a mask combined with other kinds, ignores it.
+    Several kinds, as in "tis,geo_mask", are multiplied. icepop and *_mask then give only 0 or 1.
+
+    Tokens with weight 0 still count in the denominators of `aggregate`, so other tokens keep
+    their weight. For decoupled PPO (arXiv 2505.24298), multiply policy_loss by icepop weights
+    with low 0.
+
+    If both logprobs of a token are -inf, its rho is NaN:
+        none, veto                     ignore that
+        icepop, *_mask among several   ignore that
+        tis, icepop alone              give the token a weight of NaN
+        seq_*, geo_* otherwise         give the whole row a weight of NaN
 
     stats:
         rollout_kl          -log rho of the token: the k1 estimate of KL(rollout, old)
         rollout_ratio       rho; if there are several kinds, that of the last one
         rollout_clipped     1 where rho was cut to high
         rollout_dropped     1 where the weight was set to 0
-        rollout_weight, rollout_weight_sq
-    With global means, mean(weight)^2 / mean(weight_sq) is the effective sample size, in [0, 1].
+        rollout_weight      the weight
+        rollout_weight_sq   its square
+    With global means, mean(weight)^2 / mean(weight_sq) is the effective sample size, as a share
+    of all tokens.
 
     Raises ValueError for an unknown kind, for low > high, and for a wrong number of bounds."""
     mask, logprobs_old, logprobs_rollout = _masked(mask, logprobs_old, logprobs_rollout)
     difference = logprobs_old - logprobs_rollout
-    corrections = _corrections(kind, low, high)
-    weights = torch.ones_like(difference)
-    clipped = torch.zeros_like(mask)
-    dropped = torch.zeros_like(mask)
-    for name, lower, upper in corrections:
-        ratio_of, rule = _RATIO_AND_RULE[name]
-        ratio = ratio_of(difference, mask)
-        factor, at_bound, outside = rule(ratio, mask, lower, upper, len(corrections) == 1)
-        weights = torch.where(outside, 0, weights * factor)
-        clipped = clipped | at_bound
-        dropped = dropped | outside
+    corrections = _parse_corrections(kind, low, high)
+    weights, ratio, clipped, dropped = _combine(corrections, difference, mask)
     stats = {
         "rollout_kl": -difference,
         "rollout_ratio": ratio,
@@ -725,21 +734,39 @@ def rollout_correction(
         "rollout_weight": weights,
         "rollout_weight_sq": weights.square(),
     }
-    return _loss_and_stats(mask, weights, stats)
+    return _zero_where_masked(mask, weights, stats)
 
 
-def _corrections(kind, low, high):
-    """Returns a list of (kind, low, high), after checking them."""
+def _combine(corrections, difference, mask):
+    """Multiplies the weights of some (kind, low, high).
+
+    Returns the weights, the last kind's ratio, and where any kind clipped or dropped."""
+    weights = torch.ones_like(difference)
+    clipped = torch.zeros_like(mask)
+    dropped = torch.zeros_like(mask)
+    alone = len(corrections) == 1
+    for kind, low, high in corrections:
+        ratio_of, rule, _, _ = _CORRECTIONS[kind]
+        ratio = ratio_of(difference, mask)
+        factor, is_clipped, is_dropped = rule(ratio, mask, low, high, alone)
+        weights = torch.where(is_dropped, 0, weights * factor)
+        clipped = clipped | is_clipped
+        dropped = dropped | is_dropped
+    return weights, ratio, clipped, dropped
+
+
+def _parse_corrections(kind, low, high):
+    """Returns a checked list of (kind, low, high), one for each kind in "kind,kind,..."."""
     kinds = kind.split(",")
-    lows = _one_each(low, kinds)
-    highs = _one_each(high, kinds)
+    lows = _one_per_kind(low, kinds)
+    highs = _one_per_kind(high, kinds)
     repeated = len(set(kinds)) < len(kinds)
     combines_none = len(kinds) > 1 and "none" in kinds
     too_few_or_many = not (len(lows) == len(highs) == len(kinds))
     if repeated or combines_none or too_few_or_many:
         raise ValueError(
-            f"{kind}: several kinds must differ, none of them be 'none', and each "
-            f"has one bound in {lows} and {highs}"
+            f"{kind}: kinds must be different, 'none' can't be combined, and each kind needs "
+            f"one bound in low ({lows}) and in high ({highs})"
         )
     corrections = list(zip(kinds, lows, highs))
     for name, lower, upper in corrections:
@@ -749,8 +776,8 @@ def _corrections(kind, low, high):
     return corrections
 
 
-def _one_each(bound, kinds):
-    """Returns the bounds of all kinds, if one is given for all of them."""
+def _one_per_kind(bound, kinds):
+    """Returns one bound per kind, repeating a single number."""
     if isinstance(bound, Sequence):
         return bound
     return [bound] * len(kinds)
@@ -770,17 +797,19 @@ def value_loss(
 
     See arXiv 2005.12729, sec. 3.
 
-    stats: value_clipfrac (1 where the bound is active: no gradient) and value_error, |V - R|."""
+    stats:
+        value_clipfrac   1 where the bound is active: the gradient is 0
+        value_error      |V - R|"""
     mask, values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
     error = values - returns
     unbounded = error.square()
     bounded = unbounded
     if clip is not None:
-        near = values_old + (values - values_old).clamp(-clip, clip)
-        bounded = (near - returns).square()
+        clipped = values_old + (values - values_old).clamp(-clip, clip)
+        bounded = (clipped - returns).square()
     loss = 0.5 * torch.maximum(unbounded, bounded)
     stats = {"value_clipfrac": bounded > unbounded, "value_error": error.abs()}
-    return _loss_and_stats(mask, loss, stats)
+    return _zero_where_masked(mask, loss, stats)
 
 
 @no_grad
@@ -789,10 +818,11 @@ def explained_variance(values: BT, returns: BT, mask: BT) -> Scalar:
 
     1 means a perfect critic. 0 means a critic that is no better than a constant, or that the
     returns do not vary."""
-    # Sums of squares do instead of variances, because the counts are the same.
-    _, _, error, _ = _moments(returns - values, mask)
-    _, _, total, _ = _moments(returns, mask)
-    return torch.where(total > 0, 1 - error / total, 0).to(returns.dtype)
+    # Sums of squares suffice, because both variances have the same denominator.
+    _, _, error_squares, _ = _moments(returns - values, mask)
+    _, _, return_squares, _ = _moments(returns, mask)
+    explained = torch.where(return_squares > 0, 1 - error_squares / return_squares, 0)
+    return explained.to(returns.dtype)
 
 
 # ---- KL to the reference -------------------------------------------------------------------
@@ -802,20 +832,20 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
     """Estimates KL(pi, pi_ref) at each token that pi sampled.
 
     With d = logprobs - logprobs_ref (joschu.net/blog/kl-approx.html):
-        k1         d                   unbiased; its mean gradient is 0, so for rewards only
+        k1         d                   unbiased; its mean gradient is 0, so use it in rewards only
         abs        |d|
         k2         d^2 / 2             biased value, right gradient (arXiv 2510.01555)
         k3         exp(-d) - 1 + d     unbiased, >= 0, low variance (arXiv 2402.03300, eq. 4)
-        k1+, k3+                       the value of k1 or k3 with the gradient of k2 (straight
-                                       through)
+        k1+, k3+                       the value of k1 or k3 with the gradient of k2
+                                       (straight-through estimator)
     For k3, d is clamped to +-20 and the result to 10. Beyond that the gradient is 0.
 
     Raises ValueError for an unknown kind."""
     _check_choice("KL estimate", kind, KL_ESTIMATES)
     difference = logprobs - logprobs_ref.detach()
-    # There is no mask here. One that comes later, in `aggregate`, stops values, but not the
-    # 0 * NaN in our backward pass. So a difference that is not finite gets no gradient. It
-    # keeps its value, because a NaN must be noticed.
+    # The mask is applied later, in `aggregate`. It would not stop 0 * NaN in the backward pass,
+    # so a difference that is not finite gets no gradient. It keeps its value, because a NaN at
+    # mask 1 must be noticed.
     finite = difference.isfinite()
     k1 = torch.where(finite, difference, 0)
     k2 = 0.5 * k1.square()
@@ -830,18 +860,16 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
 
 @dataclass
 class AdaptiveKL:
-    """A coefficient that steers the KL to `target` (arXiv 1909.08593).
-
-        coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
-
-    That is its update after n rollouts with a mean KL of `kl`."""
+    """A coefficient that steers the KL to `target` (arXiv 1909.08593)."""
 
     coef: float = 0.001
     target: float = 0.1
     horizon: float = 10_000
 
     def update(self, kl: float, n: int) -> float:
-        """Updates the coefficient after n rollouts with a mean KL of `kl`, and returns it."""
+        """Updates the coefficient after n units with a mean KL of `kl`, and returns it.
+
+        coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)"""
         error = float(kl) / self.target - 1
         self.coef *= 1 + min(max(error, -0.2), 0.2) * n / self.horizon
         return self.coef
@@ -867,40 +895,42 @@ def aggregate(
         seq-mean-token-mean       sum of row means / n_seqs    GRPO, arXiv 2402.03300
         seq-mean-token-sum-norm   sum / (n_seqs max_len)       Dr. GRPO, arXiv 2503.20783
 
-    n_tokens and n_seqs are counts in the whole mini-batch, that is in all its micro-batches on
-    all ranks: of mask-1 tokens, and of sequences that have any. The results for the
-    micro-batches then ADD UP to that for the mini-batch, and the gradient does not depend on
-    how it is cut (between rows). Without them, this mask is counted; max_len is then its width.
+    n_tokens: mask-1 tokens in the whole mini-batch, that is in all its micro-batches on all
+    ranks. n_seqs: sequences there that have any. With these counts, the results for the
+    micro-batches ADD UP to the result for the mini-batch, and the gradient does not depend on
+    how its rows are cut into micro-batches. By default the counts are those of this mask, and
+    max_len is its width.
 
-    A sequence is a row, or a unit with several rows if unit_tokens is given: the mask-1 tokens
-    of each row's whole unit. A "row mean" is then a mean over the unit, and the rows of a unit
-    together weigh as much as a single row would.
+    unit_tokens: the number of mask-1 tokens in the whole unit of each row.
+
+    A sequence is a row or, with unit_tokens, a unit, which may have several rows. A "row mean"
+    is then the mean over the unit, and the rows of a unit together weigh as much as one row.
 
     Raises ValueError for an unknown mode."""
     _check_choice("aggregation", mode, AGGREGATIONS)
-    # If the mask is 0 everywhere the result is 0, but it has a graph: under DDP a rank without
+    # If the mask is 0 everywhere, the result is 0 but still has a graph: under DDP, a rank without
     # work must run its backward pass too.
     mask, values = _masked(mask, x)
-    count = 1
-    if mode == "token-mean":
-        count = mask.sum() if n_tokens is None else n_tokens
-    elif mode.startswith("seq-mean"):
-        count = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-mean":
         lengths = mask.sum(-1) if unit_tokens is None else unit_tokens  # (B,)
         values = values / lengths.clamp(min=1)[:, None]
+
+    denominator = 1
+    if mode == "token-mean":
+        denominator = mask.sum() if n_tokens is None else n_tokens
+    elif mode.startswith("seq-mean"):
+        denominator = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-sum-norm":
-        width = max_len or mask.shape[1]
-        count = count * width
-    count = torch.as_tensor(count, device=x.device)
-    return (values.sum() / count.clamp(min=1)).to(values.dtype)
+        denominator = denominator * (max_len or mask.shape[1])
+    denominator = torch.as_tensor(denominator, device=x.device)
+    return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 
 def count_sequences(mask: BT, unit_tokens: B | None = None) -> Scalar:
-    """Counts the rows that have mask-1 tokens, or with unit_tokens the units.
+    """Counts the rows or, with unit_tokens, the units that have mask-1 tokens.
 
-    unit_tokens: see `aggregate`. A row then counts as its share of the unit's tokens, so that
-    the rows of a unit add up to 1."""
+    unit_tokens: see `aggregate`. Each row counts as its share of its unit's tokens, so the rows
+    of a unit add up to 1."""
     lengths = mask.bool().sum(-1)  # (B,)
     if unit_tokens is None:
         unit_tokens = lengths
@@ -921,23 +951,23 @@ def token_logprobs(
     banned: Sequence[int] = (),
     softcap: float | None = None,
 ) -> T | tuple[T, T]:
-    """Computes log softmax(hidden @ weight.T / temperature) at the targets, in little memory.
+    """Computes log softmax(hidden @ weight.T / temperature) at targets, without storing logits.
 
     Returns logprobs, or with entropy=True a pair (logprobs, entropy). Both are differentiable.
     With y the target and z the logits over the temperature:
 
         lse = log sum exp z,   log p = z - lse,   logprob = log p_y,   entropy = -sum p log p
 
-    Logits exist for at most `chunk` VOCABULARY columns at a time, in forward and again in
-    backward. See `_blocks` for the memory that takes.
+    Logits are computed for at most `chunk` VOCABULARY columns at a time, in forward and again in
+    backward. `_blocks` tells how much memory that takes.
 
     Half-precision operands give float32 logits and results; float64 stays float64. As in a
     linear layer, hidden follows autocast, and weight is cast to hidden's dtype. Either may be
     frozen, and weight may be a tied embedding.
 
-    Ids >= vocab_size (a padded vocabulary) and `banned` ids (an image's placeholder) have no
-    probability, as in the engine. A target among them has logprob -inf. With softcap, logits
-    are softcap * tanh(logits / softcap) before the temperature, as in Gemma 2.
+    Ids >= vocab_size (a padded vocabulary) and `banned` ids (such as an image's placeholder)
+    have probability 0, as in the engine. A target among them has logprob -inf. With softcap,
+    logits become softcap * tanh(logits / softcap) before the temperature, as in Gemma 2.
 
     Raises ValueError unless temperature and chunk are positive."""
     if temperature <= 0 or chunk <= 0:
@@ -958,16 +988,16 @@ def token_logprobs(
 def _blocks(vocab, banned, chunk):
     """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...].
 
-    A block has at most `chunk` columns, and at most vocab / 64 (or 256). Three float32 blocks,
-    the most that are alive at a time, then take less than 5% of the logits' memory (for more
-    than 16k columns), however many tokens there are.
+    A block has at most `chunk` columns, and at most max(vocab / 64, 256). At most three float32
+    blocks are alive at a time. With more than 16k columns they take less than 5% of the memory
+    of all logits, however many tokens there are.
 
-    Why columns: a block then completes its rows of weight's gradient in one product. Blocks of
-    tokens would need a float32 (V, H) tensor to add them up."""
+    Columns, not tokens, because a block of columns completes its rows of weight's gradient in
+    one product. Blocks of tokens would need a float32 (V, H) tensor to sum their gradients."""
     columns = min(chunk, max(vocab // 64, 256))
     blocks = []
     first = 0
-    for end in sorted({*banned, vocab}):
+    for end in sorted({*banned, vocab}):  # banned ids cut the vocabulary
         if end > vocab:
             break
         for start in range(first, end, columns):
@@ -977,7 +1007,9 @@ def _blocks(vocab, banned, chunk):
 
 
 def _matmul(a, b):
-    """Returns a @ b, in float32 for half-precision operands: tensor cores add in it anyway."""
+    """Returns a @ b, in float32 for half-precision operands.
+
+    That costs nothing on tensor cores, which accumulate in float32 anyway."""
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype not in (torch.bfloat16, torch.float16):
             return a @ b
@@ -993,7 +1025,7 @@ def _block(hidden, weight, targets, temperature, softcap, start, stop):
         logits (T, n)         softcapped, and divided by the temperature
         block_weight (n, H)   the block's rows of weight, in hidden's dtype
         inside (T,)           whether the token's target is one of these columns
-        column (T, 1)         which of them it is; if it is not inside, any valid one"""
+        column (T, 1)         the target's column in the block; clamped, if it is elsewhere"""
     block_weight = weight[start:stop].to(hidden.dtype)
     logits = _matmul(hidden, block_weight.T)
     if softcap:
@@ -1027,16 +1059,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 logp = logits.sub_(lses[-1][:, None])
                 entropies.append(-logp.exp().mul_(logp).sum(-1))
                 del logp
-            # Here and below: a name that stays bound would keep this block alive during the
-            # next one.
-            del logits
+            del logits  # or two blocks are alive at once
         lses = torch.stack(lses)  # (blocks, T)
         lse = lses.logsumexp(0)  # (T,), over all columns
 
         entropy = None
         if with_entropy:
-            # The entropy of choosing a block, plus that of choosing a column in it. Both terms
-            # have the same sign, so nothing cancels.
+            # Choosing a token is choosing a block, then a column in it, and the entropies add
+            # up. Both terms have the same sign, so nothing cancels.
             log_share = lses - lse  # (blocks, T), log of each block's probability
             terms = log_share.exp() * (torch.stack(entropies) - log_share)
             entropy = terms.sum(0)
@@ -1047,11 +1077,11 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        """Computes the gradients of hidden and weight from that of z:
+        """Computes the gradients of hidden and weight from the gradient of z:
 
             dz = g (onehot(y) - p) - g' p (log p + entropy)
 
-        with g = grad_logprobs and g' = grad_entropy. Autograd casts them to the inputs'
+        with g = grad_logprobs and g' = grad_entropy. Autograd casts the results to the inputs'
         dtypes."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
@@ -1064,30 +1094,31 @@ class _TokenLogprobs(torch.autograd.Function):
         g = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         temperature, softcap = ctx.scale
         for start, stop in ctx.blocks:
-            # From here on in place, to save memory: dz is z, then log p, and finally dz.
-            dz, block_weight, inside, column = _block(
+            # To save memory, one tensor holds first z, then log p, then dz.
+            work, block_weight, inside, column = _block(
                 hidden, weight, targets, temperature, softcap, start, stop
             )
-            tanh = dz * (temperature / softcap) if softcap else None
-            dz -= lse[:, None]
+            tanh = work * (temperature / softcap) if softcap else None
+            work -= lse[:, None]
             if grad_entropy is None:
-                dz.exp_().mul_(-g[:, None])
+                work.exp_().mul_(-g[:, None])
             else:
-                p = dz.exp()
-                dz.add_(entropy[:, None])
-                dz.mul_(grad_entropy[:, None])
-                dz.add_(g[:, None])
-                dz.mul_(p).neg_()
+                p = work.exp()
+                work.add_(entropy[:, None])
+                work.mul_(grad_entropy[:, None])
+                work.add_(g[:, None])
+                work.mul_(p).neg_()
                 del p
-            dz.scatter_add_(1, column, torch.where(inside, g, 0)[:, None])
+            work.scatter_add_(1, column, torch.where(inside, g, 0)[:, None])
             if temperature != 1:
-                dz /= temperature
+                work /= temperature
             if softcap:
-                dz *= 1 - tanh.square_()
-            dz = dz.to(hidden.dtype)
+                work *= 1 - tanh.square_()
+            dz = work.to(hidden.dtype)
+            del work, tanh  # or more blocks than necessary are alive
             if needs_hidden:
                 grad_hidden += _matmul(dz, block_weight)
             if needs_weight:
                 grad_weight[start:stop] = _matmul(dz.T, hidden)
-            del dz, tanh
+            del dz
         return grad_hidden, grad_weight, None, None, None, None, None

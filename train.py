@@ -268,7 +268,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
     if args.kl_coef and args.kl_in == "reward":
         kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
         kl = torch.where(mask.bool(), kl, 0)  # (B, T)
-        batch.rewards = batch.rewards - run.kl.coef * batch.layout.lay(kl)
+        batch.rewards = batch.rewards - run.kl.coef * batch.layout.to_units(kl)
         mean_kl = losses.aggregate(kl, mask, "seq-mean-token-mean", unit_tokens=batch.unit_tokens)
         metrics["actor/kl"] = mean_kl.item()
         metrics["actor/kl_coef"] = run.kl.coef
@@ -314,14 +314,14 @@ def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> lo
     if "baselines" in estimate.takes:
         inputs["baselines"] = greedy_baselines(rollouts, units, args)
     if "values" in estimate.takes:
-        inputs["values"] = layout.lay(batch["values"])
+        inputs["values"] = layout.to_units(batch["values"])
     if "states" in estimate.takes:
         inputs["states"] = data.turn_states(batch.outputs, data.turns_of_units(batch))
     advantages = estimate(**{name: inputs[name] for name in estimate.takes})
 
     if "values" in inputs:
         advantages, returns = advantages
-        batch["returns"] = layout.back(returns)
+        batch["returns"] = layout.to_outputs(returns)
     if advantages.shape == units.outcomes.shape:
         advantages = advantages[:, None].expand_as(mask)
     if advantages.shape != mask.shape or not advantages[mask.bool()].isfinite().all():
@@ -333,7 +333,7 @@ def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> lo
         )
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
-    return layout.back(advantages)
+    return layout.to_outputs(advantages)
 
 
 def mask_truncated(batch: data.Batch):

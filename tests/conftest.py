@@ -200,7 +200,7 @@ def rewards_of_tokens(outputs: list) -> torch.Tensor:
     import data
 
     batch = data.make_batch(outputs)
-    return batch.layout.back(data.place_rewards(batch, batch.units.outcomes))
+    return batch.layout.to_outputs(data.place_rewards(batch, batch.units.outcomes))
 
 
 def batch_with_rewards(outputs: list, args, **tensors):

@@ -354,7 +354,7 @@ def test_collate_by_hand():
     for name, values in expected.items():
         close(batch[name], torch.tensor(values), rtol=0, atol=0)
     assert data.collate(outputs[2:])["response_mask"].shape == (1, 0)
-    assert data.select(batch, [])["versions"].shape == (0, 0)
+    assert data.select_rows(batch, [])["versions"].shape == (0, 0)
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
@@ -384,7 +384,7 @@ def test_select_is_collate_of_some_outputs(masks, random):
     outputs = [make_output([b + 1] * random.randint(1, 5), mask) for b, mask in enumerate(masks)]
     rows = random.sample(range(len(masks)), random.randint(1, len(masks)))
     batch = data.collate(outputs) | {"name": torch.arange(len(masks)), "rows": [*range(len(masks))]}
-    selected = data.select(batch, rows)
+    selected = data.select_rows(batch, rows)
     assert selected.pop("name").tolist() == selected.pop("rows") == rows
     expected = data.collate([outputs[row] for row in rows])
     assert set(selected) == set(expected)

@@ -126,7 +126,7 @@ def test_logprobs_ref_are_those_of_the_model_behind_the_hint(tiny_model, tokeniz
         torch.testing.assert_close(row_found, expected, atol=1e-5, rtol=0)
         assert torch.equal(found[row], plain[row]) == (output.extra["prompt"] == 1)
     # A batch is narrowed to the outputs that were graded, and the told one with it.
-    kept = data.select(batch, [1, 3])
+    kept = data.select_rows(batch, [1, 3])
     told_length = batch["told"]["lengths"][1]
     assert kept["told"]["lengths"].tolist() == [told_length, batch["lengths"][3]]
     assert told_outputs([outputs[3]]) == [] and "told" not in data.collate([outputs[3]])

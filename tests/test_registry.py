@@ -68,7 +68,7 @@ def test_an_estimator_gets_what_its_parameters_name():
 
 @pytest.mark.parametrize("register", [estimator, objective])
 def test_a_parameter_that_nothing_fills_is_refused(register):
-    with pytest.raises(ValueError, match="input of 'mine', 'reward': choose from .*mask"):
+    with pytest.raises(ValueError, match="unknown input, 'reward': choose from .*mask"):
         register("mine")(lambda reward: reward)
     register("mine")(lambda mask, reward=1.0: mask)  # it has a default
 
