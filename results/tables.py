@@ -157,14 +157,6 @@ def maze():
 
 
 @table
-def sokoban():
-    steps = (0, 5, 10, 15, 20, 25, 30)
-    yield "held-out reward after step", *map(str, steps)
-    labels = {f"seed_{seed}": f"seed {seed}" for seed in range(3)}
-    yield from rewards_by_step(labels, "sokoban", steps)
-
-
-@table
 def presets():
     """A column has a value for each seed."""
     yield "`--algo`", "eval before", "after", "steps to eval 0.9", "to sampled 0.9", "trajectories"
