@@ -250,7 +250,7 @@ class Engine:
     def sleep(self, level: int = 2, keep: bool = False):
         """Frees the memory of the KV cache and of the weights.
 
-        level: 1 copies the weights to the host, 2 drops them, because the next sync brings new ones.
+        level: 1 copies the weights to the host, 2 drops them: the next sync brings new ones.
         keep: unfinished requests stay, and continue after the next wake under the weights of
         that time. Without `keep` an unfinished request raises RuntimeError. On a CPU no memory
         is freed, but the transitions and the resets of caches are the same."""
@@ -372,7 +372,7 @@ class Engine:
         return bool(self.inbox or self.waiting or self.running)
 
     def step(self, timeout: float = 0.2):
-        """Takes in new requests, runs one model step, and delivers the results of finished requests.
+        """Takes in new requests, runs one model step, and delivers the results that are ready.
 
         Waits up to `timeout` seconds for work."""
         self._require("awake")
@@ -1143,7 +1143,7 @@ class Pool:
         return not data.groups_with_signal(units, values)
 
     def _failure(self, kind: str, member: Member) -> dict:
-        """Returns the current exception as an entry of Rollouts.errors. Prints the first of a kind."""
+        """Returns the current exception as an entry of Rollouts.errors; prints the first of a kind."""
         error = traceback_from(self.args.task)
         if kind not in self.printed:
             self.printed.add(kind)

@@ -80,9 +80,9 @@ class TwoOutputs(AgentLoopBase):
 class Fault:
     """A fault, and the text that names it in the output.
 
-    place, body: the function or property `place` returns `body`, an expression of `old` (the function as it
-    was), `a` and `k` (its arguments), `call` (how often it was called, from 1) and `seen` (a
-    dict that stays). flags: of train.py. task: the value of ZOO_TASK. resumed: the fault is in
+    place, body: the function or property `place` returns `body`, an expression of `old` (the
+    function as it was), `a` and `k` (its arguments), `call` (how often it was called, from 1) and
+    `seen` (a dict that stays). flags: of train.py. task: the value of ZOO_TASK. resumed: the fault is in
     a run that continues from a sound run's checkpoint. model: one of bench/models.py's."""
 
     named: str

@@ -288,7 +288,8 @@ def test_a_template_may_end_turns_without_a_token(tokenizer, ended):
 
 
 def test_a_template_that_leaves_a_message_out_is_named(tokenizer):
-    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    shown = "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}" + shown + "{% endfor %}"
     new = [{"role": "tool", "content": "85"}]
     with pytest.raises(ValueError, match="writes nothing for {'role': 'tool', 'content': '85'}"):
         turn_suffix(with_template(tokenizer, template), ANSWERED, new, set(), True)

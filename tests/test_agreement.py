@@ -60,7 +60,8 @@ def test_a_run_that_drifts_later_is_stopped_at_that_step_with_the_token(flags, c
     """Its first two steps agree; nothing of the third is saved."""
     printed = run(*flags, code=2, cache=cache, PLANTED="drift")
     (line,) = [line for line in printed.splitlines() if "error" in line]
-    assert line.startswith(ERROR.format(3)) and line.endswith("--allow_mismatch trains all the same")
+    assert line.startswith(ERROR.format(3))
+    assert line.endswith("--allow_mismatch trains all the same")
     assert steps(tmp_path / "run") == [0, 1, 2]
     saved = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert saved == {"step_000001", "step_000002"}

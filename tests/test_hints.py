@@ -137,7 +137,8 @@ import sys; sys.path.insert(0, {str(REPO / "tests")!r})
 import tiny_task
 from tiny_task import build_model, reward
 def load(split):
-    return [r | {{"hint": "Say 7." if i % 2 else None}} for i, r in enumerate(tiny_task.load(split))]
+    rows = enumerate(tiny_task.load(split))
+    return [r | {{"hint": "Say 7." if i % 2 else None}} for i, r in rows]
 """
 
 

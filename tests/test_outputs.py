@@ -38,7 +38,7 @@ SPOILT = {
     "floats": (at("response_ids", 0, 5.0), "response_ids has 5.0: must be int"),
     "a tensor": (to("response_ids", torch.ones(2)), "response_ids must be a list"),
     "nan": (at("response_logprobs", -1, math.nan), "response_logprobs has nan: must be float"),
-    "an old version": (at("response_versions", 0, 0), "the mask is 1, has 0: must be int in [1, 1]"),
+    "an old version": (at("response_versions", 0, 0), "is 1, has 0: must be int in [1, 1]"),
     "a future one": (at("response_versions", 0, 2), "has 2: must be int in [-1, 1]"),
     "lengths": (lambda output: output.response_ids.append(5), "the response lists of an output"),
     "window": (lambda output: output.prompt_ids.extend([5] * 500), "more than the window's 128"),

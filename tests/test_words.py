@@ -212,7 +212,8 @@ VISION = r"""
     {{- '<|im_start|>' + m.role + '\n' }}
     {%- set parts = [{'type': 'text', 'text': m.content}] if m.content is string else m.content %}
     {%- for part in parts %}
-        {{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else (part.text CHANGED) }}
+        {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+        {%- else %}{{- part.text CHANGED }}{%- endif %}
     {%- endfor %}
     {{- '<|im_end|>\n' }}
 {%- endfor %}
