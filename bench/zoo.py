@@ -1,6 +1,6 @@
 """Which line of a run's output names a fault that spoils the training?
 
-    python bench/zoo.py                                   # all faults: docs/zoo.md's table
+    python bench/zoo.py                                   # all faults: docs/running.md#warnings's table
     python bench/zoo.py --only "a mask shifted by one"
     python bench/zoo.py --list
 
