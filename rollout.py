@@ -1143,7 +1143,9 @@ class Pool:
         return not data.groups_with_signal(units, values)
 
     def _failure(self, kind: str, member: Member) -> dict:
-        """Returns the current exception as an entry of Rollouts.errors; prints the first of a kind."""
+        """Returns the current exception as an entry of Rollouts.errors.
+
+        Prints the first of a kind."""
         error = traceback_from(self.args.task)
         if kind not in self.printed:
             self.printed.add(kind)

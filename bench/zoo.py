@@ -1,6 +1,6 @@
 """Which line of a run's output names a fault that spoils the training?
 
-    python bench/zoo.py                                   # all faults: docs/running.md#warnings's table
+    python bench/zoo.py          # all faults: the table in docs/running.md
     python bench/zoo.py --only "a mask shifted by one"
     python bench/zoo.py --list
 
@@ -82,8 +82,8 @@ class Fault:
 
     place, body: the function or property `place` returns `body`, an expression of `old` (the
     function as it was), `a` and `k` (its arguments), `call` (how often it was called, from 1) and
-    `seen` (a dict that stays). flags: of train.py. task: the value of ZOO_TASK. resumed: the fault is in
-    a run that continues from a sound run's checkpoint. model: one of bench/models.py's."""
+    `seen` (a dict that stays). flags: of train.py. task: the value of ZOO_TASK. resumed: the fault
+    is in a run that continues from a sound run's checkpoint. model: one of bench/models.py's."""
 
     named: str
     place: str = ""

@@ -136,6 +136,7 @@ def _demonstration(turns, name):
     """Returns a demonstration, which is a text, or a list of texts and messages, as messages."""
     if isinstance(turns, str):
         turns = [turns]
+    need(turns and all(turns), f"{name}: its 'demonstration', or a turn of it, is empty")
     messages = []
     for turn in turns:
         if isinstance(turn, str):

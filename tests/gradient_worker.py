@@ -106,7 +106,7 @@ def gradients(
         accelerator,
         args.loss_agg,
     )
-    metrics.pop("unique_tokens")  # depends on the micro-batches
+    metrics.pop("batch/unique_tokens")  # depends on the micro-batches
     after = torch.cat([whole(p.detach()).flatten() for p in policy.parameters()])
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)

@@ -221,7 +221,8 @@ def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
         whole, _ = train.optimise(
             learner, train.policy_objective, batch, COLUMNS, range(19), args,
             Accelerator(cpu=True))  # fmt: skip
-        metrics.append({name: whole[name] for name in ("loss", "grad_norm", "entropy")})
+        names = ("actor/loss", "actor/grad_norm", "actor/entropy")
+        metrics.append({name: whole[name] for name in names})
     assert args.tokens_per_micro_batch == 250
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
     assert [line.split(": ")[1] for line in said] == [

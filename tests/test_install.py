@@ -167,7 +167,7 @@ def test_python_version_and_arguments(machine):
 
 
 def test_pins_and_commands():
-    """GPU and CPU lists hold the same versions; README has CI's command; ruff is content."""
+    """GPU and CPU lists hold the same versions; README has CI's command."""
 
     def pins(name):
         lines = (REPO / name).read_text().splitlines()
@@ -178,6 +178,3 @@ def test_pins_and_commands():
     assert "pytest" in pins("requirements-test.txt")
     command = (REPO / ".ci/run").read_text().splitlines()[-1]
     assert command in (REPO / "README.md").read_text()
-    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
-    done = subprocess.run(ruff, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

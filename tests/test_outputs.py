@@ -145,7 +145,7 @@ def test_a_sampler_is_named_and_gets_a_copy(answer, said, monkeypatch):
         return 3
 
     rows_of = []
-    monkeypatch.setattr("rollout.Pool", lambda *given, **_: rows_of.append(given[5]))
+    monkeypatch.setattr("rollout.Pool", lambda **given: rows_of.append(given["row_of"]))
     run = SimpleNamespace(
         engine=None,
         tokenizer=None,

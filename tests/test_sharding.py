@@ -50,7 +50,7 @@ def test_sharded_gradient_is_the_whole_ones(
             assert flat(one).norm() > 0 and two["gradients"].keys() == one["gradients"].keys()
             check_same(two, one)
             assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-7)
-    assert one["metrics"]["grad_norm"] > 1  # so that 0.5 clips
+    assert one["metrics"]["actor/grad_norm"] > 1  # so that 0.5 clips
     assert flat(found[tiny_model, "clipped"]).norm() == pytest.approx(0.5, rel=1e-4)
 
 
