@@ -8,8 +8,7 @@ two renderings of the chat template (`turn_suffix`).
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
-    group       all rollouts of one prompt, which are compared with each other.
-                An output's field `group` can divide them further
+    group       the units that are compared; by default all those of one prompt
     rollout     one run of an agent loop; `sample` is its number within the group
     trajectory  the messages and tokens of a rollout while it runs (`Trajectory`)
     turn        one message of the assistant, or the reply of tools or of a user
@@ -88,8 +87,8 @@ class LoopArgs:
     tool_timeout: float = setting(
         30.0, "seconds for one tool call, or for one answer of a simulated user")
     trajectory_timeout: float = setting(
-        0.0, "seconds for a whole rollout. It then ends, and keeps its tokens. With "
-        "--max_staleness, updates count as well; 0: no limit")
+        0.0, "seconds for a whole rollout. A tool_agent then ends, and keeps its tokens; other "
+        "loops are cancelled later. With --max_staleness, updates count as well; 0: no limit")
     max_parallel_calls: int = setting(
         8, "tool calls executed in one turn; others return an error to the model")
     max_tool_response_tokens: int = setting(
@@ -340,7 +339,7 @@ def _ids_without_forged_tokens(tokenizer, ids_of, depends_on, messages, tools, t
     are returned. Further tokens are accepted if the policy wrote them (`only_policy_adds`).
 
     ids_of: a function of (messages, tools) that renders and tokenises a chat.
-    depends_on: all else that its result depends on, as a value that JSON can hold.
+    depends_on: what else ids_of reads, as a value that JSON can hold: part of a cache's key.
     trusted: messages whose texts stay as they are, at each level and in the neutral chat.
 
     Raises ValueError if no level is accepted."""
@@ -361,7 +360,9 @@ def _ids_without_forged_tokens(tokenizer, ids_of, depends_on, messages, tools, t
         return [token for token in controls_of(ids) if controls[token].special]
 
     def only_policy_adds(ids, edit_policy):
-        """Returns whether all further control tokens come from policy texts, none of them special.
+        """Returns whether all control tokens would still be there if user texts were neutral.
+
+        Then the further ones come from policy texts. None of them may be special.
 
         The policy may have sampled a token such as <think>, and its history must keep it.
         Special tokens such as <|im_end|> are different: decoding drops those that were
@@ -924,7 +925,7 @@ class Trajectory:
         self.unit = ""
         self.group = ""
         self.assistant_turns = 0
-        self.user_turns = 0  # replies of users and of tools
+        self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
         self.ended = True  # whether the last assistant turn ended with a stop token
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
@@ -1386,8 +1387,10 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     arguments is a dict. error is None, or tells the model why the call can't be executed. A
     call that the parser does not recognise becomes one with the name "" and an error."""
     # vLLM logs each malformed call with a traceback. Here the model reads the error instead.
-    # The level is set each time, because a new vLLM engine resets it.
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    # A new vLLM engine resets the level. Setting it clears all loggers' caches, so look first.
+    logger = logging.getLogger("vllm.tool_parsers")
+    if logger.level != logging.CRITICAL:
+        logger.setLevel(logging.CRITICAL)
     parser = tool_parser(parser_name, tokenizer)
     malformed = {
         "name": "",

@@ -11,7 +11,7 @@
 Three words have a fixed meaning:
     output      one token sequence; a rollout has one or more of them
     unit        the outputs of a rollout that share one reward; by default all of them
-    group       all rollouts of one prompt, which are compared with each other
+    group       the units that are compared; by default all those of one prompt
 
 Every rank holds the batch of the whole step (token ids and images are small), so advantages and
 mini-batches are computed globally. Then each rank works on its own rows. The letters of shapes

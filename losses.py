@@ -8,7 +8,7 @@
 Three words have a fixed meaning:
     output             one token sequence; a rollout has one or more of them
     unit               the outputs of a rollout that share one reward; by default all of them
-    group              all rollouts of one prompt, which are compared with each other
+    group              the units that are compared; by default all those of one prompt
 
 Arguments that most functions take:
     mask               (B, T), bool or 0/1. 1 marks a token that the policy sampled. 0 marks a

@@ -1,11 +1,11 @@
-"""The colocated engine, and the pool of trajectories that it serves.
+"""The colocated engine, and the pool of rollouts that it serves.
 
 Two threads matter here. The MAIN thread owns the device: it calls `Engine.step` during a rollout
 and trains in between. One BACKGROUND thread runs one event loop for the whole run, with all agent
 loops, tools and rewards. (A plain function of the user gets a thread of its own meanwhile.)
 
-An agent loop awaits `Engine.generate`. That posts a request, which the main thread picks up at its
-next step, and returns when the tokens are there. Outside a rollout, requests wait in the inbox.
+An agent loop awaits `Engine.generate`, which posts a request. The main thread picks it up at its
+next step. The call returns when the tokens are there. Outside a rollout phase, requests wait.
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
@@ -561,7 +561,7 @@ class Rollouts:
     its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
-        compared   without all three                 what it learns from by rewards
+        compared   without all three                 those whose rewards give advantages
     errors: a dict for each rollout that failed, with its traceback.
     statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
     "cached_tokens" among those."""
@@ -778,8 +778,8 @@ async def run_agent_loop(
         oldest_version = -1
         session.engine = Demonstration(turns_left, loop, set(engine.stop_token_ids))
 
-    # The built-in loops end at trajectory_timeout by themselves, and keep their tokens. Any other
-    # loop is cancelled after four more tool timeouts.
+    # A tool_agent ends at trajectory_timeout by itself, and keeps its tokens. Any other loop is
+    # cancelled after four more tool timeouts.
     patience = args.trajectory_timeout
     if patience:
         patience += 4 * args.tool_timeout
@@ -962,7 +962,7 @@ class Pool:
     older. One number is enough to resume a run: that of the next prompt.
 
     Dynamic sampling replaces a group whose members' rewards are equal: it is skipped, and one more
-    prompt may start. A step replaces at most `replacements` groups and keeps any further ones.
+    prompt may start. A step replaces at most `replacements` groups and trains on any further ones.
 
     Ranks draw the next prompt from a shared counter when they have room for a rollout. With
     --deterministic a prompt's rank is its number modulo the number of engines."""
@@ -991,8 +991,8 @@ class Pool:
         self.n_members = self.group_size + self.greedy
         self.n_engines = dist.get_world_size() // args.tp
         self.step_first = self.first  # the first prompt of this step's batch
-        self.drawn = self.first  # the prompts below are drawn; with --deterministic
-        self.drawn_first = self.first  # the prompt that the shared counter's 0 stands for
+        self.drawn = self.first  # with --deterministic: all prompts below it are drawn
+        self.counter_start = self.first  # the prompt for which the shared counter says 0
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
         self.room = asyncio.Semaphore(self._slots())  # for rollouts
@@ -1038,7 +1038,7 @@ class Pool:
             self.drawn = prompt + 1
             return prompt
         # Work is shared: the rank that has room takes the next prompt.
-        return self.drawn_first + self.store.add("next", 1) - 1
+        return self.counter_start + self.store.add("next", 1) - 1
 
     async def _work(self):
         """Starts rollouts as room and limit allow. Ends when it is cancelled."""
@@ -1258,7 +1258,7 @@ class Pool:
                 time.sleep(0.01)
         return False
 
-    def _gather(self, prompts: range, skipped: list[int]) -> Rollouts:
+    def _gather(self, prompts: range, replaced: list[int]) -> Rollouts:
         """Returns the rollouts of these prompts, from all ranks to all ranks."""
         rollouts = Rollouts(seconds=self.seconds)
         groups = []
@@ -1284,7 +1284,7 @@ class Pool:
 
         rollouts.sort()
         for output in rollouts.outputs:
-            if output.extra["prompt"] in skipped:
+            if output.extra["prompt"] in replaced:
                 output.extra["filtered"] = True
         rollouts.require(
             any(1 in output.response_mask for output in rollouts.trained),

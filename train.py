@@ -380,8 +380,8 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
 def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[int]]:
     """Yields the rows of each optimiser step.
 
-    In every epoch the prompts are shuffled and split into nearly equal parts, as many as
-    --prompts_per_step is a multiple of --prompts_per_mini_batch.
+    In every epoch the prompts are shuffled and split into nearly equal parts, prompts_per_step /
+    prompts_per_mini_batch of them.
 
     prompts (B,): the prompt of each row. All rows of a prompt stay together, because a unit's
     rows must be in one mini-batch, and a prefix that rows share is then computed once."""
@@ -430,8 +430,9 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
 def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
     """Returns the policy's loss per token, (b, T), and its stats.
 
-    That is --policy_loss, weighed by --rollout_correction, minus the entropy bonus, plus the KL
-    to the reference. Without logprobs_old the old logprobs are those of this forward pass."""
+    That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
+    bonus, plus the KL to the reference. Without logprobs_old the old logprobs are those of this
+    forward pass."""
     logprobs, entropy = scores  # (b, T)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
@@ -522,14 +523,14 @@ def optimise(
 
     has_tokens = counts["tokens"] + counts["imitated"] > 0
     grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens)
-    first_scores = torch.zeros_like(batch["response_mask"])
+    own_scores = torch.zeros_like(batch["response_mask"])
     for micro_rows, scores in computed:
-        first_scores[micro_rows] = scores.cpu()
+        own_scores[micro_rows] = scores.cpu()
     sums["batch/unique_tokens"] = n_unique
     totals = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
     metrics = dict(zip(sums, totals))
     metrics[f"{learner.name}/grad_norm"] = grad_norm
-    return metrics, first_scores
+    return metrics, own_scores
 
 
 def micro_batch_loss(
@@ -678,7 +679,8 @@ class Policy(Net):
         if vision:
             auto_class = "AutoModelForImageTextToText"
         super().__init__(auto_class, args, vision, packed=bool(vision))  # a text model: see below
-        self.head = [self.model.get_output_embeddings()]  # a list hides it from nn.Module
+        # It is a parameter of self.model; in a list it is not registered a second time.
+        self.head = [self.model.get_output_embeddings()]
         need(
             self.head[0].bias is None,
             f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "

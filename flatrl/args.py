@@ -112,12 +112,12 @@ class Args(LoopArgs):
 
     # Algorithm
     algo: str = flag("grpo", "preset for the flags marked [preset]", tuple(PRESETS))
-    num_steps: int = flag(40, "training steps; each is a rollout and an update")
-    prompts_per_step: int = flag(32, "prompts in a rollout, over all ranks", POSITIVE)
+    num_steps: int = flag(40, "training steps; each samples a batch and learns from it")
+    prompts_per_step: int = flag(32, "prompts in a batch, over all ranks", POSITIVE)
     group_size: int = flag(8, "rollouts per prompt", POSITIVE)
     prompts_per_mini_batch: int | None = flag(
         None, "prompts per optimiser step; default: all of them, which is on-policy", POSITIVE)
-    epochs: int = flag(1, "passes over each rollout", POSITIVE)
+    epochs: int = flag(1, "passes over each batch", POSITIVE)
 
     # Advantages
     adv_estimator: str = preset("advantage estimator", [*losses.ESTIMATORS])
@@ -186,7 +186,8 @@ class Args(LoopArgs):
     lr: float | None = flag(
         None, "AdamW; default: 1e-6, for a task's own tiny model 3e-4; ten times that for LoRA")
     lr_schedule: str = flag(
-        "constant", "from lr down to 0 at num_steps", ("constant", "linear", "cosine"))
+        "constant", "constant, or a decay from lr to 0 at num_steps",
+        ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
@@ -212,7 +213,7 @@ class Args(LoopArgs):
 
     # Asynchronous rollout (AReaL)
     max_staleness: int = flag(
-        0, "a rollout ends when its batch is full, and the rest continues after the update, at "
+        0, "sampling ends when a batch is full, and other rollouts continue after the update, at "
         "most this many versions behind", only="!rollout_only")
     oversample: float = flag(
         1.0, "prompts under way, as a multiple of prompts_per_step; without staleness it would "

@@ -15,10 +15,6 @@ from torch.utils._pytree import tree_map
 from flatrl.bad_input import need
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host
 
-# How long a rank waits for the others to try a micro-batch.
-TRIAL_PATIENCE = datetime.timedelta(minutes=5)
-
-
 # Options of accelerate's FSDP config that are implemented with one value only.
 FSDP_OPTIONS = {
     "FSDP_VERSION": "2",
@@ -46,8 +42,8 @@ def sharding(args) -> bool | str:
 def device_defaults(args, cuda: bool) -> dict:
     """Returns {flag: value} for the flags left to the device.
 
-    bfloat16 on CUDA is FSDP2's, even on one rank, because autocast keeps activations in
-    float32, unlike vLLM.
+    On CUDA, FSDP2 does the mixed precision, even on one rank, because autocast would keep
+    activations in float32, unlike vLLM.
     Raises BadInput if the device can't do what args ask for."""
     need(
         cuda or not torch.version.cuda,
@@ -69,8 +65,8 @@ def shard(net: nn.Module, args, device: torch.device) -> nn.Module:
 
     Each decoder layer is a unit, whole only while it computes. The root has the rest:
     embeddings, last norm and head, which `forward` uses directly. Parameters and the sums of
-    gradients are float32; for bfloat16 parameters are cast before they are gathered, and
-    accelerate.prepare sends gradients in bfloat16. Raises BadInput if the model names no layers."""
+    gradients are float32; for bfloat16, parameters are cast before they are gathered. Raises
+    BadInput if the model names no layers."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = {name for x in net.modules() for name in getattr(x, "_no_split_modules", None) or ()}

@@ -55,7 +55,8 @@ def choose_attention(policy, probe, args) -> tuple[str, bool]:
 
 
 @torch.no_grad()
-def _try_attentions(policy, probe, args):
+def _try_attentions(policy, probe, args) -> tuple[str, bool]:
+    """Tries attentions until one gives the logprobs of the model's own logits; see above."""
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -129,7 +129,7 @@ def step_line(args) -> str:
 
 
 def preset_line(args) -> str:
-    """Returns the line with the algorithm, and the preset flags that differ from GRPO's."""
+    """Returns the line with the preset, and all [preset] flags whose values differ from GRPO's."""
     usual = type(args)().preset_values()
     values = {name: getattr(args, name) for name in usual}
     changed = [f"{name} {value}" for name, value in values.items() if value != usual[name]]

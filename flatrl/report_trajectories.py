@@ -14,8 +14,8 @@ from agent_loop import numeric_entries
 from flatrl.files import read_json_lines
 
 TRAJECTORIES = 1000  # on a page, from all its runs
-TOKENS = 500  # that each has room for, prompt included; a shorter one counts as so many
-MAX_CHARACTER_TOKENS = 7  # so many tokens that make no whole character are a broken one
+TOKENS = 500  # a page's budget for each, prompt included; a shorter one counts as this many
+MAX_CHARACTER_TOKENS = 7  # after this many tokens without a whole character, show it as broken
 MAX_EXTRA = 1000  # characters of a value in `extra`; longer ones would make a page of gigabytes
 # What the page shows of a line, or of its `extra`, as it is; None if it has none.
 SHOWN = [
@@ -111,10 +111,10 @@ def read_line(text: bytes) -> dict:
 
 @functools.cache
 def read_groups(file: Path) -> list[list[tuple]]:
-    """Returns the groups of a file of rollouts in random order, as (size, offset) of each line.
+    """Returns the groups of a file of rollouts, as (tokens, offset) of each line.
 
-    The same questions come first in every file that has them. A large file is read only once,
-    and later only the lines that are shown."""
+    tokens: at least TOKENS. The order is mixed, but fixed: the same questions come first in every
+    file that has them. A large file is read only once, and later only the lines that are shown."""
     groups = {}  # prompt -> its lines
     names = {}  # prompt -> its row's index
     offset = 0

@@ -66,7 +66,8 @@ class Watch:
         last = rows[-1]
         first_prompt = metrics["rollout/first_prompt"]
         expected = last["rollout/last_prompt"] + 1
-        may_skip = args.max_gen_batches > 1 or metrics["rollout/skipped"]
+        n_skipped = metrics["rollout/skipped"] + last["rollout/skipped"]
+        may_skip = args.max_gen_batches > 1 or n_skipped
         if first_prompt < expected or (first_prompt > expected and not may_skip):
             problems["prompts"] = (
                 f"the rollouts begin at prompt {first_prompt}, not {expected}: prompts are "
