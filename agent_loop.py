@@ -1116,7 +1116,7 @@ class AgentLoopBase:
         return self.args.max_model_len or math.inf
 
     def too_long(self, messages: Sequence[dict]) -> bool:
-        """Returns True if messages certainly don't fit the window, without tokenising them.
+        """Returns True if messages are far too long for the window, without tokenising them.
 
         Tokenising a very long text is slow."""
         n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
@@ -1284,7 +1284,7 @@ class Demonstration:
         image_data: list | None = None,
         **ignored,
     ) -> TokenOutput:
-        """Returns the next turn. Raises ValueError if it is too long, or if `turn_ids` does."""
+        """Returns the next turn. Raises ValueError if it is too long, and as `turn_ids` does."""
         ids = self.turn_ids(self.turns.pop(0)) if self.turns else []
         n = len(ids)
         room = sampling_params.get("max_tokens", n)

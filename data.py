@@ -734,7 +734,8 @@ class MicroBatch:
     def select(self, positions: list[int], is_filler: bool = False) -> "MicroBatch":
         """Returns a micro-batch of the rows at some positions of this one.
 
-        Two rows share the minimum of what all neighbours between them share."""
+        Two of these rows share the smallest `shared` of the rows after the first one, up to the
+        second."""
         positions = sorted(positions)
         shared = [0]
         for before, position in itertools.pairwise(positions):

@@ -147,7 +147,7 @@ def estimator(name: str) -> Callable:
         baselines      (N,) reward of a greedy rollout of the same prompt, NaN where that failed.
                        If you ask for baselines, each group gets such a rollout.
         mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
-                       precedes each turn.
+                       precedes each turn, which separates turns (data.EndToEnd).
         token_rewards  (N, S) the reward at each token, 0 elsewhere. The terminal reward is at
                        the last mask-1 token.
         values         (N, S) predictions of a critic. If you ask for values, a critic is trained.

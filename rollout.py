@@ -1133,7 +1133,9 @@ class Pool:
         """Returns whether there is nothing to learn from the group: all members have the same
         outcome (DAPO, arXiv 2503.14476, sec. 3.2).
 
-        Shaped rewards nearly always differ, so turn rewards count only if all outcomes are 0."""
+        Waits for the group's rewards. Returns False without dynamic sampling, and True if at most
+        one member is left. Shaped rewards nearly always differ, so turn rewards count only if all
+        outcomes are 0."""
         if not self.replacements:
             return False
         results = await _results(group.graders)

@@ -91,9 +91,9 @@ def check_ids(ids: list[int], vocab_size: int, name: str):
 def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version: int, window: int):
     """Raises ValueError or BadInput if an agent loop's output can't be trained or logged.
 
-    vocab_size: token ids are less. oldest, version: of the weights when the loop started, and
-    now; sampled tokens have one between. window: the most tokens of an output. See
-    `check_images` for placeholders."""
+    vocab_size: token ids must be below it. oldest, version: versions of the weights when the
+    loop started and now; those of sampled tokens must lie between. window: the most tokens of
+    an output. See `check_images` for placeholders."""
     check_ids(output.prompt_ids, vocab_size, "prompt_ids")
     check_ids(output.response_ids, vocab_size, "response_ids")
     check_numbers(output.response_mask, {int, bool}, 0, 1, "response_mask")

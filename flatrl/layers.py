@@ -98,5 +98,5 @@ def without_adapters(policy) -> Callable:
     from peft.helpers import rescale_adapter_scale
 
     reference = rescale_adapter_scale(policy, 0)(policy)  # in each of its calls
-    reference.pack = policy.pack  # attributes are those of what is wrapped, methods are not
+    reference.pack = policy.pack  # the wrapper passes attributes on, but no methods
     return reference

@@ -23,7 +23,7 @@ from flatrl.bad_input import need
 
 # How long a rank may wait for another one's rollouts.
 PATIENCE = datetime.timedelta(hours=4)
-# At the end of a run, threads and processes of user code may take so long to end.
+# At the end of a run, threads and processes of user code may take this many seconds to end.
 LEFT_BEHIND_S = 30
 # A task that blocks the event loop for longer is named.
 BLOCKED_S = 1.5

@@ -9,7 +9,9 @@ from tqdm import tqdm
 
 
 def quiet_libraries():
-    """Hides transformers' bars, and log lines below errors (or VLLM_LOGGING_LEVEL)."""
+    """Hides transformers' progress bars, and log lines of vLLM and torch's checkpoints.
+
+    Lines below VLLM_LOGGING_LEVEL are hidden, which is ERROR by default."""
     from transformers.utils.logging import disable_progress_bar
 
     for name in ("torch.distributed.checkpoint", "vllm"):
