@@ -170,6 +170,6 @@ def test_a_sampler_is_named_and_gets_a_copy(answer, said, monkeypatch):
 
 
 def test_a_step_without_rewards_names_the_first_error():
-    error = {"prompt": 0, "sample": 0, "kind": "failed_reward", "error": "Trace\nValueError: mine\n"}
+    error = {"prompt": 0, "sample": 0, "kind": "failed_reward", "error": "At\nValueError: mine\n"}
     with pytest.raises(RuntimeError, match="none: {'failed_reward': 1}; .*: ValueError: mine$"):
         Rollouts(errors=[error]).require(False, "none")
