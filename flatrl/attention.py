@@ -102,8 +102,8 @@ def _attend(query, key, value, scaling, window, softcap, sinks):
     return scores.softmax(-1)[..., :m].to(value.dtype) @ value
 
 
-def register_packed_attention(function=packed_attention):
+def register_packed_attention():
     """Makes attn_implementation="packed" known to transformers."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register("packed", function)
+    AttentionInterface.register("packed", packed_attention)

@@ -9,6 +9,7 @@ from itertools import compress
 
 from agent_loop import AgentLoopOutput, BadInput
 
+# Types of the fields that an agent loop sets, apart from token ids and numbers.
 OUTPUT_TYPES = {
     "messages": list | None,
     "text": str | None,

@@ -239,7 +239,7 @@ def save_checkpoint(run):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns a run's checkpoints, oldest first, without any that were moved away (.old)."""
+    """Returns a run's checkpoints, oldest first, without those that were moved aside."""
     return sorted(path for path in folder.glob("checkpoints/step_*") if not path.suffix)
 
 

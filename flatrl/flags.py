@@ -94,7 +94,7 @@ def _settings(entry: Field) -> dict:
     kind = entry.type
     if isinstance(kind, UnionType):
         kind = get_args(kind)[0]
-    settings = {"default": entry.default, "type": kind, "metavar": "TEXT", "help": ""}
+    settings = {"default": entry.default, "type": kind, "metavar": "TEXT"}
     if kind in (int, float):
         settings["metavar"] = "NUMBER"
     if kind is bool:

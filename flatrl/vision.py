@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from agent_loop import AgentLoopOutput, expand, image_tokens
 
+SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
+
 
 def check_images(output: AgentLoopOutput, processor):
     """Raises ValueError unless the ids have a placeholder for each token of the images.
@@ -33,19 +35,24 @@ def same_images(input_ids: Tensor, images: list[list], image_token_id: int) -> d
     input_ids (B, L), images: B lists. Returns a dict:
         images       B lists, in which equal images are one object
         prefix_ids   (B, L) input_ids with the number of an image, -1, -2, ..., in place of its
-                     placeholders, of which each image has one run (see `check_images`)"""
+                     placeholders, of which each image has one run. Where a row has more or fewer
+                     runs than images, its first id is one that no other row has: it shares no
+                     prefix"""
     prefix_ids = input_ids.clone()
     known = {}  # size and pixels -> number and image
     same = []
-    for ids, row_images in zip(prefix_ids, images):
-        if row_images:
+    for row, (ids, row_images) in enumerate(zip(prefix_ids, images)):
+        starts = image_starts(ids == image_token_id)  # (L,)
+        if starts.sum() != len(row_images):
+            ids[0] = SMALLEST_INT32 + row
+        elif row_images:
             found = []
             for image in row_images:
                 key = image.size, image.tobytes()
                 found.append(known.setdefault(key, (-1 - len(known), image)))
             numbers, row_images = zip(*found)
             is_placeholder = ids == image_token_id  # (L,)
-            places = image_starts(is_placeholder).cumsum(0)[is_placeholder] - 1
+            places = starts.cumsum(0)[is_placeholder] - 1
             ids[is_placeholder] = torch.tensor(numbers)[places]
         same.append(list(row_images))
     return {"images": same, "prefix_ids": prefix_ids}

@@ -704,3 +704,21 @@ def test_train_with_images(by, more, env, cache, tmp_path):
     assert any(json.loads(line)["images"] for line in rollouts)
 
     assert load_processor(train.Args(model=str(folder / "final"))).chat_template
+
+
+@pytest.mark.parametrize("image_token_id, shared", [(7, 3), (-1, 0)])
+def test_rows_share_no_prefix_where_their_placeholders_are_unknown(image_token_id, shared):
+    image = Image.new("RGB", (56, 56))
+    rows = [
+        AgentLoopOutput(
+            prompt_ids=[1, 7, 7],
+            response_ids=[token],
+            response_mask=[1],
+            response_logprobs=[-1.0],
+            response_versions=[0],
+            images=[image],
+        )
+        for token in (2, 3)
+    ]
+    batch = data.collate(rows, image_token_id)
+    assert data.in_prefix_order(batch, [0, 1]).shared == [0, shared]
