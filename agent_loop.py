@@ -31,14 +31,16 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
 import queue
+import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -233,38 +235,747 @@ def checked_number(value, name: str) -> float:
     return number
 
 
-# ---------------------------------------------------------------- chat templates
+# ---------------------------------------------------------------- control tokens
 
 
-def render_text(
-    tokenizer,
-    messages: list[dict],
-    tools: list[dict] | None,
-    add_generation_prompt: bool = False,
-) -> str:
-    """Renders a chat as text with the tokenizer's template. (`render` returns token ids.)
+# Regular expression for the characters that make a token markup.
+PUNCTUATION = r"[^\w\s]|_"
+
+
+@functools.cache
+def _control_tokens(tokenizer):
+    """Returns the tokenizer's control tokens by id, such as <|im_end|> or <tool_call>.
+
+    They are its special tokens, and all other added tokens that have punctuation and more
+    than one character. The rest are plain words, white space and single characters."""
+    controls = {}
+    for number, token in tokenizer.added_tokens_decoder.items():
+        is_markup = len(token.content) > 1 and re.search(PUNCTUATION, token.content)
+        if token.special or is_markup:
+            controls[number] = token
+    return controls
+
+
+def _any_of(texts):
+    """Returns a regular expression for any of the texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _tokenise(tokenizer, text, begins=True):
+    """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
+
+    begins: whether the text begins a sequence.
+
+    A character after a TOKEN_BREAK never becomes a control token. If the tokenizer has no
+    other token for it (it is a special token itself, or unknown), the character is dropped.
+
+    No special tokens are added, because the template writes them all, BOS included."""
+    first, *pieces = text.split(TOKEN_BREAK)
+    if begins:
+        ids = tokenizer.encode(first, add_special_tokens=False)
+    else:
+        ids = _inner_ids(tokenizer, first)
+    for piece in pieces:
+        ids += _character_ids(tokenizer, piece[:1])
+        ids += _inner_ids(tokenizer, piece[1:])
+    return ids
+
+
+@functools.lru_cache(maxsize=1024)
+def _character_ids(tokenizer, character):
+    """Returns the ids of a character as text. A control token is not one of them."""
+    ids = _inner_ids(tokenizer, character)
+    return [token for token in ids if token not in _control_tokens(tokenizer)]
+
+
+def _inner_ids(tokenizer, text):
+    """Returns the ids of a text that does not begin a sequence.
+
+    Some tokenizers put a space before the first word of a sequence. So the text is tokenised
+    after the EOS token, whose id is then left out."""
+    start = tokenizer.eos_token or ""
+    ids = tokenizer.encode(start + text, add_special_tokens=False)
+    return ids[1:] if start else ids
+
+
+# The rollouts of a group begin with the same prompt.
+_tokenise_prompt = functools.lru_cache(maxsize=16)(_tokenise)
+
+
+# ---------------------------------------------------------------- the conversation
+
+
+@functools.lru_cache(maxsize=64)
+def with_template_variables(tokenizer, variables: str):
+    """Returns a copy of the tokenizer whose chat template gets these variables.
+
+    variables: a JSON object. If it is empty, the tokenizer itself is returned. "strftime_now" is
+    the date to write in place of today's."""
+    variables = json.loads(variables)
+    if not variables:
+        return tokenizer
+    date = variables.get("strftime_now")
+    if date is not None:
+        variables["strftime_now"] = lambda form: date
+    changed = copy.copy(tokenizer)
+    changed.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **variables)
+    return changed
+
+
+POLICY_ROLES = ("assistant", "system")
+TEXT_METHODS = (
+    "startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition",
+    "rpartition", "replace", "removeprefix", "removesuffix")  # fmt: skip
+NEUTRAL = "xxxxxxxxx"  # spells no control token. Mistral's template wants ids of 9 characters
+
+
+def _edit_message(message, edit, edit_value):
+    """Returns a copy of a message with edit(text) in place of each text of its content.
+
+    edit_value(text) replaces the other texts: names, ids and arguments of tool calls, at any
+    depth and under any key. The message's role stays, and so do blank texts."""
+    edited = {}
+    for key, value in message.items():
+        if key in ("content", "reasoning_content") and isinstance(value, str):
+            value = edit(value) if value.strip() else value
+        elif key == "content" and isinstance(value, list):
+            parts = [_edit_values(part, edit_value) for part in value]
+            for part, original in zip(parts, value):
+                if "text" in original and original["text"].strip():
+                    part["text"] = edit(original["text"])
+            value = parts
+        elif key != "role":
+            value = _edit_values(value, edit_value)
+        edited[key] = value
+    return edited
+
+
+def _edit_values(value, edit):
+    """Returns nested lists and dicts with edit(text) in place of each text and each key."""
+    if isinstance(value, str):
+        return edit(value) if value.strip() else value
+    if isinstance(value, list):
+        return [_edit_values(inner, edit) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    edited = {}
+    for key, inner in value.items():
+        key = _edit_values(key, edit)
+        while key in edited:  # two keys that became equal
+            key += "x"
+        edited[key] = _edit_values(inner, edit)
+    return edited
+
+
+class RewritesHistory(ValueError):
+    """New messages make the template change earlier ones, so a new sequence must begin."""
+
+
+def _call_id(turn, number):
+    """Returns the id of a tool call: nine characters, as Mistral's template requires.
+
+    turn: the number of the assistant's turn. number: that of the call within the turn. The
+    id depends on nothing else, so that it is the same in every run."""
+    return f"{turn:06d}{number:03d}"
+
+
+def function_call(call_id: str, name: str, arguments: dict) -> dict:
+    """Returns a tool call for an assistant's message, in the form that chat templates read."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": call_id, "function": function}
+
+
+# The messages of dry conversations. Each "?" becomes a word of its own (`_dry_chat`).
+ASKS = {"role": "user", "content": "?"}
+ANSWERS = {"role": "assistant", "content": "?"}
+REASONS = {"role": "assistant", "reasoning_content": "?", "content": "?"}
+
+
+def _calls(n, **others):
+    """Returns the dry message of an assistant that calls a tool n times."""
+    calls = [function_call(_call_id(1, number), "dry", {"text": "?"}) for number in range(n)]
+    return {"role": "assistant", "content": "", **others, "tool_calls": calls}
+
+
+def _tells(number=0):
+    """Returns the dry message of a tool that answers a call of `_calls`."""
+    call_id = _call_id(1, number)
+    return {"role": "tool", "name": "dry", "content": "?", "tool_call_id": call_id}
+
+
+DRY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "dry",
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "A text."}},
+            "required": ["text"],
+        },
+    },
+}
+MALFORMED = "an answer to a malformed call"
+# A round is a message of the assistant and what answers it.
+ROUNDS = {
+    "a user's answer": (ANSWERS, ASKS),
+    "reasoning": (REASONS, ASKS),
+    "a tool's answer": (_calls(1), _tells()),
+    "reasoning before a call": (_calls(1, reasoning_content="?"), _tells()),
+    "text before a call": (_calls(1, content="?"), _tells()),
+    "two calls in a turn": (_calls(2), _tells(), _tells(1)),
+    MALFORMED: (ANSWERS, _tells()),
+}
+
+
+def _dry_chat(messages):
+    """Returns dry messages with words in place of "?", and {word: its message's role}."""
+    words = {}
+    chat = []
+    for message in messages:
+
+        def next_word(text, role=message["role"]):
+            if text != "?":
+                return text
+            word = f"dry{len(words):03d}"
+            words[word] = role
+            return word
+
+        chat.append(_edit_message(message, next_word, next_word))
+    return chat, words
+
+
+class Recent:
+    """The part of a growing chat that its next messages can depend on (`Conversation.suffix`).
+
+    That is: the messages before the assistant's first; of each kind of round the last one; the
+    latest round. A round is a message of the assistant with what answers it.
+
+    kind: a function that tells what a template can see in a message, but for its words."""
+
+    def __init__(self, kind: Callable):
+        self.kind = kind
+        self.n_messages = 0
+        self.last = None
+        self.start = []
+        self.rounds = {}  # by kind, in the order in which they came last
+        self.latest = []
+
+    def update(self, messages: list[dict]) -> list[dict]:
+        """Returns the part of a chat. Looks only at messages that it has not seen."""
+        if self.n_messages and messages[self.n_messages - 1 :][:1] != [self.last]:
+            self.__init__(self.kind)  # the history has changed
+        for message in messages[self.n_messages :]:
+            if message["role"] == "assistant":
+                self._close_round()
+                self.latest = [message]
+            elif self.latest:
+                self.latest.append(message)
+            else:
+                self.start.append(message)
+        self.n_messages = len(messages)
+        self.last = messages[-1] if messages else None
+        return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
+
+    def _close_round(self):
+        """Files the latest round, in place of an earlier one of its kind."""
+        if self.latest:
+            kind = tuple(map(self.kind, self.latest))
+            self.rounds.pop(kind, None)
+            self.rounds[kind] = self.latest
+
+
+class Conversation:
+    """What a model's chat template does in a conversation.
+
+    It learns this from dry conversations of neutral words, in milliseconds:
+        answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
+        ends                    the texts that the template writes behind a turn
+        takes(name)             whether it takes one of the ROUNDS
+        shows_reasoning         whether it knows reasoning_content,
+        writes_date             whether it writes today's date
+        is_local                whether a suffix depends on the chat's `Recent` part alone
+
+    tokenizer: with the variables of the template (`with_template_variables`).
+    stops: the ids that end a turn. The attribute has the template's as well.
+    think_tags: the tags around reasoning.
 
     Raises BadInput if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
-    template = str(tokenizer.chat_template)
-    if "</think>" in template and "reasoning_content" not in template:
-        messages = [_inline_reasoning(message) for message in messages]
-    return tokenizer.apply_chat_template(
-        messages,
-        tools=tools or None,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-    )
+
+    def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = "<think> </think>"):
+        if not tokenizer.chat_template:
+            raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
+        self.tokenizer = tokenizer
+        self.think_start, self.think_end = think_tags.split()
+        tags = re.escape(self.think_start) + r"\s*" + re.escape(self.think_end)
+        # Blocks of reasoning without a word, with as much white space behind as templates write.
+        self.empty_thoughts = [re.compile(tags + end) for end in ("\n\n", "\n", "")]
+        controls = _control_tokens(tokenizer).values()
+        self.control = _any_of(token.content for token in controls)
+        self.special = _any_of(token.content for token in controls if token.special)
+        self.markup = _any_of(token.content for token in controls if not token.special)
+        self.taken = {}  # by the name of a round, see `takes`
+        self.checked = set()  # the forms of prompts that `check_prompt` has seen
+        self.stops = set(stops)
+        self.answer_end = self._turn_end(ANSWERS, ASKS)
+        self.stops |= {self.answer_end} - {None}
+        self.call_end = self._turn_end(*ROUNDS["a tool's answer"])
+        self.stops |= {self.call_end} - {None}
+
+    # -- rendering
+
+    def text(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = False,
+        **variables,
+    ) -> str:
+        """Returns a chat as the template writes it. Raises whatever the template raises."""
+        return self.tokenizer.apply_chat_template(
+            [self._as_shown(message) for message in messages],
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+
+    def _as_shown(self, message):
+        """Returns a message in the form in which the template shows all of it, if there is one.
+
+        Reasoning goes into the content, if the template does not know reasoning_content. Calls
+        that the content has as well (`ToolAgentLoop.parse`) go."""
+        shown = dict(message)
+        if "reasoning_content" in shown and not self.shows_reasoning:
+            reasoning = shown.pop("reasoning_content")
+            content = shown.get("content") or ""
+            shown["content"] = f"{self.think_start}{reasoning}{self.think_end}{content}"
+        if "tool_calls" in shown and not self.shows_calls_beside(shown.get("content")):
+            names = [call["function"]["name"] for call in shown["tool_calls"]]
+            if all(name in shown["content"] for name in names):
+                del shown["tool_calls"]
+        return shown
+
+    @functools.cached_property
+    def shows_reasoning(self) -> bool:
+        """Whether the template knows reasoning_content."""
+        self.shows_reasoning = True  # for `text`, which is asked now
+        return not self.problem_with([ASKS, REASONS])
+
+    def shows_calls_beside(self, content) -> bool:
+        """Returns whether the template shows tool_calls in a message with this content."""
+        return self._shows_calls[bool(content and content.strip())]
+
+    @functools.cached_property
+    def _shows_calls(self):
+        """Whether the template shows tool_calls in a message [without, with] content."""
+        self._shows_calls = True, True
+        return [not self.problem_with([ASKS, _calls(1, content=text)]) for text in ("", "?")]
+
+    def render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        trusted: Sequence[dict] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Returns the token ids of a chat, see the function `render`."""
+        if not messages:
+            return []
+
+        def ids_of(messages, tools):
+            text = self.text(messages, tools, add_generation_prompt)
+            return list(_tokenise_prompt(self.tokenizer, text))
+
+        if trusted is None:
+            trusted = messages
+            if not tools:  # all texts are trusted
+                return ids_of(messages, tools)
+        return self._without_forged_tokens(ids_of, messages, tools, trusted)
+
+    def suffix(
+        self,
+        messages: list[dict],
+        new: list[dict],
+        stop: int | None,
+        tools: list[dict] | None = None,
+        recent: Recent | None = None,
+    ) -> list[int]:
+        """Returns the tokens that `new` messages (of tools or users) add after an assistant turn.
+
+        Many templates end a turn with an end-of-turn token and a newline, but the policy samples
+        only the token. The suffix must therefore begin with that newline (verl#6501). Where a
+        turn ends at the marker of the next speaker (GLM), and the policy sampled the marker,
+        the suffix begins behind it.
+
+        stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
+            limit), the suffix begins with the end-of-turn token.
+        recent: what an earlier call for the same chat was given; saves a walk over the chat.
+
+        Raises RewritesHistory if the tokens so far, including the stop token, are not how the
+        template writes this chat: Qwen3 drops earlier reasoning, for example. Raises ValueError
+        if the template writes nothing for the new messages."""
+        if self.is_local:
+            messages = (recent or Recent(self.kind)).update(messages)
+        n = len(messages)
+
+        def ids_of(chat, tools):
+            return self._suffix_ids(chat[:n], chat[n:], stop, tools)
+
+        return self._without_forged_tokens(ids_of, messages + new, tools)
+
+    def _suffix_ids(self, messages, new, stop, tools):
+        """Returns the ids of `suffix`, in which texts may have forged control tokens."""
+        before = self.text(messages, tools)
+        after = self.text(messages + new, tools, True)
+        before = before.removesuffix(self.closing)
+        added = self._added(before, after, messages)
+        end = next((end for end in self.ends if before.endswith(end)), None)
+        if end is None:
+            raise RewritesHistory("the chat template ends this turn in its own way")
+        ids = _tokenise(self.tokenizer, end + added, begins=False)
+        if not ids:
+            role = new[-1]["role"]
+            raise ValueError(f"the chat template writes nothing for a message of role {role!r}")
+        if stop is None:
+            return ids
+        if ids[0] != stop:
+            raise RewritesHistory("the policy ended its turn with another token than the template")
+        return ids[1:]
+
+    def _added(self, before, after, messages):
+        """Returns the text of `after` behind `before`, which may lose empty blocks of reasoning.
+
+        messages: the chat in `before`. Raises RewritesHistory if `after` begins otherwise, or
+        lacks what the assistant said last."""
+        last = messages[-1] if messages else {}
+        said = [last.get(key) for key in ("content", "reasoning_content")]
+        said = [text.strip() for text in said if isinstance(text, str)]
+        for block in self.empty_thoughts:
+            kept = block.sub("", before)
+            end = len(kept)
+            for match in block.finditer(after):
+                if match.start() < end:
+                    end += len(match[0])
+            history = after[:end]
+            if block.sub("", history) != kept:
+                continue
+            if not all(text in history for text in said):
+                raise RewritesHistory("the chat template leaves out what the assistant said")
+            return after[end:]
+        raise RewritesHistory("the chat template is not append-only: it changed a message")
+
+    # -- control tokens
+
+    def _without_forged_tokens(self, ids_of, messages, tools, trusted=()):
+        """Returns the ids of a chat, in which no text of the world has become a control token.
+
+        Which control tokens the template writes is seen in a neutral chat: the same messages
+        and tools with NEUTRAL in place of each text. Any further one is forged: a text spells
+        it, perhaps only after the template has changed or joined texts. Such texts are then
+        tokenised in pieces, divided where they spell a token, or else everywhere.
+
+        ids_of: a function of (messages, tools) that renders and tokenises a chat.
+        trusted: messages whose texts stay as they are.
+
+        Raises ValueError if a token is forged even so."""
+        controls = _control_tokens(self.tokenizer)
+
+        def ids_and_controls(edit):
+            chat = []
+            for message in messages:
+                chat.append(message if message in trusted else self._edited(message, edit))
+            ids = ids_of(chat, _edit_values(tools, functools.partial(self._edit_value, edit)))
+            return ids, [token for token in ids if token in controls]
+
+        def divide_tokens(text):
+            return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
+
+        def divide_everywhere(text):
+            return re.sub(r"(?s:.)", TOKEN_BREAK + r"\g<0>", text)
+
+        _, expected = ids_and_controls(lambda text: NEUTRAL)
+        for edit in (str, divide_tokens, divide_everywhere):
+            ids, found = ids_and_controls(edit)
+            if found == expected:
+                return ids
+        raise ValueError("the chat template makes control tokens of what messages say")
+
+    def _edited(self, message, edit):
+        """Returns a message with edit(text) in place of its texts.
+
+        In messages of POLICY_ROLES, control tokens that are not special stay. The policy may
+        have sampled a token such as <think>, and its history must keep it. A special token was
+        not sampled: decoding drops those, so a text that still has one spelled it out."""
+        edit_text = edit
+        if message["role"] in POLICY_ROLES:
+            edit_text = functools.partial(self._edit_around_markup, edit)
+        return _edit_message(
+            message,
+            lambda text: edit_text(clean(text)),
+            functools.partial(self._edit_value, edit_text),
+        )
+
+    def _edit_around_markup(self, edit, text):
+        """Returns a text with edit(piece) in place of what is between its markup tokens."""
+        edited = []
+        end = 0
+        for token in self.markup.finditer(text):
+            edited += [_edit_values(text[end : token.start()], edit), token[0]]
+            end = token.end()
+        return "".join([*edited, _edit_values(text[end:], edit)])
+
+    def _edit_value(self, edit, text):
+        """Returns edit(text), or the text itself if it is a plain word, such as a type's name."""
+        is_plain = re.fullmatch(r"\w+", text) and not self.control.search(text)
+        return text if is_plain else edit(clean(text))
+
+    # -- what dry conversations tell
+
+    def problem_with(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """Returns why the template does not take dry messages, or "" if it does."""
+        chat, words = _dry_chat(messages)
+        try:
+            text = self.text(chat, tools)
+        except Exception as error:  # templates raise whatever they like
+            return f"it raises {error!r:.200}"
+        for word, role in words.items():
+            if word not in text:
+                return f"it leaves out what a message of role {role!r} says"
+        return ""
+
+    @property
+    def takes_two_calls(self) -> bool:
+        """Whether the template takes two calls in a turn, and their answers."""
+        if self.shows_calls_beside(""):
+            return self.takes("two calls in a turn")
+        return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1)])
+
+    def takes(self, name: str) -> bool:
+        """Returns whether the template takes the round of this name."""
+        if name not in self.taken:
+            self.taken[name] = not self.problem_with([ASKS, *ROUNDS[name]])
+        return self.taken[name]
+
+    def forks_at(self, name: str) -> bool:
+        """Returns whether the template rewrites the history in the round of this name."""
+        chat, _ = _dry_chat([ASKS, *ROUNDS[name]])
+        try:
+            self._suffix_ids(chat[:2], chat[2:], None, [DRY_TOOL])
+        except RewritesHistory:
+            return True
+        return False
+
+    def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
+        """Checks a task's conversation: a prompt, calls of tools, answers of a simulated user.
+
+        Returns warnings. Raises BadInput if the template does not take it."""
+        self.check_prompt(prompt, tools)
+        warnings = []
+        tool_round = "a tool's answer" if self.shows_calls_beside("") else MALFORMED
+        needed = {"a tool's answer": tool_round} if tools else {}
+        if has_user:
+            needed["a user's answer"] = "a user's answer"
+        for name, round in needed.items():
+            problem = self.problem_with([ASKS, *ROUNDS[round]])
+            if problem:
+                raise BadInput(
+                    f"the model's chat template does not take {name}: {problem}. Choose another "
+                    "model, or change the template (chat_template.jinja in the model's folder)")
+            if self.forks_at(round):
+                warnings.append(
+                    f"the chat template rewrites the history at {name}: the rollout goes on in a "
+                    "new token sequence")
+        if needed and self.answer_end is None:
+            warnings.append(
+                "the chat template ends the assistant's turns without a token: each turn begins a "
+                "new token sequence")
+        if tools and not self.takes_two_calls:
+            warnings.append(
+                "the chat template takes one tool call in a turn: of a turn's others the model is "
+                "told that they were not executed")
+        if tools and self.text(prompt, tools, True) == self.text(prompt, None, True):
+            warnings.append(
+                "the chat template ignores tools: the policy does not see that it has any. Take "
+                "another model or template, or describe them in the prompt")
+        if self.writes_date:
+            warnings.append(
+                "the chat template writes today's date. So that runs can be repeated, fix it: "
+                """--chat_template_args '{"strftime_now": "26 Jul 2024"}'""")
+        chat, words = _dry_chat([ASKS, ANSWERS, ASKS])
+        text = self.text(chat)
+        if any(text.count(word) > 1 for word in words):
+            warnings.append(f"the chat template writes a message twice: {text!r:.200}")
+        return warnings
+
+    def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
+        """Raises BadInput if the template does not show what each message of a prompt says.
+
+        Prompts of one form, as of roles and calls, are checked once."""
+        dry = []
+        for message in prompt:
+            message = _edit_message(message, lambda text: "?", str)
+            if message.get("tool_calls"):
+                name = message["tool_calls"][0]["function"]["name"]
+                calls = [function_call(_call_id(0, 0), name, {"text": "?"})]
+                message["tool_calls"] = calls
+            dry.append(message)
+        form = json.dumps([dry, bool(tools)], default=repr)
+        if form not in self.checked:
+            problem = self.problem_with(dry, tools)
+            if problem:
+                raise BadInput(f"the model's chat template does not take this prompt: {problem}")
+            self.checked.add(form)
+
+    def _behind(self, turn, *replies):
+        """Returns the text behind the last word of a dry turn, or None if there is none."""
+        _, words = _dry_chat([ASKS, turn])
+        with suppress(Exception):
+            chat, _ = _dry_chat([ASKS, turn, *replies])
+            _, found, text = self.text(chat).rpartition([*words][-1])
+            if found:
+                return text
+        return None
+
+    @functools.cached_property
+    def closing(self) -> str:
+        """What the template writes behind a whole chat, and not between turns: Phi-3's EOS."""
+        alone = self._behind(ANSWERS) or ""
+        answered = self._behind(ANSWERS, ASKS) or ""
+        if answered.startswith(alone):
+            return ""
+        starts = [match.start() for match in self.special.finditer(alone)]
+        fitting = [start for start in starts if answered.startswith(alone[:start])]
+        return alone[max(fitting, default=len(alone)) :]
+
+    @functools.cached_property
+    def ends(self) -> list[str]:
+        """The texts that the template writes behind a turn, from its stop token on; longest first.
+
+        One of them is empty if a turn ends at the marker of the next speaker, or nowhere."""
+        stops = _any_of(self.tokenizer.decode([stop]) for stop in self.stops)
+        ends = set()
+        for turn, *_ in ROUNDS.values():
+            text = self._behind(turn)
+            if text is not None:
+                text = text.removesuffix(self.closing)
+                stop = stops.search(text)
+                ends.add(text[stop.start() :] if stop else "")
+        return sorted(ends, key=len, reverse=True)
+
+    def _turn_end(self, turn, reply):
+        """Returns the id of the token that ends a dry turn in the template, or None."""
+        alone = self._behind(turn)
+        answered = self._behind(turn, reply)
+        if alone is None:
+            return None
+        special = self._special_in(alone)
+        found = [token for token in special if token in self.stops]
+        if turn is ANSWERS:
+            found += special
+        if answered and answered.startswith(alone) and not special:
+            marker = self.special.match(answered[len(alone) :])  # of the next speaker
+            if marker:
+                found += self._special_in(marker[0])
+        return next(iter(found), None)
+
+    def _special_in(self, text):
+        """Returns the ids of the special tokens in a text."""
+        return [self.tokenizer.convert_tokens_to_ids(token) for token in self.special.findall(text)]
+
+    @functools.cached_property
+    def writes_date(self) -> bool:
+        """Whether the template writes today's date."""
+        chat, _ = _dry_chat([ASKS])
+        with suppress(Exception):
+            return "today" in self.text(chat, strftime_now=lambda form: "today")
+        return False
+
+    @functools.cached_property
+    def is_local(self) -> bool:
+        """Whether suffixes depend on a chat's `Recent` part alone, in chats of up to 33 rounds."""
+        rounds = [round for round in ROUNDS.values() if self._behind(*round) is not None]
+        random_numbers = random.Random(0)
+        for n in (3, 9, 33):
+            chats = [[round] * n for round in rounds]
+            if rounds:
+                chats.append(random_numbers.choices(rounds, k=n))
+            if not all(map(self._is_local_in, chats)):
+                return False
+        return True
+
+    def _is_local_in(self, rounds):
+        """Returns whether the suffix of the last round depends on the `Recent` part alone."""
+        chat, _ = _dry_chat([ASKS, *itertools.chain(*rounds)])
+        n_new = len(rounds[-1]) - 1
+        history, new = chat[:-n_new], chat[-n_new:]
+        part = Recent(self.kind).update(history)
+        suffixes = []
+        for messages in (history, part):
+            try:
+                suffixes.append(self._suffix_ids(messages, new, None, None))
+            except Exception as error:
+                suffixes.append(type(error))
+        return suffixes[0] == suffixes[1]
+
+    def kind(self, message: dict) -> tuple:
+        """Returns what the template can see in a message, but for the words that it only copies:
+        its form, and which words that the template looks for it has."""
+        keys = tuple(key for key, value in message.items() if value)
+        n_calls = len(message.get("tool_calls") or ())
+        contained, equal = self._words_looked_for
+        found = {word.lower() for word in contained.findall(str(message))}
+        content = message.get("content")
+        if isinstance(content, str) and equal.fullmatch(content.strip()):
+            found.add(content.strip())
+        return message["role"], keys, n_calls, type(content), *sorted(found)
+
+    @functools.cached_property
+    def _words_looked_for(self):
+        """Two regular expressions, of words that the template looks for in a text: those that the
+        text may contain, and those that may be the whole text."""
+        from jinja2 import Environment, nodes
+
+        def texts_in(node):
+            constants = [node, *node.find_all(nodes.Const)]
+            values = [each.value for each in constants if isinstance(each, nodes.Const)]
+            return {value for value in values if isinstance(value, str) and value.strip()}
+
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(self.tokenizer.chat_template))
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        contained = set()
+        equal = set()
+        for node in tree.find_all(nodes.Compare):
+            for operand in node.ops:
+                if operand.op in ("in", "notin") and isinstance(node.expr, nodes.Const):
+                    contained |= texts_in(node.expr)
+                equal |= texts_in(node.expr) | texts_in(operand.expr)
+        for node in tree.find_all((nodes.Call, nodes.Filter)):
+            method = node.name if isinstance(node, nodes.Filter) else getattr(node.node, "attr", "")
+            if method in TEXT_METHODS:
+                for argument in node.args:
+                    contained |= texts_in(argument)
+        for node in tree.find_all((nodes.Assign, nodes.For)):
+            equal |= texts_in(node.node if isinstance(node, nodes.Assign) else node.iter)
+        contained |= {text for text in equal if not re.fullmatch(r"\w+", text)}
+        contained = re.compile(_any_of(contained).pattern, re.IGNORECASE)
+        return contained, _any_of(equal)
 
 
-def _inline_reasoning(message):
-    """Moves a message's reasoning into its content, where templates like DeepSeek's read it."""
-    if "reasoning_content" not in message:
-        return message
-    content = message.get("content") or ""
-    content = f"<think>{message['reasoning_content']}</think>{content}"
-    return {**message, "content": content}
+@functools.lru_cache(maxsize=64)
+def _conversation(tokenizer, template, stops, think_tags):
+    """Returns a Conversation (cached)."""
+    return Conversation(tokenizer, stops, think_tags)
+
+
+def conversation(
+    tokenizer,
+    stops: Iterable[int] = (),
+    think_tags: str = LoopArgs.think_tags,
+) -> Conversation:
+    """Returns the tokenizer's Conversation. It is made once."""
+    return _conversation(tokenizer, str(tokenizer.chat_template), frozenset(stops), think_tags)
 
 
 def render(
@@ -277,195 +988,11 @@ def render(
     """Returns the token ids of a chat, by default with the generation prompt at its end.
 
     trusted: messages in which a text like "<|im_end|>" becomes that control token. In all
-    other messages, and in tools, it stays text (`_ids_without_forged_tokens`). By default
-    all messages are trusted, as in a row's prompt.
+    other messages, and in tools, it stays text. By default all messages are trusted, as in a
+    row's prompt.
 
     An empty chat has no tokens. Its rollout begins with an Interaction's message."""
-    if not messages:
-        return []
-
-    def ids_of(messages, tools):
-        text = render_text(tokenizer, messages, tools, add_generation_prompt)
-        return list(_tokenise_prompt(tokenizer, text))
-
-    if trusted is None:
-        trusted = messages
-        if not tools:  # all texts are trusted
-            return ids_of(messages, tools)
-    return _ids_without_forged_tokens(
-        tokenizer, ids_of, add_generation_prompt, messages, tools, trusted)
-
-
-@functools.lru_cache(maxsize=64)
-def with_template_variables(tokenizer, variables: str):
-    """Returns a copy of the tokenizer whose chat template gets these variables.
-
-    variables: a JSON object. If it is empty, the tokenizer itself is returned."""
-    variables = json.loads(variables)
-    if not variables:
-        return tokenizer
-    changed = copy.copy(tokenizer)
-    changed.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **variables)
-    return changed
-
-
-# Regular expressions for the characters of a text that are tokenised alone.
-NO_CHARACTER = r"(?!)"
-PUNCTUATION = r"[^\w\s]|_"
-ANY_CHARACTER = r"(?s:.)"
-
-# Pairs (characters of user texts, characters of policy texts), from mild to strict. User texts
-# are those of users and tools, policy texts those of the assistant and of system messages.
-SPLIT_LEVELS = (
-    (NO_CHARACTER, NO_CHARACTER),
-    (PUNCTUATION, NO_CHARACTER),
-    (ANY_CHARACTER, ANY_CHARACTER),
-)
-POLICY_ROLES = ("assistant", "system")
-
-# The control tokens of neutral chats, cached because the rollouts of a group repeat chats.
-_NEUTRAL_CONTROLS = {}
-
-
-def _ids_without_forged_tokens(tokenizer, ids_of, depends_on, messages, tools, trusted=()):
-    """Returns the ids of a chat, with only those control tokens that the template writes.
-
-    A control token is an added token that structures a chat, such as <|im_end|> or
-    <tool_call>. Which ones the template writes is seen in a neutral chat: the same messages
-    and tools, with "xxxxxxxxx" in place of each text. Any further one is forged: a text
-    spells it, perhaps only after the template has changed or joined texts.
-
-    The SPLIT_LEVELS are tried from mild to strict, and the first ids without forged tokens
-    are returned. Further tokens are accepted if the policy wrote them (`only_policy_adds`).
-
-    ids_of: a function of (messages, tools) that renders and tokenises a chat.
-    depends_on: what else ids_of reads, as a value that JSON can hold: part of a cache's key.
-    trusted: messages whose texts stay as they are, at each level and in the neutral chat.
-
-    Raises ValueError if no level is accepted."""
-    controls = _control_tokens(tokenizer)
-
-    def edited(edit_user, edit_policy):
-        """Returns messages and tools with their texts edited by these two functions."""
-        chat = []
-        for message in messages:
-            edit = edit_policy if message["role"] in POLICY_ROLES else edit_user
-            chat.append(message if message in trusted else _edit_texts(message, edit))
-        return chat, _edit_texts(tools, edit_user)
-
-    def controls_of(ids):
-        return [token for token in ids if token in controls]
-
-    def special_of(ids):
-        return [token for token in controls_of(ids) if controls[token].special]
-
-    def only_policy_adds(ids, edit_policy):
-        """Returns whether all control tokens would still be there if user texts were neutral.
-
-        Then the further ones come from policy texts. None of them may be special.
-
-        The policy may have sampled a token such as <think>, and its history must keep it.
-        Special tokens such as <|im_end|> are different: decoding drops those that were
-        sampled, so a text that still has one spelled it out."""
-        if special_of(ids) != special_of(neutral_controls):
-            return False
-        without_user_texts = ids_of(*edited(_neutral, edit_policy))
-        return controls_of(ids) == controls_of(without_user_texts)
-
-    neutral_chat = edited(_neutral, _neutral)
-    key = tokenizer, json.dumps([depends_on, neutral_chat], default=str)
-    if key not in _NEUTRAL_CONTROLS:
-        if len(_NEUTRAL_CONTROLS) > 1024:
-            _NEUTRAL_CONTROLS.clear()
-        _NEUTRAL_CONTROLS[key] = controls_of(ids_of(*neutral_chat))
-    neutral_controls = _NEUTRAL_CONTROLS[key]
-    for user_characters, policy_characters in SPLIT_LEVELS:
-        split_user = functools.partial(_split, user_characters)
-        split_policy = functools.partial(_split, policy_characters)
-        ids = ids_of(*edited(split_user, split_policy))
-        if controls_of(ids) == neutral_controls or only_policy_adds(ids, split_policy):
-            return ids
-    raise ValueError("the chat template makes control tokens of what messages say")
-
-
-def _neutral(text):
-    """Returns a text that spells no control token, in place of any text."""
-    return "xxxxxxxxx"
-
-
-def _split(characters, text):
-    """Puts a TOKEN_BREAK before each character that matches the regular expression."""
-    return re.sub(characters, TOKEN_BREAK + r"\g<0>", clean(text))
-
-
-def _edit_texts(value, edit):
-    """Returns a message, or tools' schemas, with edit(text) in place of each text.
-
-    Blank texts, roles, types and ids stay. So do keys, unless they are free text, as keys in
-    a schema can be."""
-    if isinstance(value, str):
-        return edit(value) if value.strip() else value
-    if isinstance(value, list):
-        return [_edit_texts(inner, edit) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    edited = {}
-    for key, inner in value.items():
-        if key not in ("role", "type", "id", "tool_call_id"):
-            inner = _edit_texts(inner, edit)
-        if not key.isidentifier():
-            key = _edit_texts(key, edit)
-        edited[key] = inner
-    return edited
-
-
-@functools.cache
-def _control_tokens(tokenizer):
-    """Returns the tokenizer's control tokens by id.
-
-    They are its special tokens, and all other added tokens that have punctuation and more
-    than one character. The rest are plain words, white space and single characters."""
-    controls = {}
-    for number, token in tokenizer.added_tokens_decoder.items():
-        is_markup = len(token.content) > 1 and re.search(PUNCTUATION, token.content)
-        if token.special or is_markup:
-            controls[number] = token
-    return controls
-
-
-def _tokenise(tokenizer, text):
-    """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
-
-    A character after a TOKEN_BREAK never becomes a control token. If the tokenizer has no
-    other token for it (it is a special token itself, or unknown), the character is dropped.
-
-    No special tokens are added, because the template writes them all, BOS included."""
-    first, *pieces = text.split(TOKEN_BREAK)
-    ids = tokenizer.encode(first, add_special_tokens=False)
-    for piece in pieces:
-        character_ids = _inner_ids(tokenizer, piece[:1])
-        ids += [token for token in character_ids if token not in _control_tokens(tokenizer)]
-        ids += _inner_ids(tokenizer, piece[1:])
-    return ids
-
-
-@functools.lru_cache(maxsize=1024)
-def _inner_ids(tokenizer, text):
-    """Returns the ids of a text that does not begin a sequence.
-
-    Some tokenizers put a space before the first word of a sequence. So the text is tokenised
-    after the EOS token, whose id is then left out."""
-    start = tokenizer.eos_token or ""
-    ids = tokenizer.encode(start + text, add_special_tokens=False)
-    return ids[1:] if start else ids
-
-
-# Cached, because the rollouts of a group have the same prompt.
-_tokenise_prompt = functools.lru_cache(maxsize=1024)(_tokenise)
-
-
-class RewritesHistory(ValueError):
-    """New messages make the template change earlier ones, so a new sequence must begin."""
+    return conversation(tokenizer).render(messages, tools, trusted, add_generation_prompt)
 
 
 def turn_suffix(
@@ -476,41 +1003,16 @@ def turn_suffix(
     ended: bool,
     tools: list[dict] | None = None,
 ) -> list[int]:
-    """Returns the tokens that `new` messages (of tools or users) add after an assistant turn.
+    """Returns the tokens that `new` messages add after an assistant turn (`Conversation.suffix`).
 
-    Many templates end a turn with an end-of-turn token and a newline, but the policy samples
-    only the token. The suffix must therefore begin with that newline. So the chat is rendered
-    without and with `new`. In the second text, the suffix begins at the last end-of-turn
-    token of the first. (Starting at the end of the first text would lose the newline:
-    verl#6501.) Texts can't forge control tokens (`_ids_without_forged_tokens`).
-
-    stop_token_ids: the ids that may end a turn.
-    ended: whether the policy sampled a stop token, which the suffix must not repeat. If not
-        (a stop string ended its turn), the suffix begins with the end-of-turn token.
-
-    Raises RewritesHistory if new messages change earlier ones, as where Qwen3 drops earlier
-    reasoning, and ValueError if the template writes nothing for them."""
-
-    def ids_of(chat, tools):
-        before = render_text(tokenizer, chat[: len(messages)], tools)
-        after = render_text(tokenizer, chat, tools, True)
-        if not after.startswith(before):
-            raise RewritesHistory("the chat template is not append-only: it changed a message")
-        # No token spans an end-of-turn token. So the text from there on gets the same ids
-        # as it would within the whole text.
-        starts = [before.rfind(tokenizer.decode([stop])) for stop in stop_token_ids]
-        start = max(starts, default=-1)
-        if start < 0:  # the template ends turns without a token
-            start = len(before)
-        ids = _tokenise(tokenizer, after[start:])
-        if not ids:
-            raise ValueError(f"the chat template writes nothing for {new[-1]!r:.80}")
-        if ended and ids[0] in stop_token_ids:
-            ids = ids[1:]
+    ended: whether the policy sampled a stop token, which the suffix must not repeat."""
+    talk = conversation(tokenizer, stop_token_ids)
+    ids = talk.suffix(messages, new, None, tools)
+    if not ended:
         return ids
-
-    depends_on = [len(messages), sorted(stop_token_ids), ended]
-    return _ids_without_forged_tokens(tokenizer, ids_of, depends_on, messages + new, tools)
+    if ids[0] not in talk.stops:
+        raise RewritesHistory("the template ends the turn without a stop token")
+    return ids[1:]
 
 
 # ---------------------------------------------------------------- images
@@ -926,7 +1428,8 @@ class Trajectory:
         self.group = ""
         self.assistant_turns = 0
         self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
-        self.ended = True  # whether the last assistant turn ended with a stop token
+        self.stop = None  # the stop token that ended the last assistant turn
+        self.recent = None  # what the next suffix depends on: a Recent
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
         self.begin(prompt_ids, engine_ids)
@@ -1152,13 +1655,15 @@ class AgentLoopBase:
             trajectory.stop_reason = "length"
             return False
         images = [_load_row_image(image) for image in images]
+        talk = self.conversation(stops)
         history = trajectory.messages
+        if not trajectory.recent:
+            trajectory.recent = Recent(talk.kind)
         try:
-            engine_ids = turn_suffix(
-                self.tokenizer, history, messages, stops, trajectory.ended, tools)
+            engine_ids = talk.suffix(history, messages, trajectory.stop, tools, trajectory.recent)
             rewritten = False
         except RewritesHistory:
-            engine_ids = render(self.tokenizer, history + messages, tools, trajectory.trusted)
+            engine_ids = talk.render(history + messages, tools, trajectory.trusted)
             rewritten = True
         if rewritten:
             ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
@@ -1197,35 +1702,37 @@ class AgentLoopBase:
             sampling_params={**sampling_params, "max_tokens": max_tokens},
             image_data=list(trajectory.images) or None,
         )
-        prompt_ids = trajectory.prompt_ids + trajectory.response_ids
-        if trajectory.images and out.prompt_ids != prompt_ids:
-            raise ValueError(
-                "the engine and the processor disagree about the tokens of the images: "
-                f"{len(out.prompt_ids)} against {len(prompt_ids)}")
+        if trajectory.images:
+            prompt_ids = trajectory.prompt_ids + trajectory.response_ids
+            if out.prompt_ids != prompt_ids:
+                raise ValueError(
+                    "the engine and the processor disagree about the tokens of the images: "
+                    f"{len(out.prompt_ids)} against {len(prompt_ids)}")
+        before = trajectory.engine_ids[-64:]
         is_constrained = "structured_outputs" in sampling_params
         trajectory.add_sampled(out, trained=not is_constrained)
         trajectory.stop_reason = out.stop_reason
         content_ids = out.token_ids
         stops = self.stop_token_ids(sampling_params)
-        trajectory.ended = not stops.isdisjoint(content_ids[-1:])
-        if trajectory.ended:
-            content_ids = content_ids[:-1]
-        message, text = self._read_turn(prompt_ids, content_ids)
+        trajectory.stop = None
+        if content_ids and content_ids[-1] in stops:
+            *content_ids, trajectory.stop = content_ids
+        message, text = self._read_turn(before, content_ids)
         trajectory.messages.append(message)
         return text if out.stop_reason == "stop" else None
 
-    def _read_turn(self, prompt_ids, ids):
+    def _read_turn(self, before, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
 
         The message's content and reasoning_content are separated by `split_reasoning`, and
         have no special tokens. A turn without reasoning has no reasoning_content. text is
         the turn without its reasoning, with special tokens, because tool calls may need them.
 
-        prompt_ids: the tokens before the turn. Some templates end them with the start tag."""
+        before: the last tokens before the turn. Some templates end them with the start tag."""
         decode = self.tokenizer.decode
         message = {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
         start, end = self.args.think_tags.split()
-        opened = decode(prompt_ids[-64:]).rstrip().endswith(start)
+        opened = decode(before).rstrip().endswith(start)
         reasoning, text = split_reasoning(decode(ids), start, end, opened)
         if reasoning is not None:
             # The tags may be special tokens, so these are dropped only now.
@@ -1235,9 +1742,16 @@ class AgentLoopBase:
         return message, text
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
-        """Returns the ids that end a turn: the tokenizer's and the sampling parameters'."""
-        stops = sampling_params.get("stop_token_ids") or ()
-        return {*stops, self.tokenizer.eos_token_id} - {None}
+        """Returns the ids that end a turn: the tokenizer's, the sampling parameters' and those
+        with which the chat template ends one."""
+        stops = {*(sampling_params.get("stop_token_ids") or ()), self.tokenizer.eos_token_id}
+        if self.tokenizer.chat_template:
+            stops |= self.conversation(stops - {None}).stops
+        return stops - {None}
+
+    def conversation(self, stops: Iterable[int]) -> Conversation:
+        """Returns what the model's chat template does, see Conversation."""
+        return conversation(self.tokenizer, stops, self.args.think_tags)
 
 
 def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
@@ -1305,32 +1819,23 @@ class Demonstration:
         the message's content (some templates drop reasoning), they are the ids of the content
         itself. Raises ValueError if the policy could not sample the turn: if it is empty, if
         a stop token occurs inside it, or if the template does not end it with one."""
-        turn = {"content": ""} | message
-        written = self._written(turn)
-        ids, stop = self._split_stop(_inner_ids(self.loop.tokenizer, written))
-        if "tool_calls" not in turn and turn["content"] not in written:
-            ids = _inner_ids(self.loop.tokenizer, turn["content"])
-        if not ids or not self.stops.isdisjoint(ids):
-            raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
-        return [*ids, stop]
-
-    def _written(self, turn):
-        """Returns the text that the template writes for a turn, after its generation prompt."""
         tokenizer = self.loop.tokenizer
+        talk = self.loop.conversation(self.stops)
+        turn = {"content": ""} | message
         chat = [{"role": "user", "content": "?"}]
-        before = render_text(tokenizer, chat, None, add_generation_prompt=True)
-        whole = render_text(tokenizer, [*chat, turn], None)
-        return whole.partition(before)[2]
-
-    def _split_stop(self, ids):
-        """Returns (the ids before the last stop token, that stop token).
-
-        Ids after it, such as those of a newline, are dropped. Without a stop token, returns
-        ([], the EOS token)."""
-        for place in reversed(range(len(ids))):
-            if ids[place] in self.stops:
-                return ids[:place], ids[place]
-        return [], self.loop.tokenizer.eos_token_id
+        before = talk.text(chat, add_generation_prompt=True)
+        written = talk.text([*chat, turn]).partition(before)[2].removesuffix(talk.closing)
+        for end in talk.ends:
+            if written.endswith(end):
+                written = written.removesuffix(end)
+                break
+        ids = _inner_ids(tokenizer, written)
+        if "tool_calls" not in turn and turn["content"] not in written:
+            ids = _inner_ids(tokenizer, turn["content"])
+        if not ids or not talk.stops.isdisjoint(ids):
+            raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
+        stop = talk.call_end if "tool_calls" in turn else talk.answer_end
+        return [*ids, tokenizer.eos_token_id if stop is None else stop]
 
 
 @register("single_turn")
@@ -1430,20 +1935,6 @@ def _parse_arguments(text):
     return arguments
 
 
-def _call_id(turn, number):
-    """Returns the id of a tool call: nine characters, as Mistral's template requires.
-
-    turn: the number of the assistant's turn. number: that of the call within the turn. The
-    id depends on nothing else, so that it is the same in every run."""
-    return f"{turn:06d}{number:03d}"
-
-
-def function_call(call_id: str, name: str, arguments: dict) -> dict:
-    """Returns a tool call for an assistant's message, in the form that chat templates read."""
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id, "function": function}
-
-
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
     """Sets content and tool_calls of an assistant's message, in place.
 
@@ -1480,6 +1971,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
         self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
+        self.n_left_out = 0  # calls of the last turn that are not in its message
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
@@ -1565,14 +2057,31 @@ class ToolAgentLoop(AgentLoopBase):
 
         Puts them into the trajectory's last message if at least one has a name."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
+        message = trajectory.messages[-1]
+        shown = content + message.get("reasoning_content", "") * (not self.talk.shows_reasoning)
+        if not self.talk.shows_calls_beside(shown):
+            content = message["content"]  # with the calls
+        self.n_left_out = 0
+        if self._max_calls() == 1:  # then the message has one, too
+            self.n_left_out = len(calls[1:])
+            calls = calls[:1]
         if any(tool_call["name"] for tool_call in calls):
-            set_tool_calls(trajectory.messages[-1], content, calls, trajectory.assistant_turns)
+            set_tool_calls(message, content, calls, trajectory.assistant_turns)
         return calls
+
+    def _max_calls(self):
+        """Returns how many tool calls of a turn are executed."""
+        return self.args.max_parallel_calls if self.talk.takes_two_calls else 1
+
+    @property
+    def talk(self) -> Conversation:
+        """What the chat template does."""
+        return self.conversation(self.stop_token_ids(self.sampling_params))
 
     async def processing_tools(self, trajectory):
         """Executes the turn's tool calls concurrently, and appends the responses in order."""
         calls = trajectory.tool_calls
-        limit = self.args.max_parallel_calls
+        limit = self._max_calls()
         for tool_call in calls[limit:]:
             tool_call["error"] = f"only {limit} tool calls at a time are executed"
         started = time.perf_counter()
@@ -1588,6 +2097,10 @@ class ToolAgentLoop(AgentLoopBase):
             name = tool_call["name"]
             n_images = len(trajectory.images) + len(images)
             response = self._record_response(trajectory, name, response, n_images)
+            if self.n_left_out:
+                trajectory.count("tool_errors", self.n_left_out)
+                response.text += f"\nError: your {self.n_left_out} other calls were not executed: "
+                response.text += "call one tool at a time"
             messages.append({
                 "role": "tool",
                 "name": name,
@@ -1595,6 +2108,8 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
+        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
+            messages = [{"role": "user", "content": each["content"]} for each in messages]
         return self.answer(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):

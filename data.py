@@ -41,6 +41,7 @@ import losses
 from agent_loop import (
     AgentLoopOutput,
     agent_loop_class,
+    conversation,
     expand,
     open_image,
     outcome,
@@ -195,7 +196,7 @@ def filter_overlong(
         numbers = prompt_order(n_rows, 0, 1000, args.seed)
 
     lengths = on_main(_prompt_lengths, rows, numbers, *context)  # (rows checked,)
-    on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task)
+    on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task, args)
     too_long = lengths > limit
     need(
         not too_long.all(),
@@ -253,7 +254,9 @@ def _prompt_length(
             f"{name}: its prompt is empty, and no Interaction speaks first",
         )
         prompt = told_prompt(row, args.hints)
-        ids = render(templates, prompt, tool_schemas(row, task))
+        schemas = tool_schemas(row, task)
+        conversation(templates).check_prompt(prompt, schemas)
+        ids = render(templates, prompt, schemas)
         opened = [open_image(image) for image in images]
         return len(expand(ids, opened, processor))
 

@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
+from agent_loop import conversation, with_template_variables
 from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
@@ -106,7 +107,8 @@ def load_config(args):
 
 
 def stop_token_ids(args, tokenizer) -> list[int]:
-    """Returns the ids that end a turn: the tokenizer's EOS and those of generation_config.json.
+    """Returns the ids that end a turn: the tokenizer's EOS, those of generation_config.json, and
+    those with which the chat template ends a turn.
 
     Raises BadInput if there is none, or one that the tokenizer lacks."""
     from transformers import GenerationConfig
@@ -125,6 +127,9 @@ def stop_token_ids(args, tokenizer) -> list[int]:
         f"--model {args.model} has no end-of-sequence token, or one that its tokenizer lacks: "
         f"set eos_token in its tokenizer_config.json; generation_config.json has {configured}",
     )
+    if tokenizer.chat_template:
+        variables = getattr(args, "chat_template_args", "{}")
+        ids |= conversation(with_template_variables(tokenizer, variables), ids).stops
     return sorted(ids)
 
 

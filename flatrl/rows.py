@@ -7,7 +7,16 @@ from copy import copy
 from pathlib import Path
 from unicodedata import normalize
 
-from agent_loop import BadInput, load_image, render, render_text, row_kwargs, task_tools
+from agent_loop import (
+    BadInput,
+    LoopArgs,
+    ToolAgentLoop,
+    agent_loop_class,
+    conversation,
+    load_image,
+    row_kwargs,
+    task_tools,
+)
 from flatrl.bad_input import check_types, need, refusing
 
 ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list | tuple}
@@ -62,28 +71,23 @@ def tool_schemas(row: dict, task) -> list[dict]:
     return [tool.schema for tool in task_tools(task, row_kwargs(row, "tools_kwargs")).values()]
 
 
-def check_tokenizer(tokenizer, templates, row: dict, task):
-    """Raises BadInput if a row's prompt does not reach the model as it is.
+def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
+    """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
-    Its tokens, decoded, must be the text again, except for spaces and the form of accents,
-    which some tokenizers normalise; and the template must show the words of the last message.
-    Warns if the template ignores the row's tools. templates: the tokenizer with the variables of
-    --chat_template_args."""
+    The chat template is tried on a dry conversation with the task's tools and users
+    (`Conversation.check`). The prompt's tokens, decoded, must be its text again, except for
+    spaces and the form of accents, which some tokenizers normalise.
+
+    templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
+    talk = conversation(templates, {tokenizer.eos_token_id} - {None})
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
-    text = render_text(templates, prompt, schemas, True)
-    if schemas and text == render_text(templates, prompt, None, True):
-        warnings.warn(
-            "the model's chat template ignores tools: the policy does not see that it has any. "
-            "Take another model or template, or describe them in the prompt",
-            stacklevel=2,
-        )
-    other = [*prompt[:-1], {**prompt[-1], "content": "Something else?"}]
-    need(
-        text != render_text(templates, other, schemas, True),
-        f"the chat template does not show the model what a message says: {text!r:.80}",
-    )
-    decoded = tokenizer.decode(render(templates, prompt, schemas))
+    runs_tools = issubclass(agent_loop_class(row, task, args or LoopArgs()), ToolAgentLoop)
+    has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
+    for warning in talk.check(prompt, schemas if runs_tools else [], has_user):
+        warnings.warn(warning, stacklevel=2)
+    text = talk.text(prompt, schemas, True)
+    decoded = tokenizer.decode(talk.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(
         text == decoded,

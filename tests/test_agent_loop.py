@@ -26,8 +26,10 @@ from agent_loop import (
     AgentLoopOutput,
     BadInput,
     CallTimeoutError,
+    Conversation,
     Interaction,
     LoopArgs,
+    RewritesHistory,
     SingleTurnLoop,
     TokenOutput,
     Tool,
@@ -283,15 +285,19 @@ def test_a_template_may_end_turns_without_a_token(tokenizer, ended):
     messages = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     prompt = "{% if add_generation_prompt %}[assistant]{% endif %}"
     plain = with_template(tokenizer, messages + prompt)
-    suffix = turn_suffix(plain, ANSWERED, SURE, {tokenizer.eos_token_id}, ended)
-    assert tokenizer.decode(suffix) == "[user]Sure?[assistant]"
+    if ended:  # the policy has sampled what the template does not write
+        with pytest.raises(RewritesHistory):
+            turn_suffix(plain, ANSWERED, SURE, {tokenizer.eos_token_id}, ended)
+    else:
+        suffix = turn_suffix(plain, ANSWERED, SURE, {tokenizer.eos_token_id}, ended)
+        assert tokenizer.decode(suffix) == "[user]Sure?[assistant]"
 
 
 def test_a_template_that_leaves_a_message_out_is_named(tokenizer):
     shown = "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
     template = "{% for m in messages %}" + shown + "{% endfor %}"
     new = [{"role": "tool", "content": "85"}]
-    with pytest.raises(ValueError, match="writes nothing for {'role': 'tool', 'content': '85'}"):
+    with pytest.raises(ValueError, match="writes nothing for a message of role 'tool'"):
         turn_suffix(with_template(tokenizer, template), ANSWERED, new, set(), True)
 
 
@@ -396,13 +402,15 @@ def test_parallel_calls_run_together_and_answer_in_order(play):
 
 
 def test_the_sampling_parameters_of_each_turn(play, tokenizer):
+    """Another stop token than the template's ends a turn, too; the template's then replaces it."""
     turn = SUM + tokenizer.pad_token
     sampling = {"stop_token_ids": [tokenizer.pad_token_id], "max_tokens": 50}
-    output, engine = play((turn, "stop"), ANSWER, sampling=sampling, max_response_tokens=60)
-    parts = [turn, tool_turn("2"), ANSWER + END]
-    assert_response(output, engine, *parts)  # the stop token ended the turn
-    used = len(encode(tokenizer, "".join(parts[:2])))
-    assert [params["max_tokens"] for params in engine.params] == [50, 60 - used]
+    outputs, engine = play((turn, "stop"), ANSWER, sampling=sampling, max_response_tokens=60)
+    said = [tokenizer.decode(output.response_ids) for output in outputs]
+    assert said == [turn, ANSWER + END]
+    assert tokenizer.decode(engine.prompts[1]).endswith(f"{SUM}{END}{tool_turn('2')}")
+    used = len(encode(tokenizer, turn))
+    assert [params["max_tokens"] for params in engine.params] == [50, min(50, 60 - used)]
 
 
 def ask(function: str, n: int = 0) -> str:
@@ -501,9 +509,9 @@ def test_of_a_huge_tool_response_only_the_ends_are_tokenised(play, monkeypatch):
     seen = []
     tokenise = agent_loop._tokenise
 
-    def spy(tokenizer, text):
+    def spy(tokenizer, text, **how):
         seen.append(len(text))
-        return tokenise(tokenizer, text)
+        return tokenise(tokenizer, text, **how)
 
     monkeypatch.setattr(agent_loop, "_tokenise", spy)
     notes = Notes("01234" + "x" * 10**6 + "56789")
@@ -514,13 +522,14 @@ def test_of_a_huge_tool_response_only_the_ends_are_tokenised(play, monkeypatch):
 
 def test_a_huge_user_turn_is_not_rendered(play, monkeypatch):
     rendered = []
-    render_text = agent_loop.render_text
+    text = Conversation.text
 
-    def spy(tokenizer, messages, *how):
-        rendered.append(len(str(messages)))
-        return render_text(tokenizer, messages, *how)
+    def spy(self, messages, *how, **variables):
+        if "dry" not in str(messages):
+            rendered.append(len(str(messages)))
+        return text(self, messages, *how, **variables)
 
-    monkeypatch.setattr(agent_loop, "render_text", spy)
+    monkeypatch.setattr(Conversation, "text", spy)
     task = quiz_task(Quiz((False, "word " * 10**5, 0.0, {})))
     output, _ = play("hello", task=task, row=quiz_row(), max_model_len=600)
     assert output.stop_reason == "length"
@@ -936,7 +945,7 @@ def test_args_may_be_any_object_with_a_budget_and_a_window(tokenizer):
 def test_the_file_imports_nothing_of_ours():
     source = open(agent_loop.__file__).read()
     modules = re.findall(r"^ *(?:from|import) (\w+)", source, re.MULTILINE)
-    assert set(modules) - sys.stdlib_module_names == {"PIL", "transformers", "vllm"}
+    assert set(modules) - sys.stdlib_module_names == {"PIL", "jinja2", "transformers", "vllm"}
 
 
 # ---------------------------------------------------------------- in_time, in_thread

@@ -87,13 +87,13 @@ def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(
 
 
 def test_turned_off_in_every_rendering(thinker):
-    """Qwen3 takes the empty block out of a turn that is not the last: a fork."""
+    """Qwen3 takes the empty block out of a turn that is not the last. That is no fork."""
     stops = [thinker.eos_token_id]
-    outputs, engine = play(thinker, CALCULATOR, {}, stops, SUM, ANSWER, chat_template_args=OFF)
-    prompts = [ASKED + EMPTY, f"{ASKED}\n{SUM}{END}\n{TOOL}{ASSISTANT}{EMPTY}"]
+    (output,), engine = play(thinker, CALCULATOR, {}, stops, SUM, ANSWER, chat_template_args=OFF)
+    first = ASKED + EMPTY
+    prompts = [first, f"{first}{SUM}{END}\n{TOOL}{ASSISTANT}{EMPTY}"]
     assert [thinker.decode(prompt) for prompt in engine.prompts] == prompts
-    assert len(outputs) == 2
-    assert outputs[1].messages[-1] == {"role": "assistant", "content": ANSWER}
+    assert output.messages[-1] == {"role": "assistant", "content": ANSWER}
 
     # The length of a prompt is that of what is sent.
     args = Args(max_prompt_tokens=len(engine.prompts[0]), chat_template_args=OFF)
@@ -106,14 +106,16 @@ def test_turned_off_in_every_rendering(thinker):
 
 @pytest.mark.parametrize("said, reasoning, content, calls", [
     (f"{SUM}", f"{SUM}", "", 0),  # the prompt has opened it, and it is never closed
-    (f"hm</think>{SUM}", "hm", "", 1),
+    (f"hm</think>{SUM}", "hm", SUM, 1),  # the template shows no calls, so they stay in the text
     (f"hm</think>now <think>{SUM}", f"hm{SUM}", "now ", 0),  # opened again
-    (f"a</think>b<think>c</think>{SUM}", "a</think>b<think>c", "", 1),  # the last one counts
+    (f"a</think>b<think>c</think>{SUM}", "a</think>b<think>c", SUM, 1),  # the last one counts
 ])  # fmt: skip
 def test_a_block_that_the_prompt_opened(said, reasoning, content, calls, tokenizer):
     other = with_template(tokenizer, DEEPSEEK.strip())
     lines = [said, f"</think>{ANSWER}"][: 1 + calls]
-    (output,), engine = play(other, CALCULATOR, {}, [], *lines)
+    outputs, engine = play(other, CALCULATOR, {}, [], *lines)
+    output = outputs[-1]
+    assert len(outputs) == len(lines)  # the template leaves out what was thought: a fork
     for prompt in engine.prompts:
         assert prompt[-8:] == encode(other, "<think>\n")
     message = output.messages[1]
@@ -165,7 +167,8 @@ def test_a_chat_agent_may_override_it_in_a_request(thinker):
     assert not seen[0].tool_calls
     assert not hasattr(seen[1], "reasoning_content")
     more = f"{ASKED}No{END}\n{ASKED}"
-    prompts = [ASKED, ASKED + EMPTY, more + EMPTY, more]
+    off = f"{ASKED}{EMPTY}No{END}\n{ASKED}{EMPTY}"
+    prompts = [ASKED, ASKED + EMPTY, off, more]
     assert [thinker.decode(prompt) for prompt in engine.prompts] == prompts
     # Reasoning that a client sends with a history is rendered.
     history = [*PROMPT, {"role": "assistant", "content": "2", "reasoning_content": "sum"}]
