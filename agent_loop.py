@@ -327,7 +327,6 @@ POLICY_ROLES = ("assistant", "system")
 TEXT_METHODS = (
     "startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition",
     "rpartition", "replace", "removeprefix", "removesuffix")  # fmt: skip
-NEUTRAL = "xxxxxxxxx"  # spells no control token. Mistral's template wants ids of 9 characters
 
 
 def _edit_message(message, edit, edit_value):
@@ -672,7 +671,7 @@ class Conversation:
         """Returns the ids of a chat, in which no text of the world has become a control token.
 
         Which control tokens the template writes is seen in a neutral chat: the same messages
-        and tools with NEUTRAL in place of each text. Any further one is forged: a text spells
+        and tools with neutral words in place of texts. Any further one is forged: a text spells
         it, perhaps only after the template has changed or joined texts. Such texts are then
         tokenised in pieces, divided where they spell a token, or else everywhere.
 
@@ -689,13 +688,20 @@ class Conversation:
             ids = ids_of(chat, _edit_values(tools, functools.partial(self._edit_value, edit)))
             return ids, [token for token in ids if token in controls]
 
+        words = {}
+
+        def neutral(text):
+            # Equal texts stay equal: Mistral's template compares messages. It also wants ids of
+            # nine characters.
+            return words.setdefault(text, f"x{len(words):08d}")
+
         def divide_tokens(text):
             return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
 
         def divide_everywhere(text):
-            return re.sub(r"(?s:.)", TOKEN_BREAK + r"\g<0>", text)
+            return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
 
-        _, expected = ids_and_controls(lambda text: NEUTRAL)
+        _, expected = ids_and_controls(neutral)
         for edit in (str, divide_tokens, divide_everywhere):
             ids, found = ids_and_controls(edit)
             if found == expected:
