@@ -40,11 +40,13 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import EnumMeta
 from numbers import Real
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 
@@ -1115,7 +1117,7 @@ def expand(ids: list[int], images: Sequence, processor) -> list[int]:
 
 @dataclass
 class ToolResponse:
-    """A tool's answer: text and images (see `open_image`) for the model to read.
+    """A tool's answer: text (see `tool_text`) and images (see `open_image`) for the model to read.
 
     reward and metrics are recorded, and the model does not see them."""
 
@@ -1123,6 +1125,37 @@ class ToolResponse:
     images: list = field(default_factory=list)
     reward: float | None = None
     metrics: dict = field(default_factory=dict)
+
+
+def tool_text(value) -> str:
+    """Returns what the model reads of a value that a tool returned.
+
+    A str stays as it is, None is "", and anything else becomes JSON. Raises TypeError or
+    ValueError if it can't."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=_json_value)
+
+
+def _json_value(value):
+    """Returns a value that `json.dumps` does not know as one that it knows.
+
+    These are dataclasses, pydantic models, enums, sets, dates, and scalars of numpy and torch.
+    Raises TypeError for other types."""
+    from pydantic_core import to_jsonable_python  # installed with vLLM
+
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    # pydantic would decode bytes, and run a generator here, outside of the tool's deadline.
+    if not isinstance(value, (bytes, bytearray, Iterator)):
+        with suppress(ValueError):  # pydantic does not know the type
+            return to_jsonable_python(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(f"the tool returned a {kind}: return text, JSON, or a ToolResponse with images")
 
 
 class Tool:
@@ -1142,7 +1175,7 @@ class Tool:
         """Prepares the tool for one rollout. request_id names the rollout, not the call."""
 
     async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
-        """Returns a str or a ToolResponse, or a tuple (response, reward, metrics)."""
+        """Returns a ToolResponse or its text, or a tuple (response, reward, metrics)."""
         raise TypeError(f"{type(self).__name__} has no execute method")
 
     async def calc_reward(self, request_id: str, **kwargs) -> float:
@@ -1153,31 +1186,172 @@ class Tool:
         """Frees what `create` made for this rollout, even if the rollout failed."""
 
 
+# What the type hints of a tool's arguments may consist of, besides enums.
+JSON_HINTS = [
+    int, float, str, bool, NoneType, Any, list, dict, tuple, ..., Union, UnionType, Literal,
+]  # fmt: skip
+CACHED = type(functools.cache(int))
+
+
+def _json_hint(name: str, hint, types: list):
+    """Returns the type hint of a parameter with a Literal of its values in place of each enum.
+
+    Appends the types that it consists of to `types`. Raises ValueError for one that is neither
+    an enum nor in JSON_HINTS."""
+    origin = get_origin(hint) or hint
+    arguments = get_args(hint)
+    types.append(origin)
+    if isinstance(hint, EnumMeta):
+        return Literal[tuple(each.value for each in hint)]
+    if origin not in JSON_HINTS:
+        raise ValueError(
+            f"its parameter {name!r} has the type hint {hint}; use str, int, float, bool, list, "
+            "dict, tuple, Literal or an enum")
+    if origin is dict and arguments[:1] not in [(), (str,), (Any,)]:
+        types.append(tuple)  # JSON's keys are str: these are converted, as tuples are
+    if origin is Literal or not arguments:
+        return hint
+    container = Union if origin is UnionType else origin
+    return container[tuple(_json_hint(name, each, types) for each in arguments)]
+
+
 class FunctionTool(Tool):
-    """A Python function as a tool. Its type hints and docstring give the schema."""
+    """A Python function as a tool. Its type hints and docstring give the schema.
+
+    Arguments whose hints hold enums or tuples are converted from the model's JSON. Raises
+    BadInput if the function has no schema, or can't be called by it."""
 
     def __init__(self, function: Callable):
+        self.function = function
+        self.adapters = {}  # pydantic's, by the name of the argument that they convert
+        # The function that has the name, the type hints and the docstring.
+        inner = function.func if isinstance(function, functools.partial) else function
+        if not inspect.isroutine(inner):
+            inner = inner.__call__
+        self.name = inner.__name__
+        if self.name == "__call__":
+            self.name = type(inner.__self__).__name__
+        try:
+            self.signature = self._signature()
+            self.schema = self._schema(inner)
+            self._check_calls()
+        except Exception as error:
+            reason = " ".join(str(error).split())[:400]
+            raise BadInput(f"the function {self.name!r} can't be a tool: {reason}") from error
+
+    def _signature(self):
+        """Returns the signature, without arguments that functools.partial gives.
+
+        Raises ValueError if an argument can't be passed by name."""
+        signature = inspect.signature(self.function)
+        parameters = list(signature.parameters.values())
+        if isinstance(self.function, functools.partial):
+            parameters = [each for each in parameters if each.name not in self.function.keywords]
+        for each in parameters:
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                raise ValueError(
+                    f"its parameter `{each}` is {each.kind.description}, but models pass "
+                    "arguments by name; make it an ordinary one, perhaps a list or a dict")
+        return signature.replace(parameters=parameters)
+
+    def _schema(self, inner):
+        """Returns the schema, as `get_json_schema` writes it. Raises ValueError.
+
+        inner: the function that has the name, the type hints and the docstring."""
         from transformers.utils import get_json_schema
 
-        self.function = function
-        self.name = function.__name__
-        self.schema = get_json_schema(function)  # raises if a parameter has no hint or description
+        def stand_in(): ...
 
-    async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
-        return await call(self.function, **arguments, **execute_kwargs)
+        hints = get_type_hints(inner)
+        stand_in.__name__ = self.name
+        stand_in.__doc__ = inner.__doc__ or inspect.getdoc(inner)
+        stand_in.__signature__ = self.signature
+        known = {
+            name: self._known_hint(name, hints[name])
+            for name in self.signature.parameters
+            if name in hints
+        }
+        result = {"return": hints["return"]} if "return" in hints else {}
+        for annotations in known | result, known:  # some types of results have no schema
+            try:
+                stand_in.__annotations__ = annotations
+                return get_json_schema(stand_in)
+            except Exception as error:
+                problem = error
+        raise ValueError(f"{problem} (tools need type hints and a Google-style docstring)")
+
+    def _known_hint(self, name, hint):
+        """Returns the hint of a parameter for `get_json_schema`, and adds its adapter if needed."""
+        types = []
+        json_hint = _json_hint(name, hint, types)
+        if isinstance(self.function, CACHED) and (list in types or dict in types):
+            raise ValueError(f"functools.cache needs a hashable {name!r}, not a list or dict")
+        if tuple in types or any(isinstance(each, EnumMeta) for each in types):
+            from pydantic import TypeAdapter
+
+            self.adapters[name] = TypeAdapter(hint)
+        return json_hint
+
+    def _check_calls(self):
+        """Raises an error if calls with all arguments of the schema can't work."""
+        arguments = dict.fromkeys(self.schema["function"]["parameters"]["properties"])
+        self.signature.bind(**arguments)
+        with suppress(ValueError):  # functools.cache has no signature of its own
+            inspect.signature(self.function, follow_wrapped=False).bind(**arguments)
+        if inspect.isgeneratorfunction(self.function) or inspect.isasyncgenfunction(self.function):
+            raise ValueError("it is a generator, so return a list instead")
+        if isinstance(self.function, CACHED):
+            if inspect.iscoroutinefunction(self.function.__wrapped__):
+                raise ValueError("functools.cache keeps a coroutine, which can run only once")
+
+    async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
+        """Calls the function. execute_kwargs win over the model's arguments.
+
+        Returns a tuple that is no (response, reward, metrics) as a list. Raises ValueError for
+        wrong arguments, and whatever the function raises."""
+        values = arguments | execute_kwargs
+        try:
+            self.signature.bind(**values)
+        except TypeError as error:
+            names = ", ".join(self.signature.parameters) or "none"
+            raise ValueError(f"{self.name}: {error} (its arguments: {names})") from None
+        for name, adapter in self.adapters.items():
+            if name in arguments and name not in execute_kwargs:
+                values[name] = self._converted(name, adapter, values[name])
+        result = await call(self.function, **values)
+        if isinstance(result, tuple):
+            is_triple = len(result) == 3 and isinstance(result[2], (dict, NoneType))
+            if not is_triple and not any(isinstance(each, ToolResponse) for each in result):
+                return list(result)
+        return result
+
+    def _converted(self, name, adapter, value):
+        """Returns an argument of the model as its type. Raises ValueError for the model."""
+        from pydantic import ValidationError
+
+        try:
+            return adapter.validate_json(json.dumps(value))
+        except ValidationError as error:
+            problems = [
+                f"{'.'.join(map(str, [name, *each['loc']]))}: {each['msg']}"
+                for each in error.errors(include_url=False)
+            ]
+            raise ValueError(f"{self.name}: {'; '.join(problems)}") from None
 
 
 _function_tool = functools.cache(FunctionTool)
 
 
 def as_tool(tool: Tool | Callable) -> Tool:
-    """Returns a Tool unchanged, and a function as a Tool (cached).
+    """Returns a Tool unchanged, and a function or another callable object as a Tool (cached).
 
-    Raises BadInput for anything else."""
+    Raises BadInput for anything else, and for a function that can't be a tool."""
     if isinstance(tool, Tool):
         return tool
-    if inspect.isroutine(tool):
+    if inspect.isroutine(tool) or isinstance(tool, functools.partial):
         return _function_tool(tool)
+    if callable(tool) and not isinstance(tool, type):
+        return _function_tool(tool.__call__)  # the object itself may have no hash
     raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
 
 
@@ -1892,6 +2066,10 @@ def _parser_request(schemas):
     )
 
 
+# A tool call that leaves its arguments out, which most parsers do not accept.
+WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
+
+
 def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
     """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
 
@@ -1915,9 +2093,12 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
     if not parsed.tools_called:
         # A start token shows that the model tried to call a tool. Not all parsers have one.
         start = getattr(parser, "tool_call_start_token", None)
-        if start and start in text:
+        if not (start and start in text):
+            return text, []
+        completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
+        if completed == text:
             return text, [malformed]
-        return text, []
+        return parse_tool_calls(completed, parser_name, tokenizer, schemas)
     calls = []
     for parsed_call in parsed.tool_calls:
         function = parsed_call.function
@@ -1932,10 +2113,16 @@ def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]
 
 
 def _parse_arguments(text):
-    """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError."""
+    """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError.
+
+    A call without arguments has {}, even if its text is missing, "", null or '""'."""
+    if not text:
+        return {}
     # `clean` would miss a surrogate that JSON escapes ("\ud83d"), so the text is unescaped first.
     unescaped = json.dumps(json.loads(text), ensure_ascii=False)
     arguments = json.loads(clean(unescaped))
+    if arguments in (None, ""):
+        return {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be a JSON object")
     return arguments
@@ -2186,7 +2373,7 @@ class ToolAgentLoop(AgentLoopBase):
         if images:
             image_tokens(images, self.processor)  # raises if the model does not accept a shape
         return ToolResponse(
-            text=str(response.text),
+            text=tool_text(response.text),
             images=images,
             reward=response.reward if reward is None else reward,
             metrics={**response.metrics, **(metrics or {})},

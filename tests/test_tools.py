@@ -1,0 +1,380 @@
+"""Which functions can be tools, what they are called with, and what the model reads of them."""
+
+import asyncio
+import dataclasses
+import datetime
+import enum
+import functools
+import json
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, TypedDict
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import BaseModel
+from test_agent_loop import END, assert_response, call, play, said_by, task_of, tool_turn
+from transformers.utils import get_json_schema
+
+from agent_loop import (
+    BadInput,
+    LoopArgs,
+    ToolAgentLoop,
+    ToolResponse,
+    as_tool,
+    parse_tool_calls,
+    task_tools,
+)
+from examples import calculator, retool
+
+assert play  # a fixture
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+class Query(BaseModel):
+    text: str
+
+
+class Row(TypedDict):
+    x: int
+
+
+DOC = """Do it.
+
+    Args:
+        x: A thing.
+        y: Another.
+    """
+
+
+def documented(function):
+    function.__doc__ = DOC
+    return function
+
+
+def taking(hint, answer=repr):
+    """Returns a function with an argument x of this type, which returns answer(x)."""
+
+    def show(x):
+        return answer(x)
+
+    show.__annotations__ = {"x": hint}
+    return documented(show)
+
+
+def read(function, **arguments) -> str:
+    """Returns what the model reads if it calls the function. Raises what the call raises."""
+    task = SimpleNamespace(TOOLS=[function])
+    loop = ToolAgentLoop(None, None, None, task, LoopArgs())
+    loop.tools = task_tools(task)
+    (name,) = loop.tools
+    tool_call = {"name": name, "arguments": arguments, "error": None}
+    return asyncio.run(loop.call_tool(SimpleNamespace(request_id="r"), tool_call)).text
+
+
+# ---------------------------------------------------------------- functions
+
+
+@documented
+def pair(x: str, y: int = 2) -> str:
+    return f"{x}{y}"
+
+
+@documented
+async def waits(x: str) -> str:
+    return x
+
+
+class Box:
+    @documented
+    def method(self, x: str):
+        return x
+
+    @staticmethod
+    @documented
+    def static(x: str):
+        return x
+
+
+@dataclasses.dataclass
+class Shout:
+    times: int = 2  # a dataclass has no hash
+
+    @documented
+    async def __call__(self, x: str):
+        return x * self.times
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def names(self: str, request_id: str) -> str:
+    """Show that a tool's arguments may have any name.
+
+    Args:
+        self: A thing.
+        request_id: Another.
+    """
+    return self + request_id
+
+
+WORK = {
+    "method": (Box().method, ["x"], {"x": "a"}, "a"),
+    "static": (Box.static, ["x"], {"x": "a"}, "a"),
+    "Shout": (Shout(), ["x"], {"x": "a"}, "aa"),
+    "pair": (functools.lru_cache(pair), ["x", "y"], {"x": "a"}, "a2"),
+    "waits": (decorated(waits), ["x"], {"x": "a"}, "a"),
+    "names": (names, ["self", "request_id"], {"self": "a", "request_id": "b"}, "ab"),
+}
+PARTIALS = [
+    (functools.partial(pair, "b"), ["y"], {"y": 3}, "b3"),
+    (functools.partial(pair, y=3), ["x"], {"x": "a"}, "a3"),
+    (functools.partial(pair, x="b", y=3), [], {}, "b3"),
+]
+
+
+@pytest.mark.parametrize("name, function, names, arguments, said", [
+    *((name, *case) for name, case in WORK.items()), *(("pair", *case) for case in PARTIALS),
+])  # fmt: skip
+def test_callables_that_work(name, function, names, arguments, said):
+    tool = as_tool(function)
+    assert tool.name == tool.schema["function"]["name"] == name
+    assert [*tool.schema["function"]["parameters"]["properties"]] == names
+    assert as_tool(function) is tool
+    assert read(function, **arguments) == said
+
+
+@documented
+def positional(x: str, /): ...
+
+
+@documented
+def variadic(*x: str): ...
+
+
+@documented
+def keywords(x: str, **rest: str): ...
+
+
+@documented
+def untyped(x): ...
+
+
+def numpy_doc(x: str):
+    """Do it.
+
+    Parameters
+    ----------
+    x : str
+        A thing.
+    """
+
+
+@documented
+def yields(x: str):
+    yield x
+
+
+@documented
+async def yields_later(x: str):
+    yield x
+
+
+@functools.wraps(pair)
+def takes_no_names(*args): ...
+
+
+@functools.wraps(pair)
+def takes_more(database, **kwargs): ...
+
+
+REFUSED = {
+    "positional": (positional, "`x: str` is positional-only"),
+    "variadic": (variadic, r"`\*x: str` is variadic positional.* a list"),
+    "keywords": (keywords, r"`\*\*rest: str` is variadic keyword"),
+    "untyped": (untyped, "Argument x is missing a type hint"),
+    "numpy_doc": (numpy_doc, "no description for the argument 'x'.*Google-style"),
+    "yields": (yields, "generator, so return a list"),
+    "yields_later": (yields_later, "generator, so return a list"),
+    "pair": (takes_no_names, "unexpected keyword argument 'x'"),
+    "pair ": (takes_more, "missing a required argument: 'database'"),
+    "method": (Box.method, "missing a required argument: 'self'"),
+    "show": (functools.cache(taking(list[int])), "hashable 'x'"),
+    "waits": (functools.cache(waits), "coroutine"),
+    "len": (len, "positional-only"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_functions_that_no_call_could_reach(name):
+    function, said = REFUSED[name]
+    with pytest.raises(BadInput, match=f"^the function '{name.strip()}' can't be a tool: .*{said}"):
+        as_tool(function)
+
+
+@pytest.mark.parametrize("tool", [{"type": "function"}, Shout, 3])
+def test_what_is_no_tool(tool):
+    with pytest.raises(BadInput, match="neither a Tool instance nor a function"):
+        as_tool(tool)
+
+
+def test_a_row_names_its_tools():
+    with pytest.raises(BadInput, match=r"\['abacus'\].*\['calculator'\]"):
+        task_tools(task_of(calculator.calculator), {"abacus": {}})
+
+
+def test_what_a_row_gives_a_function(play):
+    """The row's arguments reach the function as they are, in place of the model's."""
+    row = {"extra_info": {"tools_kwargs": {"pair": {"execute_kwargs": {"y": 40}}}}}
+    output, _ = play(call("pair", x="a", y=1), "ok", task=task_of(pair), row=row)
+    assert said_by(output, "tool") == ["a40"]
+
+
+# ---------------------------------------------------------------- type hints
+
+
+@pytest.mark.parametrize("function", [
+    calculator.calculator, retool.code_interpreter, pair, Box().method,
+    *map(taking, [
+        float, str | None, int | list[int], Literal["a", 1], dict[str, list[int]], list, Any,
+        tuple[int, str], dict[int, str], Annotated[int, "n"], list[dict[str, bool | None]],
+    ]),
+])  # fmt: skip
+def test_schemas_are_those_of_transformers(function):
+    assert json.dumps(as_tool(function).schema) == json.dumps(get_json_schema(function))
+
+
+COLOURS = {"type": "string", "enum": ["red", "blue"]}
+
+
+@pytest.mark.parametrize("hint, schema, value, got", [
+    (float, {"type": "number"}, 3, 3),  # JSON's own values are not touched
+    (Colour, COLOURS, "red", Colour.RED),
+    ("Colour", COLOURS, "red", Colour.RED),
+    (Level, {"type": "integer", "enum": [1]}, 1, Level.LOW),
+    (Colour | None, {**COLOURS, "nullable": True}, None, None),
+    (Colour | None, {**COLOURS, "nullable": True}, "blue", Colour.BLUE),
+    (list[Colour], {"type": "array", "items": COLOURS}, ["red"], [Colour.RED]),
+    (dict[str, Colour], {"type": "object", "additionalProperties": COLOURS}, {"a": "red"},
+     {"a": Colour.RED}),
+    (dict[int, bool], {"type": "object", "additionalProperties": {"type": "boolean"}},
+     {"1": True}, {1: True}),
+    (tuple[int, Colour], {"type": "array", "prefixItems": [{"type": "integer"}, COLOURS]},
+     [1, "red"], (1, Colour.RED)),
+])  # fmt: skip
+def test_arguments_become_what_the_hint_names(hint, schema, value, got):
+    function = taking(hint)
+    properties = as_tool(function).schema["function"]["parameters"]["properties"]
+    assert properties == {"x": {**schema, "description": "A thing."}}
+    assert read(function, x=value) == repr(got)
+
+
+@pytest.mark.parametrize("hint", [
+    Point, Query, Row, list[Point], Query | None, dict[str, Row], datetime.date, set[int],
+    np.ndarray, torch.Tensor, object, Literal[Colour.RED], tuple[int, ...],
+])  # fmt: skip
+def test_hints_without_a_schema(hint):
+    said = "^the function 'show' can't be a tool: .*([Uu]se .*list|Literal)"
+    with pytest.raises(BadInput, match=said):
+        as_tool(taking(hint))
+
+
+def test_the_type_of_a_result_needs_no_schema():
+    def everything() -> set[str]:
+        """List all."""
+        return {"a"}
+
+    assert "return" not in as_tool(everything).schema["function"]
+    assert read(everything) == '["a"]'
+
+
+@pytest.mark.parametrize("function, arguments, said", [
+    (pair, {}, r"^pair: missing a required argument: 'x' \(its arguments: x, y\)$"),
+    (pair, {"x": "a", "z": 1}, r"^pair: got an unexpected keyword argument 'z' \(its"),
+    (functools.partial(pair, y=3), {"x": "a", "y": 1}, "^pair: got an unexpected.*'y'"),
+    (taking(Colour), {"x": "green"}, "^show: x: Input should be 'red' or 'blue'$"),
+    (taking(list[Colour]), {"x": ["red", 1]}, "^show: x.1: Input should be 'red' or 'blue'$"),
+    (taking(tuple[int, int]), {"x": ["a"]}, "^show: x.0: .*integer.*; x.1: Field required$"),
+])  # fmt: skip
+def test_wrong_arguments(function, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        read(function, **arguments)
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""'])
+def test_a_call_without_arguments(tokenizer, arguments):
+    text = f'Now. <tool_call>{{"name": "pair"{arguments}}}</tool_call>'
+    _, calls = parse_tool_calls(text, "hermes", tokenizer, [as_tool(pair).schema])
+    assert calls == [{"name": "pair", "arguments": {}, "error": None}]
+
+
+# ---------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("result, text", [
+    ("it's", "it's"),
+    (None, ""),
+    ({"ok": True, "wind": None, "say": ["it's", "é"]},
+     '{"ok": true, "wind": null, "say": ["it\'s", "é"]}'),
+    ([Point(np.int64(1)), Query(text="a")], '[{"x": 1}, {"text": "a"}]'),
+    ((1, "a"), '[1, "a"]'),
+    ((1, 2, 3), "[1, 2, 3]"),
+    (("text", 0.5, {}), "text"),
+    (({"a": 1}, 0.5, None), '{"a": 1}'),
+    (7, "7"),
+    (0.5, "0.5"),
+    (True, "true"),
+    (np.int64(7), "7"),
+    (torch.tensor(0.5), "0.5"),
+    (Colour.RED, '"red"'),
+    ({"days": {datetime.date(2020, 1, 1)}, 1: None}, '{"days": ["2020-01-01"], "1": null}'),
+    (ToolResponse({"a": 1}), '{"a": 1}'),
+    (ToolResponse(None), ""),
+])  # fmt: skip
+def test_what_the_model_reads(result, text):
+    assert read(taking(str, lambda _: result), x="") == text
+
+
+def test_a_reward_is_not_read_as_json():
+    with pytest.raises(ValueError, match="expected 3, got 2"):
+        read(taking(str, lambda _: (ToolResponse("text"), 0.5)), x="")
+
+
+@pytest.mark.parametrize("result, kind", [
+    (b"text", "builtins.bytes"),
+    (np.arange(3), "numpy.ndarray"),
+    ({"a": [torch.zeros(2)]}, "torch.Tensor"),
+    (Image.new("RGB", (2, 2)), "PIL.Image.Image"),
+    ([Image.new("RGB", (2, 2))], "PIL.Image.Image"),
+    ((i for i in "ab"), "builtins.generator"),
+    (object(), "builtins.object"),
+    ({"a": [b"text"]}, "builtins.bytes"),
+    (Point(map(str, "ab")), "builtins.map"),
+    (ToolResponse(b"text"), "builtins.bytes"),
+])  # fmt: skip
+def test_a_result_that_is_neither_text_nor_json(play, result, kind):
+    function = taking(str, lambda _: result)
+    turn = call("show", x="")
+    output, engine = play(turn, "sorry", task=task_of(function))
+    said = f"Error: the tool returned a {kind}: return text, JSON, or a ToolResponse with images"
+    assert_response(output, engine, turn + END, tool_turn(said), "sorry" + END)
+    assert output.metrics["tool_errors"] == 1
