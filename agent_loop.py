@@ -516,7 +516,7 @@ class Conversation:
         self.control = _any_of(token.content for token in controls)
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
-        self.taken = {}  # by the name of a round, see `takes`
+        self.problems = {}  # by the name of a round, see `problem_of`
         self.checked = set()  # the forms of prompts that `check_prompt` has seen
         self.stops = set(stops)
         self.answer_end = self._turn_end(ANSWERS, ASKS)
@@ -762,9 +762,14 @@ class Conversation:
 
     def takes(self, name: str) -> bool:
         """Returns whether the template takes the round of this name."""
-        if name not in self.taken:
-            self.taken[name] = not self.problem_with([ASKS, *ROUNDS[name]])
-        return self.taken[name]
+        return not self.problem_of(name)
+
+    def problem_of(self, name: str) -> str:
+        """Returns why the template does not take the round of this name, or ""."""
+        if name not in self.problems:
+            # Some templates take an answer, and refuse the turn after it.
+            self.problems[name] = self.problem_with([ASKS, *ROUNDS[name], ANSWERS, ASKS])
+        return self.problems[name]
 
     def forks_at(self, name: str) -> bool:
         """Returns whether the template rewrites the history in the round of this name."""
@@ -786,7 +791,7 @@ class Conversation:
         if has_user:
             needed["a user's answer"] = "a user's answer"
         for name, round in needed.items():
-            problem = self.problem_with([ASKS, *ROUNDS[round]])
+            problem = self.problem_of(round)
             if problem:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
