@@ -7,8 +7,9 @@ turns: CPU milliseconds of single turns in a scripted trajectory, without a mode
     and tokenises the messages between two turns. TRL (tool turns only, if it is installed) and
     verl (rewritten here) render a dummy chat for that.
 engine: milliseconds per turn on the real engine, with a tiny model and a simulated user who answers
-    immediately: elapsed time, and CPU time of the executor, of the rest of the engine's thread,
-    and of the agent loops' thread. The executor includes prefill and attention, which must grow.
+    immediately: elapsed time, and CPU time of the model's forward passes, of the rest of the
+    engine's thread, and of the agent loops' thread. Prefill and attention, which must grow with
+    the context, are in the forward passes.
 memory: the outputs of a step, one with --long tokens and 255 with 2,048: the lists that a rank
     receives, and the tensors, which are padded to the longest output.
 """
@@ -23,7 +24,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ sys.path.append(str(common.REPO / "tests"))
 from chat_templates import FAMILIES, stop_ids, tokenizer_for
 
 SHOWN = (1, 2, 10, 50, 100, 200)
+NEAR = 5  # turns, whose median makes a number steadier
 CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}+7"}}}}\n</tool_call>'
 SAID = {
     "tool": CALL,
@@ -59,6 +61,7 @@ class User(Interaction):
         return False, f"No, there are {len(messages)} messages. Try again!", None, {}
 
 
+@cache
 def chat_tokenizer(template: str) -> tuple:
     """Returns (tokenizer, stop token). template: a family, or a file that uses Qwen3's tokens."""
     name = template if template in FAMILIES else "qwen3"
@@ -151,15 +154,17 @@ def trl_suffix(tokenizer):
 
 
 def measure_turns(options: argparse.Namespace) -> Iterator[dict]:
-    """Yields medians of the rounds. growth: the cost of the last turn divided by that of turn 2."""
+    """Yields medians of the rounds and of NEAR turns. growth: of the last one from turn 2 on."""
     turns = [turn for turn in SHOWN if turn <= options.turns]
     print_row("CPU ms of turn", turns, "    growth")
     for template, kind in itertools.product(options.template, SAID):
         play(template, kind, 2)  # warm-up
-        rounds, outputs = zip(*(play(template, kind, options.turns) for _ in range(options.rounds)))
+        n = options.turns + NEAR - 1
+        rounds, outputs = zip(*(play(template, kind, n) for _ in range(options.rounds)))
         for way in rounds[0]:
             costs = [median(seconds) for seconds in zip(*(ways[way] for ways in rounds))]
-            ms = [1e3 * costs[turn - 1] for turn in turns if costs]
+            near = [costs[turn - 1 : turn - 1 + NEAR] for turn in turns if costs]
+            ms = [1e3 * median(seconds) for seconds in near]
             note = f"{ms[-1] / ms[1]:10.2f}" if ms else "   refuses the template"
             if way == "append" and outputs[0] > 1:
                 note += f", {outputs[0]} outputs"
@@ -181,7 +186,7 @@ class FixedTurns(ToolAgentLoop):
 
 
 def start_engine(folder: str, vocab_size: int, options: argparse.Namespace) -> Engine:
-    """Returns an awake engine with a tiny random model, which records its `executor_seconds`."""
+    """Returns an awake engine with a tiny random model, which records its `model_seconds`."""
     window = options.many * (options.tokens + 128)
     common.random_model(folder, vocab_size=vocab_size, max_position_embeddings=window)
     args = train.Args(
@@ -196,17 +201,15 @@ def start_engine(folder: str, vocab_size: int, options: argparse.Namespace) -> E
     engine = Engine(folder, args, torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     train.sync(engine, SimpleNamespace(model=model, dtype=model.dtype), 0)
-    engine.executor_seconds = 0.0
+    engine.model_seconds = 0.0
 
-    def timed(function, *args, **kwargs):
+    def timed(forward, *args, **kwargs):
         started = time.thread_time()
-        result = function(*args, **kwargs)
-        engine.executor_seconds += time.thread_time() - started
+        result = forward(*args, **kwargs)
+        engine.model_seconds += time.thread_time() - started
         return result
 
-    executor = engine.core.engine_core.engine_core.model_executor
-    executor.execute_model = partial(timed, executor.execute_model)
-    executor.sample_tokens = partial(timed, executor.sample_tokens)
+    engine.llm.apply_model(lambda model: setattr(model, "forward", partial(timed, model.forward)))
     return engine
 
 
@@ -215,12 +218,12 @@ async def thread_time() -> float:
 
 
 def roll_out(run, turns: int, step: int, options: argparse.Namespace) -> list[float]:
-    """Returns milliseconds a turn: elapsed, and CPU of executor, rest of the engine, loops."""
+    """Returns milliseconds a turn: elapsed, and CPU of model, rest of the engine, loops."""
 
     def clocks() -> list[float]:
         loops = run.background.submit(thread_time()).result()
-        engine = time.thread_time() - run.engine.executor_seconds
-        return [time.perf_counter(), run.engine.executor_seconds, engine, loops]
+        engine = time.thread_time() - run.engine.model_seconds
+        return [time.perf_counter(), run.engine.model_seconds, engine, loops]
 
     run.engine.core.reset_prefix_cache()
     run.args.max_assistant_turns = turns
@@ -238,13 +241,13 @@ def roll_out(run, turns: int, step: int, options: argparse.Namespace) -> list[fl
 def measure_engine(options: argparse.Namespace) -> Iterator[dict]:
     """Yields medians of the rounds. growth: cost with --many turns divided by that with --few.
 
-    It excludes the executor: once as elapsed time, which includes waits, once as CPU time."""
+    It excludes the model: once as elapsed time, which includes waits, once as CPU time."""
     tokenizers = [chat_tokenizer(template)[0] for template in options.template]
     task = SimpleNamespace(INTERACTIONS=[User()], reward=calculator.reward)
     steps = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         engine = start_engine(folder, max(map(len, tokenizers)), options)
-        print(f"\n{'ms a turn':28}   elapsed  executor    engine     loops   growth: elapsed, CPU")
+        print(f"\n{'ms a turn':28}   elapsed     model    engine     loops   growth: elapsed, CPU")
         for template, tokenizer in zip(options.template, tokenizers):
             run = common.surroundings(engine, task, tokenizer, engine.args)
             roll_out(run, options.few, next(steps), options)  # warm-up
@@ -252,8 +255,8 @@ def measure_engine(options: argparse.Namespace) -> Iterator[dict]:
             for turns in (options.few, options.many):
                 rounds = [roll_out(run, turns, next(steps), options) for _ in range(options.rounds)]
                 ms = [median(part) for part in zip(*rounds)]
-                elapsed, executor, engine_cpu, loops = ms
-                host = elapsed - executor, engine_cpu + loops
+                elapsed, forward, engine_cpu, loops = ms
+                host = elapsed - forward, engine_cpu + loops
                 at_first = at_first or host
                 growth = "".join(f"{late / early:10.2f}" for late, early in zip(host, at_first))
                 yield print_row(f"{short(template)}, {turns} turns", ms, growth)

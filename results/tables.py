@@ -320,8 +320,8 @@ def horizon_turns():
 
 @table
 def horizon_engine():
-    """Pairs: trajectories of few turns, of many. The growth is that of all but the executor."""
-    parts = ("elapsed", "executor", "rest of the engine", "loops")
+    """Pairs: trajectories of few turns, of many. The growth is that of all but the model."""
+    parts = ("elapsed", "model", "rest of the engine", "loops")
     yield "ms a turn", *parts, "growth: elapsed", "CPU"
     for name, run in runs("horizon").items():
         lines = [line for line in run.lines if line["part"] == "engine"]
