@@ -1,0 +1,475 @@
+"""Chat templates of fourteen models, rebuilt in small, with their special tokens and stop ids.
+
+They raise, trim, drop and rewrite like the originals, and write calls, answers, reasoning and
+dates in the same places. Only the fixed instructions about tools are shorter, and gpt-oss gets
+the tools' schemas as JSON instead of TypeScript.
+"""
+
+# ruff: noqa: E501  a line of a template is a line
+
+import copy
+from dataclasses import dataclass
+
+from tokenizers import AddedToken
+
+# Qwen's instructions about tools. They contain the tags of a call.
+QWEN_TOOLS = r"""
+    {{- '# Tools\n\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\n</tools>\n\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+""".strip()
+
+# Consecutive answers of tools share one user turn.
+QWEN_ANSWER = r"""
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+""".strip()
+
+# Adds a default system prompt if the chat has none. Only appends.
+QWEN25 = r"""
+{{- '<|im_start|>system\n' }}
+{{- messages[0].content if messages[0].role == 'system' else 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}
+{%- if tools %}
+    {{- '\n\n' }}
+    QWEN_TOOLS
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) or (m.role == 'assistant' and not m.tool_calls) %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|im_start|>assistant' + ('\n' + m.content if m.content else '') }}
+        {%- for call in m.tool_calls %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif m.role == 'tool' %}
+        QWEN_ANSWER
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# Drops reasoning before the user's last question. The last message always has a think block. If it
+# is empty, it disappears when other messages follow. A content with </think> is split into
+# reasoning and content.
+QWEN3 = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' + (messages[0].content + '\n\n' if messages[0].role == 'system' else '') }}
+    QWEN_TOOLS
+    {{- '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages | length - 1, seen=false) %}
+{%- for m in messages[::-1] %}
+    {%- if not ns.seen and m.role == 'user' and m.content is string and not (m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}
+        {%- set ns.last = loop.revindex0 %}{%- set ns.seen = true %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content if m.content is string else '' %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
+        {%- if m.reasoning_content is not string and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}
+            {{- '<|im_start|>assistant\n<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- '<|im_start|>assistant\n' + content }}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n' if content or not loop.first }}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif m.role == 'tool' %}
+        QWEN_ANSWER
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' + ('<think>\n\n</think>\n\n' if enable_thinking is defined and enable_thinking is false else '') }}
+{%- endif %}
+"""
+
+# Raises for more than one call in a message, and drops the text beside a call. Trims contents,
+# writes tool answers as JSON, and puts the tools into the first user message. The date is constant.
+LLAMA31 = r"""
+{%- if date_string is not defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
+{%- endif %}
+{{- bos_token + '<|start_header_id|>system<|end_header_id|>\n\n' + ('Environment: ipython\n' if tools is not none else '') }}
+{{- 'Cutting Knowledge Date: December 2023\nToday Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}
+{%- if tools is not none %}
+    {%- if not messages %}{{- raise_exception('Cannot put tools in the first user message when there\'s no first user message!') }}{%- endif %}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\nRespond in the format {"name": function name, "parameters": dictionary}.\n\n' }}
+    {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\n\n' }}{%- endfor %}
+    {{- messages[0].content | trim + '<|eot_id|>' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if 'tool_calls' in m %}
+        {%- if m.tool_calls | length != 1 %}{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' }}
+    {%- elif m.role in ('tool', 'ipython') %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\n\n' + (m.content | tojson) + '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
+"""
+
+# The same, but the date is today's.
+LLAMA32 = LLAMA31.replace("= '26 Jul 2024'", "= strftime_now('%d %b %Y')")
+
+# Raises unless roles alternate, so there is no tool role. The system prompt becomes part of the
+# first question. Trims contents. Every question begins with BOS. There is no generation prompt.
+LLAMA2 = r"""
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+    {%- set content = (system if loop.first else '') + m.content %}
+    {%- if m.role == 'user' %}
+        {{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {%- elif m.role == 'system' %}
+        {{- '<<SYS>>\n' + content.strip() + '\n<</SYS>>\n\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + content.strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# Tools stand before the LAST question. The system prompt is written only if the last message is a
+# question, and in that one. Raises unless ids of calls, which are shown, have nine characters.
+# Drops the text beside a call. There is no generation prompt.
+MISTRAL03 = r"""
+{%- set has_system = messages[0].role == 'system' %}
+{%- set system = messages[0].content + '\n\n' if has_system else '' %}
+{%- set messages = messages[1:] if has_system else messages %}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in messages if m.role != 'tool' and not (m.tool_calls is defined and m.tool_calls is not none) %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('After the optional system message, conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools is not none and m == users[-1] %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {{- '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}
+    {%- elif m.tool_calls is defined and m.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (']' + eos_token if loop.last else ', ') }}
+        {%- endfor %}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + m.content | trim + eos_token }}
+    {%- elif m.role == 'tool' %}
+        {%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
+        {{- '[TOOL_RESULTS] {"content": ' + m.content | string + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported, with the exception of an initial optional system message!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# Raises unless roles alternate: no system prompt, no tool role. There is no generation prompt.
+MISTRAL01 = r"""
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+    {%- if m.role == 'user' %}
+        {{- '[INST] ' + m.content + ' [/INST]' }}
+    {%- elif m.role == 'assistant' %}
+        {{- m.content + eos_token }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# Raises for a system prompt, and unless roles alternate. Trims contents.
+GEMMA2 = r"""
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
+"""
+
+# The same, but the system prompt becomes part of the first question.
+GEMMA3 = r"""
+{{- bos_token }}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = (messages[0].content if messages[0].content is string else messages[0].content[0].text) + '\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (system if loop.first else '') }}
+    {%- if m.content is string %}
+        {{- m.content | trim }}
+    {%- else %}
+        {%- for part in m.content %}{{- '<start_of_image>' if part.type == 'image' else part.text | trim }}{%- endfor %}
+    {%- endif %}
+    {{- '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
+"""
+
+# Silently drops tools, calls and messages of tools. Without a generation prompt, the chat ends with
+# EOS, which disappears when messages follow.
+PHI3 = r"""
+{%- for m in messages if m.role in ('system', 'user', 'assistant') %}{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}
+{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}
+"""
+
+# Drops all reasoning. Writes calls only if the content is None, and raises unless their arguments
+# are strings. There is no generation prompt after a tool's answer. Only the last system prompt is
+# written. The generation prompt opens the reasoning.
+DEEPSEEK_R1 = r"""
+{%- set ns = namespace(called=false, answering=false, answered=false, system='') %}
+{%- for m in messages if m.role == 'system' %}{%- set ns.system = m.content %}{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- set ns.answering = false %}
+        {{- '<｜User｜>' + m.content }}
+    {%- elif m.role == 'assistant' and m.content is none %}
+        {%- set ns.answering = false %}
+        {%- for call in m.tool_calls %}
+            {{- '\n' if ns.called else '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\n```json\n' + call.function.arguments + '\n```<｜tool▁call▁end｜>' }}
+            {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' if ns.called }}
+            {%- set ns.called = true %}
+        {%- endfor %}
+    {%- elif m.role == 'assistant' %}
+        {{- '<｜tool▁outputs▁end｜>' + m.content if ns.answering else '<｜Assistant｜>' + m.content.split('</think>')[-1] }}
+        {{- '<｜end▁of▁sentence｜>' }}
+        {%- set ns.answering = false %}
+    {%- elif m.role == 'tool' %}
+        {{- '\n' if ns.answered else '<｜tool▁outputs▁begin｜>' }}
+        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+        {%- set ns.answering = true %}{%- set ns.answered = true %}
+    {%- endif %}
+{%- endfor %}
+{{- '<｜tool▁outputs▁end｜>' if ns.answering }}
+{{- '<｜Assistant｜><think>\n' if add_generation_prompt and not ns.answering }}
+"""
+
+# No token ends a turn: the marker of the next message does. Every turn has a think block, which is
+# empty before the user's last question. Trims contents. The newline after the assistant's marker is
+# not part of the generation prompt.
+GLM4 = r"""
+{{- '[gMASK]<sop>' }}
+{%- if tools %}
+    {{- '<|system|>\n# Tools\n\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + (tool | tojson(ensure_ascii=False)) }}{%- endfor %}
+    {{- '\n</tools>\n\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n</tool_call>' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content | string %}
+    {%- if m.role == 'user' %}
+        {{- '<|user|>\n' + content + ('/nothink' if enable_thinking is defined and not enable_thinking and not content.endswith('/nothink') else '') }}
+    {%- elif m.role == 'assistant' %}
+        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
+        {%- if m.reasoning_content is not string and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|assistant|>\n<think>' + (reasoning.strip() if loop.index0 > ns.last else '') + '</think>' + ('\n' + content.strip() if content.strip() else '') }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n<tool_call>' + call.function.name + '\n' }}
+            {%- for key, value in call.function.arguments.items() %}{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' + (value if value is string else value | tojson(ensure_ascii=False)) + '</arg_value>\n' }}{%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}
+        {{- '<|observation|>' if loop.first or loop.previtem.role != 'tool' }}
+        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
+    {%- elif m.role == 'system' %}
+        {{- '<|system|>\n' + content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' + ('\n<think></think>' if enable_thinking is defined and not enable_thinking else '') }}{%- endif %}
+"""
+
+# Silently drops tools and calls, and accepts any role.
+CHATML = r"""
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# The same, with a default system prompt if the chat has none.
+SMOLLM2 = r"""
+{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{%- endif %}
+""" + CHATML.lstrip("\n")
+
+# A call ends with <|call|>, the last answer with <|return|>, an earlier one with <|end|>. Silently
+# drops all calls of a message but the first. Reads reasoning from `thinking`, and drops it except
+# beside a call that no answer follows. A tool's answer gets the name of the last call: raises if
+# there is none. Raises for channel tokens in texts. Tool answers are JSON. The date is today's.
+GPT_OSS = r"""
+{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: ' + strftime_now('%Y-%m-%d') }}
+{{- '\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message.' }}
+{{- ('\nCalls to these tools must go to the commentary channel: \'functions\'.' if tools else '') + '<|end|>' }}
+{%- set developer = messages[0].content if messages[0].role in ('system', 'developer') else '' %}
+{%- set messages = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
+{%- if developer or tools %}
+    {{- '<|start|>developer<|message|>' + ('# Instructions\n\n' + developer + '\n\n' if developer else '') }}
+    {%- if tools %}
+        {{- '# Tools\n\n## functions\n\nnamespace functions {\n\n' }}
+        {%- for tool in tools %}{{- (tool.function | tojson) + '\n\n' }}{%- endfor %}
+        {{- '} // namespace functions' }}
+    {%- endif %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set ns = namespace(name=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- for key in ('content', 'thinking') if key in m and ('<|channel|>analysis<|message|>' in m[key] or '<|channel|>final<|message|>' in m[key]) %}
+            {{- raise_exception('You have passed a message containing <|channel|> tags in the ' + key + ' field.') }}
+        {%- endfor %}
+        {%- if 'tool_calls' in m %}
+            {%- set ns.answers = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | selectattr('tool_calls', 'undefined') | list %}
+            {%- if m.content and m.thinking %}{{- raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}{%- endif %}
+            {%- if (m.content or m.thinking) and not ns.answers %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}{%- endif %}
+            {%- set ns.name = m.tool_calls[0].function.name %}
+            {{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}
+        {%- elif loop.last and not add_generation_prompt %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' if 'thinking' in m }}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+            {%- set ns.name = none %}
+        {%- endif %}
+    {%- elif m.role == 'tool' %}
+        {%- if ns.name is none %}{{- raise_exception('Message has tool role, but there was no previous assistant message with a tool call!') }}{%- endif %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + (m.content | tojson) + '<|end|>' }}
+    {%- elif m.role == 'user' %}
+        {{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model's template and tokens. Fields with several tokens separate them by blanks.
+
+    special: special tokens. markup: added tokens that are not special, so that decoding keeps
+    them. stops: what generation_config.json lists as eos_token_id. call_end, answer_end: the token
+    that the policy samples at the end of a turn with calls and of one without."""
+
+    template: str
+    special: str
+    eos: str
+    stops: str
+    answer_end: str
+    call_end: str
+    bos: str = ""
+    markup: str = ""
+
+
+def family(template, special, stops, answer_end="", call_end="", eos="", bos="", markup=""):
+    """Returns a Family. The first stop is by default the EOS token, which ends all turns."""
+    template = template.replace("QWEN_TOOLS", QWEN_TOOLS).replace("QWEN_ANSWER", QWEN_ANSWER)
+    eos = eos or stops.split()[0]
+    answer_end = answer_end or eos
+    call_end = call_end or answer_end
+    return Family(template.strip(), special, eos, stops, answer_end, call_end, bos, markup)
+
+
+IM = "<|endoftext|> <|im_start|> <|im_end|>"
+CALL = "<tool_call> </tool_call>"
+LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
+LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
+MISTRAL3 = "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
+GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn>"
+
+FAMILIES = {
+    "qwen2.5": family(QWEN25, IM, "<|im_end|> <|endoftext|>", markup=CALL),
+    "qwen3": family(
+        QWEN3,
+        IM,
+        "<|im_end|> <|endoftext|>",
+        markup=CALL + " <tool_response> </tool_response> <think> </think>",
+    ),
+    "llama3.1": family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
+    "llama3.2": family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
+    "llama2": family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
+    "mistral0.3": family(MISTRAL03, "<s> </s> " + MISTRAL3, "</s>", bos="<s>"),
+    "mistral0.1": family(MISTRAL01, "<s> </s>", "</s>", bos="<s>"),
+    "gemma2": family(GEMMA2, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
+    "gemma3": family(
+        GEMMA3, GEMMA + " <start_of_image>", "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"
+    ),
+    "phi3": family(
+        PHI3,
+        "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>",
+        "<|endoftext|> <|assistant|> <|end|>",
+        "<|end|>",
+        bos="<s>",
+    ),
+    "deepseek-r1": family(
+        DEEPSEEK_R1,
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        bos="<｜begin▁of▁sentence｜>",
+        markup="<｜User｜> <｜Assistant｜> <think> </think>",
+    ),
+    "glm4": family(
+        GLM4,
+        "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> /nothink",
+        "<|endoftext|> <|user|> <|observation|>",
+        "<|user|>",
+        "<|observation|>",
+        markup=CALL
+        + " <think> </think> <tool_response> </tool_response>"
+        + " <arg_key> </arg_key> <arg_value> </arg_value>",
+    ),
+    # A base model, whose EOS token is not the token that ends a turn in the template.
+    "chatml-base": family(CHATML, IM, "<|endoftext|>", "<|im_end|>"),
+    "smollm2": family(SMOLLM2, IM, "<|im_end|>"),
+    "gpt-oss": family(
+        GPT_OSS,
+        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>",
+        "<|return|> <|endoftext|> <|call|>",
+        call_end="<|call|>",
+    ),
+}
+
+
+def tokenizer_for(name: str, base_tokenizer):
+    """Returns a copy of a byte-level tokenizer with the template and the tokens of a family."""
+    of = FAMILIES[name]
+    tokenizer = copy.deepcopy(base_tokenizer)
+    for tokens, special in ((of.special, True), (of.markup, False)):
+        added = [AddedToken(token, special=special, normalized=False) for token in tokens.split()]
+        tokenizer.add_tokens(added)
+    tokenizer.eos_token = of.eos
+    if of.bos:
+        tokenizer.bos_token = of.bos
+    tokenizer.chat_template = of.template
+    return tokenizer
+
+
+def stop_ids(name: str, tokenizer) -> list[int]:
+    """Returns the ids that the family's generation_config.json lists as eos_token_id."""
+    return tokenizer.convert_tokens_to_ids(FAMILIES[name].stops.split())
