@@ -535,14 +535,14 @@ class Conversation:
     ) -> str:
         """Returns a chat as the template writes it. Raises whatever the template raises."""
         return self.tokenizer.apply_chat_template(
-            [self._as_shown(message) for message in messages],
+            [self.as_shown(message) for message in messages],
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
 
-    def _as_shown(self, message):
+    def as_shown(self, message: dict) -> dict:
         """Returns a message in the form in which the template shows all of it, if there is one.
 
         Reasoning goes into the content, if the template does not know reasoning_content. Calls
@@ -758,7 +758,7 @@ class Conversation:
         """Whether the template takes two calls in a turn, and their answers."""
         if self.shows_calls_beside(""):
             return self.takes("two calls in a turn")
-        return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1)])
+        return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
 
     def takes(self, name: str) -> bool:
         """Returns whether the template takes the round of this name."""
@@ -774,8 +774,9 @@ class Conversation:
     def forks_at(self, name: str) -> bool:
         """Returns whether the template rewrites the history in the round of this name."""
         chat, _ = _dry_chat([ASKS, *ROUNDS[name]])
+        stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
         try:
-            self._suffix_ids(chat[:2], chat[2:], None, [DRY_TOOL])
+            self._suffix_ids(chat[:2], chat[2:], stop, [DRY_TOOL])
         except RewritesHistory:
             return True
         return False
@@ -2145,6 +2146,17 @@ def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
     ]
 
 
+def _as_user(messages):
+    """Returns one user message with the contents of several messages."""
+    contents = [message["content"] for message in messages]
+    if all(isinstance(content, str) for content in contents):
+        return {"role": "user", "content": "\n".join(contents)}
+    parts = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {"role": "user", "content": parts}
+
+
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """Turns of sampling, tool calls and simulated users: a state machine, as in verl.
@@ -2306,8 +2318,9 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
-        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
-            messages = [{"role": "user", "content": each["content"]} for each in messages]
+        shown = self.talk.as_shown(trajectory.messages[-1])
+        if "tool_calls" not in shown and not self.talk.takes(MALFORMED):
+            messages = [_as_user(messages)]
         return self.answer(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):

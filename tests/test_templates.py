@@ -1,16 +1,18 @@
-"""Turns under chat templates like those of Qwen3, Llama-3.1, Mistral and gpt-oss.
+"""Conversations under the chat templates of fifteen models (tests/chat_templates.py).
 
-Where a template only appends, a rollout is one token sequence. Where it rewrites the history, the
-rollout forks: Qwen3 drops earlier reasoning, Mistral moves the tools to the last user message, and
-gpt-oss closes an old answer with another token.
+A rollout is what the whole chat is when it is rendered at once; or it forks, where a template
+rewrites the history; or the template is refused before the run.
 """
-
-# ruff: noqa: E501  a line of a template is a line
 
 import asyncio
 import copy
+import random
+import re
+from types import SimpleNamespace
 
+import chat_templates
 import pytest
+from chat_templates import FAMILIES
 from conftest import HANGS, too_late
 from test_agent_loop import (
     ANSWER,
@@ -25,127 +27,39 @@ from test_agent_loop import (
     quiz_row,
     quiz_task,
 )
-from tokenizers import AddedToken
 
-from agent_loop import Demonstration, LoopArgs, SingleTurnLoop, as_tool, render, turn_suffix
+from agent_loop import (
+    ASKS,
+    ROUNDS,
+    BadInput,
+    Conversation,
+    Demonstration,
+    LoopArgs,
+    SingleTurnLoop,
+    _dry_chat,
+    as_tool,
+    conversation,
+    render,
+    turn_suffix,
+)
 from examples import calculator
+from flatrl.rows import check_tokenizer
 
-# Reasoning stays in what follows the last question of a user; an empty block where it is turned off.
-QWEN3 = r"""
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' }}{%- endif %}
-        {{- m.content.lstrip('\n') }}
-        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}
-"""
-
-# No newline after a turn, contents trimmed, one tool call a message, results from "ipython".
-LLAMA31 = r"""
-{{- '<|begin_of_text|>' }}
-{%- for m in messages %}
-    {%- if m.tool_calls %}
-        {%- if m.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' + (m.tool_calls[0].function | tojson) + '<|eot_id|>' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
-"""
-
-# No generation prompt; ids of calls have nine characters and are shown; the tools stand before the LAST user message.
-MISTRAL = r"""
-{{- '<s>' }}
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {%- if tools and loop.index0 == ns.last %}{{- '[AVAILABLE_TOOLS]' + (tools | length | string) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-        {{- '[INST]' + m.content + '[/INST]' }}
-    {%- elif m.tool_calls %}
-        {{- '[TOOL_CALLS]' }}
-        {%- for c in m.tool_calls %}
-            {%- if c.id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
-            {{- c.function.name + (c.function.arguments | tojson) + c.id }}
-        {%- endfor %}
-        {{- '</s>' }}
-    {%- elif m.role == 'tool' %}
-        {%- if m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
-        {{- '[TOOL_RESULTS]' + m.content + m.tool_call_id + '[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- m.content + '</s>' }}
-    {%- endif %}
-{%- endfor %}
-"""
-
-# Calls end with <|call|>, the last answer with <|return|>, an earlier one with <|end|>.
-GPT_OSS = r"""
-{%- for m in messages %}
-    {%- if m.tool_calls %}
-        {{- '<|start|>assistant to=' + m.tool_calls[0].function.name + '<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}
-    {%- elif m.role == 'tool' %}
-        {{- '<|start|>functions.' + m.name + ' to=assistant<|message|>' + m.content + '<|end|>' }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
-    {%- else %}
-        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
-"""
-
-# template, its special tokens, the token that ends a call and the one that ends an answer, how
-# often `test_tool_turns_and_user_turns` forks
-FAMILIES = {
-    "qwen3": (QWEN3, "", "<|im_end|>", "<|im_end|>", 1),
-    "llama3.1": (
-        LLAMA31,
-        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
-        "<|eot_id|>",
-        "<|eot_id|>",
-        0,
-    ),
-    "mistral": (
-        MISTRAL,
-        "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]",
-        "</s>",
-        "</s>",
-        1,
-    ),
-    "gpt-oss": (
-        GPT_OSS,
-        "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|>",
-        "<|call|>",
-        "<|return|>",
-        2,
-    ),
-}
 ONE_ANSWER = (True, "", 0.5, {})
 AGAIN = (False, "And again?", 0.25, {})
 
 
-@pytest.fixture(params=list(FAMILIES))
+# How often `test_tool_turns_and_user_turns` forks. Mistral's template wants users and assistants to
+# take turns: the answer to a call after a thought is a user's.
+FORKS = {"qwen3": 1, "llama3.1": 0, "mistral0.3": 2, "gpt-oss": 1, "glm4": 1}
+
+
+@pytest.fixture(params=list(FORKS))
 def family(request, tokenizer):
-    template, special, call_end, answer_end, forks = FAMILIES[request.param]
-    other = with_template(tokenizer, template.strip())
-    other.add_tokens([AddedToken(x, special=True, normalized=False) for x in special.split()])
-    other.eos_token = answer_end
-    return other, call_end, answer_end, forks
+    """Returns a tokenizer, the tokens that end a call and an answer, and the number of forks."""
+    of = FAMILIES[request.param]
+    other = chat_templates.tokenizer_for(request.param, tokenizer)
+    return other, of.call_end, of.answer_end, FORKS[request.param]
 
 
 def with_template(tokenizer, template: str):
@@ -156,7 +70,7 @@ def with_template(tokenizer, template: str):
 
 @pytest.fixture
 def qwen3(tokenizer):
-    return with_template(tokenizer, QWEN3.strip())
+    return chat_templates.tokenizer_for("qwen3", tokenizer)
 
 
 def as_list(outputs) -> list:
@@ -184,6 +98,70 @@ def sampled_turns(output) -> list[tuple[list[int], list[int]]]:
         ids.append(token)
         was_sampled = is_sampled
     return turns
+
+
+# ---------------------------------------------------------------- the whole chat at once
+
+WITHOUT_TOOLS = ("llama2", "mistral0.1", "gemma2", "gemma3", "phi3")
+
+
+def talk_of(name, tokenizer) -> Conversation:
+    other = chat_templates.tokenizer_for(name, tokenizer)
+    return conversation(other, chat_templates.stop_ids(name, other))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
+    """The policy says each turn as the template writes it. Empty blocks of thought may stay."""
+    talk = talk_of(name, tokenizer)
+    loop = SingleTurnLoop(None, talk.tokenizer, None, None, LoopArgs(max_response_tokens=10**6))
+    player = Demonstration([], loop, talk.stops)
+    names = [each for each in ROUNDS if talk.takes(each)]
+    if name in ("qwen3", "glm4"):
+        names.append("reasoning")  # which they drop with the next question
+    rounds = [ROUNDS[each] for each in names]
+    random_numbers = random.Random(seed)
+    chat, _ = _dry_chat([ASKS, *sum(random_numbers.choices(rounds, k=8), ())])
+    trajectory = loop.start({"prompt": chat[:1]})
+    n_appended = 0
+    n = 1
+    while n < len(chat):
+        ids = player.turn_ids(chat[n])
+        if talk.tokenizer.decode(trajectory.engine_ids).endswith("<think>\n"):
+            ids = encode(talk.tokenizer, "</think>") + ids
+        trajectory.add_given(ids)
+        trajectory.stop = ids[-1]
+        trajectory.messages.append(chat[n])
+        n += 1
+        new = []
+        while n < len(chat) and chat[n]["role"] != "assistant":
+            new.append(chat[n])
+            n += 1
+        assert loop.append(trajectory, new, None, talk.stops)
+        n_appended += "forks" not in trajectory.metrics
+        ids = [talk.tokenizer.decode(trajectory.engine_ids), talk.text(chat[:n], None, True)]
+        fed, whole = (re.sub(r"<think>\s*</think>(\n\n)?", "", text) for text in ids)
+        assert fed == whole
+    assert n_appended or name in ("gpt-oss", "qwen3", "glm4")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_dry_conversation_tells(name, tokenizer):
+    talk = talk_of(name, tokenizer)
+    of = FAMILIES[name]
+    assert talk.tokenizer.decode([talk.answer_end]) == of.answer_end
+    if talk.call_end is not None:
+        assert talk.tokenizer.decode([talk.call_end]) == of.call_end
+    assert talk.is_local
+    assert talk.writes_date == (name in ("llama3.2", "gpt-oss"))
+    task = SimpleNamespace(TOOLS=[calculator.calculator])
+    row = {"prompt": PROMPT}
+    if name in WITHOUT_TOOLS:
+        with pytest.raises(BadInput, match="chat template does not take a tool's answer: it "):
+            check_tokenizer(talk.tokenizer, talk.tokenizer, row, task)
+    else:
+        check_tokenizer(talk.tokenizer, talk.tokenizer, row, task)
 
 
 def test_tool_turns_and_user_turns(family):
@@ -233,12 +211,13 @@ def test_the_suffix_is_the_templates_text_behind_the_end_of_turn(family):
         {"role": "assistant", "content": "", "tool_calls": calls},
     ]
     new = [{"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"}]
-    suffix = turn_suffix(other, asked, new, {stop}, ended=True, tools=[{}])
-    how = dict(tools=[{}], tokenize=False)
+    schemas = [as_tool(calculator.calculator).schema]
+    suffix = turn_suffix(other, asked, new, {stop}, ended=True, tools=schemas)
+    how = dict(tools=schemas, tokenize=False)
     rendered = other.apply_chat_template(asked + new, add_generation_prompt=True, **how)
-    start = rendered.index(call_end, rendered.index("1+1\"")) + len(call_end)
+    start = rendered.index(call_end, rendered.rindex("1+1")) + len(call_end)
     assert other.decode(suffix) == rendered[start:]
-    cut = turn_suffix(other, asked, new, {stop}, ended=False, tools=[{}])
+    cut = turn_suffix(other, asked, new, {stop}, ended=False, tools=schemas)
     assert cut == [stop, *suffix]
 
 
@@ -268,7 +247,8 @@ def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family
         text = other.apply_chat_template([*PROMPT, message], tokenize=False)
         assert text.startswith(before)
         ids = player.turn_ids(message)
-        assert other.decode(ids) == text.removeprefix(before).rstrip("\n")
+        written = text.removeprefix(before).rstrip("\n").removesuffix(end)
+        assert other.decode(ids) == written + end
         assert ids[-1] == other.convert_tokens_to_ids(end)
 
 
@@ -277,7 +257,7 @@ def test_a_fork_without_room_for_a_reply_ends_the_rollout(qwen3, room):
     question = "And again? " * 30
     history = [*PROMPT, {"role": "assistant", "content": ANSWER}]
     needed = len(render(qwen3, [*history, {"role": "user", "content": question}]))
-    words = "<think>long</think>\n" + ANSWER
+    words = "<think>long</think>" + ANSWER
     if room == "budget":  # it counts what was sampled before the fork
         flags = {"max_response_tokens": len(encode(qwen3, words + "<|im_end|>"))}
     else:

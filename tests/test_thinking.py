@@ -26,7 +26,7 @@ from test_agent_loop import (
     quiz_task,
     task_of,
 )
-from test_templates import AGAIN, ONE_ANSWER, QWEN3, play, with_template
+from test_templates import AGAIN, ONE_ANSWER, play, with_template
 from tokenizers import AddedToken
 
 from agent_loop import BadInput, render
@@ -34,6 +34,31 @@ from data import filter_overlong
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop
 from train import Args, check_args, parse_args
+
+# Qwen3's: reasoning stays in what follows the last question of a user; an empty block where it is
+# turned off.
+QWEN3 = r"""
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set reasoning = m.reasoning_content if m.reasoning_content is string else '' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' }}{%- endif %}
+        {{- m.content.lstrip('\n') }}
+        {%- for c in m.tool_calls or [] %}{{- '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}{%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
 
 # DeepSeek's: the prompt opens the block, and what was thought before is cut out of the content.
 DEEPSEEK = r"""

@@ -8,8 +8,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from chat_templates import FAMILIES
 from test_agent_loop import PROMPT, ROW, Notes, Script, call, encode, task_of
-from test_templates import MISTRAL, QWEN3, play
+from test_templates import play
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,13 +20,13 @@ from flatrl.chat.client import ChatAgentLoop
 # template, special tokens, added tokens that are not special, end of a turn
 FORMS = {
     "qwen": (
-        QWEN3,
+        FAMILIES["qwen3"].template,
         "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|>",
         "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think> <|fim_prefix|>",
         "<|im_end|>",
     ),
     "mistral": (
-        MISTRAL,
+        FAMILIES["mistral0.3"].template,
         "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [IMG]"
         " [TOOL_RESULTS] [/TOOL_RESULTS]",
         "",
@@ -150,7 +151,7 @@ def test_a_rows_prompt_is_trusted_and_so_is_a_text_without_special_tokens(form):
     assert len(controls_in(form, render(form, prompt))) == 1 + n
     assert render(form, prompt) == plain(prompt)
     for content in ("plain", "two\n\nlines Tools", "<|im_", "[", "a < b", "ÄÖ 漢字 🙂", "▁▁"):
-        chat = [*PROMPT, user(content)]
+        chat = [*PROMPT, assistant("ok"), user(content)]
         assert render(form, chat, None, PROMPT) == plain(chat), content
 
 
