@@ -297,6 +297,54 @@ def host():
 
 
 @table
+def horizon_turns():
+    """Of the latest run, beside turn 200 of the run before the change."""
+    turns = (2, 10, 50, 100, 200)
+    yield "CPU ms of turn", *map(str, turns), "200 before", "TRL", "verl"
+
+    def costs(run: Run) -> dict[str, dict[int, float]]:
+        lines = [line for line in run.lines if line["part"] == "turns" and line["numbers"]]
+        return {line["label"]: dict(zip(line["turns"], line["numbers"])) for line in lines}
+
+    known = runs("horizon")
+    before = costs(known["before"])
+    *_, now = map(costs, known.values())
+    for label, ms in now.items():
+        what, _, way = label.partition(": ")
+        if way == "append":
+            others = [now.get(f"{what}: {side}", {}) for side in ("TRL", "verl")]
+            cells = [ms[turn] for turn in turns]
+            cells += [before[label][200], *(other.get(200) for other in others)]
+            yield what, *("" if cell is None else f"{cell:.1f}" for cell in cells)
+
+
+@table
+def horizon_engine():
+    """Pairs: trajectories of few turns, of many. The growth is that of all but the model."""
+    parts = ("elapsed", "model", "rest of the engine", "loops")
+    yield "ms a turn", *parts, "growth: elapsed", "CPU"
+    for name, run in runs("horizon").items():
+        lines = [line for line in run.lines if line["part"] == "engine"]
+        for few, many in zip(lines[::2], lines[1::2], strict=True):
+            pairs = [*zip(few["numbers"], many["numbers"], strict=True)]
+            waiting = [line[0] - line[1] for line in zip(*pairs, strict=True)]
+            busy = [line[2] + line[3] for line in zip(*pairs, strict=True)]
+            label = f"{name}: {few['label']}".removesuffix("turns") + "and "
+            label += many["label"].partition(", ")[2]
+            growth = [f"{late / early:.1f}" for early, late in (waiting, busy)]
+            yield label, *(f"{early:.1f}, {late:.1f}" for early, late in pairs), *growth
+
+
+@table
+def horizon_memory():
+    yield "256 outputs", "MB", "bytes a token"
+    for name, run in runs("horizon").items():
+        for line in run.lines:
+            if line["part"] == "memory":
+                yield f"{name}: {line['label']}", *(f"{x:.0f}" for x in line["numbers"])
+
+
+@table
 def models():
     yield "architecture", "engine and trainer", "mean", "max"
     for line in runs("models")["models"].lines:

@@ -33,6 +33,21 @@ RUNS = {
             r"\| agree \| tiny \| 16 tokens, a sync, 24 \| mean #, max # over 40 tokens",
         ],
     ),
+    "horizon": (
+        [
+            *"--template qwen2.5 --turns 10 --few 2 --many 4 --trajectories 2".split(),
+            *"--rounds 1 --long 4096 --out FOLDER/horizon.jsonl".split(),
+            *ENGINE,
+        ],
+        [
+            r"qwen2\.5 tool: append +# +# +# +#$",
+            *[r"qwen2\.5 tool: TRL +# +# +# +#$"] * TRL,
+            r"qwen2\.5 reasoning: verl +# +# +# +#$",
+            r"qwen2\.5, 4 turns +# +# +# +# +# +#$",
+            "256 outputs of 526,336 tokens, the longest of 4,096",
+            "tensors +# +#",
+        ],
+    ),
     "models": (["qwen2"], [r"\| qwen2 \| agrees \| # \| # \|"]),
     "plan": (["--model", "0.5B"], ["total +# +# +# +# +# +#$", "it fits"]),
     "rollout": (
