@@ -779,6 +779,8 @@ class Conversation:
             self._suffix_ids(chat[:2], chat[2:], stop, [DRY_TOOL])
         except RewritesHistory:
             return True
+        except Exception:  # the template does not take this round
+            return False
         return False
 
     def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
@@ -901,6 +903,9 @@ class Conversation:
     @functools.cached_property
     def writes_date(self) -> bool:
         """Whether the template writes today's date."""
+        variables = getattr(self.tokenizer.apply_chat_template, "keywords", {})
+        if "strftime_now" in variables:  # see `with_template_variables`
+            return False
         chat, _ = _dry_chat([ASKS])
         with suppress(Exception):
             return "today" in self.text(chat, strftime_now=lambda form: "today")
@@ -922,6 +927,7 @@ class Conversation:
     def _is_local_in(self, rounds):
         """Returns whether the suffix of the last round depends on the `Recent` part alone."""
         chat, _ = _dry_chat([ASKS, *itertools.chain(*rounds)])
+        chat[len(chat) // 3]["content"] += " and so on" * 100  # a template may look for long texts
         n_new = len(rounds[-1]) - 1
         history, new = chat[:-n_new], chat[-n_new:]
         part = Recent(self.kind).update(history)

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +130,15 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     )
     if tokenizer.chat_template:
         variables = getattr(args, "chat_template_args", "{}")
-        ids |= conversation(with_template_variables(tokenizer, variables), ids).stops
+        stops = conversation(with_template_variables(tokenizer, variables), ids).stops
+        if stops > ids:
+            names = ", ".join(tokenizer.decode([token]) for token in sorted(stops - ids))
+            warnings.warn(
+                f"the chat template ends a turn with {names}, which the tokenizer and "
+                "generation_config.json do not list as an end: it ends turns now, too",
+                stacklevel=2,
+            )
+        ids = stops
     return sorted(ids)
 
 

@@ -352,6 +352,40 @@ def models():
         yield line["name"], line["verdict"], *numbers
 
 
+@table
+def templates():
+    """What dry conversations tell of the templates in tests/chat_templates.py. Not recorded."""
+    sys.path[:0] = [str(REPO), str(REPO / "tests")]
+    import chat_templates
+
+    from agent_loop import MALFORMED, ROUNDS, conversation
+    from examples.tiny_models import make_tokenizer
+
+    yield "template", "a turn ends with", "tools", "reasoning", "forks at", "writes the date"
+    for name in chat_templates.FAMILIES:
+        tokenizer = chat_templates.tokenizer_for(name, make_tokenizer())
+        talk = conversation(tokenizer, chat_templates.stop_ids(name, tokenizer))
+        ends = dict.fromkeys(end for end in (talk.answer_end, talk.call_end) if end is not None)
+        shows_calls = talk.shows_calls_beside("")
+        if not talk.takes("a tool's answer" if shows_calls else MALFORMED):
+            tools = "refused"
+        elif not shows_calls:
+            tools = "calls stay text"
+        else:
+            tools = "several calls" if talk.takes_two_calls else "one call a turn"
+        shown = "apart" if talk.shows_reasoning else "in the text"
+        forks = [each for each in ROUNDS if tools != "refused" or ROUNDS[each][1]["role"] == "user"]
+        forks = [each for each in forks if talk.forks_at(each)]
+        yield (
+            name,
+            ", ".join(f"`{tokenizer.decode([end])}`" for end in ends),
+            tools,
+            shown,
+            ", ".join(forks),
+            "yes" if talk.writes_date else "",
+        )
+
+
 # ---------------------------------------------------------------- writing
 
 

@@ -35,14 +35,18 @@ from agent_loop import (
     Conversation,
     Demonstration,
     LoopArgs,
+    Recent,
+    RewritesHistory,
     SingleTurnLoop,
     _dry_chat,
     as_tool,
     conversation,
     render,
     turn_suffix,
+    with_template_variables,
 )
 from examples import calculator
+from flatrl.models import stop_token_ids
 from flatrl.rows import check_tokenizer
 
 ONE_ANSWER = (True, "", 0.5, {})
@@ -286,3 +290,120 @@ def test_a_fork_in_which_nothing_was_sampled_is_left_out(qwen3):
     assert output.turn_rewards == [(len(output.response_ids) - 1, 0.25)]
     assert 0 not in output.response_mask
     assert output.messages[-1]["content"] == "\n" + ANSWER
+
+
+@pytest.mark.parametrize("name, stops", [
+    ("chatml-base", "<|endoftext|> <|im_end|>"),
+    ("glm4", "<|endoftext|> <|user|> <|observation|>"),
+])  # fmt: skip
+def test_the_end_of_a_turn_is_a_stop_token(name, stops, tokenizer, tmp_path):
+    """A base model's EOS does not end a turn in its template; GLM's turns end at the next one."""
+    other = chat_templates.tokenizer_for(name, tokenizer)
+    with pytest.warns(UserWarning, match=r"ends a turn with <\|.*, which the tokenizer and"):
+        ids = stop_token_ids(SimpleNamespace(model=str(tmp_path)), other)
+    assert {other.decode([token]) for token in ids} == set(stops.split())
+
+
+# ---------------------------------------------------------------- what is refused or said before
+
+BODY = "{{- '<|im_start|>' + m.role + '\n' + SAID + '<|im_end|>\n' }}"
+CHAT = "{%- for m in messages %}" + BODY + "{%- endfor %}"
+PROMPTS = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+ADDS = {"role": "user", "content": "1+2?"}
+FEW_SHOT = [
+    ADDS,
+    {"role": "assistant", "content": "", "tool_calls": called(("add", {"a": 1}))},
+    {"role": "tool", "content": "3", "tool_call_id": "000001000"},
+    ADDS,
+]
+# name: (what the template says of a message, the prompt, the words of the refusal)
+REFUSED = {
+    "no developer": ("(m.content if m.role != 'developer' else '')",
+                     [{"role": "developer", "content": "Add."}, ADDS], "role 'developer' says"),
+    "a system message in the middle": ("(m.content if m.role != 'system' or loop.first else '')",
+                                       [ADDS, {"role": "system", "content": "Add."}], "'system'"),
+    "calls of a prompt": ("m.content", FEW_SHOT, "role 'assistant' says"),
+    "answers of tools": ("(m.content if m.role in ['user', 'assistant'] else '')",
+                         [ADDS], "does not take a tool's answer: it leaves out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said, prompt, words", REFUSED.values(), ids=REFUSED)
+def test_a_template_that_hides_a_message_is_refused(said, prompt, words, tokenizer):
+    other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
+    with pytest.raises(BadInput, match=words):
+        check_tokenizer(other, other, {"prompt": prompt}, CALCULATOR)
+
+
+def test_a_template_that_writes_a_message_twice_is_named(tokenizer):
+    twice = "m.content + (messages[0].content if loop.last and not loop.first else '')"
+    other = with_template(tokenizer, CHAT.replace("SAID", twice) + PROMPTS)
+    with pytest.warns(UserWarning, match="writes a message twice"):
+        check_tokenizer(other, other, {"prompt": PROMPT}, SimpleNamespace())
+
+
+def test_the_date_may_be_fixed(tokenizer):
+    talk = talk_of("llama3.2", tokenizer)
+    assert talk.writes_date
+    fixed = with_template_variables(talk.tokenizer, '{"strftime_now": "26 Jul 2024"}')
+    assert "Today Date: 26 Jul 2024" in conversation(fixed, talk.stops).text(PROMPT)
+    assert not conversation(fixed, talk.stops).writes_date
+
+
+# ---------------------------------------------------------------- the recent part of a chat
+
+SETS = "{%- set ns = namespace(on='off') %}"
+FINDS = "{%- for m in messages %}{%- if TEST %}{%- set ns.on = 'on' %}{%- endif %}{%- endfor %}"
+# What a template may look for in the middle of a chat: it then writes "on" at the end.
+LOOKS = {
+    "nothing": "false",
+    "a mark": "'/think' in m.content",
+    "a word": "m.content.startswith('forget')",
+    "in any case": "'loud' in m.content | lower",
+    "the whole text": "m.content == 'reset'",
+    "a long text": "m.content | length > 100",
+    "many messages": "loop.index > 20",
+}
+TEXTS = ["yes", "/think again", "forget it", "So LOUD", "reset", "word " * 50]
+
+
+@pytest.mark.parametrize("test", LOOKS.values(), ids=LOOKS)
+def test_the_recent_part_of_a_chat_decides_as_the_whole(test, tokenizer):
+    """Of 60 suffixes each; the rewritten middle of another template is in the next test."""
+    chat = CHAT.replace("SAID", "m.content")
+    template = SETS + FINDS.replace("TEST", test) + chat + "{{- ns.on }}" + PROMPTS
+    assert_recent_is_whole(with_template(tokenizer, template))
+
+
+@pytest.mark.parametrize("said", [
+    "(loop.index ~ m.content)",
+    "(m.content if loop.revindex < 8 else 'old')",
+    "(m.content if m.role != 'tool' or loop.revindex < 30 else 'old')",
+    "(m.content if m.content != messages[-1].content else 'again')",
+])  # fmt: skip
+def test_a_template_that_rewrites_the_middle(said, tokenizer):
+    assert_recent_is_whole(with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS))
+
+
+def assert_recent_is_whole(tokenizer):
+    """Suffixes of random chats are the same from the recent part and from the whole chat."""
+    for seed in range(3):
+        random_numbers = random.Random(seed)
+        talk = Conversation(tokenizer, {tokenizer.eos_token_id})
+        whole = Conversation(tokenizer, {tokenizer.eos_token_id})
+        whole.is_local = False
+        recent = Recent(talk.kind)
+        chat = [{"role": "user", "content": "Hello."}]
+        for _ in range(20):
+            chat.append({"role": "assistant", "content": random_numbers.choice(TEXTS)})
+            role = random_numbers.choice(["user", "tool"])
+            new = [{"role": role, "content": random_numbers.choice(TEXTS)}]
+            assert suffix_or_fork(talk, chat, new, recent) == suffix_or_fork(whole, chat, new, None)
+            chat += new
+
+
+def suffix_or_fork(talk, chat, new, recent):
+    try:
+        return talk.suffix(chat, new, None, None, recent)
+    except RewritesHistory:
+        return "fork"
