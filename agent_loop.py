@@ -76,6 +76,9 @@ class LoopArgs:
     max_user_turns: int = setting(
         0, "a rollout ends after this many answers of a simulated user. One more is asked for, but "
         "only its reward counts; 0: no limit")
+    max_turn_tokens: int = setting(
+        0, "tokens of one turn. In a tool_agent, the policy is told that its turn was cut, and the "
+        "rollout continues; other loops only cut it; 0: no limit")
     max_images: int = setting(
         8, "images in one rollout, those of the prompt and of tools together")
     chat_template_args: str = setting(
@@ -1191,7 +1194,7 @@ class AgentLoopBase:
         if room < 1:
             trajectory.stop_reason = "length"
             return None
-        max_tokens = min(sampling_params.get("max_tokens") or room, room)
+        max_tokens = min(room, self.turn_limit(sampling_params))
         out = await self.engine.generate(
             request_id=trajectory.request_id,
             prompt_ids=list(trajectory.engine_ids),
@@ -1214,6 +1217,11 @@ class AgentLoopBase:
         message, text = self._read_turn(prompt_ids, content_ids)
         trajectory.messages.append(message)
         return text if out.stop_reason == "stop" else None
+
+    def turn_limit(self, sampling_params: dict) -> float:
+        """Returns the most tokens that one turn may have; inf: no limit."""
+        limits = (self.args.max_turn_tokens, sampling_params.get("max_tokens"))
+        return min(filter(None, limits), default=math.inf)
 
     def _read_turn(self, prompt_ids, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
@@ -1481,6 +1489,7 @@ class ToolAgentLoop(AgentLoopBase):
 
         pending -> generating -> processing_tools -> generating ...   the model calls tools
                               -> interacting -> generating ...        a simulated user answers
+                              -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
 
     The names of the states are verl's. A state is a method that gets the trajectory and
@@ -1554,20 +1563,39 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.begin(prompt_ids, engine_ids)
         if self.tools:
             trajectory.count("tool_calls", 0)  # so that the metric exists
+        if self.args.max_turn_tokens:
+            trajectory.count("cut_turns", 0)
         return self.generating
 
     async def generating(self, trajectory):
         """Samples an assistant turn. Next, its tools are called, or else the user answers."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
-        if text is None:
+        if self._is_cut(trajectory):
+            trajectory.count("cut_turns")
+            next_state = self.told_of_cut
+        elif text is None:
             return None
-        trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
-        if not trajectory.tool_calls:
-            return self.interacting if self.interaction else None
+        else:
+            trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
+            if not trajectory.tool_calls:
+                return self.interacting if self.interaction else None
+            next_state = self.processing_tools
         if self._at_assistant_limit(trajectory):
             trajectory.stop_reason = "max_turns"
             return None
-        return self.processing_tools
+        return next_state
+
+    def _is_cut(self, trajectory):
+        """Returns whether a limit of one turn cut the last one, and the rollout has more room."""
+        has_limit = self.args.max_turn_tokens > 0
+        return has_limit and trajectory.stop_reason == "length" and self.room(trajectory) > 0
+
+    async def told_of_cut(self, trajectory):
+        """Tells the policy that its turn was cut, in a user's message, so that it continues."""
+        limit = self.turn_limit(self.sampling_params)
+        called = "No tool was called. " if self.tools else ""
+        text = f"Your turn was cut at {limit} tokens. {called}Continue, more briefly."
+        return self.answer(trajectory, [{"role": "user", "content": text}])
 
     def _at_assistant_limit(self, trajectory):
         """Returns whether max_assistant_turns is reached."""

@@ -6,13 +6,27 @@ import itertools
 import pytest
 import torch
 from conftest import generate
-from test_agent_loop import Script
+from test_agent_loop import (
+    ANSWER,
+    CALCULATOR,
+    END,
+    SUM,
+    Quiz,
+    Script,
+    assert_response,
+    loop_of,
+    quiz_row,
+    quiz_task,
+    task_of,
+    tool_turn,
+    user_turn,
+)
 from test_rollout import PROMPTS, TwoTurns, hf_logprobs, hf_model, make_rows, play, wake
 
 from agent_loop import AgentLoopBase, LoopArgs, register
 
 close = torch.testing.assert_close
-real_play = play  # a fixture: rolls rows out on a real engine
+play_real = play  # a fixture: rolls out rows on a real engine
 
 # ---------------------------------------------------------------- scores
 
@@ -50,11 +64,11 @@ class Scores(TwoTurns):
         trajectory.extra["scores"] = trajectory.extra.get("scores", []) + scores
 
 
-def test_a_rollout_that_scores_its_turns_samples_the_same_ones(real_play, engine):
+def test_a_rollout_that_scores_its_turns_samples_the_same_ones(play_real, engine):
     engine.args.deterministic = True
     kinds = ["x", "slow", "x"]
     plain, scored = (
-        real_play(lambda *_: 1.0, make_rows(*kinds, agent=name), group_size=2).outputs
+        play_real(lambda *_: 1.0, make_rows(*kinds, agent=name), group_size=2).outputs
         for name in ("test_two_turns", "test_scores")
     )
     assert [o.response_ids for o in scored] == [o.response_ids for o in plain]
@@ -63,7 +77,7 @@ def test_a_rollout_that_scores_its_turns_samples_the_same_ones(real_play, engine
         close(torch.tensor(output.extra["scores"]), torch.tensor([*logprobs]), atol=1e-4, rtol=0)
 
 
-def test_a_demonstration_is_scored_by_the_engine(real_play, tiny_model):
+def test_a_demonstration_is_scored_by_the_engine(play_real, tiny_model):
     @register("test_scores_one")
     class One(AgentLoopBase):
         async def run(self, sampling_params, **row):
@@ -75,7 +89,7 @@ def test_a_demonstration_is_scored_by_the_engine(real_play, tiny_model):
 
     (row,) = make_rows("x", agent="test_scores_one")
     row["demonstration"] = [{"role": "assistant", "content": "46"}]
-    (output,) = real_play(lambda *_: 1.0, [row]).outputs
+    (output,) = play_real(lambda *_: 1.0, [row]).outputs
     expected = hf_logprobs(hf_model(tiny_model), output.prompt_ids, output.response_ids)
     close(torch.tensor(output.extra["scores"]), expected, atol=1e-4, rtol=0)
 
@@ -88,3 +102,63 @@ def test_what_can_not_be_scored(tokenizer, start, error):
     loop = AgentLoopBase(Script(tokenizer, ()), tokenizer, None, None, args)
     with pytest.raises((ValueError, TypeError), match=error):
         asyncio.run(loop.score([5, 6], start))
+
+
+# ---------------------------------------------------------------- turns that are cut
+
+
+def run(tokenizer, *lines, task=CALCULATOR, **how) -> tuple:
+    """Returns (outputs, engine) of one rollout with a scripted engine."""
+    engine = Script(tokenizer, lines)
+    outputs = asyncio.run(loop_of(engine, task, **how))
+    return (outputs if isinstance(outputs, list) else [outputs]), engine
+
+
+def cut(n: int, called: str = "No tool was called. ") -> str:
+    text = f"Your turn was cut at {n} tokens. {called}Continue, more briefly."
+    return END + user_turn(text)
+
+
+LONG = "abcdefghi"  # a token for each letter
+CALLED = [SUM + END, tool_turn("2")]
+DONE = ANSWER + END
+NO_TOOLS = {"task": task_of(), "agent": "tool_agent"}
+
+# name -> lines of the engine, settings, parts of the response, stop reason, metric
+CUT_TURNS = {
+    "before a call": ([LONG, SUM, ANSWER], {}, ["abcdef", cut(6), *CALLED, DONE], "stop", 1),
+    "after a call": ([SUM, LONG, ANSWER], {}, [*CALLED, "abcdef", cut(6), DONE], "stop", 1),
+    "twice": ([LONG, LONG, "ok"], {}, ["abcdef", cut(6)] * 2 + ["ok" + END], "stop", 2),
+    "a call in it": ([SUM + LONG, ANSWER], {}, [SUM + "a", cut(6), DONE], "stop", 1),
+    "not at all": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
+    "without tools": ([LONG, "ok"], NO_TOOLS, ["abcdef", cut(6, ""), "ok" + END], "stop", 1),
+    "by the other limit": (
+        [LONG, ANSWER], {"sampling": {"max_tokens": 4}}, ["abcd", cut(4), DONE], "stop", 1,
+    ),
+    "by that limit alone": (
+        [LONG], {"sampling": {"max_tokens": 4}, "max_turn_tokens": 0}, ["abcd"], "length", None,
+    ),
+    "in the last turn": (
+        [SUM, LONG], {"max_assistant_turns": 2}, [*CALLED, "abcdef"], "max_turns", 1,
+    ),
+    "by the budget": ([LONG], {"max_response_tokens": 6}, ["abcdef"], "length", 0),
+    "no room to say so": ([LONG], {"max_response_tokens": 40}, ["abcdef"], "length", 1),
+    "in another loop": ([LONG], {"agent": "single_turn"}, ["abcdef"], "length", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines, how, parts, reason, n", CUT_TURNS.values(), ids=CUT_TURNS)
+def test_a_turn_that_is_cut(tokenizer, lines, how, parts, reason, n):
+    (output,), engine = run(tokenizer, *lines, **{"max_turn_tokens": 6} | how)
+    assert_response(output, engine, *parts)
+    assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
+    assert output.metrics.get("cut_turns") == n
+
+
+def test_a_user_answers_whole_turns_only(tokenizer):
+    quiz = Quiz((True, "", 1.0, {}))
+    how = dict(task=quiz_task(quiz), row=quiz_row(), max_turn_tokens=6)
+    (output,), engine = run(tokenizer, LONG, "ok", **how)
+    assert_response(output, engine, "abcdef", cut(6, ""), "ok" + END)
+    assert output.turn_rewards == [(len(output.response_ids) - 1, 1.0)]
+    assert quiz.events == ["start", "generate_response", "finalize"]
