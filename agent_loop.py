@@ -79,6 +79,11 @@ class LoopArgs:
     max_turn_tokens: int = setting(
         0, "tokens of one turn. In a tool_agent, the policy is told that its turn was cut, and the "
         "rollout continues; other loops only cut it; 0: no limit")
+    final_answer_tokens: int = setting(
+        0, "tokens of max_response_tokens that a tool_agent keeps for final_answer_request and its "
+        "answer. It asks where a limit on turns or tokens would end the rollout; 0: it never asks")
+    final_answer_request: str = setting(
+        "No turns are left. Give your final answer now.", "the message that asks for the answer")
     max_images: int = setting(
         8, "images in one rollout, those of the prompt and of tools together")
     chat_template_args: str = setting(
@@ -1491,6 +1496,7 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
+        answering_last                                                at a limit, before the end
 
     The names of the states are verl's. A state is a method that gets the trajectory and
     returns the next state. A subclass adds one by returning it from another:
@@ -1507,6 +1513,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = None
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
+        self.is_last = False  # whether the final answer was asked for
         self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -1521,6 +1528,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
         self.user_answers = 0
+        self.is_last = False
         self.create_tasks = {}
         trajectory = self.start(row, self.schemas)
         try:
@@ -1543,6 +1551,8 @@ class ToolAgentLoop(AgentLoopBase):
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 while state:
                     state = await state(trajectory)
+                    if not state and self._may_answer(trajectory):
+                        state = self.answering_last
         except TimeoutError:
             if not budget.expired():  # user code raised it, so the rollout fails
                 raise
@@ -1565,6 +1575,8 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.count("tool_calls", 0)  # so that the metric exists
         if self.args.max_turn_tokens:
             trajectory.count("cut_turns", 0)
+        if self.args.final_answer_tokens:
+            trajectory.count("final_answers", 0)
         return self.generating
 
     async def generating(self, trajectory):
@@ -1596,6 +1608,42 @@ class ToolAgentLoop(AgentLoopBase):
         called = "No tool was called. " if self.tools else ""
         text = f"Your turn was cut at {limit} tokens. {called}Continue, more briefly."
         return self.answer(trajectory, [{"role": "user", "content": text}])
+
+    def room(self, trajectory, used=None):
+        """As in AgentLoopBase, but without the tokens that are kept for the final answer."""
+        room = super().room(trajectory, used)
+        return room if self.is_last else room - self.args.final_answer_tokens
+
+    def _may_answer(self, trajectory):
+        """Returns whether a limit ends the rollout now, and a final answer can be asked for."""
+        at_limit = trajectory.stop_reason in ("length", "max_turns")
+        return at_limit and self.args.final_answer_tokens > 0 and not self.is_last
+
+    async def answering_last(self, trajectory):
+        """Asks for the final answer, and samples it with the tokens that are kept for it.
+
+        The request answers the calls that are pending, or else it is a user's message. (If the
+        policy has not spoken since it was asked, it is asked nothing new.) Calls in the final
+        answer are not executed. A simulated user judges it."""
+        self.is_last = True
+        trajectory.count("final_answers")
+        last = trajectory.messages[-1]
+        request = self.args.final_answer_request
+        messages = []
+        for tool_call in last.get("tool_calls", ()):
+            messages.append({
+                "role": "tool",
+                "name": tool_call["function"]["name"],
+                "content": request,
+                "tool_call_id": tool_call["id"],
+            })
+        if not messages:
+            messages.append({"role": "user", "content": request})
+        has_spoken = last["role"] == "assistant"
+        if has_spoken and not self.answer(trajectory, messages):
+            return None
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        return self.interacting if self.interaction and text is not None else None
 
     def _at_assistant_limit(self, trajectory):
         """Returns whether max_assistant_turns is reached."""
@@ -1775,6 +1823,7 @@ class ToolAgentLoop(AgentLoopBase):
         if done and text is None:
             text = ""
         text = checked_text(text, f"the text of interaction {name!r}")
+        done = done or self.is_last
         if not done and (self._at_assistant_limit(trajectory) or self._at_user_limit()):
             trajectory.stop_reason = "max_turns"
             done = True

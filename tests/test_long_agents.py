@@ -162,3 +162,70 @@ def test_a_user_answers_whole_turns_only(tokenizer):
     assert_response(output, engine, "abcdef", cut(6, ""), "ok" + END)
     assert output.turn_rewards == [(len(output.response_ids) - 1, 1.0)]
     assert quiz.events == ["start", "generate_response", "finalize"]
+
+
+# ---------------------------------------------------------------- the final answer
+
+REQUEST = "Now."
+KEPT = {"final_answer_tokens": 20, "final_answer_request": REQUEST}
+ASKED_TOOL = tool_turn(REQUEST)  # 13 tokens
+ASKED_USER = END + user_turn(REQUEST)  # 12 tokens
+ONE_TURN = {"max_assistant_turns": 1}
+
+# name -> lines of the engine, settings, parts of the response, stop reason, metric
+FINAL_ANSWERS = {
+    "a call in the last turn": (
+        [SUM, ANSWER], ONE_TURN, [SUM + END, ASKED_TOOL, DONE], "stop", 1,
+    ),
+    "another call is not executed": (
+        [SUM, SUM], ONE_TURN, [SUM + END, ASKED_TOOL, SUM + END], "stop", 1,
+    ),
+    "two calls": (
+        [SUM * 2, "a"], ONE_TURN,
+        [SUM * 2 + END, tool_turn(REQUEST, REQUEST), "a" + END], "stop", 1,
+    ),
+    "the budget ends a turn": (
+        [LONG, "a"], {"max_response_tokens": 25}, ["abcde", ASKED_USER, "a" + END], "stop", 1,
+    ),
+    "the budget ends the answer, too": (
+        [LONG, LONG], {"max_response_tokens": 25}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
+    ),
+    "the window ends a turn": (
+        [LONG, LONG], {"max_model_len": 25 + 17}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
+    ),
+    "a tool's answer has no room": (
+        [SUM, ANSWER], {"max_response_tokens": 35}, [SUM + END, ASKED_TOOL, DONE], "stop", 1,
+    ),
+    "no room for the request": (
+        [LONG], {"max_response_tokens": 17, "final_answer_tokens": 12}, ["abcde"], "length", 1,
+    ),
+    "nothing but the kept tokens": (
+        [LONG * 3], {"max_model_len": 20 + 17}, [(LONG * 3)[:20]], "length", 1,
+    ),
+    "after a turn that was cut": (
+        [LONG, "a"], ONE_TURN | {"max_turn_tokens": 4}, ["abcd", ASKED_USER, "a" + END], "stop", 1,
+    ),
+    "not needed": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
+    "not wanted": (
+        [SUM], ONE_TURN | {"final_answer_tokens": 0}, [SUM + END], "max_turns", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines, how, parts, reason, n", FINAL_ANSWERS.values(), ids=FINAL_ANSWERS)
+def test_a_final_answer(tokenizer, lines, how, parts, reason, n):
+    (output,), engine = run(tokenizer, *lines, **KEPT | how)
+    assert_response(output, engine, *parts)
+    assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
+    assert output.metrics.get("final_answers") == n
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_user_judges_the_final_answer(tokenizer, done):
+    quiz = Quiz((False, "Sure?", 1.0, {}), (done, "No.", 2.0, {}))
+    how = dict(task=quiz_task(quiz), row=quiz_row(), **ONE_TURN, **KEPT)
+    (output,), engine = run(tokenizer, "2", "3", **how)
+    assert_response(output, engine, "2" + END, ASKED_USER.removeprefix(END), "3" + END)
+    last = len(output.response_ids) - 1
+    assert output.turn_rewards == [(1, 1.0), (last, 2.0)]
+    assert (output.stop_reason, output.extra["unread"]) == ("stop", "No.")
