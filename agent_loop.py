@@ -84,6 +84,9 @@ class LoopArgs:
         "answer. It asks where a limit on turns or tokens would end the rollout; 0: it never asks")
     final_answer_request: str = setting(
         "No turns are left. Give your final answer now.", "the message that asks for the answer")
+    compact_at: int = setting(
+        0, "tokens of prompt and response at which the agent `compacting` asks for a summary; "
+        "0: three quarters of the window")
     max_images: int = setting(
         8, "images in one rollout, those of the prompt and of tools together")
     chat_template_args: str = setting(
@@ -1852,3 +1855,71 @@ class ToolAgentLoop(AgentLoopBase):
         for result in await asyncio.gather(*closers, return_exceptions=True):
             if isinstance(result, BaseException):
                 trajectory.count("release_errors")
+
+
+@register("compacting")
+class CompactingLoop(ToolAgentLoop):
+    """A tool_agent that continues from a summary when its context is long.
+
+    When the answer of tools or of a user makes prompt and response compact_at tokens long, it
+    ends with SUMMARISE. The policy's reply is the summary. A new sequence then begins with the
+    conversation's opening (system message and task), the summary and CONTINUE:
+
+        processing_tools or interacting -> compacting -> generating ...
+
+    The sequences are outputs of one rollout and share its reward. So a summary's tokens are
+    trained by what it leads to. The summary counts as a turn of the assistant. Its request and
+    itself need room in the window beyond compact_at."""
+
+    SUMMARISE = (
+        "Your context is full. Call no tool now, but write a summary: what you did, what you found "
+        "out, and what is left to do. You will continue from the task and this summary alone.")
+    CONTINUE = "Continue from your summary."
+
+    async def pending(self, trajectory):
+        """Remembers how the conversation begins, with an interaction's opening message."""
+        next_state = await super().pending(trajectory)
+        trajectory.count("compactions", 0)
+        self.opening = list(trajectory.messages)
+        self.opening_images = list(trajectory.images)
+        return next_state
+
+    def answer(self, trajectory, messages, images=()):
+        """As in ToolAgentLoop; asks for a summary if the context is long with these messages."""
+        n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+        for message in messages:
+            n_tokens += len(_tokenise(self.tokenizer, str(message["content"])))
+        if self.is_last or n_tokens < (self.args.compact_at or 0.75 * self.window):
+            return super().answer(trajectory, messages, images)
+        *others, last = messages
+        # Part of the last message, because some templates refuse one more user's.
+        last = {**last, "content": _with_paragraph(last["content"], self.SUMMARISE)}
+        fits = super().answer(trajectory, [*others, last], images)
+        return self.compacting if fits else None
+
+    async def compacting(self, trajectory):
+        """Samples the summary, and begins a new sequence with it."""
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        if text is None and not self._is_cut(trajectory):
+            return None
+        trajectory.count("compactions")
+        messages = [
+            *self.opening,
+            {"role": "assistant", "content": trajectory.messages[-1]["content"]},
+            {"role": "user", "content": self.CONTINUE},
+        ]
+        engine_ids = render(self.tokenizer, messages, self.schemas, trajectory.trusted)
+        trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
+        trajectory.messages = messages
+        trajectory.images = list(self.opening_images)
+        if self._at_assistant_limit(trajectory):
+            trajectory.stop_reason = "max_turns"
+            return None
+        return self.generating
+
+
+def _with_paragraph(content, text):
+    """Returns a message's content, a text or a list of parts, with one more paragraph."""
+    if isinstance(content, str):
+        return f"{content}\n\n{text}"
+    return [*content, {"type": "text", "text": text}]

@@ -8,6 +8,7 @@ import torch
 from conftest import generate
 from test_agent_loop import (
     ANSWER,
+    ASKED,
     CALCULATOR,
     END,
     SUM,
@@ -23,7 +24,7 @@ from test_agent_loop import (
 )
 from test_rollout import PROMPTS, TwoTurns, hf_logprobs, hf_model, make_rows, play, wake
 
-from agent_loop import AgentLoopBase, LoopArgs, register
+from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, _with_paragraph, register
 
 close = torch.testing.assert_close
 play_real = play  # a fixture: rolls out rows on a real engine
@@ -229,3 +230,103 @@ def test_a_user_judges_the_final_answer(tokenizer, done):
     last = len(output.response_ids) - 1
     assert output.turn_rewards == [(1, 1.0), (last, 2.0)]
     assert (output.stop_reason, output.extra["unread"]) == ("stop", "No.")
+
+
+# ---------------------------------------------------------------- compaction
+
+NOTES = "It is 2."
+TOOLS = "<|im_start|>system\nTools: calculator<|im_end|>\n"
+OPENING = TOOLS + ASKED  # 17 tokens
+CALLS = [SUM + END, tool_turn("2")]  # 16 tokens
+ASKED_NOTES = [SUM + END, tool_turn("2\n\nNotes?")]
+
+
+def after(notes: str, tools: str = TOOLS) -> str:
+    """The prompt of a sequence that begins with notes."""
+    return tools + ASKED + notes + END + user_turn("Go.")
+
+
+def parts_of(outputs, engine) -> list[list[str]]:
+    """Returns for each output its prompt, and the texts sampled, given, sampled, ...
+
+    Asserts that each sampled text is what the engine said to exactly the tokens before it."""
+    calls = enumerate(engine.prompts, start=1)
+    parts = []
+    for output in outputs:
+        ids = list(output.prompt_ids)
+        texts = [engine.tokenizer.decode(ids)]
+        tokens = zip(output.response_mask, output.response_ids, output.response_versions)
+        for is_sampled, turn in itertools.groupby(tokens, key=lambda token: token[0]):
+            _, turn_ids, versions = zip(*turn)
+            if is_sampled:
+                n, prompt = next(calls)
+                assert prompt == ids and {*versions} == {n}
+            ids += turn_ids
+            texts.append(engine.tokenizer.decode(turn_ids))
+        parts.append(texts)
+    assert next(calls, None) is None
+    return parts
+
+
+FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
+
+# name -> lines of the engine, settings, prompt and parts of each output, stop reason, compactions
+COMPACTIONS = {
+    "at so many tokens": ([SUM, NOTES, ANSWER], {}, [FIRST, [after(NOTES), DONE]], "stop", 1),
+    "not below": ([SUM, ANSWER], {"compact_at": 25}, [[OPENING, *CALLS, DONE]], "stop", 0),
+    "twice": (
+        [SUM, NOTES, SUM, "Two.", ANSWER], {},
+        [FIRST, [after(NOTES), *ASKED_NOTES, "Two." + END], [after("Two."), DONE]], "stop", 2,
+    ),
+    "at three quarters of the window": (
+        [SUM] * 6 + [NOTES, ANSWER], {"compact_at": 0, "max_model_len": 132},
+        [[OPENING, *CALLS * 5, *ASKED_NOTES, NOTES + END], [after(NOTES), DONE]], "stop", 1,
+    ),
+    "notes that are cut": (
+        [SUM, NOTES, ANSWER], {"max_turn_tokens": 6},
+        [[OPENING, *ASKED_NOTES, "It is "], [after("It is "), DONE]], "stop", 1,
+    ),
+    "the budget ends in the notes": (
+        [SUM, NOTES], {"max_response_tokens": 30},
+        [[OPENING, *ASKED_NOTES, NOTES[:6]]], "length", 0,
+    ),
+    "no room for notes": ([SUM], {"max_response_tokens": 24}, [[OPENING, SUM + END]], "length", 0),
+    "in the last turn": ([SUM, NOTES], {"max_assistant_turns": 2}, [FIRST], "max_turns", 1),
+    "the final answer after it": (
+        [SUM, NOTES, "2"], {"max_assistant_turns": 2, "final_answer_tokens": 5},
+        [FIRST, [after(NOTES), "2" + END]], "stop", 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def short_words(monkeypatch):
+    monkeypatch.setattr(CompactingLoop, "SUMMARISE", "Notes?")
+    monkeypatch.setattr(CompactingLoop, "CONTINUE", "Go.")
+
+
+@pytest.mark.parametrize("lines, how, parts, reason, n", COMPACTIONS.values(), ids=COMPACTIONS)
+def test_compaction(tokenizer, short_words, lines, how, parts, reason, n):
+    outputs, engine = run(tokenizer, *lines, **{"agent": "compacting", "compact_at": 24} | how)
+    assert parts_of(outputs, engine) == parts
+    last = outputs[-1]
+    assert last.stop_reason == reason
+    assert (last.metrics["compactions"], last.metrics.get("forks", 0)) == (n, n)
+    assert [output.unit for output in outputs] == [""] * len(parts)
+
+
+def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
+    quiz = Quiz((False, "Sure?", 1.0, {}), (True, "", 2.0, {}))
+    quiz.opening = "Ready?"
+    how = dict(task=quiz_task(quiz), row=quiz_row(), agent="compacting", compact_at=24)
+    outputs, engine = run(tokenizer, "2", NOTES, "3", **how)
+    first, second = parts_of(outputs, engine)
+    start = ASKED.removesuffix("<|im_start|>assistant\n") + user_turn("Ready?")[1:]
+    assert first == [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
+    assert second == [start + NOTES + END + user_turn("Go."), "3" + END]
+    assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]
+
+
+def test_the_request_for_notes_follows_images():
+    image = {"type": "image"}
+    assert _with_paragraph([image], "Notes?") == [image, {"type": "text", "text": "Notes?"}]
