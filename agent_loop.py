@@ -1254,11 +1254,10 @@ class AgentLoopBase:
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """Returns the logprob of each of ids[start:], given all ids before it.
 
-        ids: any text without images, at most window - 1 tokens. The policy is the one whose
-        weights the engine has now. The logprobs are those at temperature 1, whatever the run
-        samples with. Nothing is sampled, and no turn is counted.
-
-        Each call costs a prefill of all ids, because cached prefixes have no logprobs.
+        ids: any text without images, at most window - 1 tokens. The weights are those that the
+        engine has when it answers; with --max_staleness they may be newer than those that sampled
+        the ids. The temperature is 1, whatever the run samples with. No turn is counted, and
+        sampling seeds stay. Each call costs a prefill of all ids: the prefix cache is not read.
 
         Raises ValueError unless 1 <= start <= len(ids) (the first id has no logprob), and if the
         engine refuses the ids; TypeError if the engine has no `score`."""
