@@ -80,6 +80,17 @@ class LoopArgs:
     max_user_turns: int = setting(
         0, "a rollout ends after this many answers of a simulated user. One more is asked for, but "
         "only its reward counts; 0: no limit")
+    max_turn_tokens: int = setting(
+        0, "tokens of one turn. In a tool_agent, the policy is told that its turn was cut, and the "
+        "rollout continues; other loops only cut it; 0: no limit")
+    final_answer_tokens: int = setting(
+        0, "tokens of max_response_tokens that a tool_agent keeps for final_answer_request and its "
+        "answer. It asks where a limit on turns or tokens would end the rollout; 0: it never asks")
+    final_answer_request: str = setting(
+        "No turns are left. Give your final answer now.", "the message that asks for the answer")
+    compact_at: int = setting(
+        0, "tokens of prompt and response at which the agent `compacting` asks for a summary; "
+        "0: three quarters of the window")
     max_images: int = setting(
         8, "images in one rollout, those of the prompt and of tools together")
     chat_template_args: str = setting(
@@ -1758,7 +1769,8 @@ class AgentLoopBase:
 
     engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
         image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
-        image_data, which is a list of PIL images or None.
+        image_data, which is a list of PIL images or None. `score` needs an `async score(*,
+        request_id, prompt_ids) -> list[float]`, too.
     processor: the model's image processor; None for text models.
     task: the task module.
     args: train.Args, LoopArgs or any object with some of LoopArgs' attributes. Those that it
@@ -1887,7 +1899,7 @@ class AgentLoopBase:
         if room < 1:
             trajectory.stop_reason = "length"
             return None
-        max_tokens = min(sampling_params.get("max_tokens") or room, room)
+        max_tokens = min(room, self.turn_limit(sampling_params))
         out = await self.engine.generate(
             request_id=trajectory.request_id,
             prompt_ids=list(trajectory.engine_ids),
@@ -1913,6 +1925,11 @@ class AgentLoopBase:
         trajectory.messages.append(message)
         return text if out.stop_reason == "stop" else None
 
+    def turn_limit(self, sampling_params: dict) -> float:
+        """Returns the most tokens that one turn may have; inf: no limit."""
+        limits = (self.args.max_turn_tokens, sampling_params.get("max_tokens"))
+        return min(filter(None, limits), default=math.inf)
+
     def _read_turn(self, before, ids):
         """Returns (message, text) for the ids of an assistant turn without its stop token.
 
@@ -1932,6 +1949,23 @@ class AgentLoopBase:
                 part_ids = _tokenise(self.tokenizer, part)
                 message[name] = decode(part_ids, skip_special_tokens=True)
         return message, text
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """Returns the logprob of each of ids[start:], given all ids before it.
+
+        ids: any text without images, at most window - 1 tokens. The weights are those that the
+        engine has when it answers; with --max_staleness they may be newer than those that sampled
+        the ids. The temperature is 1, whatever the run samples with. No turn is counted, and
+        sampling seeds stay. Each call costs a prefill of all ids: the prefix cache is not read.
+
+        Raises ValueError unless 1 <= start <= len(ids) (the first id has no logprob), and if the
+        engine refuses the ids; TypeError if the engine has no `score`."""
+        if not 1 <= start <= len(ids):
+            raise ValueError(f"start must be from 1 to {len(ids)}, the number of ids, got {start}")
+        if not hasattr(self.engine, "score"):
+            raise TypeError(f"the engine {type(self.engine).__name__} has no method `score`")
+        logprobs = await self.engine.score(request_id=uuid4().hex, prompt_ids=ids)
+        return logprobs[start - 1 :]
 
     def stop_token_ids(self, sampling_params: dict) -> set[int]:
         """Returns the ids that end a turn: the tokenizer's, the sampling parameters' and those
@@ -2169,7 +2203,9 @@ class ToolAgentLoop(AgentLoopBase):
 
         pending -> generating -> processing_tools -> generating ...   the model calls tools
                               -> interacting -> generating ...        a simulated user answers
+                              -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
+        answering_last                                                at a limit, before the end
 
     The names of the states are verl's. A state is a method that gets the trajectory and
     returns the next state. A subclass adds one by returning it from another:
@@ -2186,6 +2222,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = None
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
+        self.is_last = False  # whether the final answer was asked for
         self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
         self.n_left_out = 0  # calls of the last turn that are not in its message
 
@@ -2201,6 +2238,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
         self.user_answers = 0
+        self.is_last = False
         self.create_tasks = {}
         trajectory = self.start(row, self.schemas)
         try:
@@ -2223,6 +2261,8 @@ class ToolAgentLoop(AgentLoopBase):
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 while state:
                     state = await state(trajectory)
+                    if not state and self._may_answer(trajectory):
+                        state = self.answering_last
         except TimeoutError:
             if not budget.expired():  # user code raised it, so the rollout fails
                 raise
@@ -2243,20 +2283,77 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.begin(prompt_ids, engine_ids)
         if self.tools:
             trajectory.count("tool_calls", 0)  # so that the metric exists
+        if self.args.max_turn_tokens:
+            trajectory.count("cut_turns", 0)
+        if self.args.final_answer_tokens:
+            trajectory.count("final_answers", 0)
         return self.generating
 
     async def generating(self, trajectory):
         """Samples an assistant turn. Next, its tools are called, or else the user answers."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
-        if text is None:
+        if self._is_cut(trajectory):
+            trajectory.count("cut_turns")
+            next_state = self.told_of_cut
+        elif text is None:
             return None
-        trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
-        if not trajectory.tool_calls:
-            return self.interacting if self.interaction else None
+        else:
+            trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
+            if not trajectory.tool_calls:
+                return self.interacting if self.interaction else None
+            next_state = self.processing_tools
         if self._at_assistant_limit(trajectory):
             trajectory.stop_reason = "max_turns"
             return None
-        return self.processing_tools
+        return next_state
+
+    def _is_cut(self, trajectory):
+        """Returns whether a limit of one turn cut the last one, and the rollout has more room."""
+        has_limit = self.args.max_turn_tokens > 0
+        return has_limit and trajectory.stop_reason == "length" and self.room(trajectory) > 0
+
+    async def told_of_cut(self, trajectory):
+        """Tells the policy that its turn was cut, in a user's message, so that it continues."""
+        limit = self.turn_limit(self.sampling_params)
+        called = "No tool was called. " if self.tools else ""
+        text = f"Your turn was cut at {limit} tokens. {called}Continue, more briefly."
+        return self.answer(trajectory, [{"role": "user", "content": text}])
+
+    def room(self, trajectory, used=None):
+        """As in AgentLoopBase, but without the tokens that are kept for the final answer."""
+        room = super().room(trajectory, used)
+        return room if self.is_last else room - self.args.final_answer_tokens
+
+    def _may_answer(self, trajectory):
+        """Returns whether a limit ends the rollout now, and a final answer can be asked for."""
+        at_limit = trajectory.stop_reason in ("length", "max_turns")
+        return at_limit and self.args.final_answer_tokens > 0 and not self.is_last
+
+    async def answering_last(self, trajectory):
+        """Asks for the final answer, and samples it with the tokens that are kept for it.
+
+        The request answers the calls that are pending, or else it is a user's message. (If the
+        policy has not spoken since it was asked, it is asked nothing new.) Calls in the final
+        answer are not executed. A simulated user judges it."""
+        self.is_last = True
+        trajectory.count("final_answers")
+        last = trajectory.messages[-1]
+        request = self.args.final_answer_request
+        messages = []
+        for tool_call in last.get("tool_calls", ()):
+            messages.append({
+                "role": "tool",
+                "name": tool_call["function"]["name"],
+                "content": request,
+                "tool_call_id": tool_call["id"],
+            })
+        if not messages:
+            messages.append({"role": "user", "content": request})
+        has_spoken = last["role"] == "assistant"
+        if has_spoken and not self.answer(trajectory, messages):
+            return None
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        return self.interacting if self.interaction and text is not None else None
 
     def _at_assistant_limit(self, trajectory):
         """Returns whether max_assistant_turns is reached."""
@@ -2460,6 +2557,7 @@ class ToolAgentLoop(AgentLoopBase):
         if done and text is None:
             text = ""
         text = checked_text(text, f"the text of interaction {name!r}")
+        done = done or self.is_last
         if not done and (self._at_assistant_limit(trajectory) or self._at_user_limit()):
             trajectory.stop_reason = "max_turns"
             done = True
@@ -2488,3 +2586,71 @@ class ToolAgentLoop(AgentLoopBase):
         for result in await asyncio.gather(*closers, return_exceptions=True):
             if isinstance(result, BaseException):
                 trajectory.count("release_errors")
+
+
+@register("compacting")
+class CompactingLoop(ToolAgentLoop):
+    """A tool_agent that continues from a summary when its context is long.
+
+    When the answer of tools or of a user makes prompt and response compact_at tokens long, it
+    ends with SUMMARISE. The policy's reply is the summary. A new sequence then begins with the
+    conversation's opening (system message and task), the summary and CONTINUE:
+
+        processing_tools or interacting -> compacting -> generating ...
+
+    The sequences are outputs of one rollout and share its reward. So a summary's tokens are
+    trained by what it leads to. The summary counts as a turn of the assistant. Its request and
+    itself need room in the window beyond compact_at."""
+
+    SUMMARISE = (
+        "Your context is full. Call no tool now, but write a summary: what you did, what you found "
+        "out, and what is left to do. You will continue from the task and this summary alone.")
+    CONTINUE = "Continue from your summary."
+
+    async def pending(self, trajectory):
+        """Remembers how the conversation begins, with an interaction's opening message."""
+        next_state = await super().pending(trajectory)
+        trajectory.count("compactions", 0)
+        self.opening = list(trajectory.messages)
+        self.opening_images = list(trajectory.images)
+        return next_state
+
+    def answer(self, trajectory, messages, images=()):
+        """As in ToolAgentLoop; asks for a summary if the context is long with these messages."""
+        n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+        for message in messages:
+            n_tokens += len(_tokenise(self.tokenizer, str(message["content"])))
+        if self.is_last or n_tokens < (self.args.compact_at or 0.75 * self.window):
+            return super().answer(trajectory, messages, images)
+        *others, last = messages
+        # Part of the last message, because some templates refuse one more user's.
+        last = {**last, "content": _with_paragraph(last["content"], self.SUMMARISE)}
+        fits = super().answer(trajectory, [*others, last], images)
+        return self.compacting if fits else None
+
+    async def compacting(self, trajectory):
+        """Samples the summary, and begins a new sequence with it."""
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        if text is None and not self._is_cut(trajectory):
+            return None
+        trajectory.count("compactions")
+        messages = [
+            *self.opening,
+            {"role": "assistant", "content": trajectory.messages[-1]["content"]},
+            {"role": "user", "content": self.CONTINUE},
+        ]
+        engine_ids = render(self.tokenizer, messages, self.schemas, trajectory.trusted)
+        trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
+        trajectory.messages = messages
+        trajectory.images = list(self.opening_images)
+        if self._at_assistant_limit(trajectory):
+            trajectory.stop_reason = "max_turns"
+            return None
+        return self.generating
+
+
+def _with_paragraph(content, text):
+    """Returns a message's content, a text or a list of parts, with one more paragraph."""
+    if isinstance(content, str):
+        return f"{content}\n\n{text}"
+    return [*content, {"type": "text", "text": text}]

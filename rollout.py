@@ -24,6 +24,7 @@ loops, and the others follow its steps."""
 import asyncio
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -100,7 +101,7 @@ def seed_of(*parts) -> int:
 
 @dataclass(eq=False)
 class _Request:
-    """One call of `Engine.generate`."""
+    """One call of `Engine.generate`, or of `Engine.score`."""
 
     call_id: str  # unique in the run: vLLM's request id
     trajectory: str  # the name of the trajectory that calls
@@ -110,6 +111,7 @@ class _Request:
     images: list | None
     future: asyncio.Future | None  # gets the result; None on the followers of a --tp team
     versions: list[int] = field(default_factory=list)  # of each token sampled so far
+    is_score: bool = False  # asks for the prompt's logprobs; the token that is sampled is dropped
 
     @property
     def is_given_up(self) -> bool:
@@ -175,6 +177,7 @@ class Engine:
         self.poked = False  # whether a waiting `step` should return
         # Of the background thread; `sleep` empties it when no trajectory is under way.
         self.turns = Counter()  # trajectory -> calls so far
+        self.score_numbers = itertools.count()
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
@@ -323,6 +326,25 @@ class Engine:
         request = _Request(
             f"{request_id}#{turn}", request_id, turn, prompt_ids, params, image_data, future
         )
+        return await self._answer(request)
+
+    async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
+        """Returns the logprob of each token but the first, given those before it.
+
+        See `AgentLoopBase.score`. Waits as `generate` does. It is no turn of the trajectory that
+        request_id names, so that sampling seeds stay as they are."""
+        prompt_ids = list(prompt_ids)
+        check_ids(prompt_ids, self.vocab_size, "the ids to score")
+        turn = self.turns[request_id]
+        future = asyncio.get_running_loop().create_future()
+        call_id = f"{request_id}#score{next(self.score_numbers)}"
+        params = {"max_tokens": 1}  # vLLM samples at least one
+        return await self._answer(
+            _Request(call_id, request_id, turn, prompt_ids, params, None, future, is_score=True)
+        )
+
+    async def _answer(self, request):
+        """Posts a request, and returns its result; raises it if it is an exception."""
         with self.lock:
             self.inbox.append(request)
             self.lock.notify()
@@ -481,8 +503,8 @@ class Engine:
     def _carry_out(self, command: "Command") -> list[tuple]:
         """Carries out one command: aborts, additions, a model step.
 
-        Returns (request, result) for each request that has ended. The result is a TokenOutput,
-        or a ValueError if vLLM refused the request."""
+        Returns (request, result) for each request that has ended. The result is a TokenOutput
+        or the logprobs of a score, or a ValueError if vLLM refused the request."""
         self.core.abort_request(command.aborted)
         for call_id in command.aborted:
             del self.running[call_id]
@@ -504,14 +526,19 @@ class Engine:
     def _admit(self, request):
         """Hands a request to vLLM."""
         params = sampling_params(request.params)
+        if request.is_score:
+            params.prompt_logprobs = 0  # of the prompt's tokens only, not of the likeliest
+            params.skip_reading_prefix_cache = True  # cached tokens would have no logprobs
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
             prompt["multi_modal_data"] = {"image": request.images}
         self.core.add_request(request.call_id, prompt, params)
         self.running[request.call_id] = request
 
-    def _result(self, request, output) -> TokenOutput:
-        """Returns what a finished request sampled; counts its tokens."""
+    def _result(self, request, output) -> TokenOutput | list[float]:
+        """Returns what a finished request sampled, or its prompt's logprobs; counts its tokens."""
+        if request.is_score:  # not counted: nothing of it is used again
+            return [*output.prompt_logprobs.logprobs]
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         prompt_ids = list(output.prompt_token_ids)
@@ -712,10 +739,12 @@ class Session:
     random one.
 
     stop_token_ids: those of --sampling_args. They end a turn, but the agent loop does not see
-    them, because they are not the template's end-of-turn tokens."""
+    them, because they are not the template's end-of-turn tokens.
+    scorer: the Engine, also where `engine` is a Demonstration."""
 
     engine: Engine | Demonstration | None  # None once the loop is over
     name: str
+    scorer: Engine
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0  # seconds spent in calls
     callers: set = field(default_factory=set)  # the tasks that await a call now
@@ -724,21 +753,27 @@ class Session:
         """Samples one turn, as Engine.generate does.
 
         Raises RuntimeError once the agent loop is over, because the engine may sleep by then."""
+        if self.stop_token_ids:
+            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
+            sampling_params = {**sampling_params, "stop_token_ids": stops}
+        return await self._call(self.engine, "generate", sampling_params=sampling_params, **call)
+
+    async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
+        """Returns logprobs, as Engine.score does. Raises RuntimeError as `generate` does."""
+        return await self._call(self.scorer, "score", prompt_ids=prompt_ids)
+
+    async def _call(self, engine, method, **arguments):
+        """Awaits a method of an engine under the rollout's name, and counts the time."""
         if self.engine is None:
             raise RuntimeError(
                 "the rollout is over, and a reward has no engine: let the agent "
                 "loop judge, while the engine is awake"
             )
         started = time.perf_counter()
-        if self.stop_token_ids:
-            stops = [*sampling_params.get("stop_token_ids", ()), *self.stop_token_ids]
-            sampling_params = {**sampling_params, "stop_token_ids": stops}
         caller = asyncio.current_task()
         self.callers.add(caller)
         try:
-            return await self.engine.generate(
-                request_id=self.name, sampling_params=sampling_params, **call
-            )
+            return await getattr(engine, method)(request_id=self.name, **arguments)
         finally:
             self.callers.discard(caller)
             self.generate_s += time.perf_counter() - started
@@ -761,7 +796,7 @@ async def run_agent_loop(
     args = context.args
     engine = context.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
-    session = Session(engine, member.name, sampling.get("stop_token_ids", ()))
+    session = Session(engine, member.name, engine, sampling.get("stop_token_ids", ()))
     loop_class = agent_loop_class(row, context.task, args)
     loop = loop_class(session, context.tokenizer, context.processor, context.task, args)
 

@@ -18,6 +18,9 @@ them:
 The sequences are outputs of one unit, the rollout, and share the reward of the last: a note gets
 credit for an answer that came much later. The built-in model mostly notes a and b, seldom c and d.
 
+This loop is written for its log. A task with tools or a simulated user can name `--agent
+compacting`, which asks for a summary when the context is long (docs/agents.md).
+
 64 and 512 stand for a window of 1k and a history of 8k, which would take a CPU hours. The window is
 --max_prompt_tokens plus --max_response_tokens, which bounds the notes."""
 

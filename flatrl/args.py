@@ -416,6 +416,9 @@ def check_flags_together(args: Args):
     need(args.tokens_per_micro_batch >= args.window,
          f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
          f"rollout: {args.window} tokens")
+    need(args.final_answer_tokens < args.max_response_tokens,
+         f"--agent_args: final_answer_tokens {args.final_answer_tokens} are kept of "
+         f"--max_response_tokens {args.max_response_tokens}, which must be more")
     tags = args.think_tags.split()
     need(len(set(tags)) == len(tags) == 2,
          f"--agent_args: think_tags {args.think_tags} must be two different tags, separated by "

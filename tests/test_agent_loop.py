@@ -249,8 +249,8 @@ class Quiz(Records, Interaction):
         self.note(request_id, "finalize")
 
 
-def quiz_task(quiz: Quiz, *tools) -> SimpleNamespace:
-    return task_of(*tools, INTERACTIONS=[quiz])
+def quiz_task(quiz: Quiz, *tools, **attributes) -> SimpleNamespace:
+    return task_of(*tools, INTERACTIONS=[quiz], **attributes)
 
 
 def quiz_row(**kwargs) -> dict:

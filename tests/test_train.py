@@ -455,6 +455,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
     (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
+    (dict(agent_args='{"final_answer_tokens": 128}'), "--max_response_tokens 128, which must be"),
     # Flags without effect: a rule of each form
     (dict(gamma=0.9), "only with --adv_estimator gae or reinforce_pp"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),

@@ -1,0 +1,360 @@
+"""Long rollouts: scores by the engine, turns that are cut, the last answer, compaction."""
+
+import asyncio
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from conftest import generate, make_run
+from test_agent_loop import (
+    ANSWER,
+    ASKED,
+    CALCULATOR,
+    END,
+    PROMPT,
+    SUM,
+    Quiz,
+    Script,
+    assert_response,
+    loop_of,
+    quiz_row,
+    quiz_task,
+    task_of,
+    tool_turn,
+    user_turn,
+)
+from test_rollout import PROMPTS, TwoTurns, hf_logprobs, hf_model, make_rows, play, wake
+
+from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, _with_paragraph, register
+from rollout import rollout
+
+close = torch.testing.assert_close
+play_real = play  # a fixture: rolls out rows on a real engine
+
+# ---------------------------------------------------------------- scores
+
+
+def test_scores_are_the_trainers_logprobs_under_the_weights_of_now(engine, background, tiny_model):
+    async def score(texts):
+        calls = [engine.score(request_id="r", prompt_ids=ids) for ids in texts]
+        return await asyncio.gather(*calls)
+
+    longest = [*itertools.islice(itertools.cycle(PROMPTS[-1]), 127)]  # window - 1
+    texts = [*PROMPTS, longest, longest, PROMPTS[0][:2]]
+    for version, scale in enumerate([1.0, 1.5]):
+        model = hf_model(tiny_model, scale)
+        wake(engine, model, version)
+        generate(engine, background, [longest], temperature=0.5, max_tokens=1)  # fills the cache
+        future = background.submit(score(texts))
+        future.add_done_callback(lambda _: engine.poke())
+        before = dict(engine.statistics)
+        while not future.done():
+            engine.step()
+        assert engine.statistics["tokens"] == before["tokens"]
+        engine.sleep()
+        for ids, scores in zip(texts, future.result(), strict=True):
+            close(torch.tensor(scores), hf_logprobs(model, ids[:1], ids[1:]), atol=1e-4, rtol=0)
+
+
+@register("test_scores")
+class Scores(TwoTurns):
+    """Scores each of its turns."""
+
+    async def assistant_turn(self, trajectory, sampling_params):
+        start = len(trajectory.engine_ids)
+        await super().assistant_turn(trajectory, sampling_params)
+        scores = await self.score(trajectory.engine_ids, start)
+        trajectory.extra["scores"] = trajectory.extra.get("scores", []) + scores
+
+
+def test_a_rollout_that_scores_its_turns_samples_the_same_ones(play_real, engine):
+    engine.args.deterministic = True
+    kinds = ["x", "slow", "x"]
+    plain, scored = (
+        play_real(lambda *_: 1.0, make_rows(*kinds, agent=name), group_size=2).outputs
+        for name in ("test_two_turns", "test_scores")
+    )
+    assert [o.response_ids for o in scored] == [o.response_ids for o in plain]
+    for output in scored:
+        logprobs = itertools.compress(output.response_logprobs, output.response_mask)
+        close(torch.tensor(output.extra["scores"]), torch.tensor([*logprobs]), atol=1e-4, rtol=0)
+
+
+def test_a_demonstration_is_scored_by_the_engine(play_real, tiny_model):
+    @register("test_scores_one")
+    class One(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            trajectory = self.start(row)
+            await self.assistant_turn(trajectory, sampling_params)
+            start = len(trajectory.prompt_ids)
+            trajectory.extra["scores"] = await self.score(trajectory.engine_ids, start)
+            return trajectory.output()
+
+    (row,) = make_rows("x", agent="test_scores_one")
+    row["demonstration"] = [{"role": "assistant", "content": "46"}]
+    (output,) = play_real(lambda *_: 1.0, [row]).outputs
+    expected = hf_logprobs(hf_model(tiny_model), output.prompt_ids, output.response_ids)
+    close(torch.tensor(output.extra["scores"]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("start, error", [
+    (0, "from 1 to 2"), (3, "from 1 to 2"), (1, "engine Script has no method `score`"),
+])  # fmt: skip
+def test_what_can_not_be_scored(tokenizer, start, error):
+    args = LoopArgs(max_response_tokens=10)
+    loop = AgentLoopBase(Script(tokenizer, ()), tokenizer, None, None, args)
+    with pytest.raises((ValueError, TypeError), match=error):
+        asyncio.run(loop.score([5, 6], start))
+
+
+# ---------------------------------------------------------------- turns that are cut
+
+
+def run(tokenizer, *lines, task=CALCULATOR, **how) -> tuple:
+    """Returns (outputs, engine) of one rollout with a scripted engine."""
+    engine = Script(tokenizer, lines)
+    outputs = asyncio.run(loop_of(engine, task, **how))
+    return (outputs if isinstance(outputs, list) else [outputs]), engine
+
+
+def cut(n: int, called: str = "No tool was called. ") -> str:
+    text = f"Your turn was cut at {n} tokens. {called}Continue, more briefly."
+    return END + user_turn(text)
+
+
+LONG = "abcdefghi"  # a token for each letter
+CALLED = [SUM + END, tool_turn("2")]
+DONE = ANSWER + END
+NO_TOOLS = {"task": task_of(), "agent": "tool_agent"}
+
+# name -> lines of the engine, settings, parts of the response, stop reason, metric
+CUT_TURNS = {
+    "before a call": ([LONG, SUM, ANSWER], {}, ["abcdef", cut(6), *CALLED, DONE], "stop", 1),
+    "after a call": ([SUM, LONG, ANSWER], {}, [*CALLED, "abcdef", cut(6), DONE], "stop", 1),
+    "twice": ([LONG, LONG, "ok"], {}, ["abcdef", cut(6)] * 2 + ["ok" + END], "stop", 2),
+    "a call in it": ([SUM + LONG, ANSWER], {}, [SUM + "a", cut(6), DONE], "stop", 1),
+    "not at all": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
+    "without tools": ([LONG, "ok"], NO_TOOLS, ["abcdef", cut(6, ""), "ok" + END], "stop", 1),
+    "by the other limit": (
+        [LONG, ANSWER], {"sampling": {"max_tokens": 4}}, ["abcd", cut(4), DONE], "stop", 1,
+    ),
+    "by that limit alone": (
+        [LONG], {"sampling": {"max_tokens": 4}, "max_turn_tokens": 0}, ["abcd"], "length", None,
+    ),
+    "in the last turn": (
+        [SUM, LONG], {"max_assistant_turns": 2}, [*CALLED, "abcdef"], "max_turns", 1,
+    ),
+    "by the budget": ([LONG], {"max_response_tokens": 6}, ["abcdef"], "length", 0),
+    "no room to say so": ([LONG], {"max_response_tokens": 40}, ["abcdef"], "length", 1),
+    "in another loop": ([LONG], {"agent": "single_turn"}, ["abcdef"], "length", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines, how, parts, reason, n", CUT_TURNS.values(), ids=CUT_TURNS)
+def test_a_turn_that_is_cut(tokenizer, lines, how, parts, reason, n):
+    (output,), engine = run(tokenizer, *lines, **{"max_turn_tokens": 6} | how)
+    assert_response(output, engine, *parts)
+    assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
+    assert output.metrics.get("cut_turns") == n
+
+
+def test_a_user_answers_whole_turns_only(tokenizer):
+    quiz = Quiz((True, "", 1.0, {}))
+    how = dict(task=quiz_task(quiz), row=quiz_row(), max_turn_tokens=6)
+    (output,), engine = run(tokenizer, LONG, "ok", **how)
+    assert_response(output, engine, "abcdef", cut(6, ""), "ok" + END)
+    assert output.turn_rewards == [(len(output.response_ids) - 1, 1.0)]
+    assert quiz.events == ["start", "generate_response", "finalize"]
+
+
+# ---------------------------------------------------------------- the final answer
+
+REQUEST = "Now."
+KEPT = {"final_answer_tokens": 20, "final_answer_request": REQUEST}
+ASKED_TOOL = tool_turn(REQUEST)  # 13 tokens
+ASKED_USER = END + user_turn(REQUEST)  # 12 tokens
+ONE_TURN = {"max_assistant_turns": 1}
+
+# name -> lines of the engine, settings, parts of the response, stop reason, metric
+FINAL_ANSWERS = {
+    "a call in the last turn": (
+        [SUM, ANSWER], ONE_TURN, [SUM + END, ASKED_TOOL, DONE], "stop", 1,
+    ),
+    "another call is not executed": (
+        [SUM, SUM], ONE_TURN, [SUM + END, ASKED_TOOL, SUM + END], "stop", 1,
+    ),
+    "two calls": (
+        [SUM * 2, "a"], ONE_TURN,
+        [SUM * 2 + END, tool_turn(REQUEST, REQUEST), "a" + END], "stop", 1,
+    ),
+    "the budget ends a turn": (
+        [LONG, "a"], {"max_response_tokens": 25}, ["abcde", ASKED_USER, "a" + END], "stop", 1,
+    ),
+    "the budget ends the answer, too": (
+        [LONG, LONG], {"max_response_tokens": 25}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
+    ),
+    "the window ends a turn": (
+        [LONG, LONG], {"max_model_len": 25 + 17}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
+    ),
+    "a tool's answer has no room": (
+        [SUM, ANSWER], {"max_response_tokens": 35}, [SUM + END, ASKED_TOOL, DONE], "stop", 1,
+    ),
+    "no room for the request": (
+        [LONG], {"max_response_tokens": 17, "final_answer_tokens": 12}, ["abcde"], "length", 1,
+    ),
+    "nothing but the kept tokens": (
+        [LONG * 3], {"max_model_len": 20 + 17}, [(LONG * 3)[:20]], "length", 1,
+    ),
+    "after a turn that was cut": (
+        [LONG, "a"], ONE_TURN | {"max_turn_tokens": 4}, ["abcd", ASKED_USER, "a" + END], "stop", 1,
+    ),
+    "not needed": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
+    "not wanted": (
+        [SUM], ONE_TURN | {"final_answer_tokens": 0}, [SUM + END], "max_turns", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines, how, parts, reason, n", FINAL_ANSWERS.values(), ids=FINAL_ANSWERS)
+def test_a_final_answer(tokenizer, lines, how, parts, reason, n):
+    (output,), engine = run(tokenizer, *lines, **KEPT | how)
+    assert_response(output, engine, *parts)
+    assert (output.stop_reason, output.num_turns) == (reason, len(parts) + 1)
+    assert output.metrics.get("final_answers") == n
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_user_judges_the_final_answer(tokenizer, done):
+    quiz = Quiz((False, "Sure?", 1.0, {}), (done, "No.", 2.0, {}))
+    how = dict(task=quiz_task(quiz), row=quiz_row(), **ONE_TURN, **KEPT)
+    (output,), engine = run(tokenizer, "2", "3", **how)
+    assert_response(output, engine, "2" + END, ASKED_USER.removeprefix(END), "3" + END)
+    last = len(output.response_ids) - 1
+    assert output.turn_rewards == [(1, 1.0), (last, 2.0)]
+    assert (output.stop_reason, output.extra["unread"]) == ("stop", "No.")
+
+
+# ---------------------------------------------------------------- compaction
+
+NOTES = "It is 2."
+TOOLS = "<|im_start|>system\nTools: calculator<|im_end|>\n"
+OPENING = TOOLS + ASKED  # 17 tokens
+CALLS = [SUM + END, tool_turn("2")]  # 16 tokens
+ASKED_NOTES = [SUM + END, tool_turn("2\n\nNotes?")]
+
+
+def after(notes: str, tools: str = TOOLS) -> str:
+    """The prompt of a sequence that begins with notes."""
+    return tools + ASKED + notes + END + user_turn("Go.")
+
+
+def parts_of(outputs, engine) -> list[list[str]]:
+    """Returns for each output its prompt, and the texts sampled, given, sampled, ...
+
+    Asserts that each sampled text is what the engine said to exactly the tokens before it."""
+    calls = enumerate(engine.prompts, start=1)
+    parts = []
+    for output in outputs:
+        ids = list(output.prompt_ids)
+        texts = [engine.tokenizer.decode(ids)]
+        tokens = zip(output.response_mask, output.response_ids, output.response_versions)
+        for is_sampled, turn in itertools.groupby(tokens, key=lambda token: token[0]):
+            _, turn_ids, versions = zip(*turn)
+            if is_sampled:
+                n, prompt = next(calls)
+                assert prompt == ids and {*versions} == {n}
+            ids += turn_ids
+            texts.append(engine.tokenizer.decode(turn_ids))
+        parts.append(texts)
+    assert next(calls, None) is None
+    return parts
+
+
+FIRST = [OPENING, *ASKED_NOTES, NOTES + END]
+
+# name -> lines of the engine, settings, prompt and parts of each output, stop reason, compactions
+COMPACTIONS = {
+    "at so many tokens": ([SUM, NOTES, ANSWER], {}, [FIRST, [after(NOTES), DONE]], "stop", 1),
+    "not below": ([SUM, ANSWER], {"compact_at": 25}, [[OPENING, *CALLS, DONE]], "stop", 0),
+    "twice": (
+        [SUM, NOTES, SUM, "Two.", ANSWER], {},
+        [FIRST, [after(NOTES), *ASKED_NOTES, "Two." + END], [after("Two."), DONE]], "stop", 2,
+    ),
+    "at three quarters of the window": (
+        [SUM] * 6 + [NOTES, ANSWER], {"compact_at": 0, "max_model_len": 132},
+        [[OPENING, *CALLS * 5, *ASKED_NOTES, NOTES + END], [after(NOTES), DONE]], "stop", 1,
+    ),
+    "notes that are cut": (
+        [SUM, NOTES, ANSWER], {"max_turn_tokens": 6},
+        [[OPENING, *ASKED_NOTES, "It is "], [after("It is "), DONE]], "stop", 1,
+    ),
+    "the budget ends in the notes": (
+        [SUM, NOTES], {"max_response_tokens": 30},
+        [[OPENING, *ASKED_NOTES, NOTES[:6]]], "length", 0,
+    ),
+    "no room for notes": ([SUM], {"max_response_tokens": 24}, [[OPENING, SUM + END]], "length", 0),
+    "in the last turn": ([SUM, NOTES], {"max_assistant_turns": 2}, [FIRST], "max_turns", 1),
+    "the final answer after it": (
+        [SUM, NOTES, "2"], {"max_assistant_turns": 2, "final_answer_tokens": 5},
+        [FIRST, [after(NOTES), "2" + END]], "stop", 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def short_words(monkeypatch):
+    monkeypatch.setattr(CompactingLoop, "SUMMARISE", "Notes?")
+    monkeypatch.setattr(CompactingLoop, "CONTINUE", "Go.")
+
+
+@pytest.mark.parametrize("lines, how, parts, reason, n", COMPACTIONS.values(), ids=COMPACTIONS)
+def test_compaction(tokenizer, short_words, lines, how, parts, reason, n):
+    outputs, engine = run(tokenizer, *lines, **{"agent": "compacting", "compact_at": 24} | how)
+    assert parts_of(outputs, engine) == parts
+    last = outputs[-1]
+    assert last.stop_reason == reason
+    assert (last.metrics["compactions"], last.metrics.get("forks", 0)) == (n, n)
+    assert [output.unit for output in outputs] == [""] * len(parts)
+
+
+def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
+    quiz = Quiz((False, "Sure?", 1.0, {}), (True, "", 2.0, {}))
+    quiz.opening = "Ready?"
+    how = dict(task=quiz_task(quiz), row=quiz_row(), agent="compacting", compact_at=24)
+    outputs, engine = run(tokenizer, "2", NOTES, "3", **how)
+    first, second = parts_of(outputs, engine)
+    start = ASKED.removesuffix("<|im_start|>assistant\n") + user_turn("Ready?")[1:]
+    assert first == [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
+    assert second == [start + NOTES + END + user_turn("Go."), "3" + END]
+    assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]
+
+
+def test_the_outputs_of_a_real_engine(
+    short_words, engine, background, tokenizer, tiny_model, args
+):
+    """With all settings at once, each sampled token has the trainer's logprob."""
+    settings = dict(max_turn_tokens=8, compact_at=60, final_answer_tokens=30)
+    limits = dict(max_response_tokens=200, max_assistant_turns=0, agent="compacting")
+    quiz = Quiz(*[(False, "Sure?", 0.0, {})] * 100)
+    task = quiz_task(quiz, reward=lambda *_: 1.0)
+    flags = dataclasses.replace(args, **settings, **limits)
+    model = hf_model(tiny_model)
+    wake(engine, model, 0)
+    run = make_run(engine, background, task, tokenizer, flags)
+    rows = [{"prompt": PROMPT, "index": 0, **quiz_row()}]
+    outputs = rollout(run, rows, 0, 1, {"temperature": 1.0}).outputs
+    metrics = outputs[-1].metrics
+    assert metrics["compactions"] == metrics["forks"] == len(outputs) - 1 > 0
+    assert metrics["final_answers"] == 1 and metrics["cut_turns"] > 0
+    assert sum(len(output.response_ids) for output in outputs) <= 200
+    for output in outputs:
+        expected = hf_logprobs(model, output.prompt_ids, output.response_ids)
+        sampled = torch.tensor(output.response_mask) == 1
+        found = torch.tensor(output.response_logprobs)
+        close(found[sampled], expected[sampled], atol=1e-4, rtol=0)
+
+
+def test_the_request_for_notes_follows_images():
+    image = {"type": "image"}
+    assert _with_paragraph([image], "Notes?") == [image, {"type": "text", "text": "Notes?"}]
