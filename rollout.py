@@ -173,8 +173,9 @@ class Engine:
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
         self.poked = False  # whether a waiting `step` should return
-        # Of the background thread; `sleep` empties it when no trajectory is under way.
+        # Of the background thread; `sleep` empties them when no trajectory is under way.
         self.turns = Counter()  # trajectory -> calls so far
+        self.last_prompts = {}  # trajectory -> the prompt of its last call
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
@@ -266,6 +267,7 @@ class Engine:
             self.mark_versions()
         else:
             self.turns.clear()
+            self.last_prompts.clear()
         self.core.sleep(level, mode="keep" if keep else "abort")
         self._become("asleep")
 
@@ -307,7 +309,11 @@ class Engine:
         invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
         parameter)."""
         prompt_ids = list(prompt_ids)
-        check_ids(prompt_ids, self.vocab_size, "prompt_ids")
+        # A prompt nearly always extends the one before: only what is new is checked.
+        checked = self.last_prompts.get(request_id, [])
+        n_checked = len(checked) if prompt_ids[: len(checked)] == checked else 0
+        check_ids(prompt_ids[n_checked:], self.vocab_size, "prompt_ids")
+        self.last_prompts[request_id] = prompt_ids
         turn = self.turns[request_id]
         self.turns[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
@@ -342,6 +348,7 @@ class Engine:
         with self.lock:
             self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
+            self.last_prompts.pop(trajectory, None)
             self.lock.notify()
 
     def poke(self):

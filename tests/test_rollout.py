@@ -109,6 +109,10 @@ def test_a_bad_request_fails_alone(engine, background, tiny_model):
     (unknown,) = generate(engine, background, [PROMPTS[0]], no_such_parameter=1)
     for error, said in zip([*bad, unknown], ("128", "prompt_ids", "no_such_parameter")):
         assert isinstance(error, ValueError) and said in str(error)
+    # The first trajectory has asked before: wherever its next prompt is wrong, it is refused.
+    for prompt in ([*PROMPTS[0], 10**6], [-1, *PROMPTS[0][1:]], [-1], [*PROMPTS[0], 3.0]):
+        (error,) = generate(engine, background, [prompt])
+        assert isinstance(error, ValueError) and "prompt_ids" in str(error)
     assert not engine.pending and not engine.running
 
 
