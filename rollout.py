@@ -570,8 +570,8 @@ class Rollouts:
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
     errors: a dict for each rollout that failed, with its traceback.
-    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
-    "cached_tokens" among those."""
+    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls,
+    "cached_tokens" among those, and "loop_s", the CPU seconds of the background threads."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -651,6 +651,7 @@ class Rollouts:
             "timing/idle_s": self.idle_s,
             "throughput/tokens_per_s": total["tokens"] / self.seconds,
             "throughput/idle_share": fmean(self.idle_s) / self.seconds,
+            "throughput/loop_share": total["loop_s"] / len(self.idle_s) / self.seconds,
             "throughput/prefix_cache_hit_rate": total["cached_tokens"]
             / max(1, total["prompt_tokens"]),
         }
@@ -1233,6 +1234,7 @@ class Pool:
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
+        loop_started = self.background.cpu_s
         self.n_ended = None
         self.n_ended_before = self.store.add("ended", 0)
         try:
@@ -1246,6 +1248,7 @@ class Pool:
             engine.mark_versions()
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
+            self.statistics["loop_s"] += self.background.cpu_s - loop_started
 
     def _wait_for_a_group(self) -> bool:
         """Steps the engine until a group has ended on some rank.

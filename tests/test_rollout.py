@@ -5,6 +5,7 @@ import dataclasses
 import math
 import random
 import string
+import time
 import types
 
 import pytest
@@ -205,6 +206,9 @@ def test_the_longest_prompt_fits_beside_a_full_batch(args):
 # ---------------------------------------------------------------- one rollout
 
 
+BUSY_S = 0.5
+
+
 @register("test_two_turns")
 class TwoTurns(AgentLoopBase):
     """Samples two turns of at most six tokens, with three given tokens between them."""
@@ -218,6 +222,9 @@ class TwoTurns(AgentLoopBase):
         await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 6})
         if row["extra"] == "slow":
             await asyncio.sleep(random.random() * 0.05)
+        started = time.thread_time()
+        while row["extra"] == "busy" and time.thread_time() < started + BUSY_S:
+            pass
         trajectory.add_given([5, 6, 7])
         await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 6})
         trajectory.stop_reason = "stop"
@@ -312,6 +319,16 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         assert output.response_versions == [3 if m else -1 for m in output.response_mask]
     kept = sum(sum(output.response_mask) for output in rollouts.outputs)
     assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
+
+
+def test_the_share_of_the_agent_loops_python_is_logged(play, engine):
+    play(lambda output, row: 1.0, make_rows("", ""))  # a first time is slower
+    for kind, is_busy in (("busy", True), ("slow", False)):
+        rollouts = play(lambda output, row: 1.0, make_rows(kind, kind))
+        n_busy = 2 * is_busy
+        assert n_busy * BUSY_S <= rollouts.statistics["loop_s"] < (n_busy + 1) * BUSY_S
+        share = rollouts.metrics(engine)["throughput/loop_share"]
+        assert share == rollouts.statistics["loop_s"] / rollouts.seconds
 
 
 def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
