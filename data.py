@@ -385,8 +385,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         told               a dict like this one, for the same outputs with these prompts"""
 
     def padded(rows, dtype=np.int64, padding=0):
-        # np.fromiter is faster than torch.tensor for long lists.
-        rows = [torch.from_numpy(np.fromiter(row, dtype)) for row in rows]
+        # np.array is faster than torch.tensor for long lists.
+        rows = [torch.from_numpy(np.array(row, dtype)) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
     mask = padded([output.response_mask for output in outputs], np.float32)
@@ -396,7 +396,9 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
     response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
     tensors = {
-        "input_ids": padded([output.prompt_ids + output.response_ids for output in outputs]),
+        "input_ids": padded(
+            [np.concatenate([output.prompt_ids, output.response_ids]) for output in outputs]
+        ),
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,

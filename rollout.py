@@ -60,6 +60,7 @@ from agent_loop import (
     total_reward,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing, traceback_from
+from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import (
@@ -563,7 +564,8 @@ class Command:
 class Rollouts:
     """The rollouts of one step, from all ranks.
 
-    outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers
+    outputs: in the order of (prompt, sample, segment). Their token lists are flatrl.compact's
+    Numbers, which act like lists. Each output.extra has these three numbers
     and its row's "index". Three more keys mark an output: "filtered" if dynamic sampling replaced
     its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
         sampled    without greedy, demonstration     what the policy did
@@ -1123,7 +1125,7 @@ class Pool:
         group.graders[member.prompt, member.sample] = grader
         for output in outputs:
             output.reward = None
-        group.outputs += outputs
+            group.outputs.append(compact(output))
 
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
         """Returns the result of `grade_rollout`, or the failure, a dict, if it raised."""

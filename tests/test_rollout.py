@@ -1,8 +1,10 @@
 """The engine (vLLM's CPU build): states, sync, seeds; one rollout with everything that fails."""
 
 import asyncio
+import copy
 import dataclasses
 import math
+import pickle
 import random
 import string
 import time
@@ -10,11 +12,12 @@ import types
 
 import pytest
 import torch
-from conftest import HANGS, KEPT, for_ever, generate, make_run, time_passes, wait_for
+from conftest import HANGS, KEPT, for_ever, generate, make_run, output_of, time_passes, wait_for
 from transformers import AutoModelForCausalLM
 
 import data
-from agent_loop import AgentLoopBase, register
+from agent_loop import RESPONSE_LISTS, AgentLoopBase, register
+from flatrl.compact import compact
 from flatrl.log import Log
 from flatrl.metrics import describe
 from flatrl.processes import Stopped
@@ -319,6 +322,25 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         assert output.response_versions == [3 if m else -1 for m in output.response_mask]
     kept = sum(sum(output.response_mask) for output in rollouts.outputs)
     assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
+
+
+def test_kept_outputs_are_compact_and_act_like_lists():
+    output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
+    kept = compact(copy.deepcopy(output))
+    kept = copy.deepcopy(pickle.loads(pickle.dumps(kept)))
+    assert vars(kept) == vars(output) and vars(output) == vars(kept)
+    assert kept.response_mask != [1, 0] and kept.response_ids != output.response_mask
+    assert {name: getattr(kept, name).itemsize for name in RESPONSE_LISTS} == {
+        "response_ids": 4,
+        "response_mask": 1,
+        "response_logprobs": 8,
+        "response_versions": 4,
+    }
+    for one, other in ((output, kept), (kept, output), (kept, kept)):
+        assert one.prompt_ids + other.response_ids == [1, 2, 300, 2**17, 7]
+    assert type(kept.response_ids[1:]) is list and kept.response_ids[1:] == [2**17, 7]
+    left, right = data.collate([output]), data.collate([kept])
+    close(left, right, rtol=0, atol=0)
 
 
 def test_the_share_of_the_agent_loops_python_is_logged(play, engine):
