@@ -388,28 +388,30 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         told               a dict like this one, for the same outputs with these prompts"""
 
     def padded(rows, dtype=np.int64, padding=0):
-        # np.fromiter is faster than torch.tensor for long lists.
-        rows = [torch.from_numpy(np.fromiter(row, dtype)) for row in rows]
+        # np.array is faster than torch.tensor for long lists.
+        rows = [torch.from_numpy(np.array(row, dtype)) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
     mask = padded([output.response_mask for output in outputs], np.float32)
     versions = padded([output.response_versions for output in outputs], padding=-1)
     # Demonstrated tokens have mask 1, but version -1, because no weights sampled them.
-    imitation_mask = mask.masked_fill(versions >= 0, 0)
+    is_imitated = mask.bool() & (versions < 0)
     prompt_lengths = torch.tensor([len(output.prompt_ids) for output in outputs])
     response_lengths = torch.tensor([len(output.response_ids) for output in outputs])
     tensors = {
-        "input_ids": padded([output.prompt_ids + output.response_ids for output in outputs]),
+        "input_ids": padded(
+            [np.concatenate([output.prompt_ids, output.response_ids]) for output in outputs]
+        ),
         "lengths": prompt_lengths + response_lengths,
         "prompt_lengths": prompt_lengths,
         "response_lengths": response_lengths,
-        "response_mask": mask - imitation_mask,
+        "response_mask": mask.masked_fill_(is_imitated, 0),
         "logprobs_rollout": padded([output.response_logprobs for output in outputs], np.float32),
         "versions": versions,
         "truncated": torch.tensor([output.truncated for output in outputs]),
     }
-    if imitation_mask.any():
-        tensors["imitation_mask"] = imitation_mask
+    if is_imitated.any():
+        tensors["imitation_mask"] = is_imitated.float()
     images = [output.images for output in outputs]
     if any(images):
         tensors |= same_images(tensors["input_ids"], images, image_token_id)
@@ -447,6 +449,8 @@ class Batch(dict):
 
     def select(self, rows: list[int]) -> "Batch":
         """Returns the batch of these rows alone, with the rewards that the outputs have now."""
+        if rows == list(range(len(self.outputs))):  # no tensor need be copied
+            return Batch(self.outputs, self)
         outputs = [self.outputs[row] for row in rows]
         return Batch(outputs, select_rows(self, rows))
 
@@ -530,13 +534,13 @@ class EndToEnd:
         self.nearest_place = self._nearest_places(batch)
         units = batch.units.index[:, None].expand_as(self.sampled)
         # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
-        self.places = units[self.sampled], self.nearest_place[self.sampled]
+        self.places = units[self.sampled], self.nearest_place[self.sampled].long()
         self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
 
     def _nearest_places(self, batch: Batch) -> BT:
         """Returns nearest_place."""
         # A sampled token takes one place, the first one of a turn also the empty place before it.
-        widths = self.sampled.long() + losses.turn_starts(self.sampled)  # (B, T)
+        widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
 
         output_starts = []
         unit_ends = [0] * self.n_units
@@ -550,10 +554,10 @@ class EndToEnd:
             unit_ends[unit] = start + output_widths[row]
 
         # Other tokens take no place, so they have the place of the last sampled one before them.
-        starts = torch.tensor(output_starts)[:, None]  # (B, 1)
-        places = starts + widths.cumsum(1) - 1
-        first_place = starts + 1  # of the output's first sampled token
-        places = torch.maximum(places, first_place)
+        starts = torch.tensor(output_starts, dtype=torch.int32)[:, None]  # (B, 1)
+        places = widths.cumsum(1, dtype=torch.int32)
+        places += starts - 1
+        places.clamp_(min=starts + 1)  # the place of the output's first sampled token
         return places.where(self.sampled.any(1, keepdim=True), 0)
 
     def to_units(self, x: BT) -> NS:
@@ -754,25 +758,18 @@ class MicroBatch:
 
 def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
     """Returns some rows of a batch as one MicroBatch, which is in prefix order."""
-    ids = batch.get("prefix_ids", batch["input_ids"])[rows]  # (R, L)
-    lengths = batch["lengths"][rows]  # (R,)
-    tokens = ids.int().numpy()
-
+    ids = batch.get("prefix_ids", batch["input_ids"])  # (B, L)
+    # Row by row, because the longest may be many times as long as the others.
+    tokens_of = {row: ids[row, : batch["lengths"][row]].int().numpy() for row in rows}
     # Any order of token ids will do, and bytes compare fast.
-    def as_bytes(i: int) -> bytes:
-        return tokens[i, : lengths[i]].tobytes()
-
-    order = sorted(range(len(rows)), key=as_bytes)
-    rows = [rows[i] for i in order]
-    ids = ids[order]
-    lengths = lengths[order]
-
-    # Neighbours share the tokens before the first difference or the end of the shorter one.
-    ends = torch.minimum(lengths[1:], lengths[:-1])
-    is_inside = torch.arange(ids.shape[1]) < ends[:, None]
-    is_equal = (ids[1:] == ids[:-1]) & is_inside  # (R - 1, L)
-    shared = is_equal.cumprod(1, dtype=torch.int32).sum(1)
-    return MicroBatch(rows, lengths.tolist(), [0, *shared.tolist()])
+    rows = sorted(rows, key=lambda row: tokens_of[row].tobytes())
+    shared = [0]
+    for before, after in itertools.pairwise(tokens_of[row] for row in rows):
+        # Neighbours share the tokens before the first difference or the end of the shorter one.
+        n = min(len(before), len(after))
+        differs = before[:n] != after[:n]
+        shared.append(int(differs.argmax()) if differs.any() else n)
+    return MicroBatch(rows, [len(tokens_of[row]) for row in rows], shared)
 
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:

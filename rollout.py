@@ -61,6 +61,7 @@ from agent_loop import (
     total_reward,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing, traceback_from
+from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.metrics import describe
 from flatrl.processes import (
@@ -175,9 +176,10 @@ class Engine:
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
         self.poked = False  # whether a waiting `step` should return
-        # Of the background thread; `sleep` empties it when no trajectory is under way.
+        # Of the background thread; `sleep` empties them when no trajectory is under way.
         self.turns = Counter()  # trajectory -> calls so far
         self.score_numbers = itertools.count()
+        self.last_prompts = {}  # trajectory -> the prompt of its last call
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
@@ -269,6 +271,7 @@ class Engine:
             self.mark_versions()
         else:
             self.turns.clear()
+            self.last_prompts.clear()
         self.core.sleep(level, mode="keep" if keep else "abort")
         self._become("asleep")
 
@@ -310,7 +313,11 @@ class Engine:
         invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
         parameter)."""
         prompt_ids = list(prompt_ids)
-        check_ids(prompt_ids, self.vocab_size, "prompt_ids")
+        # A prompt nearly always extends the one before: only what is new is checked.
+        checked = self.last_prompts.get(request_id, [])
+        n_checked = len(checked) if prompt_ids[: len(checked)] == checked else 0
+        check_ids(prompt_ids[n_checked:], self.vocab_size, "prompt_ids")
+        self.last_prompts[request_id] = prompt_ids
         turn = self.turns[request_id]
         self.turns[request_id] += 1
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
@@ -364,6 +371,7 @@ class Engine:
         with self.lock:
             self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
+            self.last_prompts.pop(trajectory, None)
             self.lock.notify()
 
     def poke(self):
@@ -583,15 +591,16 @@ class Command:
 class Rollouts:
     """The rollouts of one step, from all ranks.
 
-    outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers
+    outputs: in the order of (prompt, sample, segment). Their token lists are flatrl.compact's
+    Numbers, which act like lists. Each output.extra has these three numbers
     and its row's "index". Three more keys mark an output: "filtered" if dynamic sampling replaced
     its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
     errors: a dict for each rollout that failed, with its traceback.
-    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls, and
-    "cached_tokens" among those."""
+    statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls,
+    "cached_tokens" among those, and "loop_s", the CPU seconds of the background threads."""
 
     outputs: list[AgentLoopOutput] = field(default_factory=list)
     errors: list[dict] = field(default_factory=list)
@@ -671,6 +680,7 @@ class Rollouts:
             "timing/idle_s": self.idle_s,
             "throughput/tokens_per_s": total["tokens"] / self.seconds,
             "throughput/idle_share": fmean(self.idle_s) / self.seconds,
+            "throughput/loop_share": total["loop_s"] / len(self.idle_s) / self.seconds,
             "throughput/prefix_cache_hit_rate": total["cached_tokens"]
             / max(1, total["prompt_tokens"]),
         }
@@ -1150,7 +1160,7 @@ class Pool:
         group.graders[member.prompt, member.sample] = grader
         for output in outputs:
             output.reward = None
-        group.outputs += outputs
+            group.outputs.append(compact(output))
 
     async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
         """Returns the result of `grade_rollout`, or the failure, a dict, if it raised."""
@@ -1261,6 +1271,7 @@ class Pool:
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
+        loop_started = self.background.cpu_s
         self.n_ended = None
         self.n_ended_before = self.store.add("ended", 0)
         try:
@@ -1274,6 +1285,7 @@ class Pool:
             engine.mark_versions()
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
+            self.statistics["loop_s"] += self.background.cpu_s - loop_started
 
     def _wait_for_a_group(self) -> bool:
         """Steps the engine until a group has ended on some rank.

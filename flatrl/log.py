@@ -130,7 +130,7 @@ class Log:
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
             for key in ("prompt_ids", *RESPONSE_LISTS):  # thousands of numbers: they come last
-                line[key] = line.pop(key)
+                line[key] = [*line.pop(key)]
             lines.append(line)
         lines += errors
         if lines:

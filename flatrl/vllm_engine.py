@@ -132,6 +132,7 @@ def vllm_arguments(model: str, args, device: torch.device, vision: bool = False)
         logprobs_mode="processed_logprobs",
         runner="generate",
         generation_config="vllm",  # no sampling defaults from the model's folder
+        prefix_caching_hash_algo="xxhash",  # of all blocks of a prompt, at each turn
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )

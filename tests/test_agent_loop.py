@@ -817,6 +817,23 @@ def test_interaction_until_it_is_done(play, tokenizer):
     assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
 
 
+def test_what_an_interaction_gets_is_its_own_copy(play):
+    class Spoils(Quiz):
+        async def generate_response(self, request_id, messages, **kwargs):
+            for message in messages:
+                for tool_call in message.get("tool_calls", ()):
+                    tool_call["function"]["arguments"].clear()
+                message.clear()
+            return self.next_answer()
+
+    task = quiz_task(Spoils(SURE_ANSWER, GOOD_ANSWER), calculator.calculator)
+    output, _ = play(SUM, "3", "2", task=task, row=quiz_row())
+    calls = called(("calculator", {"expression": "1+1"}))
+    assert output.messages[len(PROMPT)]["tool_calls"] == calls
+    assert said_by(output, "user")[1:] == ["Sure?"]
+    assert said_by(output, "assistant") == ["", "3", "2"]
+
+
 def test_plain_methods_run_in_threads_and_may_return_a_coroutine(play):
     class Plain(Notes):
         def execute(self, request_id, arguments, **kwargs):

@@ -35,7 +35,7 @@ from test_agent_loop import (
 from agent_loop import AgentLoopOutput, as_tool
 from examples import calculator
 from flatrl.chat import endpoint as chat_endpoint
-from flatrl.chat.client import ChatAgentLoop, OutOfBudget
+from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 from flatrl.processes import Background
 from rollout import set_rewards
 from train import Args
@@ -290,6 +290,25 @@ def test_the_reply_as_clients_send_it_back_continues(play, back):
     assert_output(output, engine, *parts, (3, ANSWER + END))
 
 
+@pytest.mark.parametrize("back", BACK.values(), ids=BACK)
+def test_a_message_is_read_once(play, monkeypatch, back):
+    read = []
+    plain = ChatClient._plain
+    monkeypatch.setattr(
+        ChatClient, "_plain", lambda self, *args: read.append(args[0]) or plain(self, *args)
+    )
+
+    async def chat(client, **row):
+        history = [*PROMPT]
+        for text in ("Sure?", "Really?", "Why?"):
+            history += [back(await ask(client, *history)), user(text)]
+        read.clear()
+        await ask(client, *history)
+        assert read == history[-2:]  # the last reply, and what is new
+
+    play(chat, "1", "2", "3", "4")
+
+
 def test_messages_that_the_agent_made_up_are_given(play):
     async def chat(client, prompt, **row):
         message = await ask(client, *prompt)
@@ -301,14 +320,19 @@ def test_messages_that_the_agent_made_up_are_given(play):
     assert_output(output, engine, (1, "3" + END), given, (2, "2" + END))
 
 
+def changed_reply(history):
+    history[2].content = "Hm."
+
+
 def changed_call(history):
-    history[2]["tool_calls"][0]["function"]["arguments"] = '{"expression": "1+2"}'
+    history[2].tool_calls[0].function.arguments = '{"expression": "1+2"}'
 
 
+# In place: the client got the same objects in an earlier call.
 CHANGES = {
     "the user's": lambda history: history[1].update(content="What is 1+2?"),
     "the role": lambda history: history[1].update(role="tool"),
-    "the reply": lambda history: history[2].update(content="Hm."),
+    "the reply": changed_reply,
     "the call": changed_call,
     "cut": lambda history: history.pop(0),
     "tools": lambda history: None,
@@ -319,8 +343,7 @@ CHANGES = {
 def test_a_changed_history_forks(play, tokenizer, changed):
     async def chat(client, **row):
         history = [{"role": "system", "content": "Be brief."}, dict(PROMPT[0])]
-        history = (await solve(client, history))[:-1]
-        history[2] = history[2].model_dump()
+        history = await solve(client, history)
         CHANGES[changed](history)
         tools = [CALCULATOR, OTHER] if changed == "tools" else [CALCULATOR]
         await ask(client, *history, user("Again"), tools=tools)

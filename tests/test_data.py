@@ -392,6 +392,15 @@ def test_select_is_collate_of_some_outputs(masks, random):
         close(selected[name], column, rtol=0, atol=0)
 
 
+def test_a_batch_of_all_rows_copies_no_tensor():
+    batch = data.make_batch([output_of([1, 1]), output_of([1])])
+    batch.outputs[1].reward = 2.0
+    whole = batch.select([0, 1])
+    assert whole["input_ids"] is batch["input_ids"]
+    assert whole.units.outcomes.tolist() == [2.0] and batch.units.outcomes.tolist() == [0.0]
+    assert batch.select([1, 0])["lengths"].tolist() == [3, 4]
+
+
 # ---------------------------------------------------------------- shares and micro-batches
 
 
@@ -498,3 +507,10 @@ def test_a_part_of_a_micro_batch_shares_what_its_rows_alone_share(batch, random)
 def test_prefixes_end_where_a_sequence_does_not_where_the_padding_begins():
     batch = batch_of([[5, 6], [5, 6]], [[0], [0, 0, 7]])  # 0 pads rows, and is a token as well
     assert data.in_prefix_order(batch, [1, 0]) == data.MicroBatch([0, 1], [3, 5], [0, 3])
+
+
+def test_prefix_order_reads_no_padding():
+    ids = torch.tensor([[7]]).expand(3, 2**40)  # as if a fourth row were that long
+    batch = {"input_ids": ids, "lengths": torch.tensor([2, 1, 2])}
+    expected = data.MicroBatch([1, 0, 2], [1, 2, 2], [0, 1, 2])
+    assert data.in_prefix_order(batch, range(3)) == expected

@@ -1,19 +1,23 @@
 """The engine (vLLM's CPU build): states, sync, seeds; one rollout with everything that fails."""
 
 import asyncio
+import copy
 import dataclasses
 import math
+import pickle
 import random
 import string
+import time
 import types
 
 import pytest
 import torch
-from conftest import HANGS, KEPT, for_ever, generate, make_run, time_passes, wait_for
+from conftest import HANGS, KEPT, for_ever, generate, make_run, output_of, time_passes, wait_for
 from transformers import AutoModelForCausalLM
 
 import data
-from agent_loop import AgentLoopBase, register
+from agent_loop import RESPONSE_LISTS, AgentLoopBase, register
+from flatrl.compact import compact
 from flatrl.log import Log
 from flatrl.metrics import describe
 from flatrl.processes import Stopped
@@ -109,6 +113,10 @@ def test_a_bad_request_fails_alone(engine, background, tiny_model):
     (unknown,) = generate(engine, background, [PROMPTS[0]], no_such_parameter=1)
     for error, said in zip([*bad, unknown], ("128", "prompt_ids", "no_such_parameter")):
         assert isinstance(error, ValueError) and said in str(error)
+    # The first trajectory has asked before: wherever its next prompt is wrong, it is refused.
+    for prompt in ([*PROMPTS[0], 10**6], [-1, *PROMPTS[0][1:]], [-1], [*PROMPTS[0], 3.0]):
+        (error,) = generate(engine, background, [prompt])
+        assert isinstance(error, ValueError) and "prompt_ids" in str(error)
     assert not engine.pending and not engine.running
 
 
@@ -201,6 +209,9 @@ def test_the_longest_prompt_fits_beside_a_full_batch(args):
 # ---------------------------------------------------------------- one rollout
 
 
+BUSY_S = 0.5
+
+
 @register("test_two_turns")
 class TwoTurns(AgentLoopBase):
     """Samples two turns of at most six tokens, with three given tokens between them."""
@@ -214,6 +225,9 @@ class TwoTurns(AgentLoopBase):
         await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 6})
         if row["extra"] == "slow":
             await asyncio.sleep(random.random() * 0.05)
+        started = time.thread_time()
+        while row["extra"] == "busy" and time.thread_time() < started + BUSY_S:
+            pass
         trajectory.add_given([5, 6, 7])
         await self.assistant_turn(trajectory, {**sampling_params, "max_tokens": 6})
         trajectory.stop_reason = "stop"
@@ -308,6 +322,35 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
         assert output.response_versions == [3 if m else -1 for m in output.response_mask]
     kept = sum(sum(output.response_mask) for output in rollouts.outputs)
     assert rollouts.statistics["tokens"] > kept  # those of dropped trajectories count, too
+
+
+def test_kept_outputs_are_compact_and_act_like_lists():
+    output = output_of([1, 0, 1], ids=[300, 2**17, 7], version=3)
+    kept = compact(copy.deepcopy(output))
+    kept = copy.deepcopy(pickle.loads(pickle.dumps(kept)))
+    assert vars(kept) == vars(output) and vars(output) == vars(kept)
+    assert kept.response_mask != [1, 0] and kept.response_ids != output.response_mask
+    assert {name: getattr(kept, name).itemsize for name in RESPONSE_LISTS} == {
+        "response_ids": 4,
+        "response_mask": 1,
+        "response_logprobs": 8,
+        "response_versions": 4,
+    }
+    for one, other in ((output, kept), (kept, output), (kept, kept)):
+        assert one.prompt_ids + other.response_ids == [1, 2, 300, 2**17, 7]
+    assert type(kept.response_ids[1:]) is list and kept.response_ids[1:] == [2**17, 7]
+    left, right = data.collate([output]), data.collate([kept])
+    close(left, right, rtol=0, atol=0)
+
+
+def test_the_share_of_the_agent_loops_python_is_logged(play, engine):
+    play(lambda output, row: 1.0, make_rows("", ""))  # a first time is slower
+    for kind, is_busy in (("busy", True), ("slow", False)):
+        rollouts = play(lambda output, row: 1.0, make_rows(kind, kind))
+        n_busy = 2 * is_busy
+        assert n_busy * BUSY_S <= rollouts.statistics["loop_s"] < (n_busy + 1) * BUSY_S
+        share = rollouts.metrics(engine)["throughput/loop_share"]
+        assert share == rollouts.statistics["loop_s"] / rollouts.seconds
 
 
 def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):

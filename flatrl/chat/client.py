@@ -42,6 +42,7 @@ class ChatClient:
         self.row_images = row_images
         self.trusted = []  # the row's messages: see agent_loop.render
         self.trajectories = []  # one per token sequence, the most recently asked last
+        self.known = {}  # messages that were sent: see _known
         self.tasks = []  # one per call: those still running at the end are cancelled
         self.turns = 0  # calls so far
         self.over = False  # whether the agent is done
@@ -89,10 +90,10 @@ class ChatClient:
         template = json.dumps(others.get("chat_template_kwargs") or {}, sort_keys=True)
 
         images = []  # of all messages, in the order of their placeholders
-        messages = [self._plain(message, images) for message in messages]
-        if self.loop.too_long(messages):
-            self._give_up("length")
-        trajectory = self._resume(messages, images, tools, template)
+        known = [self._known(place, message, images) for place, message in enumerate(messages)]
+        messages = [message for message, _ in known]
+        identities = [identity for _, identity in known]
+        trajectory = self._resume(messages, identities, images, tools, template)
         self.turns += 1
         turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
@@ -101,6 +102,7 @@ class ChatClient:
         # If there is no room left, an error that the agent raises now comes from that.
         self.exhausted = "length" if self.loop.room(trajectory) < 1 else None
         self._read(trajectory, text, turn, sampling, tools, parallel_tool_calls is False)
+        trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
         trajectory.tools = tools, template  # from now on, other calls may continue it
         return self._completion(trajectory, n_tokens_before)
 
@@ -153,32 +155,31 @@ class ChatClient:
             set_tool_calls(reply, content, calls, turn)
         return calls
 
-    def _resume(self, messages, images, tools, template):
+    def _resume(self, messages, identities, images, tools, template):
         """Returns the longest trajectory that the messages extend, or else a new one.
 
         The new messages are appended to it. Parallel calls never share a trajectory."""
-        if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
-            self._give_up("max_turns")
-        loop = copy.copy(self.loop)
-        loop.tokenizer = with_template_variables(loop.tokenizer, template)
-        identities = [_identity(message) for message in messages]
 
         def is_extended(trajectory):
-            history = [_identity(message) for message in trajectory.messages]
-            return (
-                trajectory.tools == (tools, template)
-                and len(history) < len(messages)
-                and history == identities[: len(history)]
-            )
+            if trajectory.tools != (tools, template):
+                return False
+            history = trajectory.identities
+            return len(history) < len(messages) and history == identities[: len(history)]
 
         earlier = max(
             filter(is_extended, self.trajectories),
             default=None,
             key=lambda trajectory: len(trajectory.messages),
         )
+        new_messages = messages[len(earlier.messages) :] if earlier else messages
+        if self.loop.too_long(new_messages):
+            self._give_up("length")
+        if self.over or 0 < self.loop.args.max_assistant_turns <= self.turns:
+            self._give_up("max_turns")
+        loop = copy.copy(self.loop)
+        loop.tokenizer = with_template_variables(loop.tokenizer, template)
         if earlier:
             trajectory = earlier
-            new_messages = messages[len(trajectory.messages) :]
             new_images = images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
             fits = loop.append(trajectory, new_messages, tools, stops, new_images)
@@ -206,6 +207,22 @@ class ChatClient:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def _known(self, place, message, images):
+        """Returns `_plain` and `_identity` of a message, the place-th of a call.
+
+        Agents send the whole history at each call. A message that equals an earlier one at
+        its place is not read again."""
+        is_dict = isinstance(message, dict)
+        content = message.get("content") if is_dict else getattr(message, "content", None)
+        key = place, content if isinstance(content, str) else None
+        sent, known = self.known.get(key, (None, None))
+        if sent != message:
+            plain = self._plain(message, images)
+            known = plain, _identity(plain)
+            if isinstance(plain["content"], str):  # else each call has to collect its images
+                self.known[key] = copy.deepcopy(message), known  # the agent may change it
+        return known
 
     def _plain(self, message, images):
         """Returns any client's chat message in the form that templates expect.
