@@ -350,16 +350,20 @@ def _edit_message(message, edit, edit_value):
     edited = {}
     for key, value in message.items():
         if key in ("content", "reasoning_content") and isinstance(value, str):
-            value = edit(value) if value.strip() else value
+            value = _edit_values(value, edit)
         elif key == "content" and isinstance(value, list):
-            parts = [_edit_values(part, edit_value) for part in value]
-            for part, original in zip(parts, value):
-                if "text" in original and original["text"].strip():
-                    part["text"] = edit(original["text"])
-            value = parts
+            value = [_edit_part(part, edit, edit_value) for part in value]
         elif key != "role":
             value = _edit_values(value, edit_value)
         edited[key] = value
+    return edited
+
+
+def _edit_part(part, edit, edit_value):
+    """Returns a copy of a part of a message's content, edited as in `_edit_message`."""
+    edited = {}
+    for key, value in part.items():
+        edited[key] = _edit_values(value, edit if key == "text" else edit_value)
     return edited
 
 
@@ -476,8 +480,9 @@ class Recent:
 
     def update(self, messages: list[dict]) -> list[dict]:
         """Returns the part of a chat. Looks only at messages that it has not seen."""
-        if self.n_messages and messages[self.n_messages - 1 :][:1] != [self.last]:
-            self.__init__(self.kind)  # the history has changed
+        last_seen = messages[self.n_messages - 1 : self.n_messages]
+        if self.n_messages and not (last_seen and last_seen[0] is self.last):
+            self.__init__(self.kind)  # it is another history
         for message in messages[self.n_messages :]:
             if message["role"] == "assistant":
                 self._close_round()
