@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 from conftest import (
@@ -235,14 +234,10 @@ def test_states_are_compared_by_value():
     """A repr leaves out most of a large array."""
     one, other = np.zeros(5000), np.zeros(5000)
     other[2500] = 1
-    image = PIL.Image.new("RGB", (40, 40))
-    changed = image.copy()
-    changed.putpixel((3, 3), (1, 0, 0))
     states = [one, {"map": torch.tensor(other)}, one.copy(), {"map": other}, {"map": one}]
-    states += [image, image.copy(), changed]
-    outputs = [output(0, sample, "1", 0.0) for sample in range(8)]
+    outputs = [output(0, sample, "1", 0.0) for sample in range(5)]
     with_states(outputs, *([state] for state in states))
-    assert alike(outputs, [1] * 8) == [0, 1, 0, 1, 4, 5, 5, 7]
+    assert alike(outputs, [1] * 5) == [0, 1, 0, 1, 4]
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():
@@ -318,13 +313,3 @@ def test_objective_is_policy_loss_times_correction_minus_entropy_plus_kl():
     columns = {name: column.detach() for name, column in columns.items()}
     _, stats = train.policy_objective((old, entropy), columns, Args(kl_coef=0.5, kl_in="reward"))
     assert "kl" not in stats
-
-
-def test_a_value_is_the_heads_weights_and_bias():
-    critic = SimpleNamespace(head=torch.nn.Linear(2, 1))
-    with torch.no_grad():
-        critic.head.weight.copy_(torch.tensor([[2.0, -1.0]]))
-        critic.head.bias.fill_(0.5)
-    hidden = torch.tensor([[1, 3], [4, 0]], dtype=torch.bfloat16)
-    (values,) = train.Critic.scores_from_hidden(critic, hidden, None)
-    assert values.tolist() == [-0.5, 8.5] and values.dtype == torch.float32

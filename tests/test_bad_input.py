@@ -35,13 +35,9 @@ FLAGS = [
     *[(name, value) for name in fields("float") for value in ("nan", "-1", "x")],
     *[(name, value) for name in fields("int") for value in ("-1", "1.5")],
     *[(name, "maybe") for name in fields("bool")],
-    *[(name, "") for name in ("task", "model", "output_dir", "agent")],
-    ("temperature", "1e-9"),
-    ("lr", "inf"),
-    ("engine_args", "null"),
-    ("engine_args", '{"tp": 1}'),
+    ("task", ""),
+    ("model", ""),
     ("rollout_correction", "x"),
-    ("sampling_args", "5"),
     ("sampling_args", '{"temperature": 1}'),
     ("chat_template_args", '{"tools": false}'),
 ]
@@ -57,19 +53,14 @@ def test_an_agent_that_is_unknown_though_rows_name_their_own():
 
 
 ROWS = [
-    5,
     {"prompt": CHAT},
-    [CHAT],
     [{"prompt": ""}],
     [{"prompt": [{"role": "user"}]}],
-    [{"prompt": [{"role": "user", "content": 5}]}],
     [{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}],
     [{"prompt": [{"role": "assistant", "tool_calls": "x"}]}],
     [{"prompt": CHAT, "extra_info": "x"}],
     [{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}],
-    [{"prompt": CHAT, "interaction_kwargs": {"name": 5}}],
     [{"prompt": CHAT, "agent_name": "nobody"}],
-    [{"prompt": CHAT, "images": "x"}],
     [{"prompt": CHAT, "sampling_params": 1}],
 ]
 
@@ -103,17 +94,12 @@ TASKS = [
     "def (",
     "1 / 0",
     "import nothing_of_that_name",
-    "import sys; sys.exit(3)",
-    "load = 5\nreward = 5",
     TASK + "TOOLS = 5",
     TASK + TOOL + "TOOLS = [T]",
-    TASK + TOOL + "T.schema = 'x'\nTOOLS = [T()]",
     TASK + "def bare(x): return x\nTOOLS = [bare]",
     TASK + "def load(split): return 5",
     TASK + "def load(split): raise KeyError('a')",
-    TASK + "def load(): return []",
     TASK + "def reward(output): return 0",
-    TASK + "from agent_loop import register\n@register('x')\nclass X: pass",
 ]
 
 
@@ -126,8 +112,6 @@ def test_task_files(text, tmp_path):
 @pytest.mark.parametrize("name, content, naming", [
     ("a.jsonl", "", "a.jsonl"),
     ("a.jsonl", "{", "a.jsonl"),
-    ("a.jsonl", "null\n", "a.jsonl"),
-    ("a.jsonl", '{"a": 1}\n{"a": "x"}', "a.jsonl"),
     ("a.jsonl", '{"prompt": "hi"}\n{"prompt": ""}', "row 1 of "),
     ("a.parquet", "hello", "a.parquet"),
     ("a.jsonl", None, "no such file (a data set of the hub is"),
@@ -140,11 +124,12 @@ def test_files(name, content, naming, tmp_path):
 
 
 PARTS = [
-    *[("config.json", text) for text in ("{", "{}", None)],
-    *[("tokenizer.json", text) for text in ("{", None)],
-    ("generation_config.json", "{"),
-    *[("generation_config.json", json.dumps({"eos_token_id": x})) for x in ("x", 99_999_999)],
-    *[("chat_template.jinja", text) for text in ("", "{{ 1/0 }}", "{% if %}")],
+    ("config.json", "{"),
+    ("config.json", None),
+    ("tokenizer.json", None),
+    ("generation_config.json", json.dumps({"eos_token_id": 99_999_999})),
+    ("chat_template.jinja", ""),
+    ("chat_template.jinja", "{{ 1/0 }}"),
 ]
 
 

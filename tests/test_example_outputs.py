@@ -84,11 +84,6 @@ def test_siblings_are_compared_and_trunks(tokenizer):
     assert [trunk, leaves[4], leaves[9]] == pytest.approx([0, 0.5, -0.5])
 
 
-def test_an_evaluation_has_no_branches(tokenizer):
-    (output,) = play(tree, tokenizer, QUESTION, CALL, RIGHT, validate=True)
-    assert (output.unit, output.group, output.reward, len(output.messages)) == ("", "", 1.0, 4)
-
-
 # ---------------------------------------------------------------- nim.py
 
 
@@ -102,9 +97,7 @@ def nim_row(sticks: int) -> dict:
 
 @pytest.mark.parametrize("sticks, moves, validate, rewards", [
     (5, "122", False, [("first", 1.0), ("second", 0.0), ("first", 1.0)]),
-    (5, "32", False, [("first", 0.0), ("second", 1.0)]),
     (4, "24", False, [("first", 1.0), ("second", 0.0)]),  # a move that is not allowed loses
-    (4, "23", False, [("first", 1.0), ("second", 0.0)]),
     (7, "32", True, [("first", 1.0), ("first", 1.0)]),  # against the perfect player
     (6, "12", True, [("first", 0.0), ("first", 0.0)]),
 ])  # fmt: skip
@@ -160,29 +153,7 @@ def test_sub_agents_have_prompts_of_their_own(tokenizer):
     assert tokenizer.decode(sampled) == f"37+48 20-7{END}{BOTH}{END}"
 
 
-def test_those_who_were_asked_the_same_are_compared(tokenizer):
-    """Three rollouts: one is right, one has a wrong sub-agent, one asks nobody."""
-    outputs = play(subagents, tokenizer, PAIR, "37+48 20-7", RIGHT, SECOND, BOTH)
-    lines = ["20-7 37+48", SECOND, WRONG, "<answer>13 37</answer>"]
-    outputs += play(subagents, tokenizer, PAIR, *lines, sample=1)
-    outputs += play(subagents, tokenizer, PAIR, "<answer>37 20</answer>", sample=2)
-    found = {}
-    for output, advantage in zip(outputs, advantages_of(outputs), strict=True):
-        found.setdefault(output.unit, []).append(round(advantage, 3))
-    assert found == {
-        "main": [0.667, -0.333, -0.333],
-        "sub 20-7": [0.5, -0.5],
-        "sub 37+48": [0.5, -0.5],
-    }
-
-
-def test_an_evaluation_has_the_main_agent_alone(tokenizer):
-    lines = ["37+48 20-7", RIGHT, SECOND, "<answer>85 14</answer>"]
-    (main,) = play(subagents, tokenizer, PAIR, *lines, validate=True)
-    assert (main.unit, main.reward, len(main.messages)) == ("main", 0.0, 5)
-
-
-@pytest.mark.parametrize("said", ["<|im_end|>", "What is it?", f"{BOTH} 1+2", ("37+48", "length")])
+@pytest.mark.parametrize("said", ["What is it?", ("37+48", "length")])
 def test_a_turn_that_asks_nothing_ends_the_rollout(tokenizer, said):
     (main,) = play(subagents, tokenizer, PAIR, said)
     assert main.reward == 0.0 and len(main.messages) == 3

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, REPO
-from test_agent_loop import Script, call, said_by
+from test_agent_loop import Script, said_by
 
 from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
@@ -22,10 +22,10 @@ gsm8k_user = load_task(str(REPO / "examples/gsm8k_user.py"))
 
 
 @pytest.fixture(scope="module")
-def start(tokenizer):
-    """start(task, row, lines) -> a coroutine that returns the graded output."""
+def play(tokenizer):
+    """play(task, row, line, ...) -> the graded output."""
 
-    async def start(task, row, lines):
+    async def run(task, row, lines):
         args = Args(max_response_tokens=1000, tool_timeout=4 * HANGS)
         loop_class = agent_loop_class(row, task, args)
         loop = loop_class(Script(tokenizer, lines), tokenizer, None, task, args)
@@ -33,15 +33,7 @@ def start(tokenizer):
         await set_rewards(task, [output], row)
         return output
 
-    return start
-
-
-@pytest.fixture(scope="module")
-def play(start):
-    def play(task, row, *lines):
-        return asyncio.run(start(task, row, lines))
-
-    return play
+    return lambda task, row, *lines: asyncio.run(run(task, row, lines))
 
 
 def rewards_of_turns(output) -> list[float]:
@@ -77,34 +69,22 @@ def test_the_bundled_problems_are_right():
 
 @pytest.mark.parametrize("text, number", [
     ("so\n####  72 apples, not 80\n", "72"),
-    ("#### 72.", "72"),
     ("#### 1,234,567", "1234567"),
     ("#### $1,234.50", "1234.50"),
     ("#### -$5", "-5"),
-    ("#### $-5", "-5"),
-    ("#### .5", "0.5"),
     ("<answer> $1,072 in all </answer>", "1072"),
     ("#### <answer>72</answer>", "72"),  # verl's interaction prompts say "#### <answer>"
     ("#### 70\nNo, wait.\n#### 72", "72"),
-    ("#### 72 <answer>70</answer>", "70"),
-    ("#### 72\n####", "72"),
     ("The answer is 72.", None),
-    ("####", None),
-    ("### 72", None),
     ("<answer>72", None),  # cut off
-    ("<answer>it is 72</answer>", None),
-    ("#### \u0663", None),  # a digit of another script
 ])  # fmt: skip
 def test_find_answer(text, number):
     assert gsm8k.find_answer(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize("said, truth, score, form", [
-    ("#### 72.00", "72", 1.0, 1.0),
-    ("#### 1000", "1,000", 1.0, 1.0),
-    ("#### 72", 72, 1.0, 1.0),
+    ("#### 1000.00", "1,000", 1.0, 1.0),
     ("#### 72\n#### 71", "72", 0.0, 1.0),
-    ("72", "72", 0.0, 0.0),
     (None, "72", 0.0, 0.0),
 ])  # fmt: skip
 def test_the_reward_of_gsm8k(said, truth, score, form):
@@ -113,13 +93,6 @@ def test_the_reward_of_gsm8k(said, truth, score, form):
     assert gsm8k.reward(output, row) == {"score": score, "format": form}
     output.messages.append({"role": "user", "content": said})  # not the assistant's
     assert gsm8k.reward(output, row) == {"score": 0.0, "format": 0.0}
-
-
-def test_gsm8k_with_the_calculator(play):
-    row = load_rows(gsm8k, "train")[0]  # 6*12-9
-    output = play(gsm8k, row, call(expression="6*12-9"), "So she has\n#### 63")
-    assert said_by(output, "tool") == ["63"]
-    assert output.reward == {"score": 1.0, "format": 1.0}
 
 
 @pytest.mark.parametrize("interacts", [False, True])
@@ -189,16 +162,6 @@ def test_the_user_answers_and_pays_by_turn(play, user, lines, replies, rewards, 
 def test_the_users_state_is_dropped_when_the_trajectory_fails(play, user):
     with pytest.raises(RuntimeError, match="engine"):
         play(gsm8k_user, problem(), "#### 1", RuntimeError("engine"))
-
-
-def test_two_trajectories_of_one_user_do_not_share_tries(start, user):
-    async def both():
-        first = start(gsm8k_user, problem(), ["#### 1", "#### 2", "#### 3"])
-        second = start(gsm8k_user, problem(), ["#### 1", "#### 2", "#### 63"])
-        return await asyncio.gather(first, second)
-
-    one, two = map(rewards_of_turns, asyncio.run(both()))
-    assert (one, two) == ([0, 0, 0], [0, 0, pytest.approx(1 / 3)])
 
 
 # ---------------------------------------------------------------- environments.py
