@@ -118,16 +118,6 @@ def test_attention_on_cuda(monkeypatch, window, expected_window):
     assert called == [expected_window]
 
 
-def test_checkpointing_that_a_model_cannot_do_is_refused(args, process_group, monkeypatch):
-    from transformers import Qwen2ForCausalLM
-
-    data.register_packed_attention()
-    monkeypatch.setattr(Qwen2ForCausalLM, "supports_gradient_checkpointing", False)
-    assert train.Policy(args).packed
-    with pytest.raises(BadInput, match="^--gradient_checkpointing: Qwen2ForCausalLM does not"):
-        train.Policy(dataclasses.replace(args, gradient_checkpointing=True))
-
-
 # ---------------------------------------------------------------- optimiser, critic, reference
 
 

@@ -145,18 +145,6 @@ def test_words_that_a_template_would_drop_are_kept(tokenizer):
 # ---------------------------------------------------------------- what is trained
 
 
-def test_demonstrations_stand_apart_from_what_was_sampled():
-    """The second output has both: its loop wrote something for the policy."""
-    outputs = [output(0, 0, "1011", 1.0), output(1, 0, "1101", 1.0)]
-    outputs[1].response_versions = [0, -1, -1, -1]
-    batch = data.collate(outputs)
-    assert batch["response_mask"].tolist() == [[1, 0, 1, 1], [1, 0, 0, 0]]
-    assert batch["imitation_mask"].tolist() == [[0, 0, 0, 0], [0, 1, 0, 1]]
-    assert "imitation_mask" not in data.collate(outputs[:1])
-    packed = data.pack_rows(batch, data.in_prefix_order(batch, [0, 1]), "cpu")
-    assert len(packed["pair"]) == 6  # all of them are predicted
-
-
 def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:
     """The rollouts with these outputs and, if demonstrated, of two demonstrations."""
     outputs = list(sampled)

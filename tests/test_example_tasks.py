@@ -95,37 +95,26 @@ def test_the_reward_of_gsm8k(said, truth, score, form):
     assert gsm8k.reward(output, row) == {"score": 0.0, "format": 0.0}
 
 
-@pytest.mark.parametrize("interacts", [False, True])
-def test_verls_parquet_files(play, tokenizer, tmp_path, interacts):
-    """As verl's gsm8k.py and gsm8k_multiturn_w_interaction.py write them."""
+def test_verls_parquet_files(play, tmp_path):
+    """As verl's gsm8k_multiturn_w_interaction.py writes them."""
     datasets = pytest.importorskip("datasets")
     truth = "-1000"
     asked = "What is 1-1001? Let's think step by step and output the final answer after `####`."
-    prompt = [{"role": "user", "content": asked}]
-    extra = {"split": "train", "index": 0, "answer": f"#### {truth}", "question": asked}
-    if interacts:
-        prompt.insert(0, {"role": "system", "content": "You are a math expert."})
-        kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
-        extra["interaction_kwargs"] = kwargs
+    system = {"role": "system", "content": "You are a math expert."}
+    kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
     row = {
         "data_source": "openai/gsm8k",
-        "prompt": prompt,
+        "prompt": [system, {"role": "user", "content": asked}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": extra,
+        "extra_info": {"split": "train", "index": 0, "interaction_kwargs": kwargs},
     }
     file = str(tmp_path / "train.parquet")
     datasets.Dataset.from_list([row]).to_parquet(file)
-    task = gsm8k_user if interacts else gsm8k
-    (row,) = load_rows(task, "train", [file])
-    if interacts:
-        assert row["prompt"][0]["content"] == "You are a math expert."  # the row's own stays
-        output = play(task, row, "#### 1000", "#### -1000")
-        assert rewards_of_turns(output) == [0.0, 1 / 2]
-    else:
-        assert row["prompt"][0] == {"role": "system", "content": gsm8k.SYSTEM_PROMPT}
-        assert filter_overlong([row], tokenizer, gsm8k, Args(model="x")) == [row]
-        assert play(task, row, "#### -1,000").reward["score"] == 1.0
+    (row,) = load_rows(gsm8k_user, "train", [file])
+    assert row["prompt"][0] == system  # the row's own stays
+    output = play(gsm8k_user, row, "#### 1000", "#### -1000")
+    assert rewards_of_turns(output) == [0.0, 1 / 2]
 
 
 # ---------------------------------------------------------------- GSM8K with a user

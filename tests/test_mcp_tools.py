@@ -259,8 +259,8 @@ def tool_call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
-    """Several trajectories at once, with parallel calls, one of them wrong."""
+def test_the_agent_loop_calls_the_bundled_server(tokenizer, run):
+    """With parallel calls, one of them wrong."""
     questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
     row = questions["What do 3 x lamp cost, delivered to Brindo?"]
     lines = [
@@ -270,20 +270,11 @@ def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
     ]
     args = Args(max_response_tokens=2000, max_model_len=4000)
 
-    async def trajectories():
-        engines = [Script(tokenizer, lines) for _ in range(8)]
-        loops = [ToolAgentLoop(engine, tokenizer, None, mcp_tools, args) for engine in engines]
-        return await asyncio.gather(*(loop.run({}, **row) for loop in loops))
-
-    try:
-        for out in run(trajectories()):
-            said = [message["content"] for message in out.messages if message["role"] == "tool"]
-            assert (
-                said[0].startswith("Error: ")
-                and "no item 'lump'; there are: lamp, kettle," in said[0]
-            )
-            assert said[1:] == ["34", "7"]
-            assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
-            assert mcp_tools.reward(out, row) == 1.0
-    finally:
-        end_session(mcp_tools.TOOLS[0].server, run)
+    loop = ToolAgentLoop(Script(tokenizer, lines), tokenizer, None, mcp_tools, args)
+    out = run(loop.run({}, **row))
+    said = [message["content"] for message in out.messages if message["role"] == "tool"]
+    assert said[0].startswith("Error: ") and "no item 'lump'; there are: lamp, kettle," in said[0]
+    assert said[1:] == ["34", "7"]
+    assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
+    assert mcp_tools.reward(out, row) == 1.0
+    end_session(mcp_tools.TOOLS[0].server, run)

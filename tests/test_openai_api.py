@@ -3,7 +3,6 @@
 The engine is test_chat.py's. The constraints of response_format on the real engine stand last."""
 
 import functools
-import json
 from types import SimpleNamespace
 
 import openai
@@ -142,28 +141,6 @@ def test_what_is_not_supported_is_told_and_costs_nothing(play_http, how, said): 
 
 
 # ---------------------------------------------------------------- response_format
-
-
-def test_a_reply_in_a_format_is_not_trained(play_http, warnings):  # noqa: F811
-    async def agent(client, row, *_):
-        how = dict(tools=[CALCULATOR])
-        text = await create(client, row["prompt"], response_format={"type": "text"}, **how)
-        messages = [*row["prompt"], text.choices[0].message, user("In JSON")]
-        await create(client, messages, response_format=JSON, **how)
-        return 0.5
-
-    (output,), engine = play_http(agent, "2", '{"n": 2}')
-    given = user_turn("In JSON") + '{"n": 2}' + END
-    assert_output(output, engine, (1, "2" + END), given)
-    assert output.messages[-1]["content"] == '{"n": 2}'
-    text, constrained = engine.params
-    assert "structured_outputs" not in text and len(warnings) == 1
-    # A call, as the parser reads it, or the JSON.
-    tag = json.loads(constrained["structured_outputs"].structural_tag)
-    calls, form = tag["format"]["elements"]
-    assert form["json_schema"] == SCHEMA
-    start = '<tool_call>\n{"name": "calculator", "arguments": '
-    assert start in [tag["begin"] for tag in calls["tags"]]
 
 
 def test_a_free_loop_trains_it(play_http, monkeypatch, warnings):  # noqa: F811

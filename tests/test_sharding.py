@@ -160,17 +160,6 @@ def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(
     assert torch.cat(differences).mean() > FAR
 
 
-def test_a_tensor_that_the_engine_does_not_know_is_named(engine, tiny_model):
-    weights = {name: p.detach() for name, p in hf_model(tiny_model).named_parameters()}
-    name = "model.layers.0.nothing.weight"
-    weights[name] = weights.pop("model.layers.0.self_attn.v_proj.weight")
-    engine.wake_weights()
-    with pytest.raises(RuntimeError, match=f"weight sync failed at {name}: "):
-        engine.load_weights(weights.items(), 1)
-    with pytest.raises(RuntimeError, match="'weights', this call needs 'synced'"):
-        engine.wake_kv()
-
-
 # ---------------------------------------------------------------- how it is asked for
 
 
