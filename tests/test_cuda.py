@@ -132,6 +132,7 @@ def learner_of(args, device: str = "cpu") -> train.Learner:
 
 
 def test_a_value_has_the_digits_of_float32(args, process_group):
+    data.register_packed_attention()
     critic = train.Critic(args)
     hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
