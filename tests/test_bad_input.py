@@ -2,7 +2,6 @@
 
 In process, without an engine."""
 
-import copy
 import dataclasses
 import json
 import shutil
@@ -14,7 +13,6 @@ import pytest
 import data
 from agent_loop import BadInput
 from flatrl import models
-from flatrl.rows import check_row
 from train import Args, check_args, check_registered, parse_args
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -54,7 +52,6 @@ def test_an_agent_that_is_unknown_though_rows_name_their_own():
 
 ROWS = [
     {"prompt": CHAT},
-    [{"prompt": ""}],
     [{"prompt": [{"role": "user"}]}],
     [{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}],
     [{"prompt": [{"role": "assistant", "tool_calls": "x"}]}],
@@ -76,30 +73,15 @@ def test_rows(rows, tokenizer):
     refused(load)
 
 
-def test_a_checked_row_is_a_copy():
-    kwargs = {"calculator": {"create_kwargs": {"x": None}}}
-    chat = [{"role": "user", "content": "hi", "tool_calls": None}]
-    given = {"prompt": chat, "extra_info": {"tools_kwargs": kwargs, "y": None}}
-    before = copy.deepcopy(given)
-    checked = check_row(given, "prompt", 0, "row 0")
-    assert given == before
-    kept = {"tools_kwargs": {"calculator": {"create_kwargs": {}}}, "y": None}
-    assert checked == {"prompt": CHAT, "extra_info": kept, "index": 0}
-
-
 TASK = f"def load(split): return [{{'prompt': {CHAT}}}]\ndef reward(output, row): return 0\n"
 TOOL = "from agent_loop import *\nclass T(Tool):\n  name, schema = 'x', {}\n"
 TASKS = [
-    "",
     "def (",
-    "1 / 0",
-    "import nothing_of_that_name",
     TASK + "TOOLS = 5",
     TASK + TOOL + "TOOLS = [T]",
     TASK + "def bare(x): return x\nTOOLS = [bare]",
     TASK + "def load(split): return 5",
     TASK + "def load(split): raise KeyError('a')",
-    TASK + "def reward(output): return 0",
 ]
 
 
@@ -107,20 +89,6 @@ TASKS = [
 def test_task_files(text, tmp_path):
     (tmp_path / "task.py").write_text(text)
     refused(lambda: data.load_rows(data.load_task(str(tmp_path / "task.py")), "train"))
-
-
-@pytest.mark.parametrize("name, content, naming", [
-    ("a.jsonl", "", "a.jsonl"),
-    ("a.jsonl", "{", "a.jsonl"),
-    ("a.jsonl", '{"prompt": "hi"}\n{"prompt": ""}', "row 1 of "),
-    ("a.parquet", "hello", "a.parquet"),
-    ("a.jsonl", None, "no such file (a data set of the hub is"),
-])  # fmt: skip
-def test_files(name, content, naming, tmp_path):
-    file = tmp_path / name
-    if content is not None:
-        file.write_text(content)
-    refused(data.load_rows, SimpleNamespace(), "train", [str(file)], naming=naming)
 
 
 PARTS = [

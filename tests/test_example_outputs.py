@@ -12,7 +12,6 @@ from test_agent_loop import END, Script
 
 import data
 from agent_loop import agent_loop_class
-from losses import grpo_advantages
 from rollout import set_rewards
 from train import Args
 
@@ -37,12 +36,6 @@ def play(
         output.extra |= {"prompt": 0, "sample": sample, "segment": segment}
     asyncio.run(set_rewards(task, outputs, row))
     return outputs
-
-
-def advantages_of(outputs) -> list[float]:
-    """The advantage of each unit, as grpo without the standard deviation gives it."""
-    units = data.by_unit(outputs)
-    return grpo_advantages(units.rewards, units.groups, normalize_std=False).tolist()
 
 
 def users(text: str) -> list[dict]:
@@ -74,16 +67,6 @@ def test_branches_after_the_first_call(tokenizer):
     assert trunk.metrics["tool_calls"] == 1
 
 
-def test_siblings_are_compared_and_trunks(tokenizer):
-    """Three rollouts: half of the first one's leaves are right, all of the second's."""
-    outputs = play(tree, tokenizer, QUESTION, CALL, RIGHT, RIGHT, WRONG, WRONG)
-    outputs += play(tree, tokenizer, QUESTION, CALL, *[RIGHT] * 4, sample=1)
-    outputs += play(tree, tokenizer, QUESTION, WRONG, sample=2)
-    trunk, *leaves = advantages_of(outputs)
-    assert leaves[:4] == [0.5, 0.5, -0.5, -0.5] and leaves[5:9] == [0] * 4
-    assert [trunk, leaves[4], leaves[9]] == pytest.approx([0, 0.5, -0.5])
-
-
 # ---------------------------------------------------------------- nim.py
 
 
@@ -106,15 +89,6 @@ def test_a_game(tokenizer, sticks, moves, validate, rewards):
     assert [(output.unit, output.reward) for output in outputs] == rewards
     said = [tokenizer.decode(output.response_ids) for output in outputs]
     assert said == [move + END for move in moves]
-
-
-def test_each_side_is_compared_with_its_own_kind(tokenizer):
-    """Three games from one number, of which the first side wins two."""
-    games = ["113", "131", "32"]
-    outputs = []
-    for i, moves in enumerate(games):
-        outputs += play(nim, tokenizer, nim_row(5), *moves, sample=i)
-    assert advantages_of(outputs) == pytest.approx([1 / 3, -1 / 3, 1 / 3, -1 / 3, -2 / 3, 2 / 3])
 
 
 def test_the_perfect_player_loses_only_where_nobody_can_win():

@@ -1,8 +1,6 @@
 """examples/gsm8k.py, gsm8k_user.py and environments.py: rewards, and rollouts of scripted turns."""
 
 import asyncio
-import json
-import re
 import threading
 from decimal import Decimal
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from test_agent_loop import Script, said_by
 
 from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
-from examples import calculator, environments
+from examples import environments
 from rollout import set_rewards
 from train import Args
 
@@ -56,15 +54,6 @@ def test_rows_are_disjoint_and_fit_the_tiny_model(task, tokenizer):
         args = Args(model="x", max_model_len=640)
         assert filter_overlong(rows, tokenizer, task, args) == rows
     assert len({row["extra_info"]["question"] for row in train + val}) == 24
-
-
-def test_the_bundled_problems_are_right():
-    for line in gsm8k.DATA.read_text().splitlines():
-        answer = json.loads(line)["answer"]
-        steps = re.findall(r"<<(.+?)=(-?[0-9.]+)>>", answer)
-        for expression, value in steps:  # GSM8K's own notation of what a calculator gives
-            assert Decimal(calculator.calculator(expression)) == Decimal(value), answer
-        assert gsm8k.find_answer(answer) == Decimal(steps[-1][1])
 
 
 @pytest.mark.parametrize("text, number", [

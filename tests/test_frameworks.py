@@ -159,12 +159,6 @@ def test_a_right_answer_is_rewarded_and_a_wrong_one_not(play, expression, answer
     assert_output(output, engine, (1, said[0] + END), tool_turn(answer), (2, said[1] + END))
 
 
-@pytest.mark.parametrize("line", [call(expression="1/0"), call("abacus", beads=2)])
-def test_a_wrong_call_costs_the_reward_and_no_trajectory(play, line):
-    outputs, _ = play(line, "I give up.")
-    assert total_reward(outputs[-1]) == 0.0
-
-
 def test_the_limit_of_turns_is_the_runs(play):
     """... where the framework's own would be lower."""
     lines = [call(expression="1+1")] * 12

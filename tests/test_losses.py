@@ -346,20 +346,6 @@ def test_wrong_corrections_are_refused():
             losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
 
 
-def test_a_token_without_a_ratio():
-    """Both of its logprobs are -inf."""
-    old = t([-INF, 0], [0, 0])
-    token = [[True, False], [False, False]]
-    row = [[True, True], [False, False]]
-    nothing = [[False, False], [False, False]]
-    want = dict.fromkeys(("tis", "icepop", "tis,veto"), token)
-    want |= dict.fromkeys(ROW_CORRECTIONS, row)
-    want |= dict.fromkeys(("none", "veto", "geo_mask,veto"), nothing)
-    for kind, is_nan in want.items():
-        weights, _ = losses.rollout_correction(kind, old, old, torch.ones(2, 2), 0.5, 2.0)
-        assert weights.isnan().tolist() == is_nan
-
-
 # ---- Value loss, explained variance, KL -------------------------------------------------------
 
 

@@ -333,17 +333,6 @@ def plain(markup: str) -> str:
     return re.sub(r"(<[^>]*>)+", "|", markup)
 
 
-@WITHOUT_NODE
-def test_settings_are_shown_as_text(folder, tmp_path):
-    write_about(folder, ["train.py", HOSTILE], lr=0.5)
-    other = make_folder(tmp_path / "other", lr=0.25)
-    report.write([report.read_run(each, None) for each in (folder, other)], tmp_path / "page.html")
-    page = drawn(tmp_path / "page.html", "tab=settings")
-    differ, alike = plain(page).split("|Flags alike|")
-    assert differ.endswith("|--lr|0.5|0.25") and "|--model|null|null|" in alike
-    assert "|git|abc|abc|torch|2|2|" in alike and "train.py &lt;/script&gt;" in alike
-
-
 def two_trees() -> list[AgentLoopOutput]:
     """Two rollouts: a trunk, two leaves that continue it, and a unit with two prompts."""
     segments = [

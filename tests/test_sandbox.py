@@ -22,7 +22,7 @@ import pytest
 from conftest import HANGS, REPO, time_passes, wait_for
 from test_agent_loop import Script
 
-from agent_loop import BadInput, agent_loop_class, in_time
+from agent_loop import BadInput, agent_loop_class
 from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
@@ -405,34 +405,6 @@ asyncio.run(main())
     wait_for(lambda: not list(folders.iterdir()))  # the supervisor has deleted the folder
 
 
-def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
-    monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    code = """
-        import os, time
-        open('there', 'x')
-        while not os.path.exists('go'):
-            time.sleep(0.01)
-        print('first')
-    """
-
-    async def two():
-        first = asyncio.create_task(run_python(textwrap.dedent(code), 4 * HANGS))
-        await there(1)
-        waiting = in_time("second", HANGS, run_python("print('second')", HANGS))
-        second = asyncio.create_task(waiting)
-        await asyncio.sleep(0.1)
-        time_passes(2 * HANGS)
-        await asyncio.sleep(0.1)
-        assert len(processes_in()) == 3 and not second.done()
-        for pid in processes_in():
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{pid}/cwd/go").touch()
-        return [(await run).stdout for run in (first, second)]
-
-    assert asyncio.run(two()) == ["first\n", "second\n"]
-
-
 # ---------------------------------------------------------------- examples/retool.py
 
 retool = load_task(str(REPO / "examples/retool.py"))
@@ -465,26 +437,13 @@ def tool_messages(output) -> list[str]:
     return [message["content"] for message in output.messages if message["role"] == "tool"]
 
 
-def test_retool_trajectory(tokenizer):
-    broken = python("```python\nprint(2 ** 10O)\n```")
-    lines = [broken, python("print(2 ** 100)"), f"<answer>{2**100}</answer>"]
-    output = play(tokenizer, str(2**100), *lines)
-    failed, printed = tool_messages(output)
-    assert failed.startswith('File "/sandbox/main.py", line 1\n')
-    assert failed.endswith("SyntaxError: invalid decimal literal")
-    assert printed == str(2**100)
-    assert output.reward == 1.0
-    assert output.metrics["tool_calls"] == 2 and output.metrics["tool/failed"] == 1
-    assert output.metrics["tool/timeouts"] == 0 and "tool_errors" not in output.metrics
-
-
 def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch):
     ended = []
 
     async def timed(*args, **limits):
         result = await run_python(*args, **limits)
         ended.append(result)
-        if len(ended) == 3:  # only the one that hangs is left
+        if len(ended) == 4:  # only the one that hangs is left
             await there(1)
             time_passes()
         return result
@@ -492,21 +451,25 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
     monkeypatch.setattr(retool, "SECONDS", HANGS)
     monkeypatch.setattr(retool, "run_python", timed)
     codes = [
+        "```python\nprint(2 ** 10O)\n```",
         "print('so far')\nopen('there', 'x')\nwhile True: pass",
         "import os; os._exit(3)",
         "x = 1",
         "print('y' * 1000)",
     ]
     calls = "".join(map(python, codes))
-    limits = {"max_tool_response_tokens": 60}
-    output = play(tokenizer, "1", calls, "<answer>1</answer>", **limits)
-    assert tool_messages(output) == [
+    output = play(tokenizer, "1", calls, "<answer>1</answer>", max_tool_response_tokens=90)
+    broken, *others = tool_messages(output)
+    assert broken.startswith('File "/sandbox/main.py", line 1\n')
+    assert broken.endswith("SyntaxError: invalid decimal literal")
+    assert others == [
         "so far\nError: the program took longer than 300 seconds",
         "Error: the program ended with code 3",
         "(nothing printed)",
-        "y" * 30 + "..." + "y" * 30,
+        "y" * 45 + "..." + "y" * 45,
     ]
-    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1
+    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 2
+    assert output.reward == 1.0 and "tool_errors" not in output.metrics
 
 
 @pytest.mark.parametrize("text, truth, reward", [

@@ -163,25 +163,19 @@ def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(
 # ---------------------------------------------------------------- how it is asked for
 
 
-def launched(monkeypatch, **changed: str) -> None:
-    """The environment of a process that accelerate launch starts by our config."""
+def test_the_config_for_eight_gpus_shards(monkeypatch):
+    """By the environment of a process that accelerate launch starts by it."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     command = ["--config_file", str(REPO / "configs/eight_gpus_fsdp2.yaml"), "train.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
-    assert arguments.num_processes == 8
-    for name, value in (prepare_multi_gpu_env(arguments) | changed).items():
+    assert arguments.num_processes == 8 and not devices.sharding(Args())
+    for name, value in prepare_multi_gpu_env(arguments).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
-
-
-def test_the_config_for_eight_gpus_shards(monkeypatch):
-    args = Args()
-    assert not devices.sharding(args)
-    launched(monkeypatch)
-    assert devices.sharding(args) is True
+    assert devices.sharding(Args()) is True
     # A setting of accelerate's that is not implemented is refused.
-    launched(monkeypatch, FSDP_OFFLOAD_PARAMS="true")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
-        devices.sharding(args)
+        devices.sharding(Args())

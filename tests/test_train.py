@@ -422,9 +422,6 @@ def test_defaults_pass_the_checks_and_flags_parse():
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
     assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
-    values = {("--shard",): True, ("--shard", "hybrid"): "hybrid", ("--shard", "False"): False}
-    for words, value in values.items():
-        assert parse_args(words).shard == value
     assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
 
 
