@@ -1,18 +1,16 @@
 """examples/gsm8k.py, gsm8k_user.py and environments.py: rewards, and rollouts of scripted turns."""
 
-import asyncio
 import threading
 from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, REPO
-from test_agent_loop import Script, said_by
+from test_agent_loop import said_by
+from test_example_outputs import play as play_all
 
-from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
 from examples import environments
-from rollout import set_rewards
 from train import Args
 
 gsm8k = load_task(str(REPO / "examples/gsm8k.py"))
@@ -23,15 +21,12 @@ gsm8k_user = load_task(str(REPO / "examples/gsm8k_user.py"))
 def play(tokenizer):
     """play(task, row, line, ...) -> the graded output."""
 
-    async def run(task, row, lines):
-        args = Args(max_response_tokens=1000, tool_timeout=4 * HANGS)
-        loop_class = agent_loop_class(row, task, args)
-        loop = loop_class(Script(tokenizer, lines), tokenizer, None, task, args)
-        output = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-        await set_rewards(task, [output], row)
+    def play(task, row, *lines):
+        limits = dict(max_response_tokens=1000, tool_timeout=4 * HANGS)
+        (output,) = play_all(task, tokenizer, row, *lines, **limits)
         return output
 
-    return lambda task, row, *lines: asyncio.run(run(task, row, lines))
+    return play
 
 
 def rewards_of_turns(output) -> list[float]:

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
@@ -26,15 +27,9 @@ def loop_of(tokenizer, **task):
     return SimpleNamespace(tokenizer=tokenizer, processor=None, task=task)
 
 
-def output_of(prompt_ids: list[int], response_ids=(7, 8), mask=(1, 1), **names) -> AgentLoopOutput:
-    return AgentLoopOutput(
-        prompt_ids=prompt_ids,
-        response_ids=list(response_ids),
-        response_mask=list(mask),
-        response_logprobs=[-1.0 * m for m in mask],
-        response_versions=[m - 1 for m in mask],
-        extra={"prompt": 0, "sample": 0, "segment": 0, **names},
-    )
+def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
+    extra = {"prompt": 0, "sample": 0, "segment": 0, **names}
+    return conftest.output_of([1, 1], prompt_ids, [7, 8], extra=extra)
 
 
 def logprobs_of(model, prompt: list[int], response: list[int], temperature=1.0) -> torch.Tensor:

@@ -20,14 +20,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import HANGS, REPO, time_passes, wait_for
-from test_agent_loop import Script
+from test_example_outputs import play
 
-from agent_loop import BadInput, agent_loop_class
+from agent_loop import BadInput
 from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
-from rollout import set_rewards
-from train import Args
 
 
 def run(code: str, **limits) -> Result:
@@ -410,24 +408,6 @@ asyncio.run(main())
 retool = load_task(str(REPO / "examples/retool.py"))
 
 
-def play(tokenizer, truth: str, *lines: str, **flags):
-    """The graded output of a rollout in which the model says these lines."""
-    args = Args(**{"max_response_tokens": 4000, "tool_timeout": 4 * HANGS} | flags)
-    engine = Script(tokenizer, lines)
-    prompt = [{"role": "user", "content": "?"}]
-    row = {"prompt": prompt, "reward_model": {"ground_truth": truth}}
-
-    async def trajectory():
-        loop = agent_loop_class(row, retool, args)(engine, tokenizer, None, retool, args)
-        output = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-        await set_rewards(retool, [output], row)
-        return output
-
-    output = asyncio.run(trajectory())
-    assert len(engine.prompts) == len(lines)
-    return output
-
-
 def python(code: str) -> str:
     call = {"name": "code_interpreter", "arguments": {"code": code}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
@@ -458,7 +438,9 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
         "print('y' * 1000)",
     ]
     calls = "".join(map(python, codes))
-    output = play(tokenizer, "1", calls, "<answer>1</answer>", max_tool_response_tokens=90)
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    limits = dict(max_tool_response_tokens=90, max_response_tokens=4000, tool_timeout=4 * HANGS)
+    (output,) = play(retool, tokenizer, row, calls, "<answer>1</answer>", **limits)
     broken, *others = tool_messages(output)
     assert broken.startswith('File "/sandbox/main.py", line 1\n')
     assert broken.endswith("SyntaxError: invalid decimal literal")
