@@ -193,14 +193,6 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
         close(advantages[0], MASK[0])
 
 
-def test_gigpo_adds_what_a_turn_did_in_its_state_to_what_the_unit_did():
-    """Of two different returns in a state, whatever they are, one is above, one below."""
-    advantages, _ = estimated(adv_estimator="gigpo", turn_discount=0.5)
-    whole, _ = estimated(adv_estimator="grpo")
-    signs = torch.tensor([1.0, -1, -1, 1, -1])[:, None]
-    close(advantages, whole + 0.7071068 * signs * MASK, atol=1e-5, rtol=0)
-
-
 def alike(outputs: list, turns: list[int]) -> list[int]:
     """For each turn's state, where it was first met."""
     states = data.turn_states(outputs, turns).tolist()

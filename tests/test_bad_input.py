@@ -3,16 +3,12 @@
 In process, without an engine."""
 
 import dataclasses
-import json
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import data
 from agent_loop import BadInput
-from flatrl import models
 from train import Args, check_args, check_registered, parse_args
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -89,30 +85,3 @@ TASKS = [
 def test_task_files(text, tmp_path):
     (tmp_path / "task.py").write_text(text)
     refused(lambda: data.load_rows(data.load_task(str(tmp_path / "task.py")), "train"))
-
-
-PARTS = [
-    ("config.json", "{"),
-    ("config.json", None),
-    ("tokenizer.json", None),
-    ("generation_config.json", json.dumps({"eos_token_id": 99_999_999})),
-    ("chat_template.jinja", ""),
-    ("chat_template.jinja", "{{ 1/0 }}"),
-]
-
-
-@pytest.mark.parametrize("name, content", PARTS)
-def test_model_folders(name, content, tiny_model, tmp_path):
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    (folder / name).unlink()
-    if content is not None:
-        (folder / name).write_text(content)
-
-    def load():
-        args = Args(model=str(folder))
-        _, tokenizer = models.load_tokenizer(args)
-        models.stop_token_ids(args, tokenizer)
-        rows = [{"prompt": CHAT, "index": 0}]
-        data.filter_overlong(rows, tokenizer, SimpleNamespace(), args)
-
-    refused(load)

@@ -281,6 +281,8 @@ def lose_an_id(folder: Path) -> None:
 
 @pytest.mark.parametrize("spoil, message", [
     (lose_an_id, "its tokenizer has more tokens than its config.json has in vocab_size"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    (lambda folder: (folder / "chat_template.jinja").write_text("{{ 1/0 }}"), "ZeroDivisionError"),
     (lose_a_tensor, "missing keys ['model.layers.0.mlp.up_proj.weight"),
     (lambda folder: cut(folder / "model.safetensors"), "can't be loaded for training"),
     (lambda folder: (folder / "tokenizer.json").unlink(),

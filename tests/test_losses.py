@@ -98,13 +98,6 @@ def test_gae_over_the_tokens_of_the_policy(gamma, lam, turn_discount):
     assert not got[0].requires_grad
 
 
-def test_reinforce_pp_is_the_discounted_return():
-    rewards = torch.tensor([[0, 1, 8, 2, 0, 4]])
-    mask = torch.tensor([[1, 1, 0, 1, 1, 1]])  # turns of two and three tokens
-    got = losses.reinforce_pp_advantages(rewards, mask, 1.0, 0.5)
-    close(got, t([[4, 4, 0, 6, 4, 4]], dtype=torch.float32))
-
-
 def test_whiten():
     x = t([1, 2, NAN], [3, INF, 6])
     mask = t([1, 1, 0], [1, 0, 1])
@@ -152,13 +145,6 @@ def test_equal_rewards_give_no_signal():
     assert (losses.grpo_advantages(torch.ones(3), torch.zeros(3), eps=0) == 0).all()
 
 
-def test_remax():
-    rewards = torch.tensor([1, 0, 2])
-    baselines = t([0.25, 1, NAN], dtype=torch.float32)
-    close(losses.remax_advantages(rewards, baselines), t([0.75, -1, 0], dtype=torch.float32))
-    assert losses.remax_advantages(rewards, rewards).dtype == torch.float32
-
-
 def test_gigpo_compares_the_turns_that_met_one_state():
     rewards = t([0, 0, 1, 2], [0, 9, 0, 4], [3, 0, 0, 0], [5, 0, 0, 0])
     mask = t([1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0])
@@ -174,14 +160,6 @@ def test_gigpo_compares_the_turns_that_met_one_state():
     )
     close(losses.gigpo_advantages(rewards, mask, states, 0.5), want)
     assert (losses.gigpo_advantages(rewards, mask, torch.arange(5), 0.5) == 0).all()  # each alone
-
-
-def test_overlong_penalty():
-    lengths = torch.tensor([0, 12, 13, 14, 16, 40])
-    want = [0, 0, -0.25, -0.5, -1, -1]
-    close(losses.overlong_penalty(lengths, 16, 4), t(want, dtype=torch.float32))
-    with pytest.raises(ValueError, match="buffer"):
-        losses.overlong_penalty(lengths, 16, 17)
 
 
 # ---- Objectives -------------------------------------------------------------------------------

@@ -165,20 +165,6 @@ async def under_way(n: int, folder: Path) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_many_concurrent_calls_share_one_session(tools, run, tmp_path):
-    async def calls():
-        held = {"b": 1, "held": str(tmp_path)}
-        adding = [tools["add"].execute("r", {"a": i} | held) for i in range(80)]
-        sums = asyncio.gather(*adding)
-        pids = asyncio.gather(*(tools["pid"].execute("r", {}) for i in range(20)))
-        await under_way(80, tmp_path)  # all at once
-        assert len(set(await pids)) == 1
-        (tmp_path / "open").touch()
-        assert await sums == [str(i + 1) for i in range(80)]
-
-    run(calls())
-
-
 def test_errors_of_the_server_are_readable(tools, run):
     async def error(name: str, arguments: dict) -> str:
         with pytest.raises(RuntimeError) as caught:

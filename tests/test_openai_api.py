@@ -110,19 +110,6 @@ def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # 
     assert output.metrics == {"turns": 2, "tool_calls": 1}
 
 
-def test_what_is_ignored_is_warned_of_once(play_http, warnings, capsys):  # noqa: F811
-    async def agent(client, row, *_):
-        for _ in range(2):
-            how = dict(temperature=0.0, top_p=0.5, user="u", frequency_penalty=None)
-            await create(client, row["prompt"], **how)
-
-    _, engine = play_http(agent, "2", "2")
-    assert [params.keys() for params in engine.params] == [{"max_tokens"}] * 2
-    printed = capsys.readouterr().err.splitlines()
-    said = [line for line in printed if line.startswith("warning: an agent")]
-    assert [line.split()[4].strip(",") for line in said] == ["temperature", "top_p"]
-
-
 REFUSED = {
     "several": (dict(top_logprobs=3, functions=[{"name": "f"}]), "functions, top_logprobs"),
     "an unknown tool": (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
