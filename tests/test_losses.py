@@ -162,6 +162,13 @@ def test_gigpo_compares_the_turns_that_met_one_state():
     assert (losses.gigpo_advantages(rewards, mask, torch.arange(5), 0.5) == 0).all()  # each alone
 
 
+def test_overlong_penalty():
+    lengths = torch.tensor([0, 12, 13, 14, 16, 40])
+    want = [0, 0, -0.25, -0.5, -1, -1]
+    close(losses.overlong_penalty(lengths, 16, 4), t(want, dtype=torch.float32))
+    assert losses.overlong_penalty(lengths, 16, 16)[1] == -0.75
+
+
 # ---- Objectives -------------------------------------------------------------------------------
 
 
