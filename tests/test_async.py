@@ -348,6 +348,16 @@ def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
     assert run.run.store.num_keys() == 3  # of the pool, none of a group
 
 
+def test_after_the_limit_groups_without_signal_fill_the_batch(make_run):
+    task = Task(outcome=lambda n, j: float(n in (5, 13) and j))
+    run = make_run(task, max_staleness=0, prompts_per_step=4, max_gen_batches=3)
+    rollouts = run.step(0)
+    assert prompts(rollouts) == [5, 9, 10, 11]  # eight were skipped
+    assert {o.extra["prompt"] for o in rollouts.outputs} == set(range(12)) == run.started()
+    assert prompts(run.step(1)) == [13, 21, 22, 23] and run.started() == set(range(24))
+    assert run.pool.next_prompt(2) == 24
+
+
 def test_groups_alike_that_filled_a_batch_are_not_replaced_later(make_run):
     """Otherwise more prompts would start than the staleness bound allows."""
     task = Task((4, MIDDLE), outcome=lambda n, j: float(n > 3 and j))
