@@ -413,6 +413,7 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     assert mean == pytest.approx([(x + y) / 2 for x, y in zip(a, b)], abs=0.11)
     assert band == pytest.approx([*b, *a[::-1]], abs=0.11)
 
+
 @WITHOUT_NODE
 def test_two_trajectories_are_compared_token_by_token(folder):
     """Tokens of both are pale, those of one alone are marked; the tool's words are words."""
