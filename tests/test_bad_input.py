@@ -1,4 +1,4 @@
-"""Bad flags, rows, task files, data files and model folders: one line each, never a traceback.
+"""Bad flags, rows and task files: one line each, never a traceback.
 
 In process, without an engine."""
 

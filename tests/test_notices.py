@@ -1,4 +1,4 @@
-"""flatrl/notices.py, terminal.py and trackers.py: what a run tells its user besides its table."""
+"""flatrl/notices.py and trackers.py: what a run tells its user besides its table."""
 
 import copy
 import json
