@@ -1,7 +1,6 @@
 """examples/tree.py, nim.py, subagents.py, compaction.py and maze.py: outputs, units and states.
 
-Each is played by a scripted engine, and its outputs go through the estimators.
-"""
+Each is played by a scripted engine."""
 
 import asyncio
 import random
