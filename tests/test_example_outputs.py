@@ -66,6 +66,11 @@ def test_branches_after_the_first_call(tokenizer):
     assert trunk.metrics["tool_calls"] == 1
 
 
+def test_an_evaluation_has_no_branches(tokenizer):
+    (output,) = play(tree, tokenizer, QUESTION, CALL, RIGHT, validate=True)
+    assert (output.unit, output.group, output.reward, len(output.messages)) == ("", "", 1.0, 4)
+
+
 # ---------------------------------------------------------------- nim.py
 
 
@@ -124,6 +129,12 @@ def test_sub_agents_have_prompts_of_their_own(tokenizer):
     assert [message["content"] for message in main.messages[2:]] == ["37+48 20-7", "85 13", BOTH]
     sampled = [token for token, mask in zip(main.response_ids, main.response_mask) if mask]
     assert tokenizer.decode(sampled) == f"37+48 20-7{END}{BOTH}{END}"
+
+
+def test_an_evaluation_has_the_main_agent_alone(tokenizer):
+    lines = ["37+48 20-7", RIGHT, SECOND, "<answer>85 14</answer>"]
+    (main,) = play(subagents, tokenizer, PAIR, *lines, validate=True)
+    assert (main.unit, main.reward, len(main.messages)) == ("main", 0.0, 5)
 
 
 @pytest.mark.parametrize("said", ["What is it?", ("37+48", "length")])

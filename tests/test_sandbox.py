@@ -22,7 +22,7 @@ import pytest
 from conftest import HANGS, REPO, time_passes, wait_for
 from test_example_outputs import play
 
-from agent_loop import BadInput
+from agent_loop import BadInput, in_time
 from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
@@ -401,6 +401,34 @@ asyncio.run(main())
             process.kill()
     wait_for(lambda: processes_in() == [])
     wait_for(lambda: not list(folders.iterdir()))  # the supervisor has deleted the folder
+
+
+def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
+    monkeypatch.setattr(sandbox, "SLOTS_PER_CPU", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    code = """
+        import os, time
+        open('there', 'x')
+        while not os.path.exists('go'):
+            time.sleep(0.01)
+        print('first')
+    """
+
+    async def two():
+        first = asyncio.create_task(run_python(textwrap.dedent(code), 4 * HANGS))
+        await there(1)
+        waiting = in_time("second", HANGS, run_python("print('second')", HANGS))
+        second = asyncio.create_task(waiting)
+        await asyncio.sleep(0.1)
+        time_passes(2 * HANGS)
+        await asyncio.sleep(0.1)
+        assert len(processes_in()) == 3 and not second.done()
+        for pid in processes_in():
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/cwd/go").touch()
+        return [(await run).stdout for run in (first, second)]
+
+    assert asyncio.run(two()) == ["first\n", "second\n"]
 
 
 # ---------------------------------------------------------------- examples/retool.py
