@@ -82,20 +82,6 @@ def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
     assert_exact(outputs, engine)
 
 
-@pytest.mark.parametrize("choice", ["required", FORCED])
-def test_a_forced_tool_choice_is_auto_with_a_warning(play_http, warnings, choice):  # noqa: F811
-    async def agent(client, row, *_):
-        how = dict(tools=[CALCULATOR, OTHER], tool_choice=choice)
-        for is_called in (True, False):
-            reply = await create(client, row["prompt"], **how)
-            assert bool(reply.choices[0].message.tool_calls) == is_called
-
-    outputs, engine = play_http(agent, SUM, ANSWER)
-    assert_exact(outputs, engine)
-    assert not any("structured_outputs" in params for params in engine.params)
-    assert warnings == {"an agent forces a tool call by tool_choice, which is taken as 'auto'"}
-
-
 def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # noqa: F811
     async def agent(client, row, *_):
         how = dict(tools=[CALCULATOR], parallel_tool_calls=False)
