@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 from conftest import (
@@ -194,14 +193,6 @@ def test_token_estimators_use_turn_rewards_where_they_fall():
         close(advantages[0], MASK[0])
 
 
-def test_gigpo_adds_what_a_turn_did_in_its_state_to_what_the_unit_did():
-    """Of two different returns in a state, whatever they are, one is above, one below."""
-    advantages, _ = estimated(adv_estimator="gigpo", turn_discount=0.5)
-    whole, _ = estimated(adv_estimator="grpo")
-    signs = torch.tensor([1.0, -1, -1, 1, -1])[:, None]
-    close(advantages, whole + 0.7071068 * signs * MASK, atol=1e-5, rtol=0)
-
-
 def alike(outputs: list, turns: list[int]) -> list[int]:
     """For each turn's state, where it was first met."""
     states = data.turn_states(outputs, turns).tolist()
@@ -226,23 +217,16 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     assert alike(outputs, turns) == [0, 1, 2, 0, 1, 5, 6]
     with_states(outputs, ["a", "b"], ["a"], [["b", 1], "a"], ["a"], ["a"])
     assert alike(outputs, turns) == [0, 1, 0, 3, 0, 5, 6]
-    with_states(outputs[4:], ["a", "b"])
-    with pytest.raises(ValueError, match=r"metrics\['states'\] has 2 states for 1 turns"):
-        alike(outputs, turns)
 
 
 def test_states_are_compared_by_value():
     """A repr leaves out most of a large array."""
     one, other = np.zeros(5000), np.zeros(5000)
     other[2500] = 1
-    image = PIL.Image.new("RGB", (40, 40))
-    changed = image.copy()
-    changed.putpixel((3, 3), (1, 0, 0))
     states = [one, {"map": torch.tensor(other)}, one.copy(), {"map": other}, {"map": one}]
-    states += [image, image.copy(), changed]
-    outputs = [output(0, sample, "1", 0.0) for sample in range(8)]
+    outputs = [output(0, sample, "1", 0.0) for sample in range(5)]
     with_states(outputs, *([state] for state in states))
-    assert alike(outputs, [1] * 8) == [0, 1, 0, 1, 4, 5, 5, 7]
+    assert alike(outputs, [1] * 5) == [0, 1, 0, 1, 4]
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():
@@ -318,13 +302,3 @@ def test_objective_is_policy_loss_times_correction_minus_entropy_plus_kl():
     columns = {name: column.detach() for name, column in columns.items()}
     _, stats = train.policy_objective((old, entropy), columns, Args(kl_coef=0.5, kl_in="reward"))
     assert "kl" not in stats
-
-
-def test_a_value_is_the_heads_weights_and_bias():
-    critic = SimpleNamespace(head=torch.nn.Linear(2, 1))
-    with torch.no_grad():
-        critic.head.weight.copy_(torch.tensor([[2.0, -1.0]]))
-        critic.head.bias.fill_(0.5)
-    hidden = torch.tensor([[1, 3], [4, 0]], dtype=torch.bfloat16)
-    (values,) = train.Critic.scores_from_hidden(critic, hidden, None)
-    assert values.tolist() == [-0.5, 8.5] and values.dtype == torch.float32

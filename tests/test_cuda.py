@@ -118,16 +118,6 @@ def test_attention_on_cuda(monkeypatch, window, expected_window):
     assert called == [expected_window]
 
 
-def test_checkpointing_that_a_model_cannot_do_is_refused(args, process_group, monkeypatch):
-    from transformers import Qwen2ForCausalLM
-
-    data.register_packed_attention()
-    monkeypatch.setattr(Qwen2ForCausalLM, "supports_gradient_checkpointing", False)
-    assert train.Policy(args).packed
-    with pytest.raises(BadInput, match="^--gradient_checkpointing: Qwen2ForCausalLM does not"):
-        train.Policy(dataclasses.replace(args, gradient_checkpointing=True))
-
-
 # ---------------------------------------------------------------- optimiser, critic, reference
 
 
@@ -142,12 +132,14 @@ def learner_of(args, device: str = "cpu") -> train.Learner:
 
 
 def test_a_value_has_the_digits_of_float32(args, process_group):
+    data.register_packed_attention()
     critic = train.Critic(args)
     hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.constant_(critic.head.bias, 0.5)
     with torch.autocast("cpu", torch.bfloat16):
         (values,) = critic.scores_from_hidden(hidden, None)
-    expected = hidden.double() @ critic.head.weight[0].double()
+    expected = hidden.double() @ critic.head.weight[0].double() + 0.5
     torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=1e-6)
     assert values.dtype == torch.float32
 
@@ -324,28 +316,23 @@ def test_offload(tiny_model, process_group, monkeypatch, what, moves, shard):
 # ---------------------------------------------------------------- the engine's memory
 
 
-@pytest.mark.parametrize("free, fits", [(40_000_000_000, True), (39_900_000_000, False)])
-def test_an_engine_that_does_not_fit_is_refused_in_one_line(
-    free, fits, process_group, monkeypatch
-):
+def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):
     from vllm.device_allocator.cumem import CuMemAllocator
 
+    free = [39_900_000_000]
     woken = []
     taken = types.SimpleNamespace(get_current_usage=lambda: 40_000_000_000)
     monkeypatch.setattr(CuMemAllocator, "get_instance", lambda: taken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[-1], 80_000_000_000))
     engine = object.__new__(rollout.Engine)
     engine.state = "asleep"
     engine.memory = {}
     engine.core = types.SimpleNamespace(wake_up=lambda tags: woken.append(tags))
-    if fits:
-        engine.wake_weights()
-        assert woken == [["weights"]]
-        return
-    with pytest.raises(BadInput) as caught:
+    said = "the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower --gpu_memory_util"
+    with pytest.raises(BadInput, match=said):
         engine.wake_weights()
     assert woken == []
-    problem, advice = str(caught.value).split(": ")
-    assert problem == "the engine takes 40.0 GB of a GPU, the trainer leaves 39.9"
-    assert advice == "lower --gpu_memory_utilization, or give --offload all"
+    free.append(40_000_000_000)
+    engine.wake_weights()
+    assert woken == [["weights"]]

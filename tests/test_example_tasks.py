@@ -1,20 +1,16 @@
 """examples/gsm8k.py, gsm8k_user.py and environments.py: rewards, and rollouts of scripted turns."""
 
-import asyncio
-import json
-import re
 import threading
 from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
 from conftest import HANGS, REPO
-from test_agent_loop import Script, call, said_by
+from test_agent_loop import said_by
+from test_example_outputs import play as play_all
 
-from agent_loop import agent_loop_class
 from data import filter_overlong, load_rows, load_task
-from examples import calculator, environments
-from rollout import set_rewards
+from examples import environments
 from train import Args
 
 gsm8k = load_task(str(REPO / "examples/gsm8k.py"))
@@ -22,24 +18,13 @@ gsm8k_user = load_task(str(REPO / "examples/gsm8k_user.py"))
 
 
 @pytest.fixture(scope="module")
-def start(tokenizer):
-    """start(task, row, lines) -> a coroutine that returns the graded output."""
+def play(tokenizer):
+    """play(task, row, line, ...) -> the graded output."""
 
-    async def start(task, row, lines):
-        args = Args(max_response_tokens=1000, tool_timeout=4 * HANGS)
-        loop_class = agent_loop_class(row, task, args)
-        loop = loop_class(Script(tokenizer, lines), tokenizer, None, task, args)
-        output = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-        await set_rewards(task, [output], row)
-        return output
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def play(start):
     def play(task, row, *lines):
-        return asyncio.run(start(task, row, lines))
+        limits = dict(max_response_tokens=1000, tool_timeout=4 * HANGS)
+        (output,) = play_all(task, tokenizer, row, *lines, **limits)
+        return output
 
     return play
 
@@ -66,45 +51,24 @@ def test_rows_are_disjoint_and_fit_the_tiny_model(task, tokenizer):
     assert len({row["extra_info"]["question"] for row in train + val}) == 24
 
 
-def test_the_bundled_problems_are_right():
-    for line in gsm8k.DATA.read_text().splitlines():
-        answer = json.loads(line)["answer"]
-        steps = re.findall(r"<<(.+?)=(-?[0-9.]+)>>", answer)
-        for expression, value in steps:  # GSM8K's own notation of what a calculator gives
-            assert Decimal(calculator.calculator(expression)) == Decimal(value), answer
-        assert gsm8k.find_answer(answer) == Decimal(steps[-1][1])
-
-
 @pytest.mark.parametrize("text, number", [
     ("so\n####  72 apples, not 80\n", "72"),
-    ("#### 72.", "72"),
     ("#### 1,234,567", "1234567"),
     ("#### $1,234.50", "1234.50"),
     ("#### -$5", "-5"),
-    ("#### $-5", "-5"),
-    ("#### .5", "0.5"),
     ("<answer> $1,072 in all </answer>", "1072"),
     ("#### <answer>72</answer>", "72"),  # verl's interaction prompts say "#### <answer>"
     ("#### 70\nNo, wait.\n#### 72", "72"),
-    ("#### 72 <answer>70</answer>", "70"),
-    ("#### 72\n####", "72"),
     ("The answer is 72.", None),
-    ("####", None),
-    ("### 72", None),
     ("<answer>72", None),  # cut off
-    ("<answer>it is 72</answer>", None),
-    ("#### \u0663", None),  # a digit of another script
 ])  # fmt: skip
 def test_find_answer(text, number):
     assert gsm8k.find_answer(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize("said, truth, score, form", [
-    ("#### 72.00", "72", 1.0, 1.0),
-    ("#### 1000", "1,000", 1.0, 1.0),
-    ("#### 72", 72, 1.0, 1.0),
+    ("#### 1000.00", "1,000", 1.0, 1.0),
     ("#### 72\n#### 71", "72", 0.0, 1.0),
-    ("72", "72", 0.0, 0.0),
     (None, "72", 0.0, 0.0),
 ])  # fmt: skip
 def test_the_reward_of_gsm8k(said, truth, score, form):
@@ -115,44 +79,26 @@ def test_the_reward_of_gsm8k(said, truth, score, form):
     assert gsm8k.reward(output, row) == {"score": 0.0, "format": 0.0}
 
 
-def test_gsm8k_with_the_calculator(play):
-    row = load_rows(gsm8k, "train")[0]  # 6*12-9
-    output = play(gsm8k, row, call(expression="6*12-9"), "So she has\n#### 63")
-    assert said_by(output, "tool") == ["63"]
-    assert output.reward == {"score": 1.0, "format": 1.0}
-
-
-@pytest.mark.parametrize("interacts", [False, True])
-def test_verls_parquet_files(play, tokenizer, tmp_path, interacts):
-    """As verl's gsm8k.py and gsm8k_multiturn_w_interaction.py write them."""
+def test_verls_parquet_files(play, tmp_path):
+    """As verl's gsm8k_multiturn_w_interaction.py writes them."""
     datasets = pytest.importorskip("datasets")
     truth = "-1000"
     asked = "What is 1-1001? Let's think step by step and output the final answer after `####`."
-    prompt = [{"role": "user", "content": asked}]
-    extra = {"split": "train", "index": 0, "answer": f"#### {truth}", "question": asked}
-    if interacts:
-        prompt.insert(0, {"role": "system", "content": "You are a math expert."})
-        kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
-        extra["interaction_kwargs"] = kwargs
+    system = {"role": "system", "content": "You are a math expert."}
+    kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
     row = {
         "data_source": "openai/gsm8k",
-        "prompt": prompt,
+        "prompt": [system, {"role": "user", "content": asked}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": extra,
+        "extra_info": {"split": "train", "index": 0, "interaction_kwargs": kwargs},
     }
     file = str(tmp_path / "train.parquet")
     datasets.Dataset.from_list([row]).to_parquet(file)
-    task = gsm8k_user if interacts else gsm8k
-    (row,) = load_rows(task, "train", [file])
-    if interacts:
-        assert row["prompt"][0]["content"] == "You are a math expert."  # the row's own stays
-        output = play(task, row, "#### 1000", "#### -1000")
-        assert rewards_of_turns(output) == [0.0, 1 / 2]
-    else:
-        assert row["prompt"][0] == {"role": "system", "content": gsm8k.SYSTEM_PROMPT}
-        assert filter_overlong([row], tokenizer, gsm8k, Args(model="x")) == [row]
-        assert play(task, row, "#### -1,000").reward["score"] == 1.0
+    (row,) = load_rows(gsm8k_user, "train", [file])
+    assert row["prompt"][0] == system  # the row's own stays
+    output = play(gsm8k_user, row, "#### 1000", "#### -1000")
+    assert rewards_of_turns(output) == [0.0, 1 / 2]
 
 
 # ---------------------------------------------------------------- GSM8K with a user
@@ -189,16 +135,6 @@ def test_the_user_answers_and_pays_by_turn(play, user, lines, replies, rewards, 
 def test_the_users_state_is_dropped_when_the_trajectory_fails(play, user):
     with pytest.raises(RuntimeError, match="engine"):
         play(gsm8k_user, problem(), "#### 1", RuntimeError("engine"))
-
-
-def test_two_trajectories_of_one_user_do_not_share_tries(start, user):
-    async def both():
-        first = start(gsm8k_user, problem(), ["#### 1", "#### 2", "#### 3"])
-        second = start(gsm8k_user, problem(), ["#### 1", "#### 2", "#### 63"])
-        return await asyncio.gather(first, second)
-
-    one, two = map(rewards_of_turns, asyncio.run(both()))
-    assert (one, two) == ([0, 0, 0], [0, 0, pytest.approx(1 / 3)])
 
 
 # ---------------------------------------------------------------- environments.py

@@ -3,18 +3,18 @@
 import json
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
 from test_rollout import hf_model
 
 import data
-import train
 from agent_loop import AgentLoopOutput, BadInput, render
 from examples import calculator, hints
 from flatrl.hints import seen_by, tell, told_outputs, told_prompt
 from flatrl.log import read_rollouts
-from train import Args, check_args
+from train import Args
 
 SYSTEM = {"role": "system", "content": "Add."}
 USER = {"role": "user", "content": "1+1?"}
@@ -27,15 +27,9 @@ def loop_of(tokenizer, **task):
     return SimpleNamespace(tokenizer=tokenizer, processor=None, task=task)
 
 
-def output_of(prompt_ids: list[int], response_ids=(7, 8), mask=(1, 1), **names) -> AgentLoopOutput:
-    return AgentLoopOutput(
-        prompt_ids=prompt_ids,
-        response_ids=list(response_ids),
-        response_mask=list(mask),
-        response_logprobs=[-1.0 * m for m in mask],
-        response_versions=[m - 1 for m in mask],
-        extra={"prompt": 0, "sample": 0, "segment": 0, **names},
-    )
+def output_of(prompt_ids: list[int], **names) -> AgentLoopOutput:
+    extra = {"prompt": 0, "sample": 0, "segment": 0, **names}
+    return conftest.output_of([1, 1], prompt_ids, [7, 8], extra=extra)
 
 
 def logprobs_of(model, prompt: list[int], response: list[int], temperature=1.0) -> torch.Tensor:
@@ -77,9 +71,9 @@ def test_a_prompt_counts_with_its_hint(tokenizer):
 def test_an_output_is_told_by_the_template_and_tools_of_its_rollout(has_tools, tokenizer):
     loop = loop_of(tokenizer, TOOLS=[calculator.calculator])
     schemas = data.tool_schemas(ROW, loop.task) if has_tools else None
-    output = output_of(render(tokenizer, ROW["prompt"], schemas))
-    tell(output, ROW, loop)
-    assert output.extra["told_prompt_ids"] == render(tokenizer, TOLD, schemas) != output.prompt_ids
+    output = output_of([*render(tokenizer, ROW["prompt"], schemas), 5, 6])
+    tell(output, ROW, loop)  # what follows the row's prompt stays behind the hint
+    assert output.extra["told_prompt_ids"] == [*render(tokenizer, TOLD, schemas), 5, 6]
     for row in (ROW | {"hint": None}, ROW | {"validate": True}):
         output = output_of(output.prompt_ids)
         tell(output, row, loop)
@@ -89,47 +83,23 @@ def test_an_output_is_told_by_the_template_and_tools_of_its_rollout(has_tools, t
         tell(own, ROW, loop)
 
 
-def test_what_follows_the_rows_prompt_stays_behind_the_hint(tokenizer):
-    output = output_of([*render(tokenizer, ROW["prompt"]), 5, 6, 7])
-    tell(output, ROW, loop_of(tokenizer))
-    assert output.extra["told_prompt_ids"] == [*render(tokenizer, TOLD), 5, 6, 7]
-
-
 # ---------------------------------------------------------------- the teacher's logprobs
 
 
-def test_logprobs_ref_are_those_of_the_model_behind_the_hint(tiny_model, tokenizer, process_group):
-    """Groups share their told prompts; a row without a hint is its own teacher."""
-    data.register_packed_attention()
-    args = Args(model=tiny_model, dtype="float32", temperature=0.7, tokens_per_micro_batch=80)
+def test_the_told_outputs_are_those_that_were_graded(tokenizer):
+    """A batch is narrowed to the outputs whose reward came, and the told one with it."""
     outputs = []
-    for prompt, sample in [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]:
-        row = ROW | {"prompt": [SYSTEM, {"role": "user", "content": f"1+{prompt}?"}]}
-        row["hint"] = None if prompt == 1 else f"It is {prompt}."
-        response = tokenizer.encode(f"a{sample}, b{prompt}", add_special_tokens=False)
-        mask = [1, 1, 0] + [1] * (len(response) - 3)
-        names = {"prompt": prompt, "sample": sample}
-        output = output_of(render(tokenizer, row["prompt"]), response, mask, **names)
-        tell(output, row, loop_of(tokenizer))
-        outputs.append(output)
-    policy = train.Policy(args)
+    for prompt, hint in enumerate(("It is 2.", None, "It is surely 2.")):
+        row = ROW | {"hint": hint}
+        outputs.append(output_of(render(tokenizer, row["prompt"]), prompt=prompt))
+        tell(outputs[-1], row, loop_of(tokenizer))
     batch = data.collate(outputs)
     assert seen_by("logprobs_old", batch) is batch
-    found = train.score_tokens(policy, seen_by("logprobs_ref", batch), args)
-    plain = train.score_tokens(policy, batch, args)
-    model = hf_model(tiny_model)
-    for row, output in enumerate(outputs):
-        prompt = output.extra.get("told_prompt_ids", output.prompt_ids)
-        expected = logprobs_of(model, prompt, output.response_ids, 0.7)
-        expected *= torch.tensor(output.response_mask)
-        row_found = found[row, : len(expected)]
-        torch.testing.assert_close(row_found, expected, atol=1e-5, rtol=0)
-        assert torch.equal(found[row], plain[row]) == (output.extra["prompt"] == 1)
-    # A batch is narrowed to the outputs that were graded, and the told one with it.
-    kept = data.select_rows(batch, [1, 3])
-    told_length = batch["told"]["lengths"][1]
-    assert kept["told"]["lengths"].tolist() == [told_length, batch["lengths"][3]]
-    assert told_outputs([outputs[3]]) == [] and "told" not in data.collate([outputs[3]])
+    assert seen_by("logprobs_ref", batch) is batch["told"]
+    kept = data.select_rows(batch, [1, 2])
+    expected = [batch["lengths"][1], batch["told"]["lengths"][2]]
+    assert kept["told"]["lengths"].tolist() == expected
+    assert told_outputs([outputs[1]]) == [] and "told" not in data.collate([outputs[1]])
 
 
 TOLD_TASK = f"""
@@ -175,16 +145,6 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
 
 
 # ---------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("flags, said", [
-    ({"algo": "opsd", "ref_model": "x"}, "--ref_model has an effect only without --hints"),
-    ({"algo": "opsd", "replay": "x"}, "--replay has an effect only without --hints"),
-    ({"hints": True}, "--hints has an effect only with a --kl_coef"),
-])  # fmt: skip
-def test_flags_that_do_not_go_with_hints(flags, said):
-    with pytest.raises(BadInput, match=said):
-        check_args(Args(**flags))
 
 
 def test_the_examples_rows_have_hints():

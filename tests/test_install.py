@@ -90,15 +90,13 @@ def test_sourced_it_makes_fills_and_activates_an_environment(machine, shell, opt
         pytest.skip("no such shell")
     command = f"""before=$({options}); set -u; {SOURCE} test; echo "$? $VIRTUAL_ENV"; set +u
         [ "$before" = "$({options})" ] && echo same options
-        set | grep -c -i '^_*flatrl'; typeset -f | grep -c flatrl"""
+        typeset -f | grep -c flatrl"""
     _, printed, errors = machine.run(command, shell)
-    assert errors == "" and printed[-4:] == [f"0 {machine.venv}", "same options", "0", "0"]
+    assert errors == "" and printed[-3:] == [f"0 {machine.venv}", "same options", "0"]
     assert machine.calls() == CPU_TEST
 
     for again in (f"{SOURCE} test", SOURCE, "bash 'a clone/install.sh'"):
         assert machine.run(again, shell)[0] == 0 and machine.calls() == []
-    (machine.venv / "bin/python").unlink()  # the Python that made it is gone
-    assert machine.run(SOURCE, shell)[0] == 0 and machine.calls() == CPU
     with (machine.clone / "requirements-cpu.txt").open("a") as file:
         file.write("six\n")
     _, printed, _ = machine.run("bash 'a clone/install.sh'")
@@ -106,16 +104,15 @@ def test_sourced_it_makes_fills_and_activates_an_environment(machine, shell, opt
     assert machine.calls() == CPU
 
 
-@pytest.mark.parametrize("driver, header, said", [
-    ("580.65", "Python.h", ""),
-    ("570.86", "Python.h", "the NVIDIA driver is 570.86, CUDA 13 needs 580 or later: update it"),
-    ("580.65", "other.h", "vLLM's kernels need Python.h: install python3-dev"),
+@pytest.mark.parametrize("driver, said", [
+    ("580.65", ""),
+    ("570.86", "the NVIDIA driver is 570.86, CUDA 13 needs 580 or later: update it"),
 ])  # fmt: skip
-def test_a_host_with_a_gpu_is_checked_first(machine, tmp_path, driver, header, said):
+def test_a_host_with_a_gpu_is_checked_first(machine, tmp_path, driver, said):
     gpu = f"#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: NVIDIA H200' || echo {driver}\n"
     machine.program(machine.bin / "nvidia-smi", gpu)
     machine.program(machine.bin / "gcc", "#!/bin/sh\n")
-    (tmp_path / header).touch()
+    (tmp_path / "Python.h").touch()
     asked = f'case "$2" in *sysconfig*) echo "{tmp_path}"; exit 0 ;; esac\n'
     machine.program(machine.bin / "env-python", PYTHON.replace("[ ", asked + "[ ", 1))
     code, _, errors = machine.run("bash 'a clone/install.sh'")
@@ -130,14 +127,12 @@ def test_torch_comes_from_the_cpu_index_where_pip_has_none(machine):
     assert machine.calls() == [CPU[0], index, *CPU[1:]]
 
 
-@pytest.mark.parametrize("failing", [TORCH, *CPU[1:]])
-def test_a_failure_is_one_line_and_the_next_try_completes_it(machine, failing):
+def test_a_failure_is_one_line_and_the_next_try_completes_it(machine):
     command = f"set -e; {SOURCE} && echo fine || echo status $?; echo ${{VIRTUAL_ENV-none}}"
-    _, printed, errors = machine.run(command, FAIL=failing.split()[-1])
+    _, printed, errors = machine.run(command, FAIL=CPU[2].split()[-1])
     assert printed[-2:] == ["status 1", "none"]  # the shell lives on
     (line,) = errors.splitlines()
-    known = (f"neither pip's own sources nor {INDEX} have", "pip failed: ERROR: No ")
-    assert line.startswith(tuple(f"install.sh: {said}" for said in known))
+    assert line.startswith("install.sh: pip failed: ERROR: No ")
     machine.calls()
     assert machine.run(command)[1][-2:] == ["fine", str(machine.venv)]
     assert machine.calls() == CPU
@@ -145,25 +140,18 @@ def test_a_failure_is_one_line_and_the_next_try_completes_it(machine, failing):
 
 @pytest.mark.parametrize("active", ["VIRTUAL_ENV", "CONDA_PREFIX"])
 def test_the_active_environment_is_used(machine, tmp_path, active):
-    """Neither conda's base, which is no project's, nor one that is gone."""
     machine.program(tmp_path / "mine/bin/python", PYTHON)
     env = {active: str(tmp_path / "mine")}
     assert machine.run(SOURCE, CONDA_DEFAULT_ENV="mine", **env)[0] == 0
     assert machine.calls() == CPU and not machine.venv.exists()
-    env = {"VIRTUAL_ENV": "/gone", "CONDA_PREFIX": str(tmp_path / "mine")}
-    _, printed, _ = machine.run(f"{SOURCE}; echo $VIRTUAL_ENV", CONDA_DEFAULT_ENV="base", **env)
-    assert printed[-1] == str(machine.venv)
 
 
-def test_python_version_and_arguments(machine):
+def test_a_python_that_is_too_new_is_named(machine):
     old = '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.13.0 && exit 0\nexit 1\n'
     for name in ("python3", "python3.12", "python3.11", "python"):
         machine.program(machine.bin / name, old)
     said = "install.sh: needs Python 3.11 or 3.12; python3 is Python 3.13.0\n"
     assert machine.run(SOURCE)[2] == said
-    machine.program(machine.bin / "python3.11", PYTHON3)
-    assert machine.run(SOURCE)[0] == 0
-    assert "unknown argument 'tests'" in machine.run(f"{SOURCE} tests")[2]
 
 
 def test_pins_and_commands():

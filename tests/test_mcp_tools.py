@@ -1,7 +1,6 @@
 """examples/mcp_tools.py with real servers, over stdio and over HTTP on the loopback."""
 
 import asyncio
-import functools
 import json
 import os
 import signal
@@ -24,7 +23,6 @@ SERVER = '''
 import asyncio, os, sys
 from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
-from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import TextContent
 
 server = MCPServer("test", log_level="CRITICAL")
@@ -39,16 +37,8 @@ async def add(a: int, b: int = 0, held: str = "") -> int:
     return a + b
 
 @server.tool()
-def fail() -> str:
-    raise ToolError("the vault is shut")
-
-@server.tool()
 def pid() -> int:
     return os.getpid()
-
-@server.tool()
-def die() -> str:
-    os._exit(1)
 
 @server.tool()
 def header(context: Context) -> str:
@@ -149,7 +139,7 @@ def tools(request) -> dict[str, McpTool]:
 
 
 def test_schemas_calls_and_contents(tools, run):
-    assert list(tools) == ["add", "fail", "pid", "die", "header", "mixed", "env"]
+    assert list(tools) == ["add", "pid", "header", "mixed", "env"]
     function = tools["add"].schema["function"]
     assert (function["name"], function["description"]) == ("add", "Adds two numbers.")
     assert function["parameters"]["required"] == ["a"]
@@ -168,34 +158,6 @@ async def under_way(n: int, folder: Path) -> None:
     """Until n calls of add are held there."""
     while len(list(folder.iterdir())) < n:
         await asyncio.sleep(0.01)
-
-
-def test_many_concurrent_calls_share_one_session(tools, run, tmp_path):
-    async def calls():
-        held = {"b": 1, "held": str(tmp_path)}
-        adding = [tools["add"].execute("r", {"a": i} | held) for i in range(80)]
-        sums = asyncio.gather(*adding)
-        pids = asyncio.gather(*(tools["pid"].execute("r", {}) for i in range(20)))
-        await under_way(80, tmp_path)  # all at once
-        assert len(set(await pids)) == 1
-        (tmp_path / "open").touch()
-        assert await sums == [str(i + 1) for i in range(80)]
-
-    run(calls())
-
-
-def test_errors_of_the_server_are_readable(tools, run):
-    async def error(name: str, arguments: dict) -> str:
-        with pytest.raises(RuntimeError) as caught:
-            await tools[name].execute("r", arguments)
-        return str(caught.value)
-
-    async def errors():
-        return await error("fail", {}), await error("add", {"b": 1})
-
-    failed, missing = run(errors())
-    assert "the vault is shut" in failed
-    assert "a\n  Field required" in missing
 
 
 def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, tmp_path):
@@ -238,15 +200,6 @@ def test_a_killed_server_is_started_again_and_none_is_left_behind(program):
     assert server.session.task.done() and not server.session.usable()
 
 
-def test_a_call_that_always_kills_the_server_fails_and_the_next_one_works(stdio, run):
-    async def calls():
-        with pytest.raises(ConnectionError, match="ended twice during this call of die"):
-            await stdio["die"].execute("r", {})
-        return await stdio["add"].execute("r", {"a": 1})
-
-    assert run(calls()) == "1"
-
-
 def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_path):
     async def calls():
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
@@ -261,27 +214,9 @@ def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_pat
     run(calls())
 
 
-def test_an_http_server_with_sessions_that_was_restarted_gets_a_new_session(
-    http_server, run, monkeypatch
-):
-    """Before 2026, servers knew their sessions by a header, and refused others."""
-    legacy = functools.partial(mcp_tools.Client, mode="legacy")
-    monkeypatch.setattr(mcp_tools, "Client", legacy)
-    server = McpServer(url=http_server.url)
-    tool = McpTool(server, "pid", "", {})
-    assert run(tool.execute("r", {})) == str(http_server.process.pid)
-    session = server.session
-    http_server.kill()
-    http_server.start()
-    assert run(tool.execute("r", {})) == str(http_server.process.pid)
-    assert server.session is not session
-    end_session(server, run)
-
-
-@pytest.mark.parametrize("command", [["/no-such-program"], [sys.executable, "-c", "pass"]])
-def test_a_server_that_can_not_be_reached_is_named_at_import(command):
-    with pytest.raises(BadInput, match=f"the MCP server {command[0]}.* can't be reached: "):
-        mcp_tools.mcp_tools(command=command)
+def test_a_server_that_can_not_be_reached_is_named_at_import():
+    with pytest.raises(BadInput, match="the MCP server /no-such-program can't be reached: "):
+        mcp_tools.mcp_tools(command=["/no-such-program"])
 
 
 # ---------------------------------------------------------------- the task of the file
@@ -291,8 +226,8 @@ def tool_call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
-    """Several trajectories at once, with parallel calls, one of them wrong."""
+def test_the_agent_loop_calls_the_bundled_server(tokenizer, run):
+    """With parallel calls, one of them wrong."""
     questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
     row = questions["What do 3 x lamp cost, delivered to Brindo?"]
     lines = [
@@ -302,20 +237,11 @@ def test_the_agent_loop_calls_the_bundled_server(tokenizer, background, run):
     ]
     args = Args(max_response_tokens=2000, max_model_len=4000)
 
-    async def trajectories():
-        engines = [Script(tokenizer, lines) for _ in range(8)]
-        loops = [ToolAgentLoop(engine, tokenizer, None, mcp_tools, args) for engine in engines]
-        return await asyncio.gather(*(loop.run({}, **row) for loop in loops))
-
-    try:
-        for out in run(trajectories()):
-            said = [message["content"] for message in out.messages if message["role"] == "tool"]
-            assert (
-                said[0].startswith("Error: ")
-                and "no item 'lump'; there are: lamp, kettle," in said[0]
-            )
-            assert said[1:] == ["34", "7"]
-            assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
-            assert mcp_tools.reward(out, row) == 1.0
-    finally:
-        end_session(mcp_tools.TOOLS[0].server, run)
+    loop = ToolAgentLoop(Script(tokenizer, lines), tokenizer, None, mcp_tools, args)
+    out = run(loop.run({}, **row))
+    said = [message["content"] for message in out.messages if message["role"] == "tool"]
+    assert said[0].startswith("Error: ") and "no item 'lump'; there are: lamp, kettle," in said[0]
+    assert said[1:] == ["34", "7"]
+    assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
+    assert mcp_tools.reward(out, row) == 1.0
+    end_session(mcp_tools.TOOLS[0].server, run)

@@ -3,7 +3,6 @@
 The engine is test_chat.py's. The constraints of response_format on the real engine stand last."""
 
 import functools
-import json
 from types import SimpleNamespace
 
 import openai
@@ -54,31 +53,16 @@ async def create(client, messages, **how):
 # ---------------------------------------------------------------- chat completions
 
 
-@pytest.mark.parametrize("usage", [False, True])
-def test_a_reply_is_streamed(play_http, tokenizer, usage):  # noqa: F811
-    options = {"stream_options": {"include_usage": True}} if usage else {}
-
-    async def streamed(client, messages):
-        stream = await create(client, messages, tools=[CALCULATOR], stream=True, **options)
-        return [chunk async for chunk in stream]
-
+def test_a_streamed_reply_ends_with_its_reason_and_usage(play_http, tokenizer):  # noqa: F811
     async def agent(client, row, *_):
-        first = await streamed(client, row["prompt"])
-        (made,) = first[0].choices[0].delta.tool_calls
-        assert (made.index, made.function.arguments) == (0, '{"expression": "1+1"}')
-        reply = {"role": "assistant", "tool_calls": [made.model_dump(exclude={"index"})]}
-        answer = {"role": "tool", "tool_call_id": made.id, "content": "2"}
-        second = await streamed(client, [*row["prompt"], reply, answer])
-        assert second[0].choices[0].delta.content == ANSWER
-        for chunks, reason in ((first, "tool_calls"), (second, "stop")):
-            assert chunks[1].choices[0].finish_reason == reason
-            assert len(chunks) == 2 + usage
-        if usage:
-            sampled = encode(tokenizer, ANSWER + END)
-            assert second[2].usage.completion_tokens == len(sampled)
+        how = dict(stream=True, stream_options={"include_usage": True})
+        said, reason, usage = [chunk async for chunk in await create(client, row["prompt"], **how)]
+        assert said.choices[0].delta.content == ANSWER
+        assert reason.choices[0].finish_reason == "stop"
+        assert usage.usage.completion_tokens == len(encode(tokenizer, ANSWER + END))
 
-    (output,), engine = play_http(agent, SUM, ANSWER)
-    assert_output(output, engine, (1, SUM + END), tool_turn("2"), (2, ANSWER + END))
+    (output,), engine = play_http(agent, ANSWER)
+    assert_output(output, engine, (1, ANSWER + END))
 
 
 def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
@@ -98,20 +82,6 @@ def test_n_replies_are_n_sequences(play_http, tokenizer):  # noqa: F811
     assert_exact(outputs, engine)
 
 
-@pytest.mark.parametrize("choice", ["required", FORCED])
-def test_a_forced_tool_choice_is_auto_with_a_warning(play_http, warnings, choice):  # noqa: F811
-    async def agent(client, row, *_):
-        how = dict(tools=[CALCULATOR, OTHER], tool_choice=choice)
-        for is_called in (True, False):
-            reply = await create(client, row["prompt"], **how)
-            assert bool(reply.choices[0].message.tool_calls) == is_called
-
-    outputs, engine = play_http(agent, SUM, ANSWER)
-    assert_exact(outputs, engine)
-    assert not any("structured_outputs" in params for params in engine.params)
-    assert warnings == {"an agent forces a tool call by tool_choice, which is taken as 'auto'"}
-
-
 def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # noqa: F811
     async def agent(client, row, *_):
         how = dict(tools=[CALCULATOR], parallel_tool_calls=False)
@@ -126,23 +96,8 @@ def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # 
     assert output.metrics == {"turns": 2, "tool_calls": 1}
 
 
-def test_what_is_ignored_is_warned_of_once(play_http, warnings, capsys):  # noqa: F811
-    async def agent(client, row, *_):
-        for _ in range(2):
-            how = dict(temperature=0.0, top_p=0.5, user="u", frequency_penalty=None)
-            await create(client, row["prompt"], **how)
-
-    _, engine = play_http(agent, "2", "2")
-    assert [params.keys() for params in engine.params] == [{"max_tokens"}] * 2
-    printed = capsys.readouterr().err.splitlines()
-    said = [line for line in printed if line.startswith("warning: an agent")]
-    assert [line.split()[4].strip(",") for line in said] == ["temperature", "top_p"]
-
-
 REFUSED = {
     "several": (dict(top_logprobs=3, functions=[{"name": "f"}]), "functions, top_logprobs"),
-    "no choice": (dict(n=-1), "at least 1 choice"),
-    "required, but no tools": (dict(tool_choice="required"), "tools"),
     "an unknown tool": (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
     "an unknown format": (dict(response_format={"type": "xml"}), "response_format"),
 }
@@ -159,28 +114,6 @@ def test_what_is_not_supported_is_told_and_costs_nothing(play_http, how, said): 
 
 
 # ---------------------------------------------------------------- response_format
-
-
-def test_a_reply_in_a_format_is_not_trained(play_http, warnings):  # noqa: F811
-    async def agent(client, row, *_):
-        how = dict(tools=[CALCULATOR])
-        text = await create(client, row["prompt"], response_format={"type": "text"}, **how)
-        messages = [*row["prompt"], text.choices[0].message, user("In JSON")]
-        await create(client, messages, response_format=JSON, **how)
-        return 0.5
-
-    (output,), engine = play_http(agent, "2", '{"n": 2}')
-    given = user_turn("In JSON") + '{"n": 2}' + END
-    assert_output(output, engine, (1, "2" + END), given)
-    assert output.messages[-1]["content"] == '{"n": 2}'
-    text, constrained = engine.params
-    assert "structured_outputs" not in text and len(warnings) == 1
-    # A call, as the parser reads it, or the JSON.
-    tag = json.loads(constrained["structured_outputs"].structural_tag)
-    calls, form = tag["format"]["elements"]
-    assert form["json_schema"] == SCHEMA
-    start = '<tool_call>\n{"name": "calculator", "arguments": '
-    assert start in [tag["begin"] for tag in calls["tags"]]
 
 
 def test_a_free_loop_trains_it(play_http, monkeypatch, warnings):  # noqa: F811
@@ -211,8 +144,7 @@ async def respond(client, stream: bool, **how):
     return events[-1].response, events
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_responses_continue_as_one_output(play_http, tokenizer, stream):  # noqa: F811
+def test_responses_continue_as_one_output(play_http, tokenizer):  # noqa: F811
     turns = [
         [("message", "Hm."), ("function_call", '{"expression": "1+1"}')],
         [("message", ANSWER)],
@@ -223,14 +155,11 @@ def test_responses_continue_as_one_output(play_http, tokenizer, stream):  # noqa
         text = {"type": "input_text", "text": "What is 1+1?"}
         items = [{"role": "user", "content": [text]}]
         for line, expected in zip(("Hm." + SUM, ANSWER), turns):
-            response, events = await respond(client, stream, input=items, **how)
+            response, events = await respond(client, True, input=items, **how)
             assert reply_of(response) == expected and response.status == "completed"
             assert response.usage.output_tokens == len(encode(tokenizer, line + END))
-            if stream:
-                deltas = [event.delta for event in events if event.type.endswith(".delta")]
-                assert deltas == [text for _, text in expected]
-                done = [event.item for event in events if event.type == "response.output_item.done"]
-                assert done == response.output and events[0].type == "response.created"
+            deltas = [event.delta for event in events if event.type.endswith(".delta")]
+            assert deltas == [text for _, text in expected]
             items += [item.model_dump() for item in response.output]
             for made in response.output[1:]:
                 answer = {"type": "function_call_output", "call_id": made.call_id, "output": "2"}
@@ -242,14 +171,12 @@ def test_responses_continue_as_one_output(play_http, tokenizer, stream):  # noqa
     assert_output(output, engine, (1, "Hm." + SUM + END), tool_turn("2"), (2, ANSWER + END))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_was_cut_is_incomplete(play_http, stream):  # noqa: F811
+def test_a_response_that_was_cut_is_incomplete(play_http):  # noqa: F811
     async def agent(client, row, *_):
-        response, events = await respond(client, stream, input="Count.", max_output_tokens=3)
-        assert response.status == "incomplete"
+        response, events = await respond(client, True, input="Count.", max_output_tokens=3)
         assert response.incomplete_details.reason == "max_output_tokens"
         assert reply_of(response) == [("message", "123")]
-        assert not stream or events[-1].type == "response.incomplete"
+        assert response.status == "incomplete" and events[-1].type == "response.incomplete"
 
     (output,), engine = play_http(agent, "12345")
     assert_output(output, engine, (1, "123"))
@@ -271,13 +198,10 @@ def test_a_response_has_reasoning_and_a_format(play_http):  # noqa: F811
     assert engine.params[1]["structured_outputs"].json == SCHEMA
 
 
-FILE = {"type": "input_file", "file_data": "x"}
 REFUSED_RESPONSES = {
     "previous": (dict(input="Hi", previous_response_id="resp_1"), "previous_response_id"),
     "a tool of theirs": (dict(input="Hi", tools=[{"type": "web_search"}]), "not web_search"),
-    "include": (dict(input="Hi", include=["file_search_call.results"]), "include"),
     "an item": (dict(input=[{"type": "item_reference", "id": "msg_1"}]), "input"),
-    "a file": (dict(input=[user([FILE])]), "text content"),
 }
 
 

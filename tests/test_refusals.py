@@ -10,7 +10,6 @@ import train
 from agent_loop import BadInput
 from flatrl import models
 from flatrl.vllm_engine import check_model
-from rollout import Engine
 from train import Args
 
 CPU = torch.device("cpu")
@@ -60,7 +59,6 @@ def test_a_model_that_vllm_does_not_serve(tmp_path, tiny_model, process_group):
 
 @pytest.mark.parametrize("flag, value, said", [
     ("engine_args", '{"block_size": "abc"}', "block_size Input should be a valid integer"),
-    ("engine_args", '{"a": 1}', "unexpected keyword argument 'a'"),
     ("sampling_args", '{"a": 1}', "--sampling_args: vLLM has no sampling parameter a"),
     ("eval_sampling_args", '{"n": 1}', "--eval_sampling_args: n can't be set here"),
     ("sampling_args", '{"min_tokens": 129}',
@@ -68,18 +66,6 @@ def test_a_model_that_vllm_does_not_serve(tmp_path, tiny_model, process_group):
 ])  # fmt: skip
 def test_flags_that_the_engine_would_refuse_later(flag, value, said, tiny_model, process_group):
     assert said in refusal(check_model, args_of(tiny_model, **{flag: value}), CPU)
-
-
-def test_what_the_engine_refuses_at_its_start(tiny_model, process_group, monkeypatch):
-    """vLLM's own words, for a block_size that the device's attention does not take."""
-
-    def starts(**arguments):
-        raise ValueError(f"No common block size for {arguments['block_size']} (CPU_ATTN).")
-
-    monkeypatch.setattr("vllm.LLM", starts)
-    args = args_of(tiny_model, engine_args='{"block_size": 7}')
-    said = "vLLM's engine does not start: No common block size for 7 (CPU_ATTN)."
-    assert refusal(Engine, tiny_model, args, CPU) == f'--engine_args {{"block_size": 7}}: {said}'
 
 
 def test_trained_weights_are_float32():

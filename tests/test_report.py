@@ -157,20 +157,6 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     assert tokenizer.eos_token in run["special"]
 
 
-def test_learned_holds_a_number_for_equal_advantages_and_a_list_for_others(tmp_path):
-    outputs = [trajectory(sample=i, mask=[1, 0, 1, 1]) for i in (0, 2)]
-    outputs.append(trajectory(sample=3, extra={"demonstration": True}))
-    batch = learned(outputs, [1.0, 2.0, 3.0], 1.23456e-6)
-    # 9: not sampled
-    batch["advantages"] = torch.tensor([[1.0, 9, 1, 1], [0.5, 9, 0.25, 0.125], [0, 0, 0, 0]])
-    report.keep_learned(tmp_path / "learned" / "step_000001.jsonl", outputs, batch)
-    line = {"prompt": 0, "segment": 0, "trained": True, "logp_diff": [1.2e-06] * 3}
-    assert read(tmp_path / "learned" / "step_000001.jsonl") == [
-        line | {"sample": 0, "advantage": 1.0},
-        line | {"sample": 2, "advantage": [0.5, 0.25, 0.125]},
-    ]
-
-
 def test_tokens_that_are_parts_of_a_character_are_joined(tokenizer):
     text = "a é漢 b" + tokenizer.eos_token
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -218,9 +204,6 @@ def test_hostile_text_stays_text(folder):
         assert page.lower().count(mark) == template.lower().count(mark)
     makes_html = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\("
     assert not re.search(makes_html, template)
-    nonce = re.search(r"script-src 'nonce-(\w{32})'", page)[1]
-    report.write([run], folder / "again.html")
-    assert nonce not in (folder / "again.html").read_text()
 
 
 # ------------------------------------------------------------- which trajectories
@@ -244,19 +227,6 @@ def test_whole_groups_of_every_step_and_the_same_questions_of_every_evaluation(f
     )
     n = min(len(before), len(after))
     assert n >= 8 and before[:n] == after[:n] and before != sorted(before)
-
-
-# Rooms: for 8 groups of short trajectories, for 6 groups of long ones, and for less than one.
-@pytest.mark.parametrize("n_tokens, limit, n", [(6, 70, 64), (1000, 100, 48), (6, 1, 8)])
-def test_a_page_has_limits_and_shows_the_newest_step(folder, n_tokens, limit, n):
-    ids = [5] * (n_tokens - 2)
-    for step in range(1, 31):
-        outputs = [trajectory(10 * step + i // 8, i % 8, ids) for i in range(16)]
-        write_rollouts(folder, f"step_{step:06d}", outputs)
-    run = run_of(folder, max_trajectories=limit)
-    steps = [t["step"] for t in run["trajectories"]]
-    assert len(steps) == n and steps == sorted(steps) and run["total"] == 480
-    assert {steps.count(step) for step in steps} == {8} and steps[-1] == 30
 
 
 # ------------------------------------------------------------- while it trains
@@ -363,17 +333,6 @@ def plain(markup: str) -> str:
     return re.sub(r"(<[^>]*>)+", "|", markup)
 
 
-@WITHOUT_NODE
-def test_settings_are_shown_as_text(folder, tmp_path):
-    write_about(folder, ["train.py", HOSTILE], lr=0.5)
-    other = make_folder(tmp_path / "other", lr=0.25)
-    report.write([report.read_run(each, None) for each in (folder, other)], tmp_path / "page.html")
-    page = drawn(tmp_path / "page.html", "tab=settings")
-    differ, alike = plain(page).split("|Flags alike|")
-    assert differ.endswith("|--lr|0.5|0.25") and "|--model|null|null|" in alike
-    assert "|git|abc|abc|torch|2|2|" in alike and "train.py &lt;/script&gt;" in alike
-
-
 def two_trees() -> list[AgentLoopOutput]:
     """Two rollouts: a trunk, two leaves that continue it, and a unit with two prompts."""
     segments = [
@@ -409,34 +368,18 @@ def test_a_rollout_is_a_tree_and_units_are_beside_those_they_are_compared_with(f
         *[node, "segment 3 · aside", node, "segment 4 · aside"],
     ]
     assert plain(tree).count("|⟨9⟩|") == 2 and "⟨5⟩⟨9⟩" not in plain(tree)
-    detail = plain(tree.split('class="detail"')[1])
-    assert detail.count("|0.375|") == 2  # the unit's reward, of both its outputs
     assert "&lt;b&gt;You win&lt;/b&gt;" in tree and "<b>You win" not in tree
 
     # A group: the chosen leaf's siblings first, then the others, unit by unit.
     group = drawn(folder / "report.html", f"{leaf}&mode=group")
     heads = re.findall(r"<h2>group ([^<]*)<", group)
     assert heads == ["1/after turn 1", "trunk", "0/after turn 1", "aside"]
-    card = r'<div class="card[a-z ]*"><h3><button>([^<]*)</button><span class="last">([^<]*)'
-    cards = re.findall(card, group)
-    assert cards[:2] == [("#1 leaf 0", "1"), ("#1 leaf 1", "0")]
-    assert ("#0 aside", "0.375") in cards and len(cards) == 8
 
 
-def chart_of_rewards(page: Path, address: str, *actions) -> tuple[str, str]:
-    """The markup of the chart of reward/mean, and the address."""
-    markup, _, kept = drawn(page, f"tab=curves&{address}", *actions).rpartition("address #")
-    return markup.split('data-metric="reward/mean"')[1].split('class="card"')[0], kept.strip()
-
-
-def points_of(chart: str) -> list[list[tuple]]:
-    """The points of each line and band of a chart."""
-    shapes = re.findall(r'<poly\w+ points="([^"]*)"', chart)
-    return [[tuple(map(float, p.split(","))) for p in shape.split()] for shape in shapes]
-
-
-def marks(chart: str, side: str) -> list[str]:
-    return re.findall(f'text-anchor="{side}">([^<]*)<', chart)
+def lines_of(markup: str) -> list[list[float]]:
+    """The heights of the points of each line and band of a chart."""
+    shapes = re.findall(r'<poly\w+ points="([^"]*)"', markup)
+    return [[float(point.split(",")[1]) for point in shape.split()] for shape in shapes]
 
 
 @WITHOUT_NODE
@@ -450,18 +393,17 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     ]:
         flags = {"seed": seed, "lr": lr, "output_dir": name}
         folder = make_folder(tmp_path / name, **flags, model=f"/cache/task-{seed:016x}")
-        rows = []
-        for i, reward in enumerate(rewards, 1):
-            rows.append({"step": i, "reward/mean": reward, "rollout/trajectories": 8})
+        rows = [{"step": i, "reward/mean": reward} for i, reward in enumerate(rewards, 1)]
         write_json_lines(folder / "metrics.jsonl", rows)
         runs.append(report.read_run(folder, None))
     page = tmp_path / "report.html"
     report.write(runs, page)
 
     def heights(address: str) -> tuple[str, list]:
-        chart, _ = chart_of_rewards(page, address)
+        markup = drawn(page, f"tab=curves&{address}")
+        chart = markup.split('data-metric="reward/mean"')[1].split('class="card"')[0]
         [label] = re.findall(r'role="img" aria-label="([^"]*)"', chart)
-        return label, [[y for _, y in line] for line in points_of(chart)]
+        return label, lines_of(chart)
 
     label, (a, b, c) = heights("")
     assert label == "a, b, c"
@@ -470,31 +412,6 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
     assert alone == pytest.approx(c, abs=0.11)
     assert mean == pytest.approx([(x + y) / 2 for x, y in zip(a, b)], abs=0.11)
     assert band == pytest.approx([*b, *a[::-1]], abs=0.11)
-    by_trajectories, _ = chart_of_rewards(page, "x=trajectories")
-    assert marks(by_trajectories, "middle") == ["10", "15"]  # from 8 to 16
-
-
-@WITHOUT_NODE
-def test_an_axis_of_ones_own(folder):
-    """A metric against a metric, a typed range: what the chart draws, what the address keeps."""
-    rows = [{"step": i, "reward/mean": i / 4} for i in range(1, 5)]
-    for i, entropy in (0, 2.0), (1, 1.0), (3, 0.5):
-        rows[i]["actor/entropy"] = entropy
-    write_json_lines(folder / "metrics.jsonl", rows)
-    run_of(folder)
-    page = folder / "report.html"
-    left, right = 46.0, 252.0
-    chart, kept = chart_of_rewards(page, "x=actor/entropy")
-    third = left + (right - left) / 3
-    assert [x for x, _ in points_of(chart)[0]] == pytest.approx([right, third, left], abs=0.1)
-    assert marks(chart, "middle") == ["1", "2"] and kept == "x=actor/entropy"
-    chart, kept = chart_of_rewards(page, "", ["from x", "input", "2"], ["to x", "input", "3"])
-    assert [x for x, _ in points_of(chart)[0]] == [left, right] and kept == "left=2&right=3"
-    assert marks(chart, "middle") == ["2", "3"] and marks(chart, "end") == ["0.5", "0.6", "0.7"]
-    chart, _ = chart_of_rewards(page, "", ["from x", "input", "9"])
-    assert "nothing in this range" in chart and "<svg" not in chart
-    for address in "x=constructor", "left=abc":
-        assert len(points_of(chart_of_rewards(page, address)[0])[0]) == 4, address
 
 
 @WITHOUT_NODE
@@ -504,47 +421,33 @@ def test_two_trajectories_are_compared_token_by_token(folder):
     outputs = []
     for i, ids in enumerate([range(10, 16), [10, 11, 20, 12, 13, 15]]):
         outputs.append(trajectory(0, i, ids, [1, 1, 1, 0, 1, 1], messages=messages))
-    outputs.append(trajectory(1, 0, [10] * 2500 + [7] + [11] * 2500))
-    outputs.append(trajectory(1, 1, [9] + [10] * 2499 + [8] + [11] * 2500))
     write_rollouts(folder, "step_000001", outputs)
-    run = run_of(folder)
-    at = {(t["prompt"], t["sample"]): f"0.{i}" for i, t in enumerate(run["trajectories"])}
-
-    def compared(name: tuple) -> tuple:
-        """How many tokens are each side's own; "-" or "+" and the text of each piece."""
-        markup = drawn(folder / "report.html", f"tab=trajectories&mode=diff&t={at[name]}")
-        own = re.findall(r"([\d,]+) of ([\d,]+) sampled tokens are its own", markup)
-        turns = []
-        for pair in markup.split('<div class="turn pair">')[3:]:
-            pieces = re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair)
-            turns.append(" ".join({"same": "-", "only": "+"}[kind] + x for kind, x in pieces))
-        return own, turns
-
-    own, turns = compared((0, 0))
+    run_of(folder)
+    markup = drawn(folder / "report.html", "tab=trajectories&mode=diff&t=0.0")
+    own = re.findall(r"([\d,]+) of ([\d,]+) sampled tokens are its own", markup)
     assert own == [("2", "5"), ("2", "5")]
+    turns = []
+    for pair in markup.split('<div class="turn pair">')[3:]:
+        pieces = re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair)
+        turns.append(" ".join({"same": "-", "only": "+"}[kind] + x for kind, x in pieces))
     assert turns == [
         "-⟨10⟩ -⟨11⟩ +⟨12⟩ -⟨10⟩ -⟨11⟩ +⟨20⟩",
         "-⟨ +13 -⟩ -⟨ +12 -⟩",
         "+⟨14⟩ -⟨15⟩ +⟨13⟩ -⟨15⟩",
     ]
-    # A table of 25 million cells: their common end is found, and nothing hangs.
-    own, _ = compared((1, 0))
-    assert own == [("2,501", "5,001"), ("2,501", "5,001")]
 
 
 @WITHOUT_NODE
 def test_trajectories_are_filtered_by_metrics_and_extra(folder):
     outputs = []
     for i in range(4):
-        extra = {"level": i + 1, "topic": f"Red Fox {i}", "kind": "text" * 2000, "hard": i == 3}
+        extra = {"level": i + 1, "topic": f"Red Fox {i}", "hard": i == 3}
         outputs.append(trajectory(sample=i, reward=i / 2, metrics={"found": i % 2}, extra=extra))
     write_rollouts(folder, "step_000001", outputs)
-    assert "kind" not in run_of(folder)["trajectories"][0]["extra"]  # a long text
-
+    run_of(folder)
     right = {
         "reward > 0.5": 2,
         "extra.level < 2": 1,
-        "metrics.found != 1": 2,
         "metrics.found = 1 and extra.level > 2": 1,
         "extra.hard = true": 1,
         'extra.topic = "red fox 2"': 1,
@@ -552,9 +455,7 @@ def test_trajectories_are_filtered_by_metrics_and_extra(folder):
         "length = 4 and calls = 0 and stop = stop": 4,
     }
     wrong = {
-        "reward > 0.5 or reward < 0": "“reward &gt; 0.5 or",
         "extra.level > hard": "&gt; needs a number, not “hard”",
-        "metrics.constructor = 1": "no trajectory on this page has metrics.constructor",
     }
     actions = [["filter", "input", where] for where in (*right, *wrong)]
     _, *pages = states(folder / "report.html", "tab=trajectories", *actions)
@@ -573,7 +474,6 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
         {"about": "run", "note": "a try"},
     ]
     write_json_lines(folder / "notes.jsonl", lines)
-    write_json_lines(folder / "metrics.jsonl", [{"step": 0, "timing/eval_s": 1.5}])
     run_of(folder)
     page = folder / "report.html"
     storage = tmp_path / "storage.json"
@@ -592,7 +492,3 @@ def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
     saved = [json.loads(line) for line in urllib.parse.unquote(saved).splitlines()]
     assert saved == [*lines, {"about": "step/1/0/1/0", "note": "mine"}]
     assert "step 1 · prompt 0 · #1|mine" in plain(tab)
-    # Another run in the same folder.
-    write_json_lines(folder / "metrics.jsonl", [{"step": 0, "timing/eval_s": 1.25}])
-    run_of(folder)
-    assert notes(page, second, storage=storage) == [""]

@@ -20,14 +20,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import HANGS, REPO, time_passes, wait_for
-from test_agent_loop import Script
+from test_example_outputs import play
 
-from agent_loop import BadInput, agent_loop_class, in_time
+from agent_loop import BadInput, in_time
 from data import load_task
 from examples import sandbox
 from examples.sandbox import NotIsolated, Result, run_python
-from rollout import set_rewards
-from train import Args
 
 
 def run(code: str, **limits) -> Result:
@@ -128,7 +126,6 @@ PROGRAMS = {
         dict(stdout="out\n", stderr="err\n", returncode=3, timed_out=False, truncated=False),
     ),
     "a signal": ("import os; os.abort()", {}, dict(returncode=-signal.SIGABRT)),
-    "no Python": ("print('\ud800')", {}, dict(returncode=1, stdout="")),  # a lone surrogate
     "a long output": (
         "print('first', 'x' * 1_000_000, 'last')",
         dict(max_output=20),
@@ -156,40 +153,6 @@ PROGRAMS = {
             returncode=-signal.SIGKILL,
             stderr="MemoryError: all its processes together took more than 256 MB\n",
         ),
-    ),
-    "memory outside of processes": (
-        """
-        import ctypes, os, socket
-        libc = ctypes.CDLL(None, use_errno=True)
-        print(libc.memfd_create(b"x", 0), ctypes.get_errno())
-        print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
-        print(libc.unshare(0x10000000), ctypes.get_errno())  # where it could mount more
-        end, other = socket.socketpair()
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        """,
-        {},
-        dict(
-            stdout="-1 1\n-1 1\n-1 1\n",
-            stderr="PermissionError: [Errno 1] Operation not permitted\n",
-        ),
-    ),
-    "families of sockets": (  # AF_VSOCK, for one, leads out of every network namespace
-        """
-        import socket
-        for make in socket.socket, socket.socketpair:
-            got = set()
-            for family in range(64):
-                for kind in (1, 2, 3, 5, 1 | 1 << 11):
-                    try:
-                        make(family, kind)
-                        got.add(int(family))
-                    except OSError:
-                        pass
-            print(sorted(got))
-        """,
-        {},
-        dict(stdout="[1, 2, 10]\n[1]\n"),
     ),
     "file size": (
         """
@@ -243,30 +206,20 @@ def test_a_program(code, limits, expected):
     wait_for(lambda: processes_in() == [])
 
 
-def test_stdin_environment_and_descriptors(monkeypatch):
+def test_stdin_and_environment(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     for result in both("""
         import os, sys
-        from pathlib import Path
         print(repr(sys.stdin.read()))
         print(sorted(os.environ), os.environ["HOME"], os.getcwd(), os.listdir())
         print(sorted(os.listdir("/proc/self/fd")))  # the fourth is the one that lists
-        me = os.readlink("/proc/self")
-        init = Path(f"/proc/{me}/stat").read_text().split()[3]
-        supervisor = Path(f"/proc/{init}/stat").read_text().split()[3]
-        for pid in (me, init, supervisor):
-            try:
-                print(Path(f"/proc/{pid}/environ").read_text())
-            except (PermissionError, FileNotFoundError):  # of those outside its namespace: 0
-                print("no")
     """):
-        lines = result.stdout.splitlines()
-        assert lines[0] == "''" and result.returncode == 0
-        assert lines[1].startswith("['CUDA_VISIBLE_DEVICES', 'HOME', 'LANG', ")
-        assert lines[1].endswith("/sandbox /sandbox ['main.py']")
-        assert lines[2] == "['0', '1', '2', '3']"
-        assert len(lines) == 6
-        assert "SECRET" not in result.stdout and "hunter2" not in result.stdout
+        read, environment, descriptors = result.stdout.splitlines()
+        assert read == "''" and result.returncode == 0
+        assert environment.startswith("['CUDA_VISIBLE_DEVICES', 'HOME', 'LANG', ")
+        assert environment.endswith("/sandbox /sandbox ['main.py']")
+        assert descriptors == "['0', '1', '2', '3']"
+        assert "SECRET" not in environment and "hunter2" not in environment
 
 
 def test_it_does_not_run_as_root(host):
@@ -283,43 +236,28 @@ def test_it_does_not_run_as_root(host):
 
 
 def test_it_sees_no_files_but_pythons_and_its_own(host, folders):
-    """Nor does it leave any, nor find a socket in a folder that others share."""
+    """Nor does it leave any in a folder that others share."""
     if not host.own_files:
         pytest.skip("this host does not allow mount namespaces")
     secret = folders / "secret"
     secret.write_text("hunter2")
     secret.chmod(0o644)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(folders / "socket"))
-        server.listen()
-        os.chmod(folders / "socket", 0o777)
-        result = run(f"""
-            import os, socket, sys, tempfile
-            for path in {str(secret)!r}, "/etc/passwd", {__file__!r}, "/proc/1/environ":
-                try:
-                    print(open(path).read())
-                except OSError as error:
-                    print(type(error).__name__)
+    result = run(f"""
+        import os
+        for path in {str(secret)!r}, "/etc/passwd", {__file__!r}, "/proc/1/environ":
             try:
-                socket.socket(socket.AF_UNIX).connect({str(folders / "socket")!r})
+                print(open(path).read())
             except OSError as error:
                 print(type(error).__name__)
-            for folder in "/tmp", "/dev/shm", os.getcwd():
-                open(f"{{folder}}/flatrl-left-behind", "w").write("x")
-            try:
-                open(f"{{sys.prefix}}/flatrl-left-behind", "w")
-            except OSError as error:
-                print(error.errno in (13, 30))
-            print(tempfile.gettempdir())
-        """)
-    (folders / "socket").unlink()
+        for folder in "/tmp", "/dev/shm", os.getcwd():
+            open(f"{{folder}}/flatrl-left-behind", "w").write("x")
+    """)
     secret.unlink()
     assert result.returncode == 0 and result.own_files, result.stderr
     lines = result.stdout.splitlines()
     assert lines[:3] == ["FileNotFoundError"] * 3
-    assert lines[3] in ("PermissionError", "FileNotFoundError")
-    assert lines[4:] == ["FileNotFoundError", "True", "/sandbox"]
-    for folder in "/tmp", "/dev/shm", sys.prefix:
+    assert lines[3] in ("PermissionError", "FileNotFoundError") and len(lines) == 4
+    for folder in "/tmp", "/dev/shm":
         assert not Path(folder, "flatrl-left-behind").exists()
 
 
@@ -347,29 +285,6 @@ def test_no_network(host):
         pytest.skip("this host does not allow network namespaces")
     assert isolated.no_network is True and isolated.stdout == ""
     assert "OSError: [Errno 101] Network is unreachable" in isolated.stderr
-
-
-def test_the_memory_of_sockets_counts(host):
-    if not host.no_network:
-        pytest.skip("without a network namespace others' sockets would count too")
-    result = run("""
-        import os, socket, time
-        kept = []
-        for i in range(5):
-            if os.fork() == 0:
-                break
-        for i in range(120):
-            for end in socket.socketpair():
-                end.setblocking(False)
-                kept.append(end)
-                try:
-                    while True:
-                        end.send(bytes(20_000))
-                except BlockingIOError:
-                    pass
-        time.sleep(20)
-    """)
-    assert result.out_of_memory and not result.timed_out
 
 
 def test_number_of_processes(host):
@@ -436,15 +351,14 @@ def children(result: Result) -> list[int]:
     return processes_in() if result.no_network else list(pids.values())
 
 
-def test_children_do_not_outlive_the_program():
-    for result in both(textwrap.dedent(CHILDREN) + "os._exit(7)"):
-        assert result.returncode == 7 and not result.timed_out
-        assert not any(map(alive, children(result)))
-
-
-def test_children_do_not_outlive_the_deadline():
-    for result in both_late(textwrap.dedent(CHILDREN) + "open('there', 'x'); time.sleep(3600)"):
-        assert result.timed_out
+@pytest.mark.parametrize("end, play", [
+    ("os._exit(7)", both),
+    ("open('there', 'x'); time.sleep(3600)", both_late),
+])  # fmt: skip
+def test_children_do_not_outlive_the_program_or_its_deadline(end, play):
+    for result in play(textwrap.dedent(CHILDREN) + end):
+        assert result.timed_out == (play is both_late)
+        assert result.returncode == (-signal.SIGKILL if result.timed_out else 7)
         assert not any(map(alive, children(result)))
 
 
@@ -457,13 +371,12 @@ def test_cancellation_kills_and_tidies_up():
         # For each: supervisor, init, the program and its three children.
         while len(pids := processes_in()) < 12:
             await asyncio.sleep(0.05)
-        for delay in (0, 0.001, 0.01, 0.05):  # at the start of others
-            tasks.append(asyncio.create_task(run_python("while True: pass", HANGS)))
-            await asyncio.sleep(delay)
+        tasks.append(asyncio.create_task(run_python("while True: pass", HANGS)))
+        await asyncio.sleep(0.001)  # at its start
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [asyncio.CancelledError] * 6
+        assert [type(result) for result in results] == [asyncio.CancelledError] * 3
         assert not any(map(alive, pids))
 
     asyncio.run(asyncio.wait_for(cancelled(), HANGS))
@@ -488,24 +401,6 @@ asyncio.run(main())
             process.kill()
     wait_for(lambda: processes_in() == [])
     wait_for(lambda: not list(folders.iterdir()))  # the supervisor has deleted the folder
-
-
-def test_the_death_of_the_supervisor_ends_an_isolated_program(host):
-    if not host.no_network:
-        pytest.skip("without a PID namespace nobody else knows the program's children")
-
-    async def killed():
-        code = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(3600)"
-        task = asyncio.create_task(run_python(code, HANGS))
-        while len(pids := processes_in()) < 4:
-            await asyncio.sleep(0.05)
-        os.kill(min(pids), signal.SIGKILL)
-        return await task
-
-    result = asyncio.run(asyncio.wait_for(killed(), HANGS))
-    assert (result.returncode, result.timed_out) == (-signal.SIGKILL, False)
-    assert result.no_network is False  # nobody is left who could report it
-    wait_for(lambda: processes_in() == [])
 
 
 def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
@@ -538,26 +433,7 @@ def test_a_tools_deadline_does_not_run_while_it_waits_for_a_slot(monkeypatch):
 
 # ---------------------------------------------------------------- examples/retool.py
 
-END = "<|im_end|>"
 retool = load_task(str(REPO / "examples/retool.py"))
-
-
-def play(tokenizer, truth: str, *lines: str, **flags):
-    """The graded output of a rollout in which the model says these lines."""
-    args = Args(**{"max_response_tokens": 4000, "tool_timeout": 4 * HANGS} | flags)
-    engine = Script(tokenizer, lines)
-    prompt = [{"role": "user", "content": "?"}]
-    row = {"prompt": prompt, "reward_model": {"ground_truth": truth}}
-
-    async def trajectory():
-        loop = agent_loop_class(row, retool, args)(engine, tokenizer, None, retool, args)
-        output = await loop.run({}, **row, step=0, rollout_n=0, validate=False)
-        await set_rewards(retool, [output], row)
-        return output
-
-    output = asyncio.run(trajectory())
-    assert len(engine.prompts) == len(lines)
-    return output
 
 
 def python(code: str) -> str:
@@ -569,26 +445,13 @@ def tool_messages(output) -> list[str]:
     return [message["content"] for message in output.messages if message["role"] == "tool"]
 
 
-def test_retool_trajectory(tokenizer):
-    broken = python("```python\nprint(2 ** 10O)\n```")
-    lines = [broken, python("print(2 ** 100)"), f"<answer>{2**100}</answer>"]
-    output = play(tokenizer, str(2**100), *lines)
-    failed, printed = tool_messages(output)
-    assert failed.startswith('File "/sandbox/main.py", line 1\n')
-    assert failed.endswith("SyntaxError: invalid decimal literal")
-    assert printed == str(2**100)
-    assert output.reward == 1.0
-    assert output.metrics["tool_calls"] == 2 and output.metrics["tool/failed"] == 1
-    assert output.metrics["tool/timeouts"] == 0 and "tool_errors" not in output.metrics
-
-
 def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch):
     ended = []
 
     async def timed(*args, **limits):
         result = await run_python(*args, **limits)
         ended.append(result)
-        if len(ended) == 3:  # only the one that hangs is left
+        if len(ended) == 4:  # only the one that hangs is left
             await there(1)
             time_passes()
         return result
@@ -596,31 +459,34 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
     monkeypatch.setattr(retool, "SECONDS", HANGS)
     monkeypatch.setattr(retool, "run_python", timed)
     codes = [
+        "```python\nprint(2 ** 10O)\n```",
         "print('so far')\nopen('there', 'x')\nwhile True: pass",
         "import os; os._exit(3)",
         "x = 1",
         "print('y' * 1000)",
     ]
     calls = "".join(map(python, codes))
-    limits = {"max_tool_response_tokens": 60}
-    output = play(tokenizer, "1", calls, "<answer>1</answer>", **limits)
-    assert tool_messages(output) == [
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    limits = dict(max_tool_response_tokens=90, max_response_tokens=4000, tool_timeout=4 * HANGS)
+    (output,) = play(retool, tokenizer, row, calls, "<answer>1</answer>", **limits)
+    broken, *others = tool_messages(output)
+    assert broken.startswith('File "/sandbox/main.py", line 1\n')
+    assert broken.endswith("SyntaxError: invalid decimal literal")
+    assert others == [
         "so far\nError: the program took longer than 300 seconds",
         "Error: the program ended with code 3",
         "(nothing printed)",
-        "y" * 30 + "..." + "y" * 30,
+        "y" * 45 + "..." + "y" * 45,
     ]
-    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 1
+    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 2
+    assert output.reward == 1.0 and "tool_errors" not in output.metrics
 
 
 @pytest.mark.parametrize("text, truth, reward", [
     ("<answer>34</answer>", "34", 1.0),
     ("so\n<answer> $1,234$ </answer>", "1234", 1.0),
-    ("<answer>\\boxed{-7}</answer>", "-7", 1.0),
     ("We add.\nAnswer: $\\boxed{34}$.", "34", 1.0),
-    ("<answer>1,2</answer>", "12", 0.0),  # two numbers, not one
     ("<answer>34</answer><answer>35</answer>", "34", 0.0),
-    ("Answer: 34\nAnswer: 35", "35", 0.0),
     ("<answer></answer>", "", 0.0),
     ("34", "34", 0.0),
 ])  # fmt: skip

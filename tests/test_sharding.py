@@ -160,39 +160,22 @@ def test_a_wrong_sync_is_named_or_seen_in_the_logprobs(
     assert torch.cat(differences).mean() > FAR
 
 
-def test_a_tensor_that_the_engine_does_not_know_is_named(engine, tiny_model):
-    weights = {name: p.detach() for name, p in hf_model(tiny_model).named_parameters()}
-    name = "model.layers.0.nothing.weight"
-    weights[name] = weights.pop("model.layers.0.self_attn.v_proj.weight")
-    engine.wake_weights()
-    with pytest.raises(RuntimeError, match=f"weight sync failed at {name}: "):
-        engine.load_weights(weights.items(), 1)
-    with pytest.raises(RuntimeError, match="'weights', this call needs 'synced'"):
-        engine.wake_kv()
-
-
 # ---------------------------------------------------------------- how it is asked for
 
 
-def launched(monkeypatch, **changed: str) -> None:
-    """The environment of a process that accelerate launch starts by our config."""
+def test_the_config_for_eight_gpus_shards(monkeypatch):
+    """By the environment of a process that accelerate launch starts by it."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     command = ["--config_file", str(REPO / "configs/eight_gpus_fsdp2.yaml"), "train.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
-    assert arguments.num_processes == 8
-    for name, value in (prepare_multi_gpu_env(arguments) | changed).items():
+    assert arguments.num_processes == 8 and not devices.sharding(Args())
+    for name, value in prepare_multi_gpu_env(arguments).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
-
-
-def test_the_config_for_eight_gpus_shards(monkeypatch):
-    args = Args()
-    assert not devices.sharding(args)
-    launched(monkeypatch)
-    assert devices.sharding(args) is True
+    assert devices.sharding(Args()) is True
     # A setting of accelerate's that is not implemented is refused.
-    launched(monkeypatch, FSDP_OFFLOAD_PARAMS="true")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
-        devices.sharding(args)
+        devices.sharding(Args())

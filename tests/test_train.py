@@ -349,12 +349,11 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, cache, t
         assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
 
 
-def test_gradient_checkpointing_recomputes_and_changes_nothing(
-    tiny_model, process_group, monkeypatch
-):
+def test_gradient_checkpointing_recomputes(tiny_model, process_group, monkeypatch):
+    """It changes no gradient: see CASES of test_sharding.py."""
     from transformers import GradientCheckpointingLayer
 
-    calls, results = [], []
+    calls = []
     original = GradientCheckpointingLayer.__call__
 
     def spy(self, *args, **kwargs):
@@ -363,12 +362,9 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(GradientCheckpointingLayer, "__call__", spy)
-    for on in (False, True):
-        calls.clear()
-        flags = {"gradient_checkpointing": on}
-        results.append(gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags))
-        assert set(calls) == {on}
-    check_gradients(results[1]["gradients"], results[0]["gradients"], 1e-5)
+    flags = {"gradient_checkpointing": True}
+    gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
+    assert set(calls) == {True}
 
 
 def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
@@ -411,9 +407,7 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
 
 @pytest.mark.parametrize("flags, said", [
     (["--num_stesp", "3"], "unknown flag --num_stesp: did you mean --num_steps?"),
-    (["--num_st", "3"], "unknown flag --num_st: did you mean --num_steps?"),
     (["--num_steps", "many"], "--num_steps: invalid int value: 'many'"),
-    (["--deterministic", "maybe"], "--deterministic: true or false expected, got 'maybe'"),
     (["--shard", "half"], "--shard: invalid choice: 'half' (choose from False, True, 'hybrid')"),
 ])  # fmt: skip
 def test_flags_that_do_not_parse(flags, said):
@@ -428,9 +422,6 @@ def test_defaults_pass_the_checks_and_flags_parse():
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
     assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
-    values = {("--shard",): True, ("--shard", "hybrid"): "hybrid", ("--shard", "False"): False}
-    for words, value in values.items():
-        assert parse_args(words).shard == value
     assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
 
 
@@ -438,20 +429,13 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(prompts_per_mini_batch=5), "must be a multiple of --prompts_per_mini_batch 5"),
     (dict(algo="gpro"), "--algo gpro: choose from grpo, ppo"),
     (dict(tokens_per_micro_batch=100), "--tokens_per_micro_batch 100 is less than the longest"),
-    (dict(temperature=0.0), "--temperature 0.0 must be greater than 0"),
-    (dict(num_steps=-1), "--num_steps -1 must not be negative"),
     (dict(max_model_len=512), "--max_model_len 512 leaves no room"),
-    (dict(max_gen_batches=0), "--max_gen_batches 0 must be greater than 0"),
-    (dict(overlong_buffer=32.0), "--overlong_buffer 32.0 must be in [0, 1]"),
     (dict(clip_c=0.5), "--clip_c 0.5 must be 0, or exceed 1"),
-    (dict(policy_loss="trpo"), "--policy_loss trpo: choose from ppo"),
-    (dict(adv_estimator="td"), "--adv_estimator td: choose from gae, reinforce_pp, grpo"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
     (dict(algo="ppo", group_size=1, max_gen_batches=2), "--max_gen_batches above 1"),
     (dict(algo="ppo", critic_warmup=40), "--critic_warmup leaves no step"),
     (dict(algo="sapo", clip_low=0.0), "--policy_loss sapo: its temperatures"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
-    (dict(rollout_correction="tis,clip"), "unknown rollout correction 'clip'"),
     (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
     (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
@@ -463,7 +447,6 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="rloo", clip_high=0.5), "only with a --policy_loss other than"),
     (dict(replay="x", rollout_only=True), "--rollout_only has an effect only without --replay"),
     # Settings of vLLM
-    (dict(engine_args="{block_size: 16}"), "--engine_args is not JSON"),
     (dict(engine_args="[1]"), "--engine_args must be a JSON object"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
     (dict(engine_args='{"logprobs_mode": "raw_logprobs"}'), "logprobs_mode can't be set here"),
