@@ -510,7 +510,7 @@ class Conversation:
         answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
         ends                    the texts that the template writes behind a turn
         takes(name)             whether it takes one of the ROUNDS
-        shows_reasoning         whether it knows reasoning_content,
+        shows_reasoning         whether it knows reasoning_content
         writes_date             whether it writes today's date
         is_local                whether a suffix depends on the chat's `Recent` part alone
 
@@ -568,9 +568,10 @@ class Conversation:
             reasoning = shown.pop("reasoning_content")
             content = shown.get("content") or ""
             shown["content"] = f"{self.think_start}{reasoning}{self.think_end}{content}"
-        if "tool_calls" in shown and not self.shows_calls_beside(shown.get("content")):
+        content = str(shown.get("content") or "")
+        if "tool_calls" in shown and not self.shows_calls_beside(content):
             names = [call["function"]["name"] for call in shown["tool_calls"]]
-            if all(name in shown["content"] for name in names):
+            if all(name in content for name in names):
                 del shown["tool_calls"]
         return shown
 
@@ -580,9 +581,9 @@ class Conversation:
         self.shows_reasoning = True  # for `text`, which is asked now
         return not self.problem_with([ASKS, REASONS])
 
-    def shows_calls_beside(self, content) -> bool:
+    def shows_calls_beside(self, content: str) -> bool:
         """Returns whether the template shows tool_calls in a message with this content."""
-        return self._shows_calls[bool(content and content.strip())]
+        return self._shows_calls[bool(content.strip())]
 
     @functools.cached_property
     def _shows_calls(self):
@@ -854,7 +855,7 @@ class Conversation:
                 message["tool_calls"] = calls
             dry.append(message)
         form = json.dumps([dry, bool(tools)], default=repr)
-        if form not in self.checked:
+        if dry and form not in self.checked:
             problem = self.problem_with(dry, tools)
             if problem:
                 raise BadInput(f"the model's chat template does not take this prompt: {problem}")
