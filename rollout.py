@@ -80,6 +80,7 @@ from flatrl.vllm_engine import (
     load_into,
     never_sample,
     prepare_vllm,
+    reuse_block_hashes,
     sampling_params,
     vllm_arguments,
 )
@@ -180,6 +181,7 @@ class Engine:
         self.turns = Counter()  # trajectory -> calls so far
         self.score_numbers = itertools.count()
         self.last_prompts = {}  # trajectory -> the prompt of its last call
+        self.last_requests = reuse_block_hashes(self.core)  # trajectory -> vLLM's last request
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
@@ -272,6 +274,7 @@ class Engine:
         else:
             self.turns.clear()
             self.last_prompts.clear()
+            self.last_requests.clear()
         self.core.sleep(level, mode="keep" if keep else "abort")
         self._become("asleep")
 
@@ -372,6 +375,7 @@ class Engine:
             self.live.pop(trajectory, None)
             self.turns.pop(trajectory, None)
             self.last_prompts.pop(trajectory, None)
+            self.last_requests.pop(trajectory, None)
             self.lock.notify()
 
     def poke(self):

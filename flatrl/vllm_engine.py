@@ -355,6 +355,32 @@ def fused_parts(model):
     return fused
 
 
+def reuse_block_hashes(llm_engine) -> dict:
+    """Lets vLLM hash only those blocks of a trajectory's prompt that are new.
+
+    vLLM's prefix cache finds blocks by their hashes, and computes those of a whole prompt at each
+    turn: 3 ms of the main thread at 32,000 tokens. A prompt nearly always begins with the tokens
+    of the turn before, whose hashes are known.
+
+    Returns {trajectory: its last request}. Whoever calls this removes trajectories that ended."""
+    core = llm_engine.engine_core.engine_core
+    hash_blocks = core.request_block_hasher
+    last = {}
+
+    def hash_new_blocks(request):
+        if not request.block_hashes and not request.mm_features:
+            trajectory = request.request_id.partition("#")[0]
+            before = last.get(trajectory)
+            if before and request.all_token_ids[: before.num_tokens] == before.all_token_ids[:]:
+                request.block_hashes.extend(before.block_hashes)
+            last[trajectory] = request
+        return hash_blocks(request)
+
+    if hash_blocks:  # there is a prefix cache
+        core.request_block_hasher = hash_new_blocks
+    return last
+
+
 def never_sample(model, never):
     """Gives these ids, or slices of ids, no probability (vllm#13175).
 

@@ -85,6 +85,33 @@ def test_seed_is_a_function_of_run_seed_trajectory_and_turn(engine, background, 
     assert 0 <= seed_of("x") < 2**63
 
 
+def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_model):
+    """Those of the turn before are reused. A history that has changed is hashed anew."""
+    wake(engine, hf_model(tiny_model), 0)
+    size = engine.core.vllm_config.cache_config.block_size
+
+    def hashes_of(prompt):
+        (out,) = generate(engine, background, [prompt], max_tokens=10, ignore_eos=True)
+        hashes = engine.last_requests["r0"].block_hashes[: len(prompt) // size]
+        return out.token_ids, list(hashes)
+
+    prompt = list(range(3, 70))
+    sampled, first = hashes_of(prompt)
+    longer = prompt + sampled + list(range(50, 75))
+    other = [4, *longer[1:]]
+    _, reused = hashes_of(longer)
+    _, changed = hashes_of(other)
+    engine.last_requests.clear()
+    assert hashes_of(longer)[1] == reused
+    engine.last_requests.clear()
+    assert hashes_of(other)[1] == changed
+    assert reused[: len(first)] == first
+    assert len(reused) > len(first) > 0
+    assert not {*changed} & {*reused}
+    engine.sleep()
+    assert not engine.last_requests
+
+
 def test_stop_reasons_stop_tokens_and_stop_strings(engine, background, tiny_model, tokenizer):
     wake(engine, hf_model(tiny_model), 0)
 
