@@ -2203,6 +2203,14 @@ def _as_user(messages):
     return {"role": "user", "content": parts}
 
 
+def _own_copy(message):
+    """Returns a copy of a message, whose calls user code may rewrite for another API."""
+    copied = dict(message)
+    if "tool_calls" in message:
+        copied["tool_calls"] = copy.deepcopy(message["tool_calls"])
+    return copied
+
+
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """Turns of sampling, tool calls and simulated users: a state machine, as in verl.
@@ -2550,7 +2558,7 @@ class ToolAgentLoop(AgentLoopBase):
         reply = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,
-            [dict(message) for message in trajectory.messages],
+            [_own_copy(message) for message in trajectory.messages],
             **self.interaction_kwargs,
         )
         name = self.interaction.name
