@@ -703,7 +703,9 @@ class Conversation:
         def ids_and_controls(edit):
             chat = []
             for message in messages:
-                chat.append(message if message in trusted else self._edited(message, edit))
+                # Which form is shown depends on the words (`as_shown`), so it comes first.
+                shown = self.as_shown(message)
+                chat.append(shown if message in trusted else self._edited(shown, edit))
             ids = ids_of(chat, _edit_values(tools, functools.partial(self._edit_value, edit)))
             return ids, [token for token in ids if token in controls]
 
