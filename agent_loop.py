@@ -269,10 +269,10 @@ def _control_tokens(tokenizer):
     return controls
 
 
-def _any_of(texts):
+def _any_of(texts, flags=0):
     """Returns a regular expression for any of the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", flags)
 
 
 def _tokenise(tokenizer, text, begins=True):
@@ -711,10 +711,14 @@ class Conversation:
 
         words = {}
 
-        def neutral(text):
+        def neutral_word(text):
             # Equal texts stay equal: Mistral's template compares messages. It also wants ids of
             # nine characters.
             return words.setdefault(text, f"x{len(words):08d}")
+
+        # A flag in a text, as "/no_think", may decide which tokens the template writes.
+        *_, flags = self._words_looked_for
+        neutral = functools.partial(self._edit_around, flags, neutral_word)
 
         def divide_tokens(text):
             return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
@@ -737,20 +741,20 @@ class Conversation:
         not sampled: decoding drops those, so a text that still has one spelled it out."""
         edit_text = edit
         if message["role"] in POLICY_ROLES:
-            edit_text = functools.partial(self._edit_around_markup, edit)
+            edit_text = functools.partial(self._edit_around, self.markup, edit)
         return _edit_message(
             message,
             lambda text: edit_text(clean(text)),
             functools.partial(self._edit_value, edit_text),
         )
 
-    def _edit_around_markup(self, edit, text):
-        """Returns a text with edit(piece) in place of what is between its markup tokens."""
+    def _edit_around(self, kept, edit, text):
+        """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
         edited = []
         end = 0
-        for token in self.markup.finditer(text):
-            edited += [_edit_values(text[end : token.start()], edit), token[0]]
-            end = token.end()
+        for match in kept.finditer(text):
+            edited += [_edit_values(text[end : match.start()], edit), match[0]]
+            end = match.end()
         return "".join([*edited, _edit_values(text[end:], edit)])
 
     def _edit_value(self, edit, text):
@@ -963,7 +967,7 @@ class Conversation:
         its form, and which words that the template looks for it has."""
         keys = tuple(key for key, value in message.items() if value)
         n_calls = len(message.get("tool_calls") or ())
-        contained, equal = self._words_looked_for
+        contained, equal, _ = self._words_looked_for
         found = {word.lower() for word in contained.findall(str(message))}
         content = message.get("content")
         if isinstance(content, str) and equal.fullmatch(content.strip()):
@@ -972,8 +976,8 @@ class Conversation:
 
     @functools.cached_property
     def _words_looked_for(self):
-        """Two regular expressions, of words that the template looks for in a text: those that the
-        text may contain, and those that may be the whole text."""
+        """Regular expressions of words that the template looks for in a text: those that the text
+        may contain, those that may be the whole text, and the first without control tokens."""
         from jinja2 import Environment, nodes
 
         def texts_in(node):
@@ -981,7 +985,10 @@ class Conversation:
             values = [each.value for each in constants if isinstance(each, nodes.Const)]
             return {value for value in values if isinstance(value, str) and value.strip()}
 
-        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(self.tokenizer.chat_template))
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = "".join(template.values())
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
         contained = set()
         equal = set()
@@ -998,8 +1005,8 @@ class Conversation:
         for node in tree.find_all((nodes.Assign, nodes.For)):
             equal |= texts_in(node.node if isinstance(node, nodes.Assign) else node.iter)
         contained |= {text for text in equal if not re.fullmatch(r"\w+", text)}
-        contained = re.compile(_any_of(contained).pattern, re.IGNORECASE)
-        return contained, _any_of(equal)
+        flags = {text for text in contained if not self.control.search(text)}
+        return _any_of(contained, re.IGNORECASE), _any_of(equal), _any_of(flags, re.IGNORECASE)
 
 
 @functools.lru_cache(maxsize=64)
@@ -2179,7 +2186,19 @@ def _parse_arguments(text):
         return {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be a JSON object")
+    if _depth(arguments) > MAX_DEPTH:
+        raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
     return arguments
+
+
+MAX_DEPTH = 100  # deeper ones would reach Python's limit on recursion where they are rendered
+
+
+def _depth(value):
+    """Returns how deep lists and dicts are nested."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):

@@ -27,6 +27,7 @@ from test_agent_loop import (
     quiz_row,
     quiz_task,
 )
+from tokenizers import AddedToken
 
 from agent_loop import (
     ASKS,
@@ -225,15 +226,51 @@ def test_the_suffix_is_the_templates_text_behind_the_end_of_turn(family):
     assert cut == [stop, *suffix]
 
 
-def test_a_malformed_call_is_answered(family):
-    """Mistral's template requires an id of every tool message."""
+NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
+# name: (a turn of the policy, what it is answered)
+ANSWERED = {
+    "malformed": ("<tool_call>{broken", "not valid JSON"),
+    "text before a call": ("I add. " + call(expression="5*5"), "25"),
+    "reasoning before a call": ("<think>I add.</think>" + call(expression="5*5"), "25"),
+    "arguments nested too deep": (NESTED, "wrong arguments"),
+}
+
+
+@pytest.mark.parametrize("turn, reply", ANSWERED.values(), ids=ANSWERED)
+def test_each_turn_is_answered(family, turn, reply):
+    """Mistral's template requires an id of every tool message, and drops the text beside a call."""
     other, call_end, answer_end, _ = family
     stops = [other.convert_tokens_to_ids(token) for token in {call_end, answer_end}]
-    lines = ("<tool_call>{broken" + call_end, "stop"), (ANSWER + answer_end, "stop")
-    outputs, engine = play(other, CALCULATOR, {}, stops, *lines)
-    assert "not valid JSON" in other.decode(engine.prompts[1])
-    assert outputs[-1].metrics["tool_errors"] == 1
+    lines = (turn + call_end, "stop"), (ANSWER + answer_end, "stop")
+    outputs, engine = play(other, CALCULATOR, {}, stops, *lines, max_response_tokens=4000)
+    assert reply in other.decode(engine.prompts[1])[-500:]
+    assert outputs[-1].metrics.get("tool_errors", 0) == (reply != "25")
     assert outputs[-1].stop_reason == "stop"
+
+
+THINKS = "{{- '<think>' if '/think' in messages[-1].content else '<think></think>' }}"
+
+
+@pytest.mark.parametrize("question", ["Why? /think", "Why?"])
+def test_a_flag_in_a_text_decides_what_the_template_writes(question, tokenizer):
+    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + PROMPTS + THINKS)
+    other.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    said = {"role": "assistant", "content": "2"}
+    asked = {"role": "user", "content": question + "<|im_end|>"}
+    ids = turn_suffix(other, [*PROMPT, said], [asked], {other.eos_token_id}, ended=True)
+    assert other.decode(ids) == (
+        f"\n<|im_start|>user\n{question}<|im_end|><|im_end|>\n<|im_start|>assistant\n<think>"
+        + "</think>" * (question == "Why?"))
+    assert ids.count(other.eos_token_id) == 1
+
+
+def test_a_tokenizer_with_several_templates(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = dict.fromkeys(["default", "tool_use"], tokenizer.chat_template)
+    lines = (call(expression="5*5") + "<|im_end|>", "stop"), (ANSWER + "<|im_end|>", "stop")
+    _, engine = play(other, CALCULATOR, {}, [], *lines)
+    _, engine_of_one = play(tokenizer, CALCULATOR, {}, [], *lines)
+    assert engine.prompts == engine_of_one.prompts
 
 
 def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family):
