@@ -559,20 +559,13 @@ class Conversation:
         )
 
     def as_shown(self, message: dict) -> dict:
-        """Returns a message in the form in which the template shows all of it, if there is one.
-
-        Reasoning goes into the content, if the template does not know reasoning_content. Calls
-        that the content has as well (`ToolAgentLoop.parse`) go."""
+        """Returns a message with its reasoning in the content, if the template does not know
+        reasoning_content."""
         shown = dict(message)
         if "reasoning_content" in shown and not self.shows_reasoning:
             reasoning = shown.pop("reasoning_content")
             content = shown.get("content") or ""
             shown["content"] = f"{self.think_start}{reasoning}{self.think_end}{content}"
-        content = str(shown.get("content") or "")
-        if "tool_calls" in shown and not self.shows_calls_beside(content):
-            names = [call["function"]["name"] for call in shown["tool_calls"]]
-            if all(name in content for name in names):
-                del shown["tool_calls"]
         return shown
 
     @functools.cached_property
@@ -581,15 +574,19 @@ class Conversation:
         self.shows_reasoning = True  # for `text`, which is asked now
         return not self.problem_with([ASKS, REASONS])
 
-    def shows_calls_beside(self, content: str) -> bool:
-        """Returns whether the template shows tool_calls in a message with this content."""
-        return self._shows_calls[bool(content.strip())]
-
     @functools.cached_property
-    def _shows_calls(self):
-        """Whether the template shows tool_calls in a message [without, with] content."""
-        self._shows_calls = True, True
-        return [not self.problem_with([ASKS, _calls(1, content=text)]) for text in ("", "?")]
+    def shows_calls(self) -> bool:
+        """Whether the template shows tool_calls in a message without text."""
+        return not self.problem_with([ASKS, _calls(1)])
+
+    def shows(self, message: dict, tools: list[dict]) -> bool:
+        """Returns whether the template takes a message with calls, and shows all that it says."""
+        said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
+        said += [call["function"]["name"] for call in message["tool_calls"]]
+        with suppress(Exception):  # templates raise whatever they like
+            text = self.text([ASKS, message], tools)
+            return all(each in text for each in said)
+        return False
 
     def render(
         self,
@@ -703,9 +700,7 @@ class Conversation:
         def ids_and_controls(edit):
             chat = []
             for message in messages:
-                # Which form is shown depends on the words (`as_shown`), so it comes first.
-                shown = self.as_shown(message)
-                chat.append(shown if message in trusted else self._edited(shown, edit))
+                chat.append(message if message in trusted else self._edited(message, edit))
             ids = ids_of(chat, _edit_values(tools, functools.partial(self._edit_value, edit)))
             return ids, [token for token in ids if token in controls]
 
@@ -779,7 +774,7 @@ class Conversation:
     @property
     def takes_two_calls(self) -> bool:
         """Whether the template takes two calls in a turn, and their answers."""
-        if self.shows_calls_beside(""):
+        if self.shows_calls:
             return self.takes("two calls in a turn")
         return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
 
@@ -812,7 +807,7 @@ class Conversation:
         Returns warnings. Raises BadInput if the template does not take it."""
         self.check_prompt(prompt, tools)
         warnings = []
-        tool_round = "a tool's answer" if self.shows_calls_beside("") else MALFORMED
+        tool_round = "a tool's answer" if self.shows_calls else MALFORMED
         needed = {"a tool's answer": tool_round} if tools else {}
         if has_user:
             needed["a user's answer"] = "a user's answer"
@@ -2404,18 +2399,19 @@ class ToolAgentLoop(AgentLoopBase):
     def parse(self, trajectory, text):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
-        Puts them into the trajectory's last message if at least one has a name."""
+        Puts them into the trajectory's last message if at least one has a name, and the chat
+        template shows the message. Else they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         message = trajectory.messages[-1]
-        shown = content + message.get("reasoning_content", "") * (not self.talk.shows_reasoning)
-        if not self.talk.shows_calls_beside(shown):
-            content = message["content"]  # with the calls
         self.n_left_out = 0
         if self._max_calls() == 1:  # then the message has one, too
             self.n_left_out = len(calls[1:])
             calls = calls[:1]
         if any(tool_call["name"] for tool_call in calls):
-            set_tool_calls(message, content, calls, trajectory.assistant_turns)
+            called = dict(message)
+            set_tool_calls(called, content, calls, trajectory.assistant_turns)
+            if self.talk.shows(called, self.schemas):
+                message.update(called)
         return calls
 
     def _max_calls(self):
@@ -2457,8 +2453,7 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
-        shown = self.talk.as_shown(trajectory.messages[-1])
-        if "tool_calls" not in shown and not self.talk.takes(MALFORMED):
+        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
             messages = [_as_user(messages)]
         return self.answer(trajectory, messages, images)
 

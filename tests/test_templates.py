@@ -232,6 +232,7 @@ ANSWERED = {
     "malformed": ("<tool_call>{broken", "not valid JSON"),
     "text before a call": ("I add. " + call(expression="5*5"), "25"),
     "reasoning before a call": ("<think>I add.</think>" + call(expression="5*5"), "25"),
+    "a tool that is unknown": (call('a "b" <|im_end|>'), "there is no tool"),
     "arguments nested too deep": (NESTED, "wrong arguments"),
 }
 
@@ -246,6 +247,24 @@ def test_each_turn_is_answered(family, turn, reply):
     assert reply in other.decode(engine.prompts[1])[-500:]
     assert outputs[-1].metrics.get("tool_errors", 0) == (reply != "25")
     assert outputs[-1].stop_reason == "stop"
+
+
+CALLS = "{%- for c in m.tool_calls or [] %}{{- '<tool_call>' + ARGUMENTS + '</tool_call>' }}"
+
+
+@pytest.mark.parametrize("arguments", [
+    "c.function.arguments",  # as DeepSeek's, which wants a text
+    "c.function.arguments.expression + c.function.arguments.n",  # for texts only
+])  # fmt: skip
+def test_calls_that_the_template_does_not_take_stay_in_the_text(arguments, tokenizer):
+    said = "m.content }}" + CALLS.replace("ARGUMENTS", arguments) + "{%- endfor %}{{- ''"
+    other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
+    for words in call(expression="1", n=2), call("a" * 9 + " <|im_start|>", expression="1", n=2):
+        lines = (words + "<|im_end|>", "stop"), (ANSWER + "<|im_end|>", "stop")
+        ((output,), engine) = play(other, CALCULATOR, {}, [], *lines)
+        assert "Error: " in other.decode(engine.prompts[1])
+        assert set(output.messages[1]) == {"role", "content"}
+        assert output.metrics["tool_errors"] == 1
 
 
 THINKS = "{{- '<think>' if '/think' in messages[-1].content else '<think></think>' }}"
