@@ -812,7 +812,8 @@ class Conversation:
         if has_user:
             needed["a user's answer"] = "a user's answer"
         for name, round in needed.items():
-            problem = self.problem_of(round)
+            # The prompt may end with a message that this one can't follow.
+            problem = self.problem_of(round) or self.problem_with([*prompt, *ROUNDS[round]], tools)
             if problem:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
@@ -850,10 +851,9 @@ class Conversation:
         dry = []
         for message in prompt:
             message = _edit_message(message, lambda text: "?", str)
-            if message.get("tool_calls"):
-                name = message["tool_calls"][0]["function"]["name"]
-                calls = [function_call(_call_id(0, 0), name, {"text": "?"})]
-                message["tool_calls"] = calls
+            message.pop("reasoning_content", None)  # many templates drop that of earlier turns
+            for call in message.get("tool_calls", ()):
+                call["function"] |= {"arguments": {"text": "?"}}
             dry.append(message)
         form = json.dumps([dry, bool(tools)], default=repr)
         if dry and form not in self.checked:

@@ -120,12 +120,16 @@ def _chat(messages, name, column):
     messages = [_without_none(message) for message in messages]
     with refusing(f"{name}: {column!r}, a tool call"):
         for message in messages:
+            if message.get("tool_calls") == []:  # some templates take it for a call
+                del message["tool_calls"]
             for call in message.get("tool_calls", ()):
                 if "function" not in call:
                     call["function"] = {key: call.pop(key) for key in ("name", "arguments")}
                 function = call["function"]
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = json.loads(function["arguments"])
+                if not isinstance(function.get("arguments"), dict):
+                    raise ValueError("its arguments must be a JSON object")
     return messages
 
 

@@ -97,7 +97,9 @@ def test_calls_in_a_prompt_get_one_form():
     bare = {"name": "add", "arguments": '{"a": 1}'}
     whole = {"type": "function", "function": dict(bare)}
     prompt = [{"role": "assistant", "content": "", "tool_calls": [bare, whole]}]
+    prompt.append({"role": "user", "content": "hello", "tool_calls": []})
     (row,) = rows_of([{"prompt": prompt}])
+    assert row["prompt"][1:] == HELLO
     assert row["prompt"][0]["tool_calls"] == [
         {"function": {"name": "add", "arguments": {"a": 1}}},
         {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},

@@ -372,6 +372,7 @@ FEW_SHOT = [
     {"role": "tool", "content": "3", "tool_call_id": "000001000"},
     ADDS,
 ]
+TWO_CALLS = [ADDS, {**FEW_SHOT[1], "tool_calls": called(("add", {"a": 1}), ("sub", {"a": 1}))}]
 # name: (what the template says of a message, the prompt, the words of the refusal)
 REFUSED = {
     "no developer": ("(m.content if m.role != 'developer' else '')",
@@ -379,6 +380,12 @@ REFUSED = {
     "a system message in the middle": ("(m.content if m.role != 'system' or loop.first else '')",
                                        [ADDS, {"role": "system", "content": "Add."}], "'system'"),
     "calls of a prompt": ("m.content", FEW_SHOT, "role 'assistant' says"),
+    "two calls of a prompt": ("(raise_exception('two') if (m.tool_calls or [])[1:] else m.content)",
+                              TWO_CALLS, "does not take this prompt: it raises .*two"),
+    "a turn behind the assistant's": ("(m.content if loop.first or loop.previtem.role != m.role"
+                                      " else raise_exception('in turns'))",
+                                      [ADDS, {"role": "assistant", "content": "3"}],
+                                      "does not take a tool's answer: it raises .*in turns"),
     "answers of tools": ("(m.content if m.role in ['user', 'assistant'] else '')",
                          [ADDS], "does not take a tool's answer: it leaves out"),
 }  # fmt: skip
@@ -389,6 +396,11 @@ def test_a_template_that_hides_a_message_is_refused(said, prompt, words, tokeniz
     other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
     with pytest.raises(BadInput, match=words):
         check_tokenizer(other, other, {"prompt": prompt}, CALCULATOR)
+
+
+def test_earlier_reasoning_of_a_prompt_may_be_dropped(qwen3):
+    prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
+    check_tokenizer(qwen3, qwen3, {"prompt": prompt}, SimpleNamespace())
 
 
 def test_a_template_that_writes_a_message_twice_is_named(tokenizer):
