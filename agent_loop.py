@@ -2065,9 +2065,15 @@ class Demonstration:
             if written.endswith(end):
                 written = written.removesuffix(end)
                 break
-        ids = _inner_ids(tokenizer, written)
         if "tool_calls" not in turn and turn["content"] not in written:
-            ids = _inner_ids(tokenizer, turn["content"])
+            written = turn["content"]
+        # Behind the prompt, because some tokenizers put a space before words in other places.
+        prompt_ids = _tokenise(tokenizer, before)
+        ids = _tokenise(tokenizer, before + written)
+        if ids[: len(prompt_ids)] == prompt_ids:
+            ids = ids[len(prompt_ids) :]
+        else:  # a token spans the border
+            ids = _inner_ids(tokenizer, written)
         if not ids or not talk.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
         stop = talk.call_end if "tool_calls" in turn else talk.answer_end

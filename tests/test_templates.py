@@ -27,7 +27,7 @@ from test_agent_loop import (
     quiz_row,
     quiz_task,
 )
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from agent_loop import (
     ASKS,
@@ -310,6 +310,15 @@ def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family
         written = text.removeprefix(before).rstrip("\n").removesuffix(end)
         assert other.decode(ids) == written + end
         assert ids[-1] == other.convert_tokens_to_ids(end)
+
+
+def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
+    """Llama 2's tokenizer puts a space before each text behind a special token."""
+    other = copy.deepcopy(tokenizer)
+    other.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    loop = SingleTurnLoop(None, other, None, None, LoopArgs())
+    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids({"content": "hello"})
+    assert other.decode(ids) == "hello<|im_end|>"
 
 
 @pytest.mark.parametrize("room", [0, 1, "budget"])
