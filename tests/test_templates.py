@@ -314,10 +314,12 @@ def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family
 
 def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
     """Llama 2's tokenizer puts a space before each text behind a special token."""
-    other = copy.deepcopy(tokenizer)
+    chat = CHAT.replace(BODY, "{{- '[' + m.role[0] + ']' + m.content + '<|im_end|>' }}")
+    other = with_template(tokenizer, chat + "{{- '[a]' if add_generation_prompt }}")
     other.backend_tokenizer.normalizer = normalizers.Prepend("_")
     loop = SingleTurnLoop(None, other, None, None, LoopArgs())
-    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids({"content": "hello"})
+    message = {"role": "assistant", "content": "hello"}
+    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids(message)
     assert other.decode(ids) == "hello<|im_end|>"
 
 
