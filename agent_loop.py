@@ -337,9 +337,6 @@ def with_template_variables(tokenizer, variables: str):
 
 
 POLICY_ROLES = ("assistant", "system")
-TEXT_METHODS = (
-    "startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition",
-    "rpartition", "replace", "removeprefix", "removesuffix")  # fmt: skip
 
 
 def _edit_message(message, edit, edit_value):
@@ -712,7 +709,7 @@ class Conversation:
             return words.setdefault(text, f"x{len(words):08d}")
 
         # A flag in a text, as "/no_think", may decide which tokens the template writes.
-        *_, flags = self._words_looked_for
+        _, flags = self._texts_looked_for
         neutral = functools.partial(self._edit_around, flags, neutral_word)
 
         def divide_tokens(text):
@@ -959,49 +956,37 @@ class Conversation:
 
     def kind(self, message: dict) -> tuple:
         """Returns what the template can see in a message, but for the words that it only copies:
-        its form, and which words that the template looks for it has."""
+        its form, and which texts that the template may look for it has."""
         keys = tuple(key for key, value in message.items() if value)
         n_calls = len(message.get("tool_calls") or ())
-        contained, equal, _ = self._words_looked_for
-        found = {word.lower() for word in contained.findall(str(message))}
-        content = message.get("content")
-        if isinstance(content, str) and equal.fullmatch(content.strip()):
-            found.add(content.strip())
-        return message["role"], keys, n_calls, type(content), *sorted(found)
+        looked_for, _ = self._texts_looked_for
+        found = {text.lower() for text in looked_for.findall(str(message))}
+        return message["role"], keys, n_calls, type(message.get("content")), *sorted(found)
 
     @functools.cached_property
-    def _words_looked_for(self):
-        """Regular expressions of words that the template looks for in a text: those that the text
-        may contain, those that may be the whole text, and the first without control tokens."""
+    def _texts_looked_for(self):
+        """Regular expressions of the texts that the template may look for (all in its code but
+        roles and keys), and of those without control tokens."""
         from jinja2 import Environment, nodes
-
-        def texts_in(node):
-            constants = [node, *node.find_all(nodes.Const)]
-            values = [each.value for each in constants if isinstance(each, nodes.Const)]
-            return {value for value in values if isinstance(value, str) and value.strip()}
 
         template = self.tokenizer.chat_template
         if isinstance(template, dict):  # several, by name
             template = "".join(template.values())
         template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        contained = set()
-        equal = set()
+        keys = [node.arg for node in tree.find_all(nodes.Getitem)]
+        roles = []
         for node in tree.find_all(nodes.Compare):
-            for operand in node.ops:
-                if operand.op in ("in", "notin") and isinstance(node.expr, nodes.Const):
-                    contained |= texts_in(node.expr)
-                equal |= texts_in(node.expr) | texts_in(operand.expr)
-        for node in tree.find_all((nodes.Call, nodes.Filter)):
-            method = node.name if isinstance(node, nodes.Filter) else getattr(node.node, "attr", "")
-            if method in TEXT_METHODS:
-                for argument in node.args:
-                    contained |= texts_in(argument)
-        for node in tree.find_all((nodes.Assign, nodes.For)):
-            equal |= texts_in(node.node if isinstance(node, nodes.Assign) else node.iter)
-        contained |= {text for text in equal if not re.fullmatch(r"\w+", text)}
-        flags = {text for text in contained if not self.control.search(text)}
-        return _any_of(contained, re.IGNORECASE), _any_of(equal), _any_of(flags, re.IGNORECASE)
+            names = [each.attr for each in node.find_all(nodes.Getattr)]
+            names += [getattr(each.arg, "value", "") for each in node.find_all(nodes.Getitem)]
+            if "role" in names:
+                roles += node.find_all(nodes.Const)
+        others = {*map(id, [*keys, *roles])}
+        constants = [each for each in tree.find_all(nodes.Const) if id(each) not in others]
+        texts = {each.value for each in constants if isinstance(each.value, str)}
+        texts = {text for text in texts if text.strip()}
+        flags = {text for text in texts if not self.control.search(text)}
+        return _any_of(texts, re.IGNORECASE), _any_of(flags, re.IGNORECASE)
 
 
 @functools.lru_cache(maxsize=64)

@@ -431,7 +431,7 @@ def test_the_date_may_be_fixed(tokenizer):
 
 # ---------------------------------------------------------------- the recent part of a chat
 
-SETS = "{%- set ns = namespace(on='off') %}"
+SETS = "{%- set ns = namespace(on='off') %}{%- set flag = 'forget' %}"
 FINDS = "{%- for m in messages %}{%- if TEST %}{%- set ns.on = 'on' %}{%- endif %}{%- endfor %}"
 # What a template may look for in the middle of a chat: it then writes "on" at the end.
 LOOKS = {
@@ -440,6 +440,9 @@ LOOKS = {
     "a word": "m.content.startswith('forget')",
     "in any case": "'loud' in m.content | lower",
     "the whole text": "m.content == 'reset'",
+    "a beginning": "m.content[:6] == 'forget'",
+    "a word of a list": "m.content.split(' ')[-1] in ['again']",
+    "a variable": "flag in m.content",
     "a long text": "m.content | length > 100",
     "many messages": "loop.index > 20",
 }
