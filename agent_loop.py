@@ -269,10 +269,10 @@ def _control_tokens(tokenizer):
     return controls
 
 
-def _any_of(texts):
+def _any_of(texts, flags=0):
     """Returns a regular expression for any of the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", flags)
 
 
 def _tokenise(tokenizer, text, begins=True):
@@ -337,9 +337,6 @@ def with_template_variables(tokenizer, variables: str):
 
 
 POLICY_ROLES = ("assistant", "system")
-TEXT_METHODS = (
-    "startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition",
-    "rpartition", "replace", "removeprefix", "removesuffix")  # fmt: skip
 
 
 def _edit_message(message, edit, edit_value):
@@ -559,20 +556,13 @@ class Conversation:
         )
 
     def as_shown(self, message: dict) -> dict:
-        """Returns a message in the form in which the template shows all of it, if there is one.
-
-        Reasoning goes into the content, if the template does not know reasoning_content. Calls
-        that the content has as well (`ToolAgentLoop.parse`) go."""
+        """Returns a message with its reasoning in the content, if the template does not know
+        reasoning_content."""
         shown = dict(message)
         if "reasoning_content" in shown and not self.shows_reasoning:
             reasoning = shown.pop("reasoning_content")
             content = shown.get("content") or ""
             shown["content"] = f"{self.think_start}{reasoning}{self.think_end}{content}"
-        content = str(shown.get("content") or "")
-        if "tool_calls" in shown and not self.shows_calls_beside(content):
-            names = [call["function"]["name"] for call in shown["tool_calls"]]
-            if all(name in content for name in names):
-                del shown["tool_calls"]
         return shown
 
     @functools.cached_property
@@ -581,15 +571,19 @@ class Conversation:
         self.shows_reasoning = True  # for `text`, which is asked now
         return not self.problem_with([ASKS, REASONS])
 
-    def shows_calls_beside(self, content: str) -> bool:
-        """Returns whether the template shows tool_calls in a message with this content."""
-        return self._shows_calls[bool(content.strip())]
-
     @functools.cached_property
-    def _shows_calls(self):
-        """Whether the template shows tool_calls in a message [without, with] content."""
-        self._shows_calls = True, True
-        return [not self.problem_with([ASKS, _calls(1, content=text)]) for text in ("", "?")]
+    def shows_calls(self) -> bool:
+        """Whether the template shows tool_calls in a message without text."""
+        return not self.problem_with([ASKS, _calls(1)])
+
+    def shows(self, message: dict, tools: list[dict]) -> bool:
+        """Returns whether the template takes a message with calls, and shows all that it says."""
+        said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
+        said += [call["function"]["name"] for call in message["tool_calls"]]
+        with suppress(Exception):  # templates raise whatever they like
+            text = self.text([ASKS, message], tools)
+            return all(each in text for each in said)
+        return False
 
     def render(
         self,
@@ -709,10 +703,14 @@ class Conversation:
 
         words = {}
 
-        def neutral(text):
+        def neutral_word(text):
             # Equal texts stay equal: Mistral's template compares messages. It also wants ids of
             # nine characters.
             return words.setdefault(text, f"x{len(words):08d}")
+
+        # A flag in a text, as "/no_think", may decide which tokens the template writes.
+        _, flags = self._texts_looked_for
+        neutral = functools.partial(self._edit_around, flags, neutral_word)
 
         def divide_tokens(text):
             return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
@@ -735,20 +733,20 @@ class Conversation:
         not sampled: decoding drops those, so a text that still has one spelled it out."""
         edit_text = edit
         if message["role"] in POLICY_ROLES:
-            edit_text = functools.partial(self._edit_around_markup, edit)
+            edit_text = functools.partial(self._edit_around, self.markup, edit)
         return _edit_message(
             message,
             lambda text: edit_text(clean(text)),
             functools.partial(self._edit_value, edit_text),
         )
 
-    def _edit_around_markup(self, edit, text):
-        """Returns a text with edit(piece) in place of what is between its markup tokens."""
+    def _edit_around(self, kept, edit, text):
+        """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
         edited = []
         end = 0
-        for token in self.markup.finditer(text):
-            edited += [_edit_values(text[end : token.start()], edit), token[0]]
-            end = token.end()
+        for match in kept.finditer(text):
+            edited += [_edit_values(text[end : match.start()], edit), match[0]]
+            end = match.end()
         return "".join([*edited, _edit_values(text[end:], edit)])
 
     def _edit_value(self, edit, text):
@@ -773,7 +771,7 @@ class Conversation:
     @property
     def takes_two_calls(self) -> bool:
         """Whether the template takes two calls in a turn, and their answers."""
-        if self.shows_calls_beside(""):
+        if self.shows_calls:
             return self.takes("two calls in a turn")
         return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
 
@@ -806,12 +804,13 @@ class Conversation:
         Returns warnings. Raises BadInput if the template does not take it."""
         self.check_prompt(prompt, tools)
         warnings = []
-        tool_round = "a tool's answer" if self.shows_calls_beside("") else MALFORMED
+        tool_round = "a tool's answer" if self.shows_calls else MALFORMED
         needed = {"a tool's answer": tool_round} if tools else {}
         if has_user:
             needed["a user's answer"] = "a user's answer"
         for name, round in needed.items():
-            problem = self.problem_of(round)
+            # The prompt may end with a message that this one can't follow.
+            problem = self.problem_of(round) or self.problem_with([*prompt, *ROUNDS[round]], tools)
             if problem:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
@@ -849,10 +848,9 @@ class Conversation:
         dry = []
         for message in prompt:
             message = _edit_message(message, lambda text: "?", str)
-            if message.get("tool_calls"):
-                name = message["tool_calls"][0]["function"]["name"]
-                calls = [function_call(_call_id(0, 0), name, {"text": "?"})]
-                message["tool_calls"] = calls
+            message.pop("reasoning_content", None)  # many templates drop that of earlier turns
+            for call in message.get("tool_calls", ()):
+                call["function"] |= {"arguments": {"text": "?"}}
             dry.append(message)
         form = json.dumps([dry, bool(tools)], default=repr)
         if dry and form not in self.checked:
@@ -958,46 +956,37 @@ class Conversation:
 
     def kind(self, message: dict) -> tuple:
         """Returns what the template can see in a message, but for the words that it only copies:
-        its form, and which words that the template looks for it has."""
+        its form, and which texts that the template may look for it has."""
         keys = tuple(key for key, value in message.items() if value)
         n_calls = len(message.get("tool_calls") or ())
-        contained, equal = self._words_looked_for
-        found = {word.lower() for word in contained.findall(str(message))}
-        content = message.get("content")
-        if isinstance(content, str) and equal.fullmatch(content.strip()):
-            found.add(content.strip())
-        return message["role"], keys, n_calls, type(content), *sorted(found)
+        looked_for, _ = self._texts_looked_for
+        found = {text.lower() for text in looked_for.findall(str(message))}
+        return message["role"], keys, n_calls, type(message.get("content")), *sorted(found)
 
     @functools.cached_property
-    def _words_looked_for(self):
-        """Two regular expressions, of words that the template looks for in a text: those that the
-        text may contain, and those that may be the whole text."""
+    def _texts_looked_for(self):
+        """Regular expressions of the texts that the template may look for (all in its code but
+        roles and keys), and of those without control tokens."""
         from jinja2 import Environment, nodes
 
-        def texts_in(node):
-            constants = [node, *node.find_all(nodes.Const)]
-            values = [each.value for each in constants if isinstance(each, nodes.Const)]
-            return {value for value in values if isinstance(value, str) and value.strip()}
-
-        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(self.tokenizer.chat_template))
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = "".join(template.values())
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        contained = set()
-        equal = set()
+        keys = [node.arg for node in tree.find_all(nodes.Getitem)]
+        roles = []
         for node in tree.find_all(nodes.Compare):
-            for operand in node.ops:
-                if operand.op in ("in", "notin") and isinstance(node.expr, nodes.Const):
-                    contained |= texts_in(node.expr)
-                equal |= texts_in(node.expr) | texts_in(operand.expr)
-        for node in tree.find_all((nodes.Call, nodes.Filter)):
-            method = node.name if isinstance(node, nodes.Filter) else getattr(node.node, "attr", "")
-            if method in TEXT_METHODS:
-                for argument in node.args:
-                    contained |= texts_in(argument)
-        for node in tree.find_all((nodes.Assign, nodes.For)):
-            equal |= texts_in(node.node if isinstance(node, nodes.Assign) else node.iter)
-        contained |= {text for text in equal if not re.fullmatch(r"\w+", text)}
-        contained = re.compile(_any_of(contained).pattern, re.IGNORECASE)
-        return contained, _any_of(equal)
+            names = [each.attr for each in node.find_all(nodes.Getattr)]
+            names += [getattr(each.arg, "value", "") for each in node.find_all(nodes.Getitem)]
+            if "role" in names:
+                roles += node.find_all(nodes.Const)
+        others = {*map(id, [*keys, *roles])}
+        constants = [each for each in tree.find_all(nodes.Const) if id(each) not in others]
+        texts = {each.value for each in constants if isinstance(each.value, str)}
+        texts = {text for text in texts if text.strip()}
+        flags = {text for text in texts if not self.control.search(text)}
+        return _any_of(texts, re.IGNORECASE), _any_of(flags, re.IGNORECASE)
 
 
 @functools.lru_cache(maxsize=64)
@@ -2061,9 +2050,15 @@ class Demonstration:
             if written.endswith(end):
                 written = written.removesuffix(end)
                 break
-        ids = _inner_ids(tokenizer, written)
         if "tool_calls" not in turn and turn["content"] not in written:
-            ids = _inner_ids(tokenizer, turn["content"])
+            written = turn["content"]
+        # Behind the prompt, because some tokenizers put a space before words in other places.
+        prompt_ids = _tokenise(tokenizer, before)
+        ids = _tokenise(tokenizer, before + written)
+        if ids[: len(prompt_ids)] == prompt_ids:
+            ids = ids[len(prompt_ids) :]
+        else:  # a token spans the border
+            ids = _inner_ids(tokenizer, written)
         if not ids or not talk.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
         stop = talk.call_end if "tool_calls" in turn else talk.answer_end
@@ -2177,7 +2172,19 @@ def _parse_arguments(text):
         return {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be a JSON object")
+    if _depth(arguments) > MAX_DEPTH:
+        raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
     return arguments
+
+
+MAX_DEPTH = 100  # deeper ones would reach Python's limit on recursion where they are rendered
+
+
+def _depth(value):
+    """Returns how deep lists and dicts are nested."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
@@ -2382,18 +2389,19 @@ class ToolAgentLoop(AgentLoopBase):
     def parse(self, trajectory, text):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
-        Puts them into the trajectory's last message if at least one has a name."""
+        Puts them into the trajectory's last message if at least one has a name, and the chat
+        template shows the message. Else they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         message = trajectory.messages[-1]
-        shown = content + message.get("reasoning_content", "") * (not self.talk.shows_reasoning)
-        if not self.talk.shows_calls_beside(shown):
-            content = message["content"]  # with the calls
         self.n_left_out = 0
         if self._max_calls() == 1:  # then the message has one, too
             self.n_left_out = len(calls[1:])
             calls = calls[:1]
         if any(tool_call["name"] for tool_call in calls):
-            set_tool_calls(message, content, calls, trajectory.assistant_turns)
+            called = dict(message)
+            set_tool_calls(called, content, calls, trajectory.assistant_turns)
+            if self.talk.shows(called, self.schemas):
+                message.update(called)
         return calls
 
     def _max_calls(self):
@@ -2435,8 +2443,7 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
-        shown = self.talk.as_shown(trajectory.messages[-1])
-        if "tool_calls" not in shown and not self.talk.takes(MALFORMED):
+        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
             messages = [_as_user(messages)]
         return self.answer(trajectory, messages, images)
 

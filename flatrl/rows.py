@@ -110,7 +110,8 @@ def copy_containers(tree):
 def _chat(messages, name, column):
     """Returns a copy of a chat's messages, or raises BadInput.
 
-    The arguments of tool calls become dicts: many data sets have them as JSON."""
+    The arguments of tool calls become dicts: many data sets have them as JSON. A call that is only
+    its function gets the form of `agent_loop.function_call`."""
     is_chat = isinstance(messages, (list, tuple)) and all(map(_is_message, messages))
     need(
         is_chat,
@@ -119,10 +120,16 @@ def _chat(messages, name, column):
     messages = [_without_none(message) for message in messages]
     with refusing(f"{name}: {column!r}, a tool call"):
         for message in messages:
+            if message.get("tool_calls") == []:  # some templates take it for a call
+                del message["tool_calls"]
             for call in message.get("tool_calls", ()):
-                function = call.get("function", call)
+                if "function" not in call:
+                    call["function"] = {key: call.pop(key) for key in ("name", "arguments")}
+                function = call["function"]
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = json.loads(function["arguments"])
+                if not isinstance(function.get("arguments"), dict):
+                    raise ValueError("its arguments must be a JSON object")
     return messages
 
 

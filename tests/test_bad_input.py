@@ -51,6 +51,7 @@ ROWS = [
     [{"prompt": [{"role": "user"}]}],
     [{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}],
     [{"prompt": [{"role": "assistant", "tool_calls": "x"}]}],
+    [{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": []}]}]}],
     [{"prompt": CHAT, "extra_info": "x"}],
     [{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}],
     [{"prompt": CHAT, "agent_name": "nobody"}],

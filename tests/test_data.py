@@ -93,6 +93,19 @@ def rows_of(rows, files=None, key="prompt", **task) -> list[dict]:
     return data.load_rows(task, "train", files, key)
 
 
+def test_calls_in_a_prompt_get_one_form():
+    bare = {"name": "add", "arguments": '{"a": 1}'}
+    whole = {"type": "function", "function": dict(bare)}
+    prompt = [{"role": "assistant", "content": "", "tool_calls": [bare, whole]}]
+    prompt.append({"role": "user", "content": "hello", "tool_calls": []})
+    (row,) = rows_of([{"prompt": prompt}])
+    assert row["prompt"][1:] == HELLO
+    assert row["prompt"][0]["tool_calls"] == [
+        {"function": {"name": "add", "arguments": {"a": 1}}},
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+    ]
+
+
 def test_rows_are_numbered_and_get_the_system_prompt():
     task = SimpleNamespace(load=lambda split: [{"prompt": HELLO, "split": split}])
     assert data.load_rows(task, "val") == [{"index": 0, "prompt": HELLO, "split": "val"}]

@@ -27,6 +27,7 @@ from test_agent_loop import (
     quiz_row,
     quiz_task,
 )
+from tokenizers import AddedToken, normalizers
 
 from agent_loop import (
     ASKS,
@@ -225,15 +226,70 @@ def test_the_suffix_is_the_templates_text_behind_the_end_of_turn(family):
     assert cut == [stop, *suffix]
 
 
-def test_a_malformed_call_is_answered(family):
-    """Mistral's template requires an id of every tool message."""
+NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
+# name: (a turn of the policy, what it is answered)
+ANSWERED = {
+    "malformed": ("<tool_call>{broken", "not valid JSON"),
+    "text before a call": ("I add. " + call(expression="5*5"), "25"),
+    "reasoning before a call": ("<think>I add.</think>" + call(expression="5*5"), "25"),
+    "a tool that is unknown": (call('a "b" <|im_end|>'), "there is no tool"),
+    "arguments nested too deep": (NESTED, "wrong arguments"),
+}
+
+
+@pytest.mark.parametrize("turn, reply", ANSWERED.values(), ids=ANSWERED)
+def test_each_turn_is_answered(family, turn, reply):
+    """Mistral's template requires an id of every tool message, and drops the text beside a call."""
     other, call_end, answer_end, _ = family
     stops = [other.convert_tokens_to_ids(token) for token in {call_end, answer_end}]
-    lines = ("<tool_call>{broken" + call_end, "stop"), (ANSWER + answer_end, "stop")
-    outputs, engine = play(other, CALCULATOR, {}, stops, *lines)
-    assert "not valid JSON" in other.decode(engine.prompts[1])
-    assert outputs[-1].metrics["tool_errors"] == 1
+    lines = (turn + call_end, "stop"), (ANSWER + answer_end, "stop")
+    outputs, engine = play(other, CALCULATOR, {}, stops, *lines, max_response_tokens=4000)
+    assert reply in other.decode(engine.prompts[1])[-500:]
+    assert outputs[-1].metrics.get("tool_errors", 0) == (reply != "25")
     assert outputs[-1].stop_reason == "stop"
+
+
+CALLS = "{%- for c in m.tool_calls or [] %}{{- '<tool_call>' + ARGUMENTS + '</tool_call>' }}"
+
+
+@pytest.mark.parametrize("arguments", [
+    "c.function.arguments",  # as DeepSeek's, which wants a text
+    "c.function.arguments.expression + c.function.arguments.n",  # for texts only
+])  # fmt: skip
+def test_calls_that_the_template_does_not_take_stay_in_the_text(arguments, tokenizer):
+    said = "m.content }}" + CALLS.replace("ARGUMENTS", arguments) + "{%- endfor %}{{- ''"
+    other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
+    for words in call(expression="1", n=2), call("a" * 9 + " <|im_start|>", expression="1", n=2):
+        lines = (words + "<|im_end|>", "stop"), (ANSWER + "<|im_end|>", "stop")
+        ((output,), engine) = play(other, CALCULATOR, {}, [], *lines)
+        assert "Error: " in other.decode(engine.prompts[1])
+        assert set(output.messages[1]) == {"role", "content"}
+        assert output.metrics["tool_errors"] == 1
+
+
+THINKS = "{{- '<think>' if '/think' in messages[-1].content else '<think></think>' }}"
+
+
+@pytest.mark.parametrize("question", ["Why? /think", "Why?"])
+def test_a_flag_in_a_text_decides_what_the_template_writes(question, tokenizer):
+    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + PROMPTS + THINKS)
+    other.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    said = {"role": "assistant", "content": "2"}
+    asked = {"role": "user", "content": question + "<|im_end|>"}
+    ids = turn_suffix(other, [*PROMPT, said], [asked], {other.eos_token_id}, ended=True)
+    assert other.decode(ids) == (
+        f"\n<|im_start|>user\n{question}<|im_end|><|im_end|>\n<|im_start|>assistant\n<think>"
+        + "</think>" * (question == "Why?"))
+    assert ids.count(other.eos_token_id) == 1
+
+
+def test_a_tokenizer_with_several_templates(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = dict.fromkeys(["default", "tool_use"], tokenizer.chat_template)
+    lines = (call(expression="5*5") + "<|im_end|>", "stop"), (ANSWER + "<|im_end|>", "stop")
+    _, engine = play(other, CALCULATOR, {}, [], *lines)
+    _, engine_of_one = play(tokenizer, CALCULATOR, {}, [], *lines)
+    assert engine.prompts == engine_of_one.prompts
 
 
 def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family):
@@ -254,6 +310,17 @@ def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family
         written = text.removeprefix(before).rstrip("\n").removesuffix(end)
         assert other.decode(ids) == written + end
         assert ids[-1] == other.convert_tokens_to_ids(end)
+
+
+def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
+    """Llama 2's tokenizer puts a space before each text behind a special token."""
+    chat = CHAT.replace(BODY, "{{- '[' + m.role[0] + ']' + m.content + '<|im_end|>' }}")
+    other = with_template(tokenizer, chat + "{{- '[a]' if add_generation_prompt }}")
+    other.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    loop = SingleTurnLoop(None, other, None, None, LoopArgs())
+    message = {"role": "assistant", "content": "hello"}
+    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids(message)
+    assert other.decode(ids) == "hello<|im_end|>"
 
 
 @pytest.mark.parametrize("room", [0, 1, "budget"])
@@ -316,6 +383,7 @@ FEW_SHOT = [
     {"role": "tool", "content": "3", "tool_call_id": "000001000"},
     ADDS,
 ]
+TWO_CALLS = [ADDS, {**FEW_SHOT[1], "tool_calls": called(("add", {"a": 1}), ("sub", {"a": 1}))}]
 # name: (what the template says of a message, the prompt, the words of the refusal)
 REFUSED = {
     "no developer": ("(m.content if m.role != 'developer' else '')",
@@ -323,6 +391,12 @@ REFUSED = {
     "a system message in the middle": ("(m.content if m.role != 'system' or loop.first else '')",
                                        [ADDS, {"role": "system", "content": "Add."}], "'system'"),
     "calls of a prompt": ("m.content", FEW_SHOT, "role 'assistant' says"),
+    "two calls of a prompt": ("(raise_exception('two') if (m.tool_calls or [])[1:] else m.content)",
+                              TWO_CALLS, "does not take this prompt: it raises .*two"),
+    "a turn behind the assistant's": ("(m.content if loop.first or loop.previtem.role != m.role"
+                                      " else raise_exception('in turns'))",
+                                      [ADDS, {"role": "assistant", "content": "3"}],
+                                      "does not take a tool's answer: it raises .*in turns"),
     "answers of tools": ("(m.content if m.role in ['user', 'assistant'] else '')",
                          [ADDS], "does not take a tool's answer: it leaves out"),
 }  # fmt: skip
@@ -333,6 +407,11 @@ def test_a_template_that_hides_a_message_is_refused(said, prompt, words, tokeniz
     other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
     with pytest.raises(BadInput, match=words):
         check_tokenizer(other, other, {"prompt": prompt}, CALCULATOR)
+
+
+def test_earlier_reasoning_of_a_prompt_may_be_dropped(qwen3):
+    prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
+    check_tokenizer(qwen3, qwen3, {"prompt": prompt}, SimpleNamespace())
 
 
 def test_a_template_that_writes_a_message_twice_is_named(tokenizer):
@@ -352,7 +431,7 @@ def test_the_date_may_be_fixed(tokenizer):
 
 # ---------------------------------------------------------------- the recent part of a chat
 
-SETS = "{%- set ns = namespace(on='off') %}"
+SETS = "{%- set ns = namespace(on='off') %}{%- set flag = 'forget' %}"
 FINDS = "{%- for m in messages %}{%- if TEST %}{%- set ns.on = 'on' %}{%- endif %}{%- endfor %}"
 # What a template may look for in the middle of a chat: it then writes "on" at the end.
 LOOKS = {
@@ -361,6 +440,9 @@ LOOKS = {
     "a word": "m.content.startswith('forget')",
     "in any case": "'loud' in m.content | lower",
     "the whole text": "m.content == 'reset'",
+    "a beginning": "m.content[:6] == 'forget'",
+    "a word of a list": "m.content.split(' ')[-1] in ['again']",
+    "a variable": "flag in m.content",
     "a long text": "m.content | length > 100",
     "many messages": "loop.index > 20",
 }
