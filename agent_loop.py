@@ -946,13 +946,14 @@ class Conversation:
         n_new = len(rounds[-1]) - 1
         history, new = chat[:-n_new], chat[-n_new:]
         part = Recent(self.kind).update(history)
-        suffixes = []
-        for messages in (history, part):
-            try:
-                suffixes.append(self._suffix_ids(messages, new, None, None))
-            except Exception as error:
-                suffixes.append(type(error))
-        return suffixes[0] == suffixes[1]
+        return self._suffix_or_error(history, new) == self._suffix_or_error(part, new)
+
+    def _suffix_or_error(self, messages, new):
+        """Returns the ids of a dry suffix, or the type of the error that the template raises."""
+        try:
+            return self._suffix_ids(messages, new, None, None)
+        except Exception as error:
+            return type(error)
 
     def kind(self, message: dict) -> tuple:
         """Returns what the template can see in a message, but for the words that it only copies:
@@ -984,9 +985,26 @@ class Conversation:
         others = {*map(id, [*keys, *roles])}
         constants = [each for each in tree.find_all(nodes.Const) if id(each) not in others]
         texts = {each.value for each in constants if isinstance(each.value, str)}
-        texts = {text for text in texts if text.strip()}
+        texts = {text for text in texts if text.strip() and not self._is_ignored(text)}
         flags = {text for text in texts if not self.control.search(text)}
         return _any_of(texts, re.IGNORECASE), _any_of(flags, re.IGNORECASE)
+
+    def _is_ignored(self, text):
+        """Returns whether a common text makes no difference in the middle of a dry chat.
+
+        Common are words, punctuation, and all of 2 characters. Others are never ignored: two of
+        them may matter together, as <tool_response> and </tool_response> do for Qwen3."""
+        if len(text) > 2 and not re.fullmatch(r"[\w\s]+|\W+", text):
+            return False
+        rounds = []
+        for said in (text, f"{text} so", f"so {text}", f"so {text} so"):
+            rounds += [{**ANSWERS, "content": said}, {**ASKS, "content": said}]
+            if self.takes("a tool's answer"):
+                rounds += [_calls(1), {**_tells(), "content": said}]
+        chat, _ = _dry_chat([ASKS, *rounds, ANSWERS, ASKS])
+        ends = [chat[0], chat[-2]]
+        new = chat[-1:]
+        return self._suffix_or_error(ends, new) == self._suffix_or_error(chat[:-1], new)
 
 
 @functools.lru_cache(maxsize=64)
