@@ -49,6 +49,8 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = {
     "wandb_project",
 }
 
+ESTIMATOR_FILE = "estimator.pt"  # in a checkpoint: the estimator's state, if it has any
+
 # ---------------------------------------------------------------- the folder
 
 
@@ -104,7 +106,7 @@ def _lock(folder):
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest whole checkpoint and the contents of its step.json;
+    With --resume, returns the latest whole checkpoint and what `_read_step` returns of it;
     broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
     and (None, {}) is returned."""
     folder = Path(args.output_dir)
@@ -125,7 +127,9 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 
 
 def _read_step(checkpoint):
-    """Returns a checkpoint's step.json. Raises if one of its files is missing or cut off."""
+    """Returns a checkpoint's step.json and, as "estimator", the state of the estimator.
+
+    Raises if one of its files is missing or cut off."""
     from torch.distributed.checkpoint import FileSystemReader
 
     state = json.loads((checkpoint / "step.json").read_text())
@@ -133,6 +137,10 @@ def _read_step(checkpoint):
     for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
         file = checkpoint / stored.relative_path
         need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
+    state["estimator"] = {}
+    if (checkpoint / ESTIMATOR_FILE).exists():
+        # Not weights_only: the state may hold any objects of the task.
+        state["estimator"] = torch.load(checkpoint / ESTIMATOR_FILE, weights_only=False)
     return state
 
 
@@ -217,6 +225,8 @@ def save_checkpoint(run):
             "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
         }
         (temporary / "step.json").write_text(json.dumps(about))
+        if run.state:
+            torch.save(run.state, temporary / ESTIMATOR_FILE)
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
         for path in {*old} - {best_checkpoint(run.folder)}:
