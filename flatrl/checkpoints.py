@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = {
     "wandb_project",
 }
 
-ESTIMATOR_FILE = "estimator.pt"  # in a checkpoint: the estimator's state, if it has any
+STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state, if it has any
 
 # ---------------------------------------------------------------- the folder
 
@@ -138,9 +139,8 @@ def _read_step(checkpoint):
         file = checkpoint / stored.relative_path
         need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
     state["estimator"] = {}
-    if (checkpoint / ESTIMATOR_FILE).exists():
-        # Not weights_only: the state may hold any objects of the task.
-        state["estimator"] = torch.load(checkpoint / ESTIMATOR_FILE, weights_only=False)
+    if (checkpoint / STATE_FILE).exists():
+        state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
     return state
 
 
@@ -225,8 +225,8 @@ def save_checkpoint(run):
             "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
         }
         (temporary / "step.json").write_text(json.dumps(about))
-        if run.state:
-            torch.save(run.state, temporary / ESTIMATOR_FILE)
+        if run.state:  # pickled, because JSON would turn integer keys into texts
+            (temporary / STATE_FILE).write_bytes(pickle.dumps(run.state))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
         for path in {*old} - {best_checkpoint(run.folder)}:

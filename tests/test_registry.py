@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import re
 
 import pytest
@@ -206,7 +207,6 @@ def test_an_estimators_state_survives_a_kill_to_the_last_digit(cache, tmp_path):
     run(*flags, "--resume", by="ranks", cache=cache)
     assert metrics_of(killed) == metrics_of(whole)
 
-    states = [
-        torch.load(folder / "checkpoints/step_000003/estimator.pt") for folder in (whole, killed)
-    ]
-    assert states[0] == states[1] and 0 < states[0][""] < 1  # one role, moved by 48 rewards
+    path = "checkpoints/step_000003/estimator.pkl"
+    state, other = (pickle.loads((folder / path).read_bytes()) for folder in (whole, killed))
+    assert state == other and 0 < state[""] < 1  # the baseline of the only role
