@@ -671,13 +671,14 @@ def reward_parts(outputs: Outputs) -> dict[str, N]:
         is_dict = isinstance(output.reward, dict)
         parts.append(numeric_entries(output.reward) if is_dict else {})
     names = sorted(set().union(*parts) - {"score"})
-    return {name: torch.tensor([part.get(name, math.nan) for part in parts]) for name in names}
+    columns = {name: [part.get(name, math.nan) for part in parts] for name in names}
+    return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
 
 
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     """Returns the inputs of an estimator that follow from the batch (`losses.estimator`).
 
-    takes: their names, and others. Those that are computed from batch columns need them."""
+    takes: the names that the estimator asks for. What it does not ask for is not computed."""
     units = batch.units
     layout = batch.layout
     inputs = {

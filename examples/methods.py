@@ -133,7 +133,8 @@ def gdpo(parts, groups):
         A = (B - mean(B)) / (std(B) + 1e-4)    over the whole batch
 
     GRPO normalises the sum of the parts, in which a part of small variance is lost. Where a reward
-    lacks a part, that part adds nothing."""
+    lacks a part, that part adds nothing. The parts are all numbers of the reward's dict but the
+    score: choose some by name, if others are only logged."""
     total = torch.zeros(len(groups))
     for part in parts.values():
         known = ~part.isnan()

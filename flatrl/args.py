@@ -151,7 +151,7 @@ class Args(LoopArgs):
         "with --max_staleness icepop:0:5, which is decoupled PPO")
 
     # Reward and KL
-    kl_coef: float = preset("weight of the KL to the reference; 0: no reference is loaded")
+    kl_coef: float = preset("weight of the KL to the reference; 0: off")
     ref_model: str | None = flag(
         None, "the reference or teacher, of the same tokenizer; default: the starting model",
         only="!hints")
