@@ -65,7 +65,7 @@ def dppo_tv(logprobs, logprobs_rollout, advantages, clip_low, clip_high, clip_c)
 
     A rare token may thus gain a large ratio, and a frequent one may not lose much. verl sets both
     bounds to 0.15."""
-    moved = logprobs.detach().exp() - logprobs_rollout.exp()
+    moved = logprobs.exp() - logprobs_rollout.exp()
     dropped = torch.where(advantages > 0, moved > clip_high, moved < -clip_low)
     return weighted_reinforce(logprobs, logprobs_rollout, advantages, dropped, clip_c)
 
@@ -80,10 +80,10 @@ def dppo_kl(logprobs, logprobs_rollout, advantages, clip_low, clip_high, clip_c)
 
     It must not exceed clip_high where A > 0 and pi > mu, and clip_low where A <= 0 and pi < mu.
     verl sets both bounds to 0.05."""
-    constant = logprobs.detach()
-    pi, mu = constant.exp(), logprobs_rollout.exp()
+    pi = logprobs.exp()
+    mu = logprobs_rollout.exp()
     others = (1 - mu) * ((1 - mu + 1e-8) / (1 - pi + 1e-8)).log()
-    kl = mu * (logprobs_rollout - constant) + others
+    kl = mu * (logprobs_rollout - logprobs) + others
     too_high = (kl > clip_high) & (pi > mu)
     too_low = (kl > clip_low) & (pi < mu)
     dropped = torch.where(advantages > 0, too_high, too_low)
@@ -114,7 +114,7 @@ def opsm(logprobs, logprobs_rollout, ratio, advantages, mask, clip_low, clip_hig
     The policy learns from its own mistakes, not from those of a policy that it has left behind.
     slime and TRL have it as --use-opsm and off_policy_mask_threshold."""
     loss, stats = ppo(ratio, advantages, clip_low, clip_high, clip_c)
-    distances = (logprobs_rollout - logprobs.detach()).sum(1, keepdim=True)
+    distances = (logprobs_rollout - logprobs).sum(1, keepdim=True)
     distance = distances / mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     dropped = (advantages < 0) & (distance > OPSM_LIMIT)
     return loss.masked_fill(dropped, 0), stats | {"opsm_dropped": dropped}

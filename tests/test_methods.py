@@ -22,7 +22,7 @@ def draw(*shape) -> torch.Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
-LOW, HIGH, CAP = 0.1, 0.15, 3.0  # --clip_low, --clip_high, --clip_c
+LOW, HIGH, CAP = 0.1, 0.15, 1.5  # --clip_low, --clip_high, --clip_c
 
 
 # ---------------------------------------------------------------- objectives, by token
