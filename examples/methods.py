@@ -14,9 +14,8 @@ The task is the calculator's, with a reward of two parts. Two letters in the for
 `dppo_tv`, `dppo_kl` and `ppo_rollout` measure the ratio from mu. It then already contains what
 --rollout_correction would multiply by: with --max_staleness, pass `--rollout_correction none`.
 
-The optimal token baseline (arXiv 2602.07078) is missing. It needs the sum of the squared
-probabilities of all tokens at each position: a third result of `losses.token_logprobs`, and one
-more pass over all logits whenever the policy scores a batch."""
+The optimal token baseline (arXiv 2602.07078) is missing. It needs, at each position, the sum of the
+squared probabilities of all tokens, which `losses.token_logprobs` does not return."""
 
 import torch
 from torch import no_grad
