@@ -43,6 +43,7 @@ from agent_loop import (
     agent_loop_class,
     conversation,
     expand,
+    numeric_entries,
     open_image,
     outcome,
     render,
@@ -659,6 +660,45 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
         group = _group_label(output)
         labels += [hash((group, repr(state))) for state in states]
     return torch.tensor(labels, dtype=torch.long)
+
+
+def reward_parts(outputs: Outputs) -> dict[str, N]:
+    """Returns the numbers in the units' reward dicts, except "score": {name: (N,)}.
+
+    NaN where a unit's reward has none of that name, or is no dict."""
+    parts = []  # of each unit
+    for output in last_outputs(outputs):
+        is_dict = isinstance(output.reward, dict)
+        parts.append(numeric_entries(output.reward) if is_dict else {})
+    names = sorted(set().union(*parts) - {"score"})
+    columns = {name: [part.get(name, math.nan) for part in parts] for name in names}
+    return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
+
+
+def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
+    """Returns the inputs of an estimator that follow from the batch (`losses.estimator`).
+
+    takes: the names that the estimator asks for. What it does not ask for is not computed."""
+    units = batch.units
+    layout = batch.layout
+    inputs = {
+        "rewards": batch.unit_rewards,
+        "outcomes": units.outcomes,
+        "groups": units.groups,
+        "prompts": units.prompts,
+        "names": units.names,
+        "lengths": layout.mask.sum(1),
+        "mask": layout.mask,
+        "token_rewards": batch.rewards,
+    }
+    for name in takes:
+        if name not in inputs and name in batch:
+            inputs[name] = layout.to_units(batch[name])
+    if "states" in takes:
+        inputs["states"] = turn_states(batch.outputs, turns_of_units(batch))
+    if "parts" in takes:
+        inputs["parts"] = reward_parts(batch.outputs)
+    return inputs
 
 
 def turns_of_units(batch: Batch) -> list[int]:

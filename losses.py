@@ -117,6 +117,13 @@ _ESTIMATOR_INPUTS = (
     "token_rewards",
     "values",
     "states",
+    "parts",
+    "entropy",
+    "logprobs_old",
+    "logprobs_rollout",
+    "logprobs_ref",
+    "versions",
+    "state",
     "args",
 )
 _OBJECTIVE_INPUTS = (
@@ -126,6 +133,9 @@ _OBJECTIVE_INPUTS = (
     "entropy",
     "advantages",
     "mask",
+    "logprobs_rollout",
+    "logprobs_ref",
+    "versions",
     "clip_low",
     "clip_high",
     "clip_c",
@@ -152,6 +162,14 @@ def estimator(name: str) -> Callable:
                        the last mask-1 token.
         values         (N, S) predictions of a critic. If you ask for values, a critic is trained.
         states         (turns,) see `gigpo_advantages`
+        parts          {name: (N,)} the numbers in the task's reward dicts, except "score"; NaN
+                       where a unit has none of that name
+        entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions
+                       (N, S) each, 0 where the mask is 0. versions: of the weights that sampled
+                       the token. If you ask for logprobs_old or entropy, the policy scores the
+                       batch before the update. logprobs_ref needs --ref_model or --kl_coef.
+        state          a dict that is empty at first and keeps what you put in it from step to
+                       step, and in checkpoints. Pickle must be able to save it.
         args           all flags
     Return advantages, (N, S), or (N,) if all tokens of a unit have the same. With `values`,
     return a tuple: advantages and returns, both (N, S).
@@ -167,6 +185,9 @@ def objective(name: str) -> Callable:
         logprobs, entropy             with gradient
         ratio                         exp(logprobs - logprobs_old), with gradient
         logprobs_old, advantages      constants
+        logprobs_rollout              constant, from the engine
+        logprobs_ref                  constant; needs --ref_model or --kl_coef
+        versions                      of the weights that sampled the token
         mask                          bool
         clip_low, clip_high, clip_c   the flags; clip_c is None if it is off
         args                          all flags
@@ -462,11 +483,13 @@ def policy_loss(
     clip_c: float | None = None,
     entropy: BT | None = None,
     args=None,
+    **more: BT,
 ) -> LossAndStats:
     """Computes the policy-gradient loss of each token, to be minimised, and stats.
 
     kind: "ppo", "gspo", "gmpo", "cispo", "sapo" or "reinforce", whose formulas are below, or
-    the name of your own `objective`. Only your own gets entropy and args.
+    the name of your own `objective`. Only your own gets entropy, args and `more`, which are
+    further inputs by their names.
 
     Good to know:
         all six            With logprobs_old = logprobs.detach() the ratio is exactly 1, and the
@@ -493,12 +516,11 @@ def policy_loss(
         mask, logprobs, logprobs_old.detach(), advantages.detach()
     )
     if entropy is not None:
-        entropy = torch.where(mask, entropy, 0)
-    inputs = {
+        more["entropy"] = entropy
+    inputs = {name: torch.where(mask, x, 0) for name, x in more.items()} | {
         "logprobs": logprobs,
         "logprobs_old": logprobs_old,
         "ratio": _ratio(logprobs - logprobs_old),
-        "entropy": entropy,
         "advantages": advantages,
         "mask": mask,
         "clip_low": clip_low,

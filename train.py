@@ -80,7 +80,7 @@ def main(args: Args):
 
             # ---- 3. rewards -> advantages: change these lines for a method of your own
             metrics |= set_token_rewards(run, batch, step)
-            batch["advantages"] = estimate_advantages(batch, rollouts, args)  # (B, T)
+            batch["advantages"] = estimate_advantages(batch, rollouts, args, run.state)  # (B, T)
             if args.mask_truncated:
                 mask_truncated(batch)
 
@@ -188,40 +188,46 @@ def put_to_sleep(run: "Run", keep: bool = False):
 def score_batch(run: "Run", batch: data.Batch, step: int):
     """Computes old logprobs, reference logprobs and values of the sampled tokens, as needed.
 
-    Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each. A step
-    with a single update needs no old logprobs: see `update_policy`."""
+    Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each, and
+    batch["entropy"] if the estimator asks for it. A step with a single update needs no old
+    logprobs, unless the estimator asks for them: see `update_policy`."""
     args = run.args
     if args.rollout_only:
         return
     has_several_updates = args.updates_per_rollout > 1
     only_critic_learns = step < args.critic_warmup
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
-    networks = {}
-    if has_several_updates or only_critic_learns or kl_is_in_reward:
-        networks["logprobs_old"] = run.policy.net
+    asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
+    if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
+        names = ["logprobs_old", "entropy"] if "entropy" in asked else ["logprobs_old"]
+        batch.update(zip(names, token_scores(run.policy.net, batch, args, len(names))))
     if run.reference:
-        networks["logprobs_ref"] = run.reference
+        batch["logprobs_ref"] = score_tokens(run.reference, seen_by("logprobs_ref", batch), args)
     if run.critic:
-        networks["values"] = run.critic.net
-    for name, network in networks.items():
-        batch[name] = score_tokens(network, seen_by(name, batch), args)
+        batch["values"] = score_tokens(run.critic.net, batch, args)
 
 
-@torch.no_grad()
 def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
     """Returns a Policy's logprobs or a Critic's values of all sampled tokens, (B, T), 0 elsewhere.
 
     Each rank scores a share, and gets the scores of all."""
-    result = torch.zeros_like(batch["response_mask"])
+    return token_scores(net, batch, args, 1)[0]
+
+
+@torch.no_grad()
+def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[losses.BT]:
+    """Returns the first n scores of a network, as `score_tokens` does."""
+    results = [torch.zeros_like(batch["response_mask"]) for _ in range(n)]
     micro_batches = data.micro_batches_of_this_rank(
-        batch, range(len(result)), args.tokens_per_micro_batch, net.packed
+        batch, range(len(results[0])), args.tokens_per_micro_batch, net.packed
     )
     # Scores stay on the device until all are computed, because reading them would wait for it.
-    scores = [net(net.pack(batch, micro))[0] for micro in Bar(micro_batches, "scoring")]
+    scores = [net(net.pack(batch, micro))[:n] for micro in Bar(micro_batches, "scoring")]
     for micro, computed in zip(micro_batches, scores):
         if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
-            result[micro.rows] = computed.cpu()
-    return all_sum(result)
+            for result, values in zip(results, computed):
+                result[micro.rows] = values.cpu()
+    return [all_sum(result) for result in results]
 
 
 def add_rewards(
@@ -289,34 +295,23 @@ def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> losse
     return rewards.new_tensor([baseline_of.get(group, math.nan) for group in units.groups.tolist()])
 
 
-def estimate_advantages(batch: data.Batch, rollouts: Rollouts, args: Args) -> losses.BT:
+def estimate_advantages(
+    batch: data.Batch, rollouts: Rollouts, args: Args, state: dict | None = None
+) -> losses.BT:
     """Returns the advantages by --adv_estimator, (B, T).
 
     The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
     as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
-    unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. Raises
-    ValueError for advantages of another shape, NaN or infinity."""
+    unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. state:
+    the estimator's own (Run.state). Raises ValueError for advantages of another shape, NaN or
+    infinity."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     units = batch.units
     layout = batch.layout
     mask = layout.mask
-    inputs = {
-        "rewards": batch.unit_rewards,
-        "outcomes": units.outcomes,
-        "groups": units.groups,
-        "prompts": units.prompts,
-        "names": units.names,
-        "lengths": mask.sum(1),
-        "mask": mask,
-        "token_rewards": batch.rewards,
-        "args": args,
-    }
+    inputs = data.estimator_inputs(batch, estimate.takes) | {"args": args, "state": state}
     if "baselines" in estimate.takes:
         inputs["baselines"] = greedy_baselines(rollouts, units, args)
-    if "values" in estimate.takes:
-        inputs["values"] = layout.to_units(batch["values"])
-    if "states" in estimate.takes:
-        inputs["states"] = data.turn_states(batch.outputs, data.turns_of_units(batch))
     advantages = estimate(**{name: inputs[name] for name in estimate.takes})
 
     if "values" in inputs:
@@ -399,8 +394,9 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     """Makes one optimiser step of the policy on these rows. Returns metrics."""
     args = run.args
     columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
-    if args.kl_coef:
+    if run.reference:
         columns.append("logprobs_ref")
+    columns += {"versions"} & {*args.objective_takes}
     if "imitation_mask" in batch:
         columns.append("imitation_mask")
     if args.updates_per_rollout > 1:
@@ -436,6 +432,7 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
     logprobs, entropy = scores  # (b, T)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
+    more = {"logprobs_rollout", "logprobs_ref", "versions"} & {*args.objective_takes}
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
@@ -447,6 +444,7 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
         args.clip_c or None,
         entropy,
         args,
+        **{name: columns[name] for name in more},
     )
     kind, low, high = args.correction
     weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
@@ -812,6 +810,7 @@ class Run:
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     # For a task's sampler, by prompt: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
+    state: dict = field(default_factory=dict)  # the estimator's own, the same on all ranks
     done: int = 0  # steps finished
     saved: int = 0  # steps finished at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
@@ -880,6 +879,7 @@ def setup(args: Args) -> Run:
         run.done = state["step"]
         run.saved = run.done
         run.history = state["history"]
+        run.state = state["estimator"]
         if args.kl_target and "kl_coef" not in changed:
             run.kl.coef = state["kl_coef"]
         checkpoints.load_checkpoint(run, checkpoint, state["parts"])
@@ -939,7 +939,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
         net = Critic(args, policy.vision, policy.packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
     reference = None
-    if args.kl_coef and not args.rollout_only:
+    if args.has_reference and not args.rollout_only:
         reference = build_reference(args, accelerator, policy)
     n_steps = args.num_steps - args.critic_warmup
     return Learner(policy, args.lr, n_steps, args, accelerator), critic, reference

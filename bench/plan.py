@@ -168,7 +168,7 @@ def make_plan(args: train.Args, gpus: int, memory: float) -> Plan:
     references = []
     if "values" in args.estimator_takes:
         learning.append(network(config, args, critic=True))
-    if args.kl_coef and not args.hints:  # with hints it is the policy itself
+    if args.has_reference and not args.hints:  # with hints it is the policy itself
         reference = load_config(args.ref_model or args.model)
         references.append(network(reference, args))
     if args.rollout_only or not args.num_steps:

@@ -151,10 +151,10 @@ class Args(LoopArgs):
         "with --max_staleness icepop:0:5, which is decoupled PPO")
 
     # Reward and KL
-    kl_coef: float = preset("weight of the KL to the reference; 0: no reference is loaded")
+    kl_coef: float = preset("weight of the KL to the reference; 0: off")
     ref_model: str | None = flag(
         None, "the reference or teacher, of the same tokenizer; default: the starting model",
-        only="kl_coef !hints")
+        only="!hints")
     hints: bool = preset(
         "the reference is the policy itself, shown a row's `hint`", only="kl_coef")
     reward_coef: float = preset(
@@ -342,6 +342,16 @@ class Args(LoopArgs):
         return losses.ESTIMATORS[self.adv_estimator].takes
 
     @property
+    def objective_takes(self) -> list[str]:
+        """The inputs of the function behind --policy_loss; see losses.objective."""
+        return losses.OBJECTIVES[self.policy_loss].takes
+
+    @property
+    def has_reference(self) -> bool:
+        """True if a reference scores the sampled tokens."""
+        return bool(self.kl_coef or self.ref_model)
+
+    @property
     def updates_per_rollout(self) -> int:
         """The number of optimiser steps that learn from a rollout."""
         mini_batch = self.prompts_per_mini_batch or self.prompts_per_step
@@ -429,7 +439,8 @@ def check_registered(args: Args):
     """Raises BadInput where a flag names an unknown estimator, objective or agent loop.
 
     The task file is loaded by now, and may have registered its own. Also raises it where the
-    estimator compares rollouts and there is only one."""
+    estimator compares rollouts and there is only one, where a reference is asked for and there
+    is none, and where there is one without a use."""
     agent_loop_class({}, None, args)
     check_value("adv_estimator", args.adv_estimator,
                 (*losses.ESTIMATORS, "or your own, by @estimator in the task file"))
@@ -438,6 +449,13 @@ def check_registered(args: Args):
     need(args.group_size > 1 or "groups" not in args.estimator_takes,
          f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
          "--group_size must be at least 2")
+    asks = "logprobs_ref" in [*args.estimator_takes, *args.objective_takes]
+    need(args.has_reference or not asks,
+         f"--adv_estimator {args.adv_estimator} or --policy_loss {args.policy_loss} asks for "
+         "logprobs_ref, and there is no reference: give its --ref_model, or a --kl_coef")
+    need(args.kl_coef or asks or not args.ref_model,
+         "--ref_model has an effect only with a --kl_coef, or where the estimator or objective "
+         "asks for logprobs_ref")
 
 
 def complete_flags(args: Args, cuda: bool):

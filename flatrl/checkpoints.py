@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = {
     "resume",
     "wandb_project",
 }
+
+STATE_FILE = "estimator.pkl"  # in a checkpoint: the estimator's state, if it has any
 
 # ---------------------------------------------------------------- the folder
 
@@ -104,7 +107,7 @@ def _lock(folder):
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest whole checkpoint and the contents of its step.json;
+    With --resume, returns the latest whole checkpoint and what `_read_step` returns of it;
     broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
     and (None, {}) is returned."""
     folder = Path(args.output_dir)
@@ -125,7 +128,9 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 
 
 def _read_step(checkpoint):
-    """Returns a checkpoint's step.json. Raises if one of its files is missing or cut off."""
+    """Returns a checkpoint's step.json and, as "estimator", the state of the estimator.
+
+    Raises if one of its files is missing or cut off."""
     from torch.distributed.checkpoint import FileSystemReader
 
     state = json.loads((checkpoint / "step.json").read_text())
@@ -133,6 +138,9 @@ def _read_step(checkpoint):
     for stored in FileSystemReader(checkpoint).read_metadata().storage_data.values():
         file = checkpoint / stored.relative_path
         need(file.stat().st_size >= stored.offset + stored.length, f"{file.name} is cut off")
+    state["estimator"] = {}
+    if (checkpoint / STATE_FILE).exists():
+        state["estimator"] = pickle.loads((checkpoint / STATE_FILE).read_bytes())
     return state
 
 
@@ -217,6 +225,8 @@ def save_checkpoint(run):
             "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
         }
         (temporary / "step.json").write_text(json.dumps(about))
+        if run.state:  # pickled, because JSON would turn integer keys into texts
+            (temporary / STATE_FILE).write_bytes(pickle.dumps(run.state))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
         for path in {*old} - {best_checkpoint(run.folder)}:

@@ -2,6 +2,7 @@
 
 import torch
 
+from examples import methods  # noqa: F401  (registers them)
 from losses import estimator, gae, objective
 from tests.tiny_task import build_model, load, reward  # noqa: F401
 
@@ -24,3 +25,29 @@ def mine(ratio, entropy, advantages, clip_high):
     """Clips the ratio from above only. Its stats show its inputs."""
     loss = -ratio.clamp(max=1 + clip_high) * advantages
     return loss, {"advantage": advantages, "surprise": entropy}
+
+
+@estimator("everything")
+def everything(
+    parts, entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions, state, mask, rewards
+):
+    """Checks its inputs in a real run, in which the reference is the first policy."""
+    is_token = mask.bool()
+    step = state["steps"] = state.get("steps", 0) + 1
+    for each in (entropy, logprobs_old, logprobs_rollout, logprobs_ref):
+        assert each.shape == mask.shape and not each[~is_token].any()
+    torch.testing.assert_close(logprobs_old, logprobs_rollout, atol=1e-3, rtol=0)
+    assert torch.equal(logprobs_old, logprobs_ref) == (step == 1)
+    assert (entropy[is_token] > 0).all()
+    assert (versions[is_token] == step - 1).all()
+    assert parts == {}  # the tiny task's reward is a number
+    return rewards
+
+
+@objective("everything")
+def all_columns(logprobs, logprobs_rollout, logprobs_ref, versions, mask):
+    """Its stats show its inputs."""
+    distance = logprobs - logprobs_ref
+    mismatch = logprobs - logprobs_rollout
+    stats = {"distance": distance.abs(), "mismatch": mismatch.abs(), "version": versions.float()}
+    return -logprobs, stats

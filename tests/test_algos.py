@@ -107,7 +107,7 @@ def test_kl_in_the_reward_by_hand():
     assert "actor/kl" not in metrics
 
 
-def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
+def estimated(greedy=(), values=None, state=None, **flags) -> tuple[torch.Tensor, dict]:
     """The advantages (B, T), and the batch. Tensors among the flags are the batch's."""
     tensors = {"values": torch.zeros_like(MASK) if values is None else values}
     for name in ("logprobs_old", "logprobs_ref"):
@@ -116,7 +116,8 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     batch, _ = batch_with_rewards(OUTPUTS, args, **tensors)
     for baseline in greedy:
         baseline.extra["greedy"] = True
-    return train.estimate_advantages(batch, Rollouts(outputs=[*OUTPUTS, *greedy]), args), batch
+    rollouts = Rollouts(outputs=[*OUTPUTS, *greedy])
+    return train.estimate_advantages(batch, rollouts, args, state), batch
 
 
 # ---------------------------------------------------------------- estimators

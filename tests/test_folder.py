@@ -145,7 +145,7 @@ def make_run(folder: Path, **flags):
     return types.SimpleNamespace(
         args=args, folder=folder, learners={"policy": learner}, pool=None, done=0, saved=0,
         log=types.SimpleNamespace(said=said, say=said.append, close=lambda: None),
-        kl=types.SimpleNamespace(coef=0.5), history=[])  # fmt: skip
+        kl=types.SimpleNamespace(coef=0.5), history=[], state={1: 2.5})  # fmt: skip
 
 
 def save(run, *steps: int) -> None:
@@ -161,6 +161,7 @@ def cut(file: Path) -> None:
     lambda folder: (folder / "step.json").write_text(""),
     lambda folder: cut(folder / "__0_0.distcp"),
     lambda folder: (folder / "__0_0.distcp").unlink(),
+    lambda folder: cut(folder / "estimator.pkl"),
 ])  # fmt: skip
 def test_a_checkpoint_that_is_not_whole_is_moved_aside(spoil, tmp_path, process_group, capsys):
     run = make_run(tmp_path, resume=True)
@@ -169,6 +170,7 @@ def test_a_checkpoint_that_is_not_whole_is_moved_aside(spoil, tmp_path, process_
     spoil(newest)
     found, state = checkpoints.prepare_folder(run.args)
     assert found == tmp_path / "checkpoints/step_000002" and state["step"] == 2
+    assert state["estimator"] == {1: 2.5}
     assert f"{newest} is broken: " in capsys.readouterr().out and not newest.exists()
     checkpoints.load_checkpoint(run, found, state["parts"])
 

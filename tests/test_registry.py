@@ -1,12 +1,14 @@
 """Estimators and objectives that a task file registers: inputs, results, and a run with them."""
 
+import json
 import math
+import pickle
 import re
 
 import pytest
 import torch
-from conftest import REPLAY, REPO, TINY, metrics_of, run
-from test_algos import estimated, output
+from conftest import REPLAY, REPO, TINY, metrics_of, run, two_ranks, wait_for
+from test_algos import MASK, estimated, output
 
 from agent_loop import BadInput
 from losses import estimator, objective, policy_loss
@@ -42,6 +44,24 @@ def test_an_estimator_gets_what_its_parameters_name():
     assert got["more"] == 7
 
 
+def test_an_estimator_gets_reward_parts_and_columns_of_tokens():
+    got = {}
+
+    @estimator("spy")
+    def spy(rewards, mask, parts, logprobs_old, logprobs_rollout, state):
+        got.update(locals())
+        state["calls"] = 1
+        return rewards
+
+    old = torch.where(MASK.bool(), 2.0, NAN)
+    estimated(adv_estimator="spy", logprobs_old=old, state=(state := {}))
+    assert list(got["parts"]) == ["acc"]  # without the score, which is the outcome
+    close(got["parts"]["acc"], torch.tensor([NAN, NAN, 1, NAN]), equal_nan=True)
+    close(got["logprobs_rollout"], -got["mask"])
+    close(got["logprobs_old"], 2 * got["mask"])
+    assert state == {"calls": 1}
+
+
 @pytest.mark.parametrize("register", [estimator, objective])
 def test_a_parameter_that_nothing_fills_is_refused(register):
     with pytest.raises(ValueError, match="unknown input, 'reward': choose from .*mask"):
@@ -62,6 +82,20 @@ def test_names_are_checked_once_the_task_is_loaded():
     estimator("mine")(lambda rewards, groups: rewards)
     with pytest.raises(BadInput, match="--adv_estimator mine compares the rollouts"):
         check_registered(args)
+
+
+@pytest.mark.parametrize("register", [estimator, objective])
+def test_a_reference_is_asked_for_and_given_or_neither(register):
+    args = Args(ref_model="x")
+    check_args(args)
+    with pytest.raises(BadInput, match="--ref_model has an effect only with a --kl_coef, or"):
+        check_registered(args)
+    register({estimator: "grpo", objective: "ppo"}[register])(lambda logprobs_ref: logprobs_ref)
+    check_registered(args)
+    check_registered(Args(kl_coef=0.1))
+    said = "--adv_estimator grpo or --policy_loss ppo asks for logprobs_ref, and there is no refer"
+    with pytest.raises(BadInput, match=said):
+        check_registered(Args())
 
 
 # ---- Objectives ----------------------------------------------------------------------------
@@ -144,3 +178,35 @@ def test_a_task_file_trains_by_its_own_estimator_and_objective(cache, tmp_path):
     for metrics in metrics_of(tmp_path / "critic"):
         assert metrics["critic/vf_loss"] > 0
         assert metrics["actor/loss"] != 0
+
+    # And with all that has to be computed or loaded, in one update a step.
+    model = json.loads((folder / "args.json").read_text())["args"]["model"]
+    own = ["--adv_estimator", "everything", "--policy_loss", "everything", "--ref_model", model]
+    flags = [*REPLAY, *TASK, "--replay", folder, "--output_dir", tmp_path / "everything"]
+    run(*flags, *own, cache=cache)
+    first, second = metrics_of(tmp_path / "everything")
+    assert (first["actor/version"], second["actor/version"]) == (0, 1)
+    assert first["actor/distance"] == 0 < second["actor/distance"]
+    assert 0 < first["actor/mismatch"] < 1e-3
+    assert "actor/kl" not in first
+
+
+def test_an_estimators_state_survives_a_kill_to_the_last_digit(cache, tmp_path):
+    whole, killed, blocked = (tmp_path / name for name in ("whole", "killed", "blocked"))
+    flags = [*TINY, *TASK, "--deterministic", "--num_steps", "3", "--save_every", "1"]
+    flags += ["--adv_estimator", "rae", "--policy_loss", "ppo_rollout"]
+    run(*flags, "--output_dir", whole, by="ranks", cache=cache)
+    flags += ["--output_dir", killed]
+    blocks = {"TINY_TASK_BLOCKS": blocked, "TINY_TASK_BLOCKS_FROM": 2}
+    with two_ranks(*flags, cache=cache, **blocks) as processes:
+        wait_for(blocked.exists)  # in the third step
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert len(metrics_of(killed)) == 3  # of steps 0, 1 and 2
+    run(*flags, "--resume", by="ranks", cache=cache)
+    assert metrics_of(killed) == metrics_of(whole)
+
+    path = "checkpoints/step_000003/estimator.pkl"
+    state, other = (pickle.loads((folder / path).read_bytes()) for folder in (whole, killed))
+    assert state == other and 0 < state[""] < 1  # the baseline of the only role
