@@ -313,7 +313,7 @@ def _inner_ids(tokenizer, text):
 
 
 # The rollouts of a group begin with the same prompt.
-_tokenise_prompt = functools.lru_cache(maxsize=16)(_tokenise)
+_tokenise_prompt = functools.lru_cache(maxsize=64)(_tokenise)
 
 
 # ---------------------------------------------------------------- the conversation
@@ -529,6 +529,7 @@ class Conversation:
         self.control = _any_of(token.content for token in controls)
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
+        self.neutral_controls = {}  # see `_without_forged_tokens`
         self.problems = {}  # by the name of a round, see `problem_of`
         self.checked = set()  # the forms of prompts that `check_prompt` has seen
         self.stops = set(stops)
@@ -604,7 +605,8 @@ class Conversation:
             trusted = messages
             if not tools:  # all texts are trusted
                 return ids_of(messages, tools)
-        return self._without_forged_tokens(ids_of, messages, tools, trusted)
+        return self._without_forged_tokens(
+            ids_of, add_generation_prompt, messages, tools, trusted)
 
     def suffix(
         self,
@@ -635,7 +637,7 @@ class Conversation:
         def ids_of(chat, tools):
             return self._suffix_ids(chat[:n], chat[n:], stop, tools)
 
-        return self._without_forged_tokens(ids_of, messages + new, tools)
+        return self._without_forged_tokens(ids_of, [n, stop], messages + new, tools)
 
     def _suffix_ids(self, messages, new, stop, tools):
         """Returns the ids of `suffix`, in which texts may have forged control tokens."""
@@ -680,7 +682,7 @@ class Conversation:
 
     # -- control tokens
 
-    def _without_forged_tokens(self, ids_of, messages, tools, trusted=()):
+    def _without_forged_tokens(self, ids_of, depends_on, messages, tools, trusted=()):
         """Returns the ids of a chat, in which no text of the world has become a control token.
 
         Which control tokens the template writes is seen in a neutral chat: the same messages
@@ -689,17 +691,21 @@ class Conversation:
         tokenised in pieces, divided where they spell a token, or else everywhere.
 
         ids_of: a function of (messages, tools) that renders and tokenises a chat.
+        depends_on: what else ids_of reads. Neutral chats of rollouts are often the same, so their
+            control tokens are kept.
         trusted: messages whose texts stay as they are.
 
         Raises ValueError if a token is forged even so."""
         controls = _control_tokens(self.tokenizer)
 
-        def ids_and_controls(edit):
+        def edited(edit):
             chat = []
             for message in messages:
                 chat.append(message if message in trusted else self._edited(message, edit))
-            ids = ids_of(chat, _edit_values(tools, functools.partial(self._edit_value, edit)))
-            return ids, [token for token in ids if token in controls]
+            return chat, _edit_values(tools, functools.partial(self._edit_value, edit))
+
+        def controls_of(ids):
+            return [token for token in ids if token in controls]
 
         words = {}
 
@@ -718,10 +724,15 @@ class Conversation:
         def divide_everywhere(text):
             return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
 
-        _, expected = ids_and_controls(neutral)
+        neutral_chat = edited(neutral)
+        key = hash(json.dumps([depends_on, neutral_chat], default=repr))
+        if key not in self.neutral_controls:
+            if len(self.neutral_controls) > 1024:
+                self.neutral_controls.clear()
+            self.neutral_controls[key] = controls_of(ids_of(*neutral_chat))
         for edit in (str, divide_tokens, divide_everywhere):
-            ids, found = ids_and_controls(edit)
-            if found == expected:
+            ids = ids_of(*edited(edit))
+            if controls_of(ids) == self.neutral_controls[key]:
                 return ids
         raise ValueError("the chat template makes control tokens of what messages say")
 
