@@ -366,7 +366,7 @@ def templates():
         tokenizer = chat_templates.tokenizer_for(name, make_tokenizer())
         talk = conversation(tokenizer, chat_templates.stop_ids(name, tokenizer))
         ends = dict.fromkeys(end for end in (talk.answer_end, talk.call_end) if end is not None)
-        shows_calls = talk.shows_calls_beside("")
+        shows_calls = talk.shows_calls
         if not talk.takes("a tool's answer" if shows_calls else MALFORMED):
             tools = "refused"
         elif not shows_calls:
