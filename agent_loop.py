@@ -645,7 +645,7 @@ class Conversation:
         after = self.text(messages + new, tools, True)
         before = before.removesuffix(self.closing)
         added = self._added(before, after, messages)
-        end = next((end for end in self.ends if before.endswith(end)), None)
+        end = self.end_of(before)
         if end is None:
             raise RewritesHistory("the chat template ends this turn in its own way")
         ids = _tokenise(self.tokenizer, end + added, begins=False)
@@ -657,6 +657,10 @@ class Conversation:
         if ids[0] != stop:
             raise RewritesHistory("the policy ended its turn with another token than the template")
         return ids[1:]
+
+    def end_of(self, text: str) -> str | None:
+        """Returns which of `ends` a text has at its end, or None."""
+        return next((end for end in self.ends if text.endswith(end)), None)
 
     def _added(self, before, after, messages):
         """Returns the text of `after` behind `before`, which may lose empty blocks of reasoning.
@@ -1029,8 +1033,11 @@ def conversation(
     stops: Iterable[int] = (),
     think_tags: str = LoopArgs.think_tags,
 ) -> Conversation:
-    """Returns the tokenizer's Conversation. It is made once."""
-    return _conversation(tokenizer, str(tokenizer.chat_template), frozenset(stops), think_tags)
+    """Returns the tokenizer's Conversation. It is made once.
+
+    stops: the ids that end a turn, beside the tokenizer's EOS."""
+    stops = frozenset({*stops, tokenizer.eos_token_id} - {None})
+    return _conversation(tokenizer, str(tokenizer.chat_template), stops, think_tags)
 
 
 def render(
@@ -2075,10 +2082,7 @@ class Demonstration:
         chat = [{"role": "user", "content": "?"}]
         before = talk.text(chat, add_generation_prompt=True)
         written = talk.text([*chat, turn]).partition(before)[2].removesuffix(talk.closing)
-        for end in talk.ends:
-            if written.endswith(end):
-                written = written.removesuffix(end)
-                break
+        written = written.removesuffix(talk.end_of(written) or "")
         if "tool_calls" not in turn and turn["content"] not in written:
             written = turn["content"]
         # Behind the prompt, because some tokenizers put a space before words in other places.

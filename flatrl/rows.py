@@ -79,7 +79,7 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     spaces and the form of accents, which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
-    talk = conversation(templates, {tokenizer.eos_token_id} - {None})
+    talk = conversation(templates)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
     runs_tools = issubclass(agent_loop_class(row, task, args or LoopArgs()), ToolAgentLoop)
