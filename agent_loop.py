@@ -312,10 +312,6 @@ def _inner_ids(tokenizer, text):
     return ids[1:] if start else ids
 
 
-# The rollouts of a group begin with the same prompt.
-_tokenise_prompt = functools.lru_cache(maxsize=64)(_tokenise)
-
-
 # ---------------------------------------------------------------- the conversation
 
 
@@ -334,6 +330,12 @@ def with_template_variables(tokenizer, variables: str):
     changed = copy.copy(tokenizer)
     changed.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **variables)
     return changed
+
+
+def _make_room(cache, limit):
+    """Empties a dict that has grown to its limit."""
+    if len(cache) >= limit:
+        cache.clear()
 
 
 POLICY_ROLES = ("assistant", "system")
@@ -529,6 +531,8 @@ class Conversation:
         self.control = _any_of(token.content for token in controls)
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
+        self.prompts = {}  # the ids of chats that `render` has seen
+        self.tools = {}  # see `_edited_tools`
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.problems = {}  # by the name of a round, see `problem_of`
         self.checked = set()  # the forms of prompts that `check_prompt` has seen
@@ -593,20 +597,27 @@ class Conversation:
         trusted: Sequence[dict] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Returns the token ids of a chat, see the function `render`."""
+        """Returns the token ids of a chat, see the function `render`.
+
+        Some are kept, because the rollouts of a group begin with the same prompt."""
         if not messages:
             return []
 
         def ids_of(messages, tools):
             text = self.text(messages, tools, add_generation_prompt)
-            return list(_tokenise_prompt(self.tokenizer, text))
+            return _tokenise(self.tokenizer, text)
 
-        if trusted is None:
-            trusted = messages
-            if not tools:  # all texts are trusted
-                return ids_of(messages, tools)
-        return self._without_forged_tokens(
-            ids_of, add_generation_prompt, messages, tools, trusted)
+        key = json.dumps([messages, tools, trusted, add_generation_prompt], default=repr)
+        if key not in self.prompts:
+            _make_room(self.prompts, 64)
+            if trusted is None and not tools:  # all texts are trusted
+                ids = ids_of(messages, tools)
+            else:
+                trusted = messages if trusted is None else trusted
+                ids = self._without_forged_tokens(
+                    ids_of, add_generation_prompt, messages, tools, trusted)
+            self.prompts[key] = ids
+        return list(self.prompts[key])
 
     def suffix(
         self,
@@ -701,26 +712,16 @@ class Conversation:
 
         Raises ValueError if a token is forged even so."""
         controls = _control_tokens(self.tokenizer)
+        neutral_tools, plain_tools, words = self._edited_tools(tools)
 
         def edited(edit):
-            chat = []
-            for message in messages:
-                chat.append(message if message in trusted else self._edited(message, edit))
-            return chat, _edit_values(tools, functools.partial(self._edit_value, edit))
+            return [
+                message if message in trusted else self._edited(message, edit)
+                for message in messages
+            ]
 
         def controls_of(ids):
             return [token for token in ids if token in controls]
-
-        words = {}
-
-        def neutral_word(text):
-            # Equal texts stay equal: Mistral's template compares messages. It also wants ids of
-            # nine characters.
-            return words.setdefault(text, f"x{len(words):08d}")
-
-        # A flag in a text, as "/no_think", may decide which tokens the template writes.
-        _, flags = self._texts_looked_for
-        neutral = functools.partial(self._edit_around, flags, neutral_word)
 
         def divide_tokens(text):
             return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
@@ -728,17 +729,44 @@ class Conversation:
         def divide_everywhere(text):
             return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
 
-        neutral_chat = edited(neutral)
-        key = hash(json.dumps([depends_on, neutral_chat], default=repr))
+        neutral_chat = edited(self._neutral_edit(dict(words)))
+        key = hash(json.dumps([depends_on, neutral_chat, tools], default=repr))
         if key not in self.neutral_controls:
-            if len(self.neutral_controls) > 1024:
-                self.neutral_controls.clear()
-            self.neutral_controls[key] = controls_of(ids_of(*neutral_chat))
+            _make_room(self.neutral_controls, 1024)
+            self.neutral_controls[key] = controls_of(ids_of(neutral_chat, neutral_tools))
         for edit in (str, divide_tokens, divide_everywhere):
-            ids = ids_of(*edited(edit))
+            edited_tools = plain_tools if edit is str else self._edit_tools(tools, edit)
+            ids = ids_of(edited(edit), edited_tools)
             if controls_of(ids) == self.neutral_controls[key]:
                 return ids
         raise ValueError("the chat template makes control tokens of what messages say")
+
+    def _neutral_edit(self, words):
+        """Returns an edit that puts neutral words in place of texts.
+
+        words: the word for each text so far. Equal texts stay equal: Mistral's template compares
+        messages. It also wants ids of nine characters."""
+
+        def neutral_word(text):
+            return words.setdefault(text, f"x{len(words):08d}")
+
+        # A flag in a text, as "/no_think", may decide which tokens the template writes.
+        _, flags = self._texts_looked_for
+        return functools.partial(self._edit_around, flags, neutral_word)
+
+    def _edit_tools(self, tools, edit):
+        """Returns the tools with edit(text) in place of their texts."""
+        return _edit_values(tools, functools.partial(self._edit_value, edit))
+
+    def _edited_tools(self, tools):
+        """Returns (neutral tools, clean tools, words), which are kept for all rollouts."""
+        key = json.dumps(tools, default=repr)
+        if key not in self.tools:
+            _make_room(self.tools, 64)
+            words = {}
+            neutral_tools = self._edit_tools(tools, self._neutral_edit(words))
+            self.tools[key] = (neutral_tools, self._edit_tools(tools, str), words)
+        return self.tools[key]
 
     def _edited(self, message, edit):
         """Returns a message with edit(text) in place of its texts.
