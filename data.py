@@ -924,7 +924,8 @@ def micro_batches_of_this_rank(
     fill = _fill_packed if packed else _fill_padded
     parts = _equal_parts(whole, max_tokens, n_ranks, fill)
     shares = balance([part.n_tokens for part in parts], n_ranks)
-    share = shares[dist.get_rank()]
+    # The largest first: the smaller ones fit into the memory that it leaves.
+    share = sorted(shares[dist.get_rank()], key=lambda k: -parts[k].n_tokens)
     micros = [whole.select(parts[k].positions) for k in share]
     n_missing = max(map(len, shares)) - len(micros)
     return micros + _fillers(whole, n_missing)

@@ -743,7 +743,7 @@ class Learner:
         self.net = net
         self.lr = lr
         self.wrapped = wrap(net, args, accelerator)
-        net.float()  # of a sharded network, this rank's shard
+        layers.set_master_dtype(net, args)
         self.optimizer = torch.optim.AdamW(
             net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
         )
@@ -993,6 +993,7 @@ def close(run: Run):
     run.stop.finished.set()
     run.stop.thread.join()  # it ends together with the other ranks'
     if run.engine:
+        offload(run, "cpu")
         run.engine.close()
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import sys
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
@@ -211,6 +212,10 @@ def start_processes(args):
     if not dist.is_initialized():
         if not cpu_only:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            # The launcher sets one thread. Loading and trying a large model needs more.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+            # The thread that starts the GPU's operations must not wait 5 ms for each tool.
+            sys.setswitchinterval(2e-4)
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=PATIENCE, **alone)
     dtype = device_defaults(args, not cpu_only)["dtype"]

@@ -102,8 +102,11 @@ def _settings(entry: Field) -> dict:
     elif get_origin(kind) is list:
         settings |= {"type": get_args(kind)[0], "nargs": "+"}
     elif get_origin(kind) is Literal:
-        by_word = {str(choice): choice for choice in get_args(kind)}
-        settings |= {"type": lambda word: by_word.get(word, word), "choices": get_args(kind)}
+        by_word = {str(choice).lower(): choice for choice in get_args(kind)}
+        settings |= {
+            "type": lambda word: by_word.get(word.lower(), word),
+            "choices": get_args(kind),
+        }
         settings["metavar"] = "|".join(by_word)
     rules = ("allowed", "only")  # argparse does not know them
     return settings | {name: x for name, x in entry.metadata.items() if name not in rules}

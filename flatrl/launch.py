@@ -2,18 +2,25 @@
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def prepare_process():
-    """Prints that the slow imports begin, and sets the number of threads for ranks on a CPU."""
+    """Prints that the slow imports begin, and sets what torch reads when it is imported."""
     if os.environ.get("RANK", "0") == "0":
         print("flatrl: loading torch, transformers and vLLM", flush=True)
     gc.set_threshold(50_000)  # looking for garbage takes a tenth of the imports' time
 
-    # Ranks that share cores crawl if each starts a thread for every core. On a GPU vLLM sets it.
-    if not os.path.exists("/dev/nvidiactl"):
+    if os.path.exists("/dev/nvidiactl"):
+        # Micro-batches differ in size, and would leave holes in the GPU's memory. With --tp,
+        # vLLM can't capture CUDA graphs with it (vllm#42609).
+        has_tp = any(word.startswith("--tp") for word in sys.argv)
+        if not has_tp and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    else:
+        # Ranks that share cores crawl if each starts a thread for every core.
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         n_threads = max(1, len(os.sched_getaffinity(0)) // n_ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))

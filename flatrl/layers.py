@@ -81,6 +81,21 @@ def _try_attentions(policy, probe, args) -> tuple[str, bool]:
     )
 
 
+def set_master_dtype(net: nn.Module, args):
+    """Makes what is trained float32, in place. Of a sharded network, this rank's shard.
+
+    Frozen weights beside LoRA adapters take --dtype where FSDP2 would cast them to it anyway."""
+    frozen = getattr(torch, args.dtype) if args.shard else torch.float32
+
+    def cast(tensor):
+        if not tensor.is_floating_point():
+            return tensor
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return tensor.to(frozen if is_frozen else torch.float32)
+
+    net._apply(cast)  # as nn.Module.float does
+
+
 def add_adapters(model: nn.Module, args):
     """Adds LoRA adapters of --lora_rank to all linear layers but the head (arXiv 2106.09685).
 

@@ -19,7 +19,7 @@ import data
 import rollout
 import train
 from agent_loop import BadInput
-from flatrl import devices
+from flatrl import devices, launch, layers, vllm_engine
 from train import Args
 
 CUDA = torch.device("cuda")
@@ -162,6 +162,30 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     scores = [train.score_tokens(net, batch, args) for net in (reference, policy.net)]
     # FSDP casts before it gathers: the numbers are the same.
     assert torch.equal(*scores) and scores[0].abs().sum() > 1
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_frozen_weights_take_half_the_memory_and_no_number_changes(
+    args, process_group, monkeypatch, lora_rank
+):
+    args = dataclasses.replace(args, dtype="bfloat16", shard=True, lora_rank=lora_rank)
+    batch = batch_of(6)
+    batch["advantages"] = torch.ones_like(batch["response_mask"])
+
+    def train_one_step() -> tuple[dict, dict]:
+        learner = learner_of(args)
+        metrics, _ = train.optimise(
+            learner, train.policy_objective, batch, COLUMNS, range(6), args, Accelerator(cpu=True))
+        parameters = learner.net.named_parameters()
+        return metrics, {name: (p.dtype, p.requires_grad) for name, p in parameters}
+
+    found, dtypes = train_one_step()
+    assert {(torch.float32, True)} <= set(dtypes.values()) <= {
+        (torch.float32, True), (torch.bfloat16, False)}
+    assert len(set(dtypes.values())) == (2 if lora_rank else 1)
+    monkeypatch.setattr(layers, "set_master_dtype", lambda net, args: net.float())
+    expected, _ = train_one_step()
+    assert found == expected and found["actor/grad_norm"] > 0
 
 
 # ---------------------------------------------------------------- the largest micro-batch
@@ -314,6 +338,50 @@ def test_offload(tiny_model, process_group, monkeypatch, what, moves, shard):
 
 
 # ---------------------------------------------------------------- the engine's memory
+
+
+@pytest.mark.parametrize("argv, given, expected", [
+    ([], {}, "expandable_segments:True"),
+    (["--tp=2"], {}, None),
+    ([], {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ([], {"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+])  # fmt: skip
+def test_beside_a_gpu_memory_has_no_holes(monkeypatch, argv, given, expected):
+    environment = dict(given)
+    monkeypatch.setattr(launch.os, "environ", environment)
+    monkeypatch.setattr(launch.os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.setattr(launch.gc, "set_threshold", lambda n: None)
+    monkeypatch.setattr(launch.sys, "argv", ["train.py", *argv])
+    launch.prepare_process()
+    assert environment.get("PYTORCH_ALLOC_CONF") == expected
+    assert "OMP_NUM_THREADS" not in environment
+
+
+@pytest.mark.parametrize("flags, conf, expected", [
+    ({}, "expandable_segments:True", {}),
+    ({"tp": 2}, "", {}),
+    ({"tp": 2}, "expandable_segments:True", {"disable_custom_all_reduce": True}),
+    ({"engine_args": '{"max_num_seqs": 1024}'}, "", {"max_cudagraph_capture_size": 1024}),
+])  # fmt: skip
+def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf, expected):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    arguments = vllm_engine.vllm_arguments("x", dataclasses.replace(args, **flags), CUDA)
+    names = ("disable_custom_all_reduce", "max_cudagraph_capture_size")
+    assert {name: arguments[name] for name in names if name in arguments} == expected
+
+
+@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
+def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
+    """vLLM 0.32 prints a CUDA error for each part of the memory that sleep has unmapped."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    engine = object.__new__(rollout.Engine)
+    engine.state = state
+    core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
+    engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
+    engine.close()
+    assert found == calls
 
 
 def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monkeypatch):

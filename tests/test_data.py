@@ -449,6 +449,7 @@ def unique_tokens(batch: dict, micro: data.MicroBatch) -> int:
 @pytest.mark.parametrize("lengths, budget, packed, expected", [
     ([6, 4, 5, 3, 1], 10, True, [[0, 1], [2, 3, 4]]),
     ([10, 10], 10, True, [[0], [1]]),
+    ([3, 9, 8, 4], 10, True, [[0, 3], [1], [2]]),
     ([1, 2], 3, True, [[0, 1]]),
     # Padding counts where rows are not packed.
     ([5, 4, 3, 2, 1], 10, False, [[0, 1], [2, 3, 4]]),  # 5 + 5; 3 + 3 + 3
@@ -461,6 +462,8 @@ def test_micro_batches_by_hand(lengths, budget, packed, expected):
     batch = batch_of(prompts, [[7] * (length - 1) for length in lengths])
     (micros,) = shares_of(batch, 1, budget, packed=packed)
     assert sorted(sorted(micro.rows) for micro in micros) == expected
+    sizes = [unique_tokens(batch, micro) for micro in micros] if packed else []
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_groups_stay_together_and_are_cut_where_little_is_shared():

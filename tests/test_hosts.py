@@ -136,7 +136,7 @@ def test_a_team_stays_within_its_host(process_group, monkeypatch):
     ([], False),
     (["--shard"], True),
     (["--shard", "--seed", "1"], True),
-    (["--shard", "False"], False),
+    (["--shard", "false"], False),
     (["--shard", "hybrid"], "hybrid"),
 ])  # fmt: skip
 def test_how_sharding_is_spelled(words, meant, monkeypatch):

@@ -121,7 +121,7 @@ def launched(*command: str) -> None:
         env=environment_of_no_rank(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    for word in ("CUDA error", "Traceback", "terminate called"):
+    for word in ("CUDA error", "CUDA Error", "Traceback", "terminate called"):
         assert word not in done.stderr, done.stderr[-4000:]
 
 
