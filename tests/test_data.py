@@ -449,7 +449,7 @@ def unique_tokens(batch: dict, micro: data.MicroBatch) -> int:
 @pytest.mark.parametrize("lengths, budget, packed, expected", [
     ([6, 4, 5, 3, 1], 10, True, [[0, 1], [2, 3, 4]]),
     ([10, 10], 10, True, [[0], [1]]),
-    ([3, 9, 8, 4], 10, True, [[0, 3], [1], [2]]),
+    ([5, 8, 6, 4, 9], 10, True, [[0, 3], [1], [2], [4]]),
     ([1, 2], 3, True, [[0, 1]]),
     # Padding counts where rows are not packed.
     ([5, 4, 3, 2, 1], 10, False, [[0, 1], [2, 3, 4]]),  # 5 + 5; 3 + 3 + 3
