@@ -85,7 +85,9 @@ def set_master_dtype(net: nn.Module, args):
     """Makes what is trained float32, in place. Of a sharded network, this rank's shard.
 
     Frozen weights beside LoRA adapters take --dtype where FSDP2 would cast them to it anyway."""
-    frozen = getattr(torch, args.dtype) if args.shard else torch.float32
+    frozen = torch.float32
+    if args.shard:
+        frozen = getattr(torch, args.dtype, torch.float32)
 
     def cast(tensor):
         if not tensor.is_floating_point():
