@@ -249,7 +249,7 @@ def test_a_reward_that_hides_its_use_of_signals_fails(name, arguments):
     for grader in reward, in_a_pool:
         with pytest.raises(RuntimeError) as error:
             graded(played(0, 0, 0, None), reward=grader)
-        said = f"the reward calls signal.{name} in {__file__}, line {line}: signals work in the main"
+        said = f"the reward calls signal.{name} in {__file__}, line {line}: signals work in"
         assert str(error.value).startswith(said)
     with pytest.warns(UserWarning, match=f"signal.{name} fails here"):
         thread = threading.Thread(target=reward, args=[None, None])
