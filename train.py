@@ -845,7 +845,7 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    contents = on_main(contents_of, args, task, all_rows)
+    contents = on_main(contents_of, args, task, rows)
     changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
     on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
     checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})

@@ -15,13 +15,15 @@ ROWS = "the training rows"
 VAL_ROWS = "the validation rows"
 MODEL = "the files of --model"
 OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}
-BLOCKS = 256  # of 4096 bytes each, of which a large file is known
+INSTALLED = {"site-packages", "dist-packages"}
+BLOCK = 1 << 16  # bytes; of a file with more than BLOCKS of them, so many are read
+BLOCKS = 1024
 
 
 def contents_of(args, task: ModuleType, rows: dict) -> dict[str, str]:
     """Returns {name of an input: a text that is another one if its contents are}.
 
-    rows: by split, before overlong ones are dropped."""
+    rows: by split, without overlong ones."""
     contents = {
         "the task file, or a module of yours that it imports": _digest(_code(task)),
         ROWS: _of_rows(rows["train"], args.seed),
@@ -45,7 +47,7 @@ def _code(task: ModuleType):
     standard = Path(os.__file__).parent
     for name in sorted(task.__imported__):
         file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        installed = file.is_relative_to(standard) or "site-packages" in file.parts
+        installed = file.is_relative_to(standard) or INSTALLED & {*file.parts}
         if file.is_file() and not installed and name.partition(".")[0] not in OURS:
             yield file.read_bytes()
 
@@ -85,11 +87,11 @@ def _of_model(model: str) -> str:
 
 def _sample(file: Path):
     """Yields a file's name, its size, and blocks spread over it: all of it if it is small."""
-    if not file.is_file():
+    if file.name.startswith(".") or not file.is_file():
         return
     size = file.stat().st_size
     yield f"{file.name} {size}".encode()
     with file.open("rb") as stream:
-        for start in range(0, size, max(4096, size // BLOCKS)):
+        for start in range(0, size, max(BLOCK, size // BLOCKS)):
             stream.seek(start)
-            yield stream.read(4096)
+            yield stream.read(BLOCK)

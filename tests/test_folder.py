@@ -285,20 +285,20 @@ TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
     (lambda folder, rows: rows["val"].pop(), [VAL_ROWS]),
     (lambda folder, rows: overwrite(folder / "task.py", -2), [TASK]),
     (lambda folder, rows: overwrite(folder / "graders_of_this_test.py", -1), [TASK]),
-    (lambda folder, rows: overwrite(folder / "model/model.safetensors", 5_000_000), [MODEL]),
+    (lambda folder, rows: overwrite(folder / "model/model.safetensors", 99_999), [MODEL]),
     (lambda folder, rows: (folder / "model/chat_template.jinja").write_text("{{ 1 }}"), [MODEL]),
     (lambda folder, rows: (folder / "model/model.safetensors").unlink(), [MODEL]),
     (lambda folder, rows: overwrite(folder / "teacher/tokenizer.json", 9), [REF_MODEL]),
 ])  # fmt: skip
 def test_what_changed_under_its_name_is_named(edit, changed, tmp_path, monkeypatch, capsys):
-    """... and refused, except for validation rows. One block of a large file is enough."""
+    """... and refused, except for validation rows."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "graders_of_this_test.py").write_text("reward = lambda output, row: 1")
     (tmp_path / "task.py").write_text("from graders_of_this_test import reward\nload = list\n# 1")
     for name in "model", "teacher":
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text('{"a": "b"}')
-        (tmp_path / name / "model.safetensors").write_bytes(bytes(10_000_000))
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(100_000))
     image = Image.new("L", (3, 3))
     rows = {"train": [{"words": {"a", "b", "c"}, "grader": len}, {"answer": 3, "images": [image]}]}
     rows["val"] = [{"at": object()}, {}]
