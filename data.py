@@ -95,9 +95,11 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     spec = spec_from_file_location(name, file)
     need(spec, f"--task {path}: not a Python file (its name must end in .py)")
     module = module_from_spec(spec)
+    known = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
     with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
+    module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py
 
     check_types(vars(module), TASK_TYPES, f"--task {path}")
     with refusing(

@@ -74,6 +74,7 @@ from flatrl.processes import (
     memory,
 )
 from flatrl.rows import copy_containers
+from flatrl.signals import refusing_signals
 from flatrl.terminal import Bar, shown
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
@@ -919,7 +920,8 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
       - if a reward is neither a finite number nor a dict with one under "score",
       - if an earlier output of a unit has another reward, which would be ignored,
       - if a unit is in two groups,
-      - for rewards and metrics that can't be placed or logged."""
+      - for rewards and metrics that can't be placed or logged,
+    and RuntimeError if a reward function uses signals (flatrl/signals.py)."""
     units = defaultdict(list)
     for output in outputs:
         units[output.unit].append(output)
@@ -939,7 +941,8 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
                 )
         reward = last.reward
         if reward is None:
-            reward = await call(task.reward, last, row)
+            with refusing_signals():
+                reward = await call(task.reward, last, row)
         for output in outputs_of_unit:
             output.reward = _checked(reward)
 
@@ -952,6 +955,9 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         ]
         output.metrics = _loggable(output.metrics)
         json.dumps([output.messages, output.extra], default=str)  # as the log does
+
+
+score = set_rewards  # its former name
 
 
 def _checked(reward):

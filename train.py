@@ -36,6 +36,7 @@ from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
 from flatrl.bad_input import need
+from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
@@ -844,13 +845,16 @@ def setup(args: Args) -> Run:
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
     policy = Policy(args, n_ids, vision)
-    changed = on_main(checkpoints.check_changes, args, task_builds_model) if args.resume else {}
+    contents = on_main(contents_of, args, task, rows)
+    changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
+    on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
     checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})
+    checkpoints.check_history(state, task, changed)
 
     stop = Stop()
     log = SilentLog()
     if accelerator.is_main_process:
-        log = Log(args, tokenizer, state.get("step", 0))
+        log = Log(args, tokenizer, state.get("step", 0), contents)
         # Before the engine starts, which takes seconds or minutes.
         log.notices.start(rows, all_rows, policy, device)
     engine = None
@@ -876,13 +880,7 @@ def setup(args: Args) -> Run:
         kl=losses.AdaptiveKL(args.kl_coef, args.kl_target),
     )
     if checkpoint:
-        run.done = state["step"]
-        run.saved = run.done
-        run.history = state["history"]
-        run.state = state["estimator"]
-        if args.kl_target and "kl_coef" not in changed:
-            run.kl.coef = state["kl_coef"]
-        checkpoints.load_checkpoint(run, checkpoint, state["parts"])
+        checkpoints.resume(run, checkpoint, state, changed)
     fit_micro_batch(run.learners, args, device, log.say)
     if engine:
         run.pool = training_pool(run, run.done, state.get("next_prompt", 0))

@@ -482,6 +482,8 @@ def complete_flags(args: Args, cuda: bool):
         "gradient_checkpointing": cuda,
     })
 
+    need("://" not in args.output_dir, f"--output_dir {args.output_dir}: only a folder can be "
+         "written to; copy it to a bucket at the end, or mount that")
     args.output_dir = os.path.realpath(os.path.expanduser(args.output_dir))
     for name in ("model", "ref_model", "replay"):
         path = getattr(args, name)

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from agent_loop import BadInput
-from flatrl.bad_input import need
+from flatrl.bad_input import need, refusing
+from flatrl.contents import MODEL, ROWS, VAL_ROWS
 from flatrl.files import logged
 from flatrl.log import or_warn
 from flatrl.models import whole, whole_weights
@@ -152,30 +154,56 @@ def _move_aside(folder):
             return folder.rename(path)
 
 
-def check_changes(args, own_model: bool) -> dict[str, str]:
-    """Compares the flags with those of the run to resume: {name: "--name before -> now"}.
+def check_changes(args, contents: dict[str, str], own_model: bool) -> dict[str, str]:
+    """Compares flags and contents with those of the run to resume: {name: "before -> now"}.
 
-    Not compared are FLAGS_FREE_TO_CHANGE_ON_RESUME, num_steps at a constant rate and, if the
-    task builds the model itself (own_model), the folder in which it was built. Raises BadInput
-    if a flag differs, unless --resume is "changed"."""
-    before = json.loads(Path(args.output_dir, "args.json").read_text())["args"]
+    contents: as from `contents_of`. Not compared are FLAGS_FREE_TO_CHANGE_ON_RESUME, num_steps at
+    a constant rate and, if the task builds the model itself (own_model), the folder in which it
+    was built. Other validation rows are only reported. Raises BadInput if anything else differs,
+    unless --resume is "changed". Returns {} without --resume."""
+    if not args.resume:
+        return {}
+    about = json.loads(Path(args.output_dir, "args.json").read_text())
+    before = about["args"]
     free = {*FLAGS_FREE_TO_CHANGE_ON_RESUME}
     if args.lr_schedule == "constant":
         free.add("num_steps")
     if own_model and Path(before["model"]).parent == Path(args.model).parent:
-        free.add("model")
+        free |= {"model", MODEL}
     changed = {}
     for name, value in before.items():
         now = getattr(args, name, value)  # an older version's flag may be gone
         now = json.loads(json.dumps(now))  # as it was written: a tuple is a list
         if name not in free and now != value:
             changed[name] = f"--{name} {value} -> {now}"
+    for name, value in about.get("contents", {}).items():  # an older version wrote none
+        now = contents.get(name, value)
+        if now != value and name == VAL_ROWS:
+            print(f"--resume: {name} have changed: eval/reward is another one", flush=True)
+        elif now != value and name not in free:
+            changed[name] = f"{name} ({value} -> {now})"
     need(
         not changed or args.resume == "changed",
-        f"--resume: the run had other flags: {', '.join(changed.values())}; give --resume "
-        "changed to resume with these",
+        f"--resume: the run had other flags or contents: {', '.join(changed.values())}; give "
+        "--resume changed to resume with these",
     )
     return changed
+
+
+def check_history(state: dict, task, changed: dict):
+    """Raises BadInput if a checkpoint's history of the task's sampler can't be continued.
+
+    state: what `prepare_folder` returned; changed: what `check_changes` did."""
+    history = state.get("history", [])
+    sampler = getattr(task, "sampler", None)
+    fits = not (sampler and state.get("next_prompt"))
+    if history:
+        fits = sampler and ROWS not in changed
+    need(
+        fits,
+        "--resume changed: the history of the task's `sampler` is about other rows, or the task "
+        "has one now and had none, or the other way round: start another run",
+    )
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -226,7 +254,8 @@ def save_checkpoint(run):
         }
         (temporary / "step.json").write_text(json.dumps(about))
         if run.state:  # pickled, because JSON would turn integer keys into texts
-            (temporary / STATE_FILE).write_bytes(pickle.dumps(run.state))
+            with refusing("the estimator's state can't be pickled"):
+                (temporary / STATE_FILE).write_bytes(pickle.dumps(run.state))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
         for path in {*old} - {best_checkpoint(run.folder)}:
@@ -261,6 +290,20 @@ def best_checkpoint(folder: Path) -> Path | None:
         return rewards.get(int(path.name.removeprefix("step_")), -math.inf)
 
     return max(reversed(checkpoints(folder)), key=reward_of, default=None)
+
+
+def resume(run, checkpoint: Path, state: dict, changed: dict):
+    """Continues a run from a checkpoint: its steps, history, KL coefficient and networks.
+
+    state: what `prepare_folder` returned; changed: what `check_changes` did. Raises BadInput if
+    the checkpoint does not load."""
+    run.done = state["step"]
+    run.saved = run.done
+    run.history = state["history"]
+    run.state = state["estimator"]
+    if run.args.kl_target and "kl_coef" not in changed:
+        run.kl.coef = state["kl_coef"]
+    load_checkpoint(run, checkpoint, state["parts"])
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):
@@ -313,12 +356,39 @@ def save_policy(run, folder: Path):
     def write():
         """Writes to a temporary folder, which then takes the place of an earlier policy."""
         shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary, state_dict=weights)
-        if adapter:
-            model.peft_config["default"].save_pretrained(temporary / "adapter")
-            save_file(adapter, temporary / "adapter" / "adapter_model.safetensors")
-        (run.processor or run.tokenizer).save_pretrained(temporary)
+        _write_policy(temporary, model, run.processor or run.tokenizer, weights, adapter)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
     on_main(write)
+
+
+def try_to_save(args, policy, tokenizer):
+    """Writes a policy's files without its weights, and removes them.
+
+    tokenizer: or the processor. Raises BadInput for what `save_policy` would refuse after the
+    training."""
+    if args.num_steps and not args.rollout_only:
+        with tempfile.TemporaryDirectory() as folder:
+            _write_policy(Path(folder), policy.model, tokenizer, {}, {})
+
+
+def _write_policy(folder, model, tokenizer, weights, adapter):
+    """Writes a model with these weights, its adapter if it has one, and its tokenizer.
+
+    Raises BadInput with what the libraries raise."""
+    dtype = model.config.dtype
+    generation = model.generation_config
+    with refusing("the policy, its configuration or its tokenizer can't be saved"):
+        # transformers loads some that it refuses to save: a temperature without do_sample.
+        model.generation_config = type(generation)()
+        try:
+            model.save_pretrained(folder, state_dict=weights)
+        finally:
+            model.generation_config = generation
+            model.config.dtype = dtype  # transformers has made it a text
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        if hasattr(model, "peft_config"):
+            model.peft_config["default"].save_pretrained(folder / "adapter")
+            save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
+        tokenizer.save_pretrained(folder)

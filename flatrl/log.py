@@ -62,9 +62,9 @@ class Log:
         ("train_s", "timing/train_s", ".2f"),
     ]
 
-    def __init__(self, args, tokenizer, steps_done: int):
+    def __init__(self, args, tokenizer, steps_done: int, contents: dict[str, str] | None = None):
         """steps_done: those of the checkpoint with --resume. Lines of later steps are removed,
-        because these steps are run again."""
+        because these steps are run again. contents: as from `contents_of`."""
         self.args = args
         self.tokenizer = tokenizer
         self.steps_done = steps_done
@@ -75,6 +75,7 @@ class Log:
         self.unwritten = b""  # of metrics.jsonl, because the disk was full
         about = {
             "args": asdict(args),
+            "contents": contents or {},
             "git": git_hash(),
             "versions": versions(),
             "command": sys.argv,

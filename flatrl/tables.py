@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +43,11 @@ def read_files(files: list[str]) -> Sequence[dict]:
     rows = []
     for name in files:
         file = Path(name)
+        hub, *parts = re.split(r":(?![^\[]*\])", name)  # not at the colon of a slice
         need(
-            file.exists() or ":" in name.strip(":"),
-            f"{name}: no such file (a data set of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT)",
+            file.exists() or (hub and parts and "://" not in name),
+            f"{name}: no such file. A dataset of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT, and "
+            "its split may be a slice: NAME:train[:100]. Download anything else first",
         )
         with refusing(f"{name} can't be read as .parquet, .jsonl, .csv or a folder of datasets"):
             if file.suffix == ".csv":
@@ -53,7 +56,7 @@ def read_files(files: list[str]) -> Sequence[dict]:
                 rows += _read_json(file)
             else:
                 # With arrow, images stay the bytes of their files until they are used.
-                table = _data_set(file, name).with_format("arrow")
+                table = _data_set(file, hub, parts).with_format("arrow")
                 if len(files) == 1 and len(table) > MAX_ROWS_IN_MEMORY:
                     return table
                 rows += table[:].to_pylist()
@@ -73,15 +76,17 @@ def _read_json(file):
     return rows
 
 
-def _data_set(file, name):
-    """Returns the datasets.Dataset of a parquet file, a folder, or a name on the hub."""
-    with refusing(f"{name}: pip install datasets"):
+def _data_set(file, hub, parts):
+    """Returns the datasets.Dataset of a parquet file, a folder, or a name on the hub.
+
+    parts: the dataset's configuration, if there is one, and its split."""
+    with refusing(f"{file}: pip install datasets"):
         import datasets
     if file.is_file():
-        return datasets.Dataset.from_parquet(name)
+        return datasets.Dataset.from_parquet(str(file))
     if not file.exists():
-        hub, *config, split = name.split(":")
+        *config, split = parts
         return datasets.load_dataset(hub, *config, split=split)
-    table = datasets.load_from_disk(name)
-    need(not isinstance(table, dict), f"{name} has splits: give {name}/ and one of {[*table]}")
+    table = datasets.load_from_disk(str(file))
+    need(not isinstance(table, dict), f"{file} has splits: give {file}/ and one of {[*table]}")
     return table

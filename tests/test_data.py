@@ -223,10 +223,18 @@ def test_a_folder_of_datasets_and_a_name_of_the_hub(tmp_path, monkeypatch):
         return table
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert tables.read_files(["openai/gsm8k:main:train", "me/mine:test"]) == rows * 2
-    assert asked == [("openai/gsm8k", "main", "train"), ("me/mine", "test")]
-    with pytest.raises(BadInput, match=r"me/mine: no such file .*NAME:SPLIT or NAME:CONFIG:SP"):
-        tables.read_files(["me/mine"])
+    names = ["openai/gsm8k:main:train", "me/mine:test[10%:20%]", "me/mine:main:train[:3]+test[3:]"]
+    assert tables.read_files(names) == rows * 3
+    assert asked == [
+        ("openai/gsm8k", "main", "train"),
+        ("me/mine", "test[10%:20%]"),
+        ("me/mine", "main", "train[:3]+test[3:]"),
+    ]
+    for name in "me/mine", "me/mine[:3]", "hf://datasets/me/mine/a.parquet", "s3://me/a.jsonl:train":
+        with pytest.raises(BadInput) as error:
+            tables.read_files([name])
+        said = f"{name}: no such file. A dataset of the hub is NAME:SPLIT or NAME:CONFIG:SPLIT"
+        assert str(error.value).startswith(said)
 
 
 @pytest.mark.parametrize("name, content, said", [

@@ -6,11 +6,13 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 import types
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from conftest import (
     HANGS,
@@ -24,10 +26,14 @@ from conftest import (
     two_ranks,
     wait_for,
 )
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from agent_loop import BadInput
+from data import load_task
 from flatrl import checkpoints, processes
+from flatrl.contents import contents_of
 from flatrl.log import Log
 from train import Args
 
@@ -80,6 +86,9 @@ def reward(output, row):
     assert "resuming after step 2" in printed
     assert [row["step"] for row in metrics_of(out)] == [0, 1, 2, 3, 4]
     assert names(out / "checkpoints") == ["step_000002", "step_000004"]
+    task.write_text(task.read_text() + "    return 1.0\n")
+    printed = run(*flags, "--resume", cache=cache, code=2)
+    assert "--resume: the run had other flags or contents: the task file, or a module" in printed
 
 
 @pytest.mark.parametrize("files, holds", [
@@ -227,10 +236,12 @@ def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     Log(Args(**base), None, 0)
 
     def changes(own_model=False, **flags) -> list[str]:
-        return list(checkpoints.check_changes(Args(**base | flags), own_model).values())
+        args = Args(**base | dict(resume=True) | flags)
+        return list(checkpoints.check_changes(args, {}, own_model).values())
 
-    assert changes(eval_every=3, tp=2, tokens_per_micro_batch=999, resume=True) == []
+    assert changes(eval_every=3, tp=2, tokens_per_micro_batch=999) == []
     assert changes(own_model=True, model="/models/b") == []
+    assert changes(resume=False, seed=1) == []
     other = dict(model="/models/b", seed=1, num_steps=99, algo="dapo", max_gen_batches=1)
     expected = [
         "--model /models/a -> /models/b",
@@ -245,6 +256,93 @@ def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     for change in expected:
         assert change in str(error.value)
     assert sorted(changes(**other, resume="changed")) == sorted(expected)
+
+
+def overwrite(file: Path, place: int):
+    """Changes one byte."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
+    "the task file, or a module of yours that it imports",
+    "the training rows",
+    "the validation rows",
+    "the files of --model",
+    "the files of --ref_model",
+)
+
+
+@pytest.mark.parametrize("edit, changed", [
+    (lambda folder, rows: None, []),
+    (lambda folder, rows: (folder / "notes").mkdir(), []),
+    (lambda folder, rows: rows["train"][0].update(words={"c", "b", "a"}), []),
+    (lambda folder, rows: rows["train"][1].update(answer=4), [ROWS]),
+    (lambda folder, rows: rows["train"][1]["images"][0].putpixel((1, 1), 9), [ROWS]),
+    (lambda folder, rows: rows["train"].reverse(), [ROWS]),
+    (lambda folder, rows: rows["train"].pop(), [ROWS]),
+    (lambda folder, rows: rows["val"].pop(), [VAL_ROWS]),
+    (lambda folder, rows: overwrite(folder / "task.py", -2), [TASK]),
+    (lambda folder, rows: overwrite(folder / "graders_of_this_test.py", -1), [TASK]),
+    (lambda folder, rows: overwrite(folder / "model/model.safetensors", 99_999), [MODEL]),
+    (lambda folder, rows: (folder / "model/chat_template.jinja").write_text("{{ 1 }}"), [MODEL]),
+    (lambda folder, rows: (folder / "model/model.safetensors").unlink(), [MODEL]),
+    (lambda folder, rows: overwrite(folder / "teacher/tokenizer.json", 9), [REF_MODEL]),
+])  # fmt: skip
+def test_what_changed_under_its_name_is_named(edit, changed, tmp_path, monkeypatch, capsys):
+    """... and refused, except for validation rows."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "graders_of_this_test.py").write_text("reward = lambda output, row: 1")
+    (tmp_path / "task.py").write_text("from graders_of_this_test import reward\nload = list\n# 1")
+    for name in "model", "teacher":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text('{"a": "b"}')
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(100_000))
+    image = Image.new("L", (3, 3))
+    rows = {"train": [{"words": {"a", "b", "c"}, "grader": len}, {"answer": 3, "images": [image]}]}
+    rows["val"] = [{"at": object()}, {}]
+    models = dict(model=str(tmp_path / "model"), ref_model=str(tmp_path / "teacher"))
+    args = Args(output_dir=str(tmp_path), resume=True, **models)
+
+    def contents():
+        monkeypatch.delitem(sys.modules, "graders_of_this_test", raising=False)
+        return contents_of(args, load_task(str(tmp_path / "task.py")), rows)
+
+    Log(args, None, 0, contents())
+    edit(tmp_path, rows)
+    now = contents()
+    if {*changed} <= {VAL_ROWS}:
+        assert checkpoints.check_changes(args, now, False) == {}
+        assert (capsys.readouterr().out == "") == (not changed)
+        return
+    before = json.loads((tmp_path / "args.json").read_text())["contents"]
+    with pytest.raises(BadInput) as error:
+        checkpoints.check_changes(args, now, False)
+    (name,) = changed
+    change = f"{name} ({before[name]} -> {now[name]})"
+    assert f"--resume: the run had other flags or contents: {change}; give" in str(error.value)
+    args.resume = "changed"
+    assert checkpoints.check_changes(args, now, False) == {name: change}
+    of_own_model = {} if name == MODEL else {name: change}
+    assert checkpoints.check_changes(args, now, True) == of_own_model
+
+
+@pytest.mark.parametrize("history, sampler, next_prompt, changed, fits", [
+    ([], None, 8, {}, True),
+    ([[3, 0]], min, 8, {}, True),
+    ([], min, 0, {}, True),
+    ([], min, 8, {}, False),
+    ([[3, 0]], None, 8, {}, False),
+    ([[3, 0]], min, 8, {ROWS: "other"}, False),
+    ([], None, 8, {ROWS: "other"}, True),
+])  # fmt: skip
+def test_a_history_of_other_rows_is_refused(history, sampler, next_prompt, changed, fits):
+    state = {"history": history, "next_prompt": next_prompt}
+    expected = contextlib.nullcontext() if fits else pytest.raises(BadInput, match="`sampler`")
+    with expected:
+        checkpoints.check_history(state, types.SimpleNamespace(sampler=sampler), changed)
+    checkpoints.check_history({}, types.SimpleNamespace(sampler=sampler), {})
 
 
 def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_group):
@@ -310,6 +408,38 @@ def test_a_damaged_model_is_refused_before_the_engine_starts(
 
 
 # ---------------------------------------------------------------- no run ends without saving
+
+
+@pytest.mark.parametrize("settings", [
+    {"do_sample": False, "temperature": 0.6, "top_p": 0.9},
+    {"early_stopping": True, "length_penalty": 2.0},
+    {"pad_token_id": -1, "output_scores": True},
+])  # fmt: skip
+def test_a_generation_config_that_transformers_refuses_is_saved(settings, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model/generation_config.json"
+    settings = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps(settings))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.generation_config.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    checkpoints._write_policy(tmp_path / "out", model, tokenizer, model.state_dict(), {})
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == settings
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert model.config.dtype == torch.float32
+
+
+def test_a_tokenizer_that_can_not_be_saved_is_refused_at_the_start(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    policy = types.SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(tiny_model))
+    checkpoints.try_to_save(Args(), policy, tokenizer)
+    custom = tokenizers.pre_tokenizers.PreTokenizer.custom(object())
+    tokenizer.backend_tokenizer.pre_tokenizer = custom
+    with pytest.raises(BadInput, match="tokenizer can't be saved: .*Custom PreTokenizer cannot be"):
+        checkpoints.try_to_save(Args(), policy, tokenizer)
+    checkpoints.try_to_save(Args(num_steps=0), policy, tokenizer)  # nothing will be saved
 
 
 @pytest.mark.parametrize("signalled", [signal.SIGHUP, signal.SIGTERM])

@@ -45,9 +45,10 @@ def an_output(**changes) -> AgentLoopOutput:
 
 
 def test_args_versions_and_the_commit_are_kept(args, tmp_path):
-    Log(args, None, 0)
+    Log(args, None, 0, {"the training rows": "3 rows"})
     about = json.loads((tmp_path / "run/args.json").read_text())
-    assert list(about) == ["args", "git", "versions", "command"]
+    assert list(about) == ["args", "contents", "git", "versions", "command"]
+    assert about["contents"] == {"the training rows": "3 rows"}
     folder = str(tmp_path / "run")
     assert about["args"] == {"output_dir": folder, "num_steps": 30, "wandb_project": None}
     assert about["command"] == sys.argv

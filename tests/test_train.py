@@ -479,6 +479,7 @@ def test_sampling_parameters():
     ({"max_prompt_tokens": 3}, "no prompt left: all 24 are longer than --max_prompt_tokens 3"),
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
     ({"resume": True}, "no checkpoint in"),
+    ({"output_dir": "s3://bucket/x"}, "--output_dir s3://bucket/x: only a folder can be written"),
 ])  # fmt: skip
 def test_input_that_is_wrong_ends_before_the_engine_starts(
     change, said, tiny_model, tmp_path, monkeypatch, process_group

@@ -1,7 +1,10 @@
 """A unit, which shares one reward, weighs one: however many outputs it is cut into."""
 
 import asyncio
+import contextlib
 import random
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -220,6 +223,38 @@ def test_what_a_unit_can_not_have_is_refused():
         graded(played(0, 0, 0, 1.0, "a"), played(0, 0, 1, 1.0, "a", "b"))
     with pytest.raises(ValueError, match="must be texts"):
         played(0, 0, 0, unit=3)
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("signal", (signal.SIGALRM, print)),
+    ("alarm", (1,)),
+    ("setitimer", (signal.ITIMER_REAL, 0.1)),
+])  # fmt: skip
+def test_a_reward_that_hides_its_use_of_signals_fails(name, arguments):
+    """... in a thread. An alarm there would end this process."""
+
+    def use_signals():
+        getattr(signal, name)(*arguments)
+
+    def reward(output, row):
+        with contextlib.suppress(Exception):
+            use_signals()
+            return 1.0
+        return 0.0
+
+    async def in_a_pool(output, row):
+        return await asyncio.to_thread(reward, output, row)
+
+    line = use_signals.__code__.co_firstlineno + 1
+    for grader in reward, in_a_pool:
+        with pytest.raises(RuntimeError) as error:
+            graded(played(0, 0, 0, None), reward=grader)
+        said = f"the reward calls signal.{name} in {__file__}, line {line}: signals work in"
+        assert str(error.value).startswith(said)
+    with pytest.warns(UserWarning, match=f"signal.{name} fails here"):
+        thread = threading.Thread(target=reward, args=[None, None])
+        thread.start()
+        thread.join()
 
 
 def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():

@@ -1,0 +1,97 @@
+"""Short texts that identify what a run learns from, for --resume: names may stay, and contents
+change."""
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import data
+
+ROWS = "the training rows"
+VAL_ROWS = "the validation rows"
+MODEL = "the files of --model"
+OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}
+INSTALLED = {"site-packages", "dist-packages"}
+BLOCK = 1 << 16  # bytes; of a file with more than BLOCKS of them, so many are read
+BLOCKS = 1024
+
+
+def contents_of(args, task: ModuleType, rows: dict) -> dict[str, str]:
+    """Returns {name of an input: a text that is another one if its contents are}.
+
+    rows: by split, without overlong ones."""
+    contents = {
+        "the task file, or a module of yours that it imports": _digest(_code(task)),
+        ROWS: _of_rows(rows["train"], args.seed),
+        VAL_ROWS: _of_rows(rows["val"], args.seed),
+        MODEL: _of_model(args.model),
+    }
+    if args.ref_model:
+        contents["the files of --ref_model"] = _of_model(args.ref_model)
+    return contents
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(hashlib.blake2b(part).digest())
+    return digest.hexdigest()
+
+
+def _code(task: ModuleType):
+    """Yields the source of the task, and of the user's own modules that its import brought in."""
+    standard = Path(os.__file__).parent
+    for name in sorted(task.__imported__):
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        installed = file.is_relative_to(standard) or INSTALLED & {*file.parts}
+        if file.is_file() and not installed and name.partition(".")[0] not in OURS:
+            yield file.read_bytes()
+
+
+def _of_rows(rows: Sequence[dict], seed: int) -> str:
+    """Identifies rows by their number and contents; those on disk by the first thousand drawn."""
+    numbers = range(len(rows))
+    if not isinstance(rows, list):
+        numbers = data.prompt_order(len(rows), 0, min(len(rows), 1000), seed)
+    return f"{len(rows)} rows, {_digest(_text(rows[number]).encode() for number in numbers)}"
+
+
+def _text(value) -> str:
+    """Returns a value as a text that is the same in every process."""
+    match value:
+        case dict():
+            return _text([*value.items()])
+        case list() | tuple():
+            return f"[{', '.join(map(_text, value))}]"
+        case set() | frozenset():  # their order depends on the process
+            return _text(sorted(map(_text, value)))
+    if hasattr(value, "tobytes"):  # an image or an array
+        value = value.tobytes()
+    if isinstance(value, bytes):
+        return _digest([value])
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _of_model(model: str) -> str:
+    """Identifies a model of the hub by its commit, and a folder by its files."""
+    from transformers.utils import cached_file
+
+    if not os.path.isdir(model):
+        return Path(cached_file(model, "config.json")).parent.name
+    return _digest(part for file in sorted(Path(model).iterdir()) for part in _sample(file))
+
+
+def _sample(file: Path):
+    """Yields a file's name, its size, and blocks spread over it: all of it if it is small."""
+    if file.name.startswith(".") or not file.is_file():
+        return
+    size = file.stat().st_size
+    yield f"{file.name} {size}".encode()
+    with file.open("rb") as stream:
+        for start in range(0, size, max(BLOCK, size // BLOCKS)):
+            stream.seek(start)
+            yield stream.read(BLOCK)
