@@ -1,1 +1,1 @@
-"""Agents written for the OpenAI client: in process (client.py), or over HTTP (endpoint.py)."""
+"""Agents written for OpenAI's or Anthropic's client: in process, or over HTTP (endpoint.py)."""

@@ -101,22 +101,29 @@ class ChatClient:
 
         # If there is no room left, an error that the agent raises now comes from that.
         self.exhausted = "length" if self.loop.room(trajectory) < 1 else None
-        self._read(trajectory, text, turn, sampling, tools, parallel_tool_calls is False)
+        only_one = parallel_tool_calls is False
+        stop_string = self._read(trajectory, text, turn, sampling, tools, only_one)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
         trajectory.tools = tools, template  # from now on, other calls may continue it
-        return self._completion(trajectory, n_tokens_before)
+        return self._completion(trajectory, n_tokens_before, stop_string)
 
     def _read(self, trajectory, text, turn, sampling, tools, only_one):
-        """Cuts stop strings off the reply, and parses its tool calls; text: None if cut off."""
+        """Cuts the stop string off the reply, and parses its tool calls; text: None if cut off.
+
+        Returns the stop string that ended the reply, or None."""
         trajectory.count("turns")
         reply = trajectory.messages[-1]
+        stop_string = None
         if text:
-            for string in sampling.get("stop", ()):  # sampled, but not part of the reply
-                text = text.split(string)[0]
-                reply["content"] = reply["content"].split(string)[0]
+            found = [string for string in sampling.get("stop", ()) if string in text]
+            stop_string = min(found, key=text.index, default=None)
+        if stop_string:  # sampled, but not part of the reply
+            text = text.split(stop_string)[0]
+            reply["content"] = reply["content"].split(stop_string)[0]
         if text and tools:
             calls = self._calls(text, tools, only_one, reply, turn)
             trajectory.count("tool_calls", len(calls))
+        return stop_string
 
     def _sampling(self, max_tokens, stop, structured_outputs):
         """Returns the run's sampling parameters, with the agent's choices."""
@@ -195,6 +202,13 @@ class ChatClient:
         # No call may continue it before its turn is sampled, and none ever if that fails.
         trajectory.tools = None
         return trajectory
+
+    def count_tokens(self, messages: list[dict], tools: list[dict]) -> int:
+        """Returns how many tokens the prompt of a call would have that begins a sequence."""
+        images = []
+        prompt = [self._known(place, message, images)[0] for place, message in enumerate(messages)]
+        row = {"prompt": prompt, "images": images}
+        return len(self.loop.start(row, tools, self.trusted).prompt_ids)
 
     def _give_up(self, reason):
         """Raises OutOfBudget, and remembers why."""
@@ -283,8 +297,10 @@ class ChatClient:
         images.append(base64.b64decode(data))
         return {"type": "image", "image": hashlib.sha256(data.encode()).hexdigest()}
 
-    def _completion(self, trajectory, n_tokens_before):
-        """Returns the last turn, which follows n_tokens_before tokens, as a ChatCompletion."""
+    def _completion(self, trajectory, n_tokens_before, stop_string):
+        """Returns the last turn, which follows n_tokens_before tokens, as a ChatCompletion.
+
+        A choice has vLLM's stop_reason: the stop string that ended it, or None."""
         from openai.types.chat import ChatCompletion
 
         ids = trajectory.response_ids[n_tokens_before:]
@@ -297,7 +313,8 @@ class ChatClient:
             reason = "tool_calls"
         elif reason == "abort":
             reason = "stop"
-        choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": ids}
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        choice |= {"token_ids": ids, "stop_reason": stop_string}
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),

@@ -1,4 +1,4 @@
-"""Trains agents written for the OpenAI client unchanged: an endpoint whose model is the policy.
+"""Trains agents written for OpenAI's or Anthropic's client: an endpoint whose model is the policy.
 
 Subclass `EndpointLoop` in a task file, decorate it with @register, and hand the two strings that it
 gets to any framework:
@@ -12,10 +12,11 @@ gets to any framework:
             ...             # calls the model, its own tools, other agents
             return None     # or the reward; without one the task's `reward` is asked
 
-Every rollout has its own base_url and its own key. Its requests, chat completions or Responses, are
-recorded as exact tokens (see flatrl.chat.client.ChatClient, which also works in process, without
-HTTP). flatrl/chat/openai_api.py lists what a request may hold. The agent, or whoever else knows the
-reward, may also post it before the agent returns:
+Every rollout has its own base_url and its own key; Anthropic's client takes the same two strings.
+The requests, chat completions, Responses or Messages, are recorded as exact tokens (see
+flatrl.chat.client.ChatClient, which also works in process, without HTTP). openai_api.py and
+anthropic_api.py list what a request may hold. The agent, or whoever else knows the reward, may also
+post it before the agent returns:
 
     POST {base_url}/reward   {"reward": 1.0}
 
@@ -38,17 +39,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agent_loop import call, checked_number, in_thread
-from flatrl.chat import openai_api
+from flatrl.chat import anthropic_api, openai_api
 from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
 
 # What a malformed request raises, here or in a template.
-BAD_REQUEST = (ValueError, TypeError, KeyError, AttributeError, TemplateError)
-
-
-def _error(status: int, message: str, code: str) -> JSONResponse:
-    """Returns an error in OpenAI's form."""
-    error = {"message": message, "type": "invalid_request_error", "code": code}
-    return JSONResponse({"error": error}, status)
+BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, TemplateError)
 
 
 def _bypass_proxies() -> None:
@@ -68,15 +63,21 @@ class ChatEndpoint:
         self.clients: dict[str, tuple[ChatClient, str]] = {}  # a rollout's name -> client, key
         self.url: str | None = None
         self.started: asyncio.Future | None = None
+        openai = openai_api.error
+        anthropic = anthropic_api.error
         paths = {
-            "chat/completions": self.chat,
-            "responses": self.respond,
-            "reward": self.take_reward,
+            "chat/completions": (self.chat, openai),
+            "responses": (self.respond, openai),
+            "messages": (self.message, anthropic),
+            "messages/count_tokens": (self.count_tokens, anthropic),
+            "reward": (self.take_reward, openai),
         }
         routes = []
-        for path, make in paths.items():
-            handler = functools.partial(self.reply, make)
-            routes.append(Route(f"/{{name}}/v1/{path}", handler, methods=["POST"]))
+        for path, answer in paths.items():
+            handler = functools.partial(self.reply, *answer)
+            # Anthropic's client adds v1 to its base_url, OpenAI's does not.
+            for place in ("/{name}/v1", "/{name}/v1/v1"):
+                routes.append(Route(f"{place}/{path}", handler, methods=["POST"]))
         self.app = Starlette(routes=routes)
 
     async def add(self, client: ChatClient) -> tuple[str, str, str]:
@@ -113,9 +114,10 @@ class ChatEndpoint:
     def client_of(self, request: Request) -> ChatClient | None:
         """Returns the client of the request's rollout, or None without that rollout's key."""
         client, key = self.clients.get(request.path_params["name"], (None, ""))
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if client and hmac.compare_digest(sent.encode(), key.encode()):
-            return client
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        for sent in (bearer, request.headers.get("x-api-key", "")):  # OpenAI's way, Anthropic's
+            if client and hmac.compare_digest(sent.encode(), key.encode()):
+                return client
         return None
 
     async def chat(self, client: ChatClient, body: dict) -> Response:
@@ -139,22 +141,45 @@ class ChatEndpoint:
         events = openai_api.server_sent(openai_api.events(response), named=True)
         return StreamingResponse(events, media_type="text/event-stream")
 
+    async def message(self, client: ChatClient, body: dict) -> Response:
+        """Answers a request of the Messages API."""
+        if body.get("thread"):  # the client then sends the whole conversation each time
+            code = "thread_unsupported_request"
+            return JSONResponse(anthropic_api.error(400, "not supported: thread", code), 400)
+        stream = body.pop("stream", False)
+        completion = await openai_api.complete(client, anthropic_api.chat_of(body))
+        message = anthropic_api.message_of(completion)
+        if not stream:
+            return JSONResponse(message)
+        events = openai_api.server_sent(anthropic_api.events(message), named=True)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def count_tokens(self, client: ChatClient, body: dict) -> Response:
+        """Counts the tokens of a Messages request."""
+        chat = anthropic_api.chat_of(body)
+        n_tokens = client.count_tokens(chat["messages"], chat["tools"])
+        return JSONResponse({"input_tokens": n_tokens})
+
     async def take_reward(self, client: ChatClient, body: dict) -> Response:
         """Keeps the rollout's reward."""
         client.reward = checked_number(body["reward"], "a reward")
         return JSONResponse({})
 
-    async def reply(self, make: Callable, request: Request) -> Response:
-        """Returns the response that `await make(client, body)` returns, or its error."""
+    async def reply(self, make: Callable, form: Callable, request: Request) -> Response:
+        """Returns the response that `await make(client, body)` returns, or its error.
+
+        form: puts an error into the words of the API."""
         client = self.client_of(request)
         if client is None:
-            return _error(401, "unknown trajectory or wrong key", "invalid_api_key")
+            problem = form(401, "unknown trajectory or wrong key", "invalid_api_key")
+            return JSONResponse(problem, 401)
         try:
             return await make(client, await request.json())
         except OutOfBudget as error:
-            return _error(400, str(error), "context_length_exceeded")
+            problem = form(400, str(error), "context_length_exceeded")
         except BAD_REQUEST as error:
-            return _error(400, f"{type(error).__name__}: {error}", "invalid_request")
+            problem = form(400, f"{type(error).__name__}: {error}", "invalid_request")
+        return JSONResponse(problem, 400)
 
 
 ENDPOINT = ChatEndpoint()

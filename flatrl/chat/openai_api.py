@@ -57,6 +57,8 @@ RUNS_OWN = {
     "reasoning",
     "reasoning_effort",
     "verbosity",
+    "thinking",
+    "context_management",
 }
 NO_MATTER = {
     "model",
@@ -71,6 +73,9 @@ NO_MATTER = {
     "prediction",
     "truncation",
     "stream_options",
+    "cache_control",
+    "inference_geo",
+    "speed",
 }
 warned: set[str] = set()
 
@@ -80,6 +85,11 @@ def warn_once(text: str) -> None:
     if text not in warned:
         warned.add(text)
         print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def error(status: int, message: str, code: str) -> dict:
+    """Returns an error in OpenAI's form."""
+    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
 def structured_outputs(loop, **request):

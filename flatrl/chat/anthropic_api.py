@@ -1,0 +1,197 @@
+"""Anthropic's Messages API over HTTP, made by ChatClient.create like the APIs of OpenAI.
+
+flatrl/chat/endpoint.py is the server. What flatrl/chat/openai_api.py lists holds here, too. In
+Anthropic's words:
+
+    system, messages   have blocks of text, image (base64), tool_use, tool_result and thinking.
+                       A prefilled reply is refused. is_error is ignored: the text has to say it
+    tools              have an input_schema; the tools that Anthropic runs are refused
+    tool_choice        "any" and a named tool count as "auto", with a warning
+    stream             works, but every block arrives as one delta
+    stop_sequences, max_tokens, disable_parallel_tool_use
+                       work as Anthropic's
+    output_config.format
+                       constrains the reply, which is then NOT TRAINED
+    thinking, output_config.effort, context_management
+                       are ignored, with one warning for each name
+    thread             is refused in the way that makes the client send all messages each time
+    count_tokens       renders the messages anew
+
+A reply has a thinking block if the model reasons, whatever the request says."""
+
+import json
+from collections.abc import Iterator
+
+from agent_loop import function_call
+
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+# Claude Code begins its system prompt with this line. It differs from request to request, so each
+# request would begin a token sequence of its own.
+CHANGING_LINE = "x-anthropic-billing-header"
+
+
+def chat_of(body: dict) -> dict:
+    """Returns the body of the chat request that is equivalent to a Messages request.
+
+    Raises ValueError if there is none."""
+    translated = {"system", "messages", "tools", "tool_choice", "stop_sequences", "output_config"}
+    chat = {name: value for name, value in body.items() if name not in translated}
+    chat["messages"] = _messages(body)
+    chat["tools"] = [_function(tool) for tool in body.get("tools") or ()]
+    chat["stop"] = body.get("stop_sequences")
+
+    choice = body.get("tool_choice") or {"type": None}
+    chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
+    if choice["type"] == "tool":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+
+    output = body.get("output_config") or {}
+    chat["reasoning_effort"] = output.get("effort")
+    if output.get("format"):
+        schema = {"name": "reply", "schema": output["format"]["schema"]}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat
+
+
+def _messages(body):
+    """Returns the system prompt and the messages of a request as chat messages."""
+    messages = []
+    system = _content(body.get("system"))
+    system = [part for part in system if not part["text"].startswith(CHANGING_LINE)]
+    if system:
+        messages.append({"role": "system", "content": system})
+    for message in body["messages"]:
+        messages += _chat_messages(message)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("not supported: a last message by the assistant, which prefills the reply")
+    return messages
+
+
+def _chat_messages(message):
+    """Returns a message as chat messages: a tool's for each of its tool results, and the rest."""
+    chat = {"role": message["role"]}
+    results = []
+    rest = []
+    for block in _blocks(message["content"]):
+        if block["type"] == "tool_result":
+            content = _content(block.get("content"))
+            result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+            results.append(result)
+        elif block["type"] == "tool_use":
+            made = function_call(block["id"], block["name"], block["input"])
+            chat.setdefault("tool_calls", []).append(made)
+        elif block["type"] == "thinking":
+            chat["reasoning_content"] = chat.get("reasoning_content", "") + block["thinking"]
+        else:
+            rest.append(block)
+    if results and not rest:
+        return results
+    return [*results, chat | {"content": _content(rest)}]
+
+
+def _blocks(content):
+    """Returns the blocks of a content, which may be a text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content or []
+
+
+def _content(content):
+    """Returns a text, or blocks of texts and images, as the parts of a chat message."""
+    parts = []
+    for block in _blocks(content):
+        if block["type"] == "text":
+            part = {"type": "text", "text": block["text"]}
+        elif block["type"] == "image" and block["source"]["type"] == "base64":
+            source = block["source"]
+            url = f"data:{source['media_type']};base64,{source['data']}"
+            part = {"type": "image_url", "image_url": {"url": url}}
+        else:
+            raise ValueError(
+                "supported are text, image (base64), tool_use, tool_result and thinking blocks, "
+                f"not {block['type']!r:.80}"
+            )
+        parts.append(part)
+    return parts
+
+
+def _function(tool):
+    """Returns a tool as one of chat completions."""
+    if tool.get("type") not in (None, "custom"):
+        raise ValueError(f"supported are tools with an input_schema, not {tool['type']!r:.80}")
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def message_of(completion) -> dict:
+    """Returns the message that answers a request.
+
+    Its blocks are the reply's reasoning, its text and its tool calls."""
+    choice = completion.choices[0]
+    reply = choice.message
+    blocks = []
+    reasoning = getattr(reply, "reasoning_content", None)
+    if reasoning:
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content, "citations": None})
+    for made in reply.tool_calls or ():
+        arguments = json.loads(made.function.arguments)
+        block = {"type": "tool_use", "id": made.id, "name": made.function.name, "input": arguments}
+        blocks.append(block)
+
+    reason = STOP_REASONS[choice.finish_reason]
+    if reason == "end_turn" and choice.stop_reason:
+        reason = "stop_sequence"
+    return {
+        "id": completion.id.replace("chatcmpl-", "msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": blocks,
+        "stop_reason": reason,
+        "stop_sequence": choice.stop_reason if reason == "stop_sequence" else None,
+        "usage": {
+            "input_tokens": completion.usage.prompt_tokens,
+            "output_tokens": completion.usage.completion_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        },
+    }
+
+
+# A block's type: what it has at its start, the type of its delta, and the delta's key.
+DELTAS = {
+    "text": ({"text": ""}, "text_delta", "text"),
+    "thinking": ({"thinking": ""}, "thinking_delta", "thinking"),
+    "tool_use": ({"input": {}}, "input_json_delta", "partial_json"),
+}
+
+
+def events(message: dict) -> Iterator[dict]:
+    """Yields a message as it is streamed; every block is one delta."""
+    end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    usage = message["usage"] | {"output_tokens": 0}
+    begun = message | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield {"type": "message_start", "message": begun}
+    for i, block in enumerate(message["content"]):
+        empty, kind, key = DELTAS[block["type"]]
+        said = json.dumps(block["input"]) if block["type"] == "tool_use" else block[key]
+        yield {"type": "content_block_start", "index": i, "content_block": block | empty}
+        yield {"type": "content_block_delta", "index": i, "delta": {"type": kind, key: said}}
+        yield {"type": "content_block_stop", "index": i}
+    yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
+    yield {"type": "message_stop"}
+
+
+def error(status: int, message: str, code: str) -> dict:
+    """Returns an error in Anthropic's form; code: as from flatrl.chat.openai_api.error."""
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    if code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # agents that compact look for these words
+    details = {"error_code": code}
+    return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
