@@ -9,9 +9,9 @@ r"""Harbor tasks: an instruction, a container to work in, and a test that writes
     environment/     a Dockerfile, unless task.toml names an image
     tests/test.sh    writes /logs/verifier/reward.json or reward.txt
 
-The format is https://www.harborframework.com/docs/tasks. Each rollout has a container of its own, in
-which the policy runs commands by the tool `bash`. Then tests/ is copied to /tests, and test.sh runs.
-A rollout without a reward file is dropped, and counted as failed_agent_loop.
+The format is https://www.harborframework.com/docs/tasks. Each rollout has a container of its own,
+in which the policy runs commands by the tool `bash`. Then tests/ is copied to /tests, and test.sh
+runs. A rollout without a reward file is dropped, and counted as failed_agent_loop.
 
 A task that needs more than this, such as steps, several containers or MCP servers, is refused. The
 agent's timeout_sec is not used, because a rollout also waits while the policy trains. docker has to
