@@ -157,6 +157,13 @@ def maze():
 
 
 @table
+def proposer():
+    steps = (0, 20, 40)
+    yield "after step", *map(str, steps)
+    yield from rewards_by_step({"seed_0": "right answers"}, "proposer", steps)
+
+
+@table
 def presets():
     """A column has a value for each seed."""
     yield "`--algo`", "eval before", "after", "steps to eval 0.9", "to sampled 0.9", "trajectories"
