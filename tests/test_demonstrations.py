@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -34,6 +35,8 @@ from torch.testing import assert_close as close
 import data
 import train
 from agent_loop import BadInput, Demonstration, ToolAgentLoop, agent_loop_class
+from examples import calculator, rollouts_to_rows
+from flatrl.files import to_json_lines
 from flatrl.metrics import batch_metrics
 from rollout import Rollouts
 from train import Args
@@ -112,6 +115,42 @@ def test_tools_run_and_masks_are_exact(tokenizer, first):
     answer = {"role": "assistant", "content": ANSWER}
     assert output.messages == [*PROMPT, CALL, tool, answer]
     assert (output.stop_reason, output.num_turns) == ("stop", 4)
+
+
+def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_path):
+    """examples/rollouts_to_rows.py: the tokens of a rollout are those of its demonstration."""
+    (tmp_path / "rollouts").mkdir()
+    args = Args(model=tiny_model, task=str(REPO / "examples/calculator.py"))
+    (tmp_path / "args.json").write_text(json.dumps({"args": dataclasses.asdict(args)}))
+    row = calculator.load("train")[3]
+
+    def line(prompt, sample, reward, *turns, **extra) -> dict:
+        output, _ = play(tokenizer, list(turns), row=row)
+        where = {"prompt": prompt, "sample": sample} | extra
+        return vars(output) | {"index": 3, "total_reward": reward, "extra": where}
+
+    good = line(0, 0, 1.0, SUM, ANSWER)
+    cut = line(0, 1, 1.0, "cut")
+    cut["response_ids"][-1:] = cut["response_mask"][-1:] = []
+    others = [
+        line(0, 2, 0.5, "bad"),
+        line(0, 3, 1.0, "greedy", greedy=True),
+        line(0, 4, 1.0, "shown", demonstration=True),
+        line(1, 0, 1.0, "of several"),
+        line(1, 0, 1.0, "outputs"),
+        {"prompt": 1, "sample": 1, "error": "it failed"},
+    ]
+    lines = [cut, *others, good, good | {"extra": {"prompt": 7, "sample": 0}}]
+    (tmp_path / "rollouts/step_000001.jsonl").write_text(to_json_lines(lines))
+    rollouts_to_rows.main([str(tmp_path), str(tmp_path / "rows.jsonl"), "--per_row", "3"])
+    (written,) = data.load_rows(SimpleNamespace(), "train", [str(tmp_path / "rows.jsonl")])
+    assert [turn["content"] for turn in written["demonstration"]] == [SUM, ANSWER]
+    assert written["prompt"][1:] == row["prompt"]
+    assert written["reward_model"] == row["reward_model"]
+    again, left = play(tokenizer, written["demonstration"], row=row)
+    assert (again.response_ids, left) == (good["response_ids"], [])
+    with pytest.raises(BadInput, match="no rollout with a reward of at least 2.0"):
+        rollouts_to_rows.main([str(tmp_path), str(tmp_path / "x"), "--min_reward", "2"])
 
 
 def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokenizer):
