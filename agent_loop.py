@@ -1754,9 +1754,10 @@ class Trajectory:
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
 
-        kind and name identify the source, such as "tool" and "calculator". A metric is
-        recorded as "kind/key". Raises ValueError, which names the source, and records
-        nothing if reward or metrics are not finite numbers."""
+        kind and name identify the source, such as "tool" and "calculator". A metric becomes
+        "kind/name/key"; the source's rewards are added up in "kind_reward/name". Raises
+        ValueError, which names the source, and records nothing if reward or metrics are not
+        finite numbers."""
         source = f"{kind} {name!r}"
         if not isinstance(metrics, dict | None):
             raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
@@ -1765,8 +1766,9 @@ class Trajectory:
         for key, value in (metrics or {}).items():
             checked[key] = checked_number(value, f"metric {key!r} of {source}")
         for key, value in checked.items():
-            self.count(f"{kind}/{key}", value)
+            self.count(f"{kind}/{name}/{key}", value)
         if reward:
+            self.count(f"{kind}_reward/{name}", reward)
             last = max(0, len(self.response_ids) - 1)
             self.turn_rewards.append((last, reward))
 
@@ -2365,6 +2367,8 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.begin(prompt_ids, engine_ids)
         if self.tools:
             trajectory.count("tool_calls", 0)  # so that the metric exists
+        for name in self.tools:
+            trajectory.count(f"tool_calls/{name}", 0)
         if self.args.max_turn_tokens:
             trajectory.count("cut_turns", 0)
         if self.args.final_answer_tokens:
@@ -2509,17 +2513,19 @@ class ToolAgentLoop(AgentLoopBase):
         return self.answer(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):
-        """Records the reward and metrics of a tool's response, and returns the response.
+        """Counts a tool call, records its response's reward and metrics, and returns the response.
 
         If it is an exception, or is invalid, returns a response with the error instead: the
         model reads it, and the rollout continues. n_images: images in the rollout so far."""
+        if name in self.tools:
+            trajectory.count(f"tool_calls/{name}")
         if isinstance(response, Exception):
-            return self._error_response(trajectory, response)
+            return self._error_response(trajectory, name, response)
         try:
             trajectory.record("tool", name, response.reward, response.metrics)
             self._check_room_for_images(n_images, len(response.images))
         except Exception as error:
-            return self._error_response(trajectory, error)
+            return self._error_response(trajectory, name, error)
         return response
 
     def _check_room_for_images(self, n_images, n_new):
@@ -2528,10 +2534,12 @@ class ToolAgentLoop(AgentLoopBase):
         if n_images + n_new > limit:
             raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
 
-    def _error_response(self, trajectory, error):
+    def _error_response(self, trajectory, name, error):
         """Counts an error, and returns a ToolResponse that tells the model about it."""
-        is_timeout = isinstance(error, CallTimeoutError)
-        trajectory.count("tool_timeouts" if is_timeout else "tool_errors")
+        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
+        trajectory.count(kind)
+        if name in self.tools:  # the model may write any name
+            trajectory.count(f"{kind}/{name}")
         return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
