@@ -138,12 +138,12 @@ def load_rows(
     has a column `images`, its prompt needs a placeholder for each image: a part {"type": "image"}
     of a message's content, or "<image>" in its text.
 
-    Raises BadInput if there are no rows, if a row's prompt is neither a chat nor a text, or if it
-    doesn't match the row's images."""
+    Raises BadInput if there are no training rows, if a row's prompt is neither a chat nor a text,
+    or if it doesn't match the row's images. Without validation rows nothing is evaluated."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = read_files(files) if files else list(task.load(split))
-    need(rows, f"{source} has no rows")
+    need(rows or split == "val", f"{source} has no rows")
     on_disk = not isinstance(rows, list)
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
@@ -189,6 +189,8 @@ def filter_overlong(
     returned Rows gets the next one that fits.
 
     Raises BadInput if a check fails, or if no prompt is short enough."""
+    if not rows:
+        return rows
     templates = with_template_variables(tokenizer, args.chat_template_args)
     context = (templates, task, args, processor)
     limit = args.max_prompt_tokens

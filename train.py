@@ -56,7 +56,7 @@ def main(args: Args):
     run = setup(args)  # checks all input first; holds engine, networks, pool and log
     log = run.log
     with contextlib.suppress(Stopped):  # raised on all ranks together
-        if run.done == 0 and run.engine and not args.rollout_only:
+        if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
 
         for step in Bar(range(run.done, args.num_steps), "steps"):
@@ -94,7 +94,7 @@ def main(args: Args):
             # ---- 5. log, evaluate, save
             metrics["timing/train_s"] = time.perf_counter() - rollout_ended
             metrics["timing/step_s"] = time.perf_counter() - started
-            eval_is_due = args.eval_every and run.done % args.eval_every == 0
+            eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0
             save_is_due = args.save_every and run.done % args.save_every == 0
             try:
                 if eval_is_due or run.done == args.num_steps:
@@ -593,10 +593,10 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
 def evaluate(run: "Run") -> dict:
     """Evaluates on the validation rows, with --eval_sampling_args. Returns metrics.
 
-    The engine stays awake, because the next rollout has the same weights. With --replay there
-    is no engine, and nothing to evaluate."""
+    The engine stays awake, because the next rollout has the same weights. Without validation
+    rows there are no metrics."""
     args = run.args
-    if not run.engine:
+    if not run.rows["val"]:
         return {}
     with awake(run, stays=True):
         # Rollouts for training must not sample meanwhile.
@@ -900,8 +900,11 @@ def check_input(args: Args) -> tuple:
     args.task = task.__file__
     rows = {
         "train": data.load_rows(task, "train", args.train_files, args.prompt_key),
-        "val": data.load_rows(task, "val", args.val_files, args.prompt_key),
+        "val": [],
     }
+    if args.evaluates:
+        rows["val"] = data.load_rows(task, "val", args.val_files, args.prompt_key)
+    need(rows["val"] or args.num_steps, "--num_steps 0 evaluates: it needs validation rows")
     if args.hints:
         require_hints(rows["train"])
     if args.algo == "sft" or args.imitation_steps:
@@ -973,7 +976,8 @@ def finish(run: Run):
         say(f"stopped after step {run.done}")
     elif run.done and checkpoints.save_policy(run, final):  # --num_steps 0 only evaluates
         best = checkpoints.best_checkpoint(run.folder)
-        say(f"the trained policy is in {final}, the best saved checkpoint is {best}")
+        which = "best" if run.rows["val"] else "latest"
+        say(f"the trained policy is in {final}, the {which} saved checkpoint is {best}")
         saved = True
     say(notices.summary(args, run.done))
     close(run)

@@ -230,7 +230,9 @@ class Args(LoopArgs):
         False, "the same digits in every run on a CPU; slower with tools", only="!max_staleness")
 
     # Evaluation, checkpoints, log
-    eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
+    eval_every: int = flag(
+        10, "steps between evaluations; 0: only before training and after; -1: none, and "
+        "validation rows are not loaded", Range("be at least -1", lambda x: x >= -1))
     eval_samples: int = flag(
         1, "rollouts of a validation row: eval/pass@1 to pass@N", POSITIVE)
     eval_sampling_args: str = flag(
@@ -345,6 +347,11 @@ class Args(LoopArgs):
     def objective_takes(self) -> list[str]:
         """The inputs of the function behind --policy_loss; see losses.objective."""
         return losses.OBJECTIVES[self.policy_loss].takes
+
+    @property
+    def evaluates(self) -> bool:
+        """True if validation rows are evaluated."""
+        return self.eval_every >= 0 and not self.rollout_only and not self.replay
 
     @property
     def has_reference(self) -> bool:

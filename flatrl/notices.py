@@ -93,6 +93,8 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     for split, name in ("train", "training"), ("val", "validation"):
         n_dropped = dropped(rows[split], len(rows_read[split]))
         counts.append(f"{len(rows[split])} {name} rows ({n_dropped})")
+    if not rows["val"]:
+        counts[1] = "no validation rows, so no evaluation"
     millions = network.model.num_parameters() / 1e6
     devices = f"{dist.get_world_size()} x {device.type}"
     model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, {devices}"

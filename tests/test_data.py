@@ -147,6 +147,8 @@ NO_PROMPT = "'prompt' must be a text or a list of chat messages"
 def test_rows_that_are_none(rows, said):
     with pytest.raises(BadInput, match=said):
         rows_of(rows)
+    no_rows = data.load_rows(SimpleNamespace(load=lambda split: []), "val")
+    assert no_rows == data.filter_overlong([], None, None, None) == []  # nothing is evaluated
 
 
 def test_a_prompt_may_be_empty_where_an_interaction_speaks_first(tokenizer):

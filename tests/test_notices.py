@@ -65,6 +65,7 @@ def test_the_first_lines_tell_what_is_about_to_happen(log, flags, told):
     [said] = started(log, rows[:2], rows[2:], n_read=3)
     assert "2 training rows (1 overlong ones dropped)" in said and told in said
     assert ("but clip_low 0.1" in said) == ("clip_low" in flags)
+    assert "no validation rows, so no evaluation" in started(log, rows, [])[-1]
 
 
 def test_questions_of_training_among_the_validation_rows_are_counted(log, monkeypatch):
