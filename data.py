@@ -126,6 +126,7 @@ def load_rows(
     split: str,
     files: list[str] | None = None,
     prompt_key: str = "prompt",
+    image_key: str = "images",
 ) -> Sequence[dict]:
     """Returns the rows of a split ("train" or "val"), checked and normalised to verl's columns.
 
@@ -134,9 +135,11 @@ def load_rows(
     as a list.
     prompt_key: the column with the prompt: a chat, or a text, which becomes a user message.
 
-    The task's SYSTEM_PROMPT is inserted before every prompt without a system message. If a row
-    has a column `images`, its prompt needs a placeholder for each image: a part {"type": "image"}
-    of a message's content, or "<image>" in its text.
+    image_key: the column with the prompt's images, which becomes `images`. The prompt needs a
+    placeholder for each image: a part {"type": "image"} of a message's content, or "<image>" in
+    its text.
+
+    The task's SYSTEM_PROMPT is inserted before every prompt without a system message.
 
     Raises BadInput if there are no training rows, if a row's prompt is neither a chat nor a text,
     or if it doesn't match the row's images. Without validation rows nothing is evaluated."""
@@ -152,7 +155,7 @@ def load_rows(
         row = rows[number]
         if on_disk:
             (row,) = row.to_pylist()  # an arrow table with a single row
-        row = check_row(row, prompt_key, number, f"row {number} of {source}")
+        row = check_row(row, prompt_key, number, f"row {number} of {source}", image_key)
         prompt = row["prompt"]
         if system_prompt and (not prompt or prompt[0]["role"] != "system"):
             prompt.insert(0, {"role": "system", "content": system_prompt})

@@ -898,12 +898,10 @@ def check_input(args: Args) -> tuple:
     task = data.load_task(args.task, ["load", "reward", *builds_model])
     check_registered(args)
     args.task = task.__file__
-    rows = {
-        "train": data.load_rows(task, "train", args.train_files, args.prompt_key),
-        "val": [],
-    }
+    keys = args.prompt_key, args.image_key
+    rows = {"train": data.load_rows(task, "train", args.train_files, *keys), "val": []}
     if args.evaluates:
-        rows["val"] = data.load_rows(task, "val", args.val_files, args.prompt_key)
+        rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
     need(rows["val"] or args.num_steps, "--num_steps 0 evaluates: it needs validation rows")
     if args.hints:
         require_hints(rows["train"])

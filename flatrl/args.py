@@ -95,6 +95,7 @@ class Args(LoopArgs):
         "place of load('train')")
     val_files: list[str] | None = flag(None, "the same in place of load('val')")
     prompt_key: str = flag("prompt", "the rows' column that holds a chat or a question")
+    image_key: str = flag("images", "the rows' column that holds the prompt's image or images")
     replay: str | None = flag(
         None, "output_dir of another run: train on its rollouts, without an engine",
         only="!hints")

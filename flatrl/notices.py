@@ -14,12 +14,13 @@ import torch.distributed as dist
 from agent_loop import AgentLoopOutput, row_kwargs, total_reward
 from flatrl.files import logged
 from flatrl.report import LiveReport
+from flatrl.rows import unseen
 from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
 SHOW_EVERY = 20  # steps between the trajectories that are printed
 LIMITS = "--max_response_tokens, --max_assistant_turns"
-MAX_ROWS_ON_DISK = 1000  # of a split that are compared with the other split
+MAX_ROWS_ON_DISK = 1000  # of a split that are looked at
 
 
 class Notices:
@@ -45,8 +46,14 @@ class Notices:
         policy; device: where it will be."""
         log = self.log
         log.say(banner(log.args, rows, rows_read, network, device, log.steps_done))
-        first_rows = first(rows["val"])
-        questions = set(map(question, first(rows["train"])))
+        names = sorted(set().union(*map(unseen, first(rows["train"]))))
+        if names:
+            log.warn_once(
+                f"the policy does not see what the training rows hold as {', '.join(names)}: "
+                "--image_key names the column with images; there is no video and no audio"
+            )
+        first_rows = without_images(first(rows["val"]))
+        questions = set(map(question, without_images(first(rows["train"]))))
         n_common = sum(question(row) in questions for row in first_rows)
         if n_common:
             log.warn_once(
@@ -148,10 +155,14 @@ def dropped(rows: Sequence[dict], n_read: int) -> str:
 
 
 def first(rows: Sequence[dict]) -> list[dict]:
-    """Returns the rows of a split, or the first ones of a table on disk, except those with
-    images."""
+    """Returns the rows of a split, or the first ones of a table on disk."""
     if not isinstance(rows, list):  # each row on disk is read when it is looked at
         rows = itertools.islice(rows, MAX_ROWS_ON_DISK)
+    return [*rows]
+
+
+def without_images(rows: list[dict]) -> list[dict]:
+    """Returns the rows that have no images."""
     return [row for row in rows if not row.get("images")]
 
 

@@ -27,7 +27,7 @@ def fields(kind: str) -> list[str]:
 
 FLAGS = [
     *[(name, value) for name in fields("float") for value in ("nan", "-1", "x")],
-    *[(name, value) for name in fields("int") for value in ("-1", "1.5")],
+    *[(name, value) for name in fields("int") for value in ("-2", "1.5")],
     *[(name, "maybe") for name in fields("bool")],
     ("task", ""),
     ("model", ""),
