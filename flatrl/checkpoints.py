@@ -47,6 +47,7 @@ FLAGS_FREE_TO_CHANGE_ON_RESUME = {
     "eval_samples",
     "eval_sampling_args",
     "save_every",
+    "stop_at_reward",
     "keep_checkpoints",
     "resume",
     "wandb_project",
