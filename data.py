@@ -695,6 +695,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         "prompts": units.prompts,
         "names": units.names,
         "lengths": layout.mask.sum(1),
+        "truncated": torch.tensor([output.truncated for output in last_outputs(batch.outputs)]),
         "mask": layout.mask,
         "token_rewards": batch.rewards,
     }

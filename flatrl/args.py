@@ -1,6 +1,7 @@
 """The flags of train.py: presets, all flags with their help texts, and the rules among them."""
 
 import json
+import math
 import os
 import warnings
 from dataclasses import dataclass, fields
@@ -15,8 +16,9 @@ from flatrl.bad_input import need, refusing
 from flatrl.devices import device_defaults
 from flatrl.files import absolute
 from flatrl.flags import (
-    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
+    ANY, DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
 from flatrl.log import steps_to_replay
+from flatrl.processes import Stopped
 from flatrl.vllm_engine import check_arguments
 
 # The flags that --algo sets. A preset changes those of "grpo"; the user's own flags win.
@@ -49,6 +51,8 @@ PRESETS: dict[str, dict] = {
     "sft": dict(adv_estimator="reinforce_pp"),
 }
 PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
+
+CRITIC = "adv_estimator=gae|gae_bootstrap"  # the estimators that have one
 
 # Headings in --help, each by the first flag below it.
 HEADINGS = {
@@ -123,10 +127,12 @@ class Args(LoopArgs):
     # Advantages
     adv_estimator: str = preset("advantage estimator", [*losses.ESTIMATORS])
     whiten_advantages: bool = preset("scale to mean 0 and variance 1 over the batch's tokens")
-    gamma: float = preset("discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
+    gamma: float = preset(
+        "discount per token", DISCOUNT, "adv_estimator=gae|gae_bootstrap|reinforce_pp")
     turn_discount: float = preset(
-        "discount per turn, on top of gamma", DISCOUNT, "adv_estimator=gae|reinforce_pp|gigpo")
-    lam: float = flag(1.0, "lambda of gae", DISCOUNT, "adv_estimator=gae")
+        "discount per turn, on top of gamma", DISCOUNT,
+        "adv_estimator=gae|gae_bootstrap|reinforce_pp|gigpo")
+    lam: float = flag(1.0, "lambda of gae", DISCOUNT, CRITIC)
 
     # Objective
     policy_loss: str = preset("policy-gradient objective", [*losses.OBJECTIVES])
@@ -179,9 +185,9 @@ class Args(LoopArgs):
 
     # Critic
     critic_warmup: int = flag(
-        0, "first steps, in which only the critic learns", only="adv_estimator=gae")
+        0, "first steps, in which only the critic learns", only=CRITIC)
     critic_lr: float | None = flag(
-        None, "default: 1e-5, for a task's own tiny model 1e-3", only="adv_estimator=gae")
+        None, "default: 1e-5, for a task's own tiny model 1e-3", only=CRITIC)
 
     # Optimiser and memory
     lr: float | None = flag(
@@ -234,6 +240,8 @@ class Args(LoopArgs):
     eval_every: int = flag(
         10, "steps between evaluations; 0: only before training and after; -1: none, and "
         "validation rows are not loaded", Range("be at least -1", lambda x: x >= -1))
+    stop_at_reward: float | None = flag(
+        None, "training ends at the first evaluation whose mean reward is at least this", ANY)
     eval_samples: int = flag(
         1, "rollouts of a validation row: eval/pass@1 to pass@N", POSITIVE)
     eval_sampling_args: str = flag(
@@ -348,6 +356,15 @@ class Args(LoopArgs):
     def objective_takes(self) -> list[str]:
         """The inputs of the function behind --policy_loss; see losses.objective."""
         return losses.OBJECTIVES[self.policy_loss].takes
+
+    def end_if_reached(self, metrics: dict):
+        """Ends the run, by Stopped on all ranks, if its evaluation has reached --stop_at_reward.
+
+        num_steps becomes the present step, so that the run counts as complete."""
+        goal = self.stop_at_reward
+        if goal is not None and metrics.get("eval/reward", -math.inf) >= goal:
+            self.num_steps = metrics["step"]
+            raise Stopped
 
     @property
     def evaluates(self) -> bool:

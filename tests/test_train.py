@@ -443,7 +443,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
     (dict(agent_args='{"final_answer_tokens": 128}'), "--max_response_tokens 128, which must be"),
     # Flags without effect: a rule of each form
-    (dict(gamma=0.9), "only with --adv_estimator gae or reinforce_pp"),
+    (dict(gamma=0.9), "only with --adv_estimator gae or gae_bootstrap or reinforce_pp"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),
     (dict(kl_coef=0.1, kl_target=0.1), "--kl_target has an effect only with --kl_in reward"),
     (dict(algo="rloo", clip_high=0.5), "only with a --policy_loss other than"),
