@@ -19,6 +19,8 @@ from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
 SHOW_EVERY = 20  # steps between the trajectories that are printed
+HIGH_LR = 2e-5  # for LARGE networks, in reinforcement learning and fine-tuning
+LARGE = 300e6  # parameters; tiny models take higher rates
 LIMITS = "--max_response_tokens, --max_assistant_turns"
 MAX_ROWS_ON_DISK = 1000  # of a split that are looked at
 
@@ -52,6 +54,9 @@ class Notices:
                 f"the policy does not see what the training rows hold as {', '.join(names)}: "
                 "--image_key names the column with images; there is no video and no audio"
             )
+        rate = high_rate(log.args, network.model.num_parameters())
+        if rate:
+            log.warn_once(rate)
         first_rows = without_images(first(rows["val"]))
         questions = set(map(question, without_images(first(rows["train"]))))
         n_common = sum(question(row) in questions for row in first_rows)
@@ -121,6 +126,17 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
         )
     lines.append(f"{plan}; writing {args.output_dir}")
     return "\n".join(lines)
+
+
+def high_rate(args, n_parameters: int) -> str:
+    """Returns a warning if --lr is high for a network of this size, else ""."""
+    limit = HIGH_LR * (10 if args.lora_rank else 1)
+    if n_parameters < LARGE or args.lr <= limit or args.rollout_only or not args.num_steps:
+        return ""
+    return (
+        f"--lr {args.lr:g} is high for {n_parameters / 1e6:.0f}M parameters: most runs of such "
+        "models use 1e-6 to 1e-5, with LoRA ten times that"
+    )
 
 
 def step_line(args) -> str:

@@ -90,6 +90,18 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, monkey
     assert started(log, on_disk, many[2:4])[1:] == [f"1 of 2 {problem}"]
 
 
+@pytest.mark.parametrize("flags, n_parameters, is_high", [
+    ({"lr": 3e-4}, 5e8, True),
+    ({"lr": 2e-5}, 5e8, False),
+    ({"lr": 3e-4}, 135e6, False),
+    ({"lr": 1e-4, "lora_rank": 8}, 5e8, False),
+    ({"lr": 3e-4, "num_steps": 0}, 5e8, False),
+])  # fmt: skip
+def test_a_high_learning_rate_for_a_large_model(flags, n_parameters, is_high):
+    said = notices.high_rate(Args(**flags), n_parameters)
+    assert said.startswith("--lr 0.0003 is high for 500M parameters") == is_high == bool(said)
+
+
 @pytest.mark.parametrize("row, named", [
     (row_of([{"type": "image"}], images=["a.png"], image=b"x"), None),
     (row_of("hi", video=None, photo="a.png"), None),
