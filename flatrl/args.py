@@ -113,7 +113,6 @@ class Args(LoopArgs):
     allow_mismatch: bool = flag(
         False, "train although engine and trainer disagree about the sampled tokens' logprobs",
         only="!replay")
-    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
 
     # Algorithm
     algo: str = flag("grpo", "preset for the flags marked [preset]", tuple(PRESETS))
@@ -248,6 +247,8 @@ class Args(LoopArgs):
         "{}", "like --sampling_args, in evaluation; the temperature is 0 (greedy) by default, "
         "and --temperature with several --eval_samples")
     save_every: int = flag(20, "steps between checkpoints; 0: only at the end")
+    dump_rollouts: float = flag(
+        1.0, "share of the prompts whose rollouts are written, whole groups", DISCOUNT)
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
     resume: Literal[False, True, "changed"] = flag(
         False, "continue from the latest whole checkpoint in output_dir; changed: although flags "
@@ -341,6 +342,11 @@ class Args(LoopArgs):
     def quantized(self) -> bool:
         """True if --engine_args asks vLLM to quantise the engine's weights."""
         return '"quantization"' in self.engine_args
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """True if Python code that comes with the model may run: a key of --engine_args."""
+        return bool(json.loads(self.engine_args).get("trust_remote_code"))
 
     @property
     def window(self) -> int:

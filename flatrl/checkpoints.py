@@ -33,7 +33,7 @@ from flatrl.terminal import shown
 FLAGS_FREE_TO_CHANGE_ON_RESUME = {
     "output_dir",
     "val_files",
-    "trust_remote_code",
+    "dump_rollouts",
     "tokens_per_micro_batch",
     "gradient_checkpointing",
     "shard",

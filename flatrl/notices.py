@@ -35,7 +35,9 @@ class Notices:
         args = log.args
         self.log = log
         self.watch = Watch(args, rows)
-        self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
+        self.report = LiveReport(
+            log.folder, log.tokenizer, log.warn_once, args.dump_rollouts
+        )
         self.tracker = None
         if args.wandb_project:
             self.tracker = Tracker(args.wandb_project, args.output_dir, about)
