@@ -110,6 +110,9 @@ class LoopArgs:
         256, "longer tool responses are cut to this length")
     tool_response_truncate_side: str = setting(
         "middle", "which part of a long tool response is kept: left, right, or middle (both ends)")
+    prompt_truncate_side: str = setting(
+        "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
+        "with such prompts are dropped")
 
 
 @dataclass
@@ -141,7 +144,8 @@ class AgentLoopOutput:
     logprob is 0.0 and whose version is -1. turn_rewards holds pairs (index into response_ids,
     reward). num_turns is the number of assistant, user and tool turns + 1, as in verl. images
     are PIL images in the order of their placeholders; the ids repeat a placeholder for each
-    token of its image.
+    token of its image. text is the whole response decoded, with what tools and users said: a
+    reward reads the policy's words from messages.
 
     unit: outputs of one rollout with the same unit share one reward, that of the last of
         them, and count once in advantages and in the loss. By default the whole rollout is
@@ -310,6 +314,29 @@ def _inner_ids(tokenizer, text):
     start = tokenizer.eos_token or ""
     ids = tokenizer.encode(start + text, add_special_tokens=False)
     return ids[1:] if start else ids
+
+
+def shorten(text: str, limit: int, side: str, tokenizer) -> str:
+    """Cuts a long text to `limit` tokens, with "..." for the rest.
+
+    side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and
+    "middle" both."""
+    text = clean(text)
+    if len(text.encode()) <= limit:  # a token has at least one byte
+        return text
+    # Tokenising a huge text is slow, so its middle is cut out first.
+    n_kept = 64 * limit  # characters at either end
+    if len(text) > 2 * n_kept:
+        text = f"{text[:n_kept]}...{text[-n_kept:]}"
+    ids = _tokenise(tokenizer, text)
+    if len(ids) <= limit:
+        return text
+    n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
+    n_head = n_heads[side]
+    n_tail = limit - n_head
+    head = tokenizer.decode(ids[:n_head])
+    tail = tokenizer.decode(ids[len(ids) - n_tail :])
+    return f"{head}...{tail}"
 
 
 # ---------------------------------------------------------------- the conversation
@@ -2544,7 +2571,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _content(self, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
-        text = self._shorten(response.text)
+        limit = self.args.max_tool_response_tokens
+        side = self.args.tool_response_truncate_side
+        text = shorten(response.text, limit, side, self.tokenizer)
         if not response.images:
             return text
         content = [{"type": "image"} for _ in response.images]
@@ -2605,29 +2634,6 @@ class ToolAgentLoop(AgentLoopBase):
         """Calls a method of the interaction, limited by tool_timeout."""
         coroutine = call(method, *args, **kwargs)
         return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
-
-    def _shorten(self, text):
-        """Cuts a long text to max_tool_response_tokens tokens, with "..." for the rest.
-
-        tool_response_truncate_side is the side that is kept, as in verl: "left" keeps the
-        start, "right" the end, and "middle" both."""
-        limit = self.args.max_tool_response_tokens
-        text = clean(text)
-        if len(text.encode()) <= limit:  # a token has at least one byte
-            return text
-        # Tokenising a huge text is slow, so its middle is cut out first.
-        n_kept = 64 * limit  # characters at either end
-        if len(text) > 2 * n_kept:
-            text = f"{text[:n_kept]}...{text[-n_kept:]}"
-        ids = _tokenise(self.tokenizer, text)
-        if len(ids) <= limit:
-            return text
-        n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
-        n_head = n_heads[self.args.tool_response_truncate_side]
-        n_tail = limit - n_head
-        head = self.tokenizer.decode(ids[:n_head])
-        tail = self.tokenizer.decode(ids[len(ids) - n_tail :])
-        return f"{head}...{tail}"
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer and reward the assistant's turn."""

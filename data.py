@@ -48,6 +48,7 @@ from agent_loop import (
     outcome,
     render,
     row_kwargs,
+    shorten,
     task_interaction,
     task_tools,
     with_template_variables,
@@ -197,6 +198,8 @@ def filter_overlong(
     templates = with_template_variables(tokenizer, args.chat_template_args)
     context = (templates, task, args, processor)
     limit = args.max_prompt_tokens
+    if args.prompt_truncate_side != "none":
+        rows = _cut_to(limit, rows, context)
     n_rows = len(rows)
     is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START
     numbers = range(n_rows)
@@ -223,6 +226,42 @@ def filter_overlong(
         return rows[number]
 
     return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
+
+
+def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
+    """Returns the rows with their overlong prompts cut to `limit` tokens.
+
+    The longest text of the prompt loses tokens, as args.prompt_truncate_side says. If there is too
+    little to cut, the prompt stays too long."""
+    templates, _, args, _ = context
+
+    def n_tokens(text):
+        return len(templates.encode(text, add_special_tokens=False))
+
+    def cut(number: int) -> dict:
+        row = rows[number]
+        texts = _texts(row["prompt"])
+        while texts and (excess := _prompt_length([row], 0, *context) - limit) > 0:
+            place, key = max(texts, key=lambda text: len(text[0][text[1]]))
+            n_kept = n_tokens(place[key]) - excess - n_tokens("...")
+            if n_kept < 1:
+                break
+            place[key] = shorten(place[key], n_kept, args.prompt_truncate_side, templates)
+        return row
+
+    return Rows(cut, range(len(rows)))
+
+
+def _texts(messages: list[dict]) -> list[tuple[dict, str]]:
+    """Returns where the texts of messages are: (a message or a part of one, its key)."""
+    places = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            places.append((message, "content"))
+        else:
+            places += [(part, "text") for part in content or () if "text" in part]
+    return places
 
 
 def _prompt_lengths(rows, numbers, *context) -> np.ndarray:

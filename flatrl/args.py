@@ -418,8 +418,9 @@ def check_args(args: Args):
     for name in args.MUST_BE_POSITIVE:
         if getattr(args, name) is not None:
             check_value(name, getattr(args, name), POSITIVE)
-    check_value("tool_response_truncate_side", args.tool_response_truncate_side,
-                ("left", "middle", "right"))
+    sides = ("left", "middle", "right")
+    check_value("tool_response_truncate_side", args.tool_response_truncate_side, sides)
+    check_value("prompt_truncate_side", args.prompt_truncate_side, (*sides, "none"))
     check_flags_together(args)
 
     with refusing("--rollout_correction"):
