@@ -595,8 +595,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
 def evaluate(run: "Run") -> dict:
     """Evaluates on the validation rows, with --eval_sampling_args. Returns metrics.
 
-    The engine stays awake, because the next rollout has the same weights. Without validation
-    rows there are no metrics."""
+    The engine stays awake: the next rollout has its weights. Without rows, there are no metrics."""
     args = run.args
     if not run.rows["val"]:
         return {}
