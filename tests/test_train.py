@@ -482,7 +482,7 @@ def test_sampling_parameters():
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
     ({"resume": True}, "no checkpoint in"),
     ({"output_dir": "s3://bucket/x"}, "--output_dir s3://bucket/x: only a folder can be written"),
-    ({"num_steps": 0, "eval_every": -1}, "--num_steps 0 evaluates: it needs validation rows"),
+    ({"num_steps": 0, "eval_every": -1}, "--num_steps 0 and --stop_at_reward need validation rows"),
 ])  # fmt: skip
 def test_input_that_is_wrong_ends_before_the_engine_starts(
     change, said, tiny_model, tmp_path, monkeypatch, process_group
