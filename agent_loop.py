@@ -110,6 +110,9 @@ class LoopArgs:
         256, "longer tool responses are cut to this length")
     tool_response_truncate_side: str = setting(
         "middle", "which part of a long tool response is kept: left, right, or middle (both ends)")
+    prompt_truncate_side: str = setting(
+        "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
+        "with such prompts are dropped")
 
 
 @dataclass
@@ -141,7 +144,8 @@ class AgentLoopOutput:
     logprob is 0.0 and whose version is -1. turn_rewards holds pairs (index into response_ids,
     reward). num_turns is the number of assistant, user and tool turns + 1, as in verl. images
     are PIL images in the order of their placeholders; the ids repeat a placeholder for each
-    token of its image.
+    token of its image. text is the whole response decoded, with what tools and users said: a
+    reward reads the policy's words from messages.
 
     unit: outputs of one rollout with the same unit share one reward, that of the last of
         them, and count once in advantages and in the loss. By default the whole rollout is
@@ -310,6 +314,29 @@ def _inner_ids(tokenizer, text):
     start = tokenizer.eos_token or ""
     ids = tokenizer.encode(start + text, add_special_tokens=False)
     return ids[1:] if start else ids
+
+
+def shorten(text: str, limit: int, side: str, tokenizer) -> str:
+    """Cuts a long text to `limit` tokens, with "..." for the rest.
+
+    side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and
+    "middle" both."""
+    text = clean(text)
+    if len(text.encode()) <= limit:  # a token has at least one byte
+        return text
+    # Tokenising a huge text is slow, so its middle is cut out first.
+    n_kept = 64 * limit  # characters at either end
+    if len(text) > 2 * n_kept:
+        text = f"{text[:n_kept]}...{text[-n_kept:]}"
+    ids = _tokenise(tokenizer, text)
+    if len(ids) <= limit:
+        return text
+    n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
+    n_head = n_heads[side]
+    n_tail = limit - n_head
+    head = tokenizer.decode(ids[:n_head])
+    tail = tokenizer.decode(ids[len(ids) - n_tail :])
+    return f"{head}...{tail}"
 
 
 # ---------------------------------------------------------------- the conversation
@@ -1754,9 +1781,10 @@ class Trajectory:
     def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
         """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
 
-        kind and name identify the source, such as "tool" and "calculator". A metric is
-        recorded as "kind/key". Raises ValueError, which names the source, and records
-        nothing if reward or metrics are not finite numbers."""
+        kind and name identify the source, such as "tool" and "calculator". A metric becomes
+        "kind/name/key"; the source's rewards are added up in "kind_reward/name". Raises
+        ValueError, which names the source, and records nothing if reward or metrics are not
+        finite numbers."""
         source = f"{kind} {name!r}"
         if not isinstance(metrics, dict | None):
             raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
@@ -1765,8 +1793,9 @@ class Trajectory:
         for key, value in (metrics or {}).items():
             checked[key] = checked_number(value, f"metric {key!r} of {source}")
         for key, value in checked.items():
-            self.count(f"{kind}/{key}", value)
+            self.count(f"{kind}/{name}/{key}", value)
         if reward:
+            self.count(f"{kind}_reward/{name}", reward)
             last = max(0, len(self.response_ids) - 1)
             self.turn_rewards.append((last, reward))
 
@@ -2365,6 +2394,8 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.begin(prompt_ids, engine_ids)
         if self.tools:
             trajectory.count("tool_calls", 0)  # so that the metric exists
+        for name in self.tools:
+            trajectory.count(f"tool_calls/{name}", 0)
         if self.args.max_turn_tokens:
             trajectory.count("cut_turns", 0)
         if self.args.final_answer_tokens:
@@ -2509,17 +2540,19 @@ class ToolAgentLoop(AgentLoopBase):
         return self.answer(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):
-        """Records the reward and metrics of a tool's response, and returns the response.
+        """Counts a tool call, records its response's reward and metrics, and returns the response.
 
         If it is an exception, or is invalid, returns a response with the error instead: the
         model reads it, and the rollout continues. n_images: images in the rollout so far."""
+        if name in self.tools:
+            trajectory.count(f"tool_calls/{name}")
         if isinstance(response, Exception):
-            return self._error_response(trajectory, response)
+            return self._error_response(trajectory, name, response)
         try:
             trajectory.record("tool", name, response.reward, response.metrics)
             self._check_room_for_images(n_images, len(response.images))
         except Exception as error:
-            return self._error_response(trajectory, error)
+            return self._error_response(trajectory, name, error)
         return response
 
     def _check_room_for_images(self, n_images, n_new):
@@ -2528,15 +2561,19 @@ class ToolAgentLoop(AgentLoopBase):
         if n_images + n_new > limit:
             raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
 
-    def _error_response(self, trajectory, error):
+    def _error_response(self, trajectory, name, error):
         """Counts an error, and returns a ToolResponse that tells the model about it."""
-        is_timeout = isinstance(error, CallTimeoutError)
-        trajectory.count("tool_timeouts" if is_timeout else "tool_errors")
+        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
+        trajectory.count(kind)
+        if name in self.tools:  # the model may write any name
+            trajectory.count(f"{kind}/{name}")
         return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
-        text = self._shorten(response.text)
+        limit = self.args.max_tool_response_tokens
+        side = self.args.tool_response_truncate_side
+        text = shorten(response.text, limit, side, self.tokenizer)
         if not response.images:
             return text
         content = [{"type": "image"} for _ in response.images]
@@ -2597,29 +2634,6 @@ class ToolAgentLoop(AgentLoopBase):
         """Calls a method of the interaction, limited by tool_timeout."""
         coroutine = call(method, *args, **kwargs)
         return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
-
-    def _shorten(self, text):
-        """Cuts a long text to max_tool_response_tokens tokens, with "..." for the rest.
-
-        tool_response_truncate_side is the side that is kept, as in verl: "left" keeps the
-        start, "right" the end, and "middle" both."""
-        limit = self.args.max_tool_response_tokens
-        text = clean(text)
-        if len(text.encode()) <= limit:  # a token has at least one byte
-            return text
-        # Tokenising a huge text is slow, so its middle is cut out first.
-        n_kept = 64 * limit  # characters at either end
-        if len(text) > 2 * n_kept:
-            text = f"{text[:n_kept]}...{text[-n_kept:]}"
-        ids = _tokenise(self.tokenizer, text)
-        if len(ids) <= limit:
-            return text
-        n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
-        n_head = n_heads[self.args.tool_response_truncate_side]
-        n_tail = limit - n_head
-        head = self.tokenizer.decode(ids[:n_head])
-        tail = self.tokenizer.decode(ids[len(ids) - n_tail :])
-        return f"{head}...{tail}"
 
     async def interacting(self, trajectory):
         """Lets the simulated user answer and reward the assistant's turn."""

@@ -48,6 +48,7 @@ from agent_loop import (
     outcome,
     render,
     row_kwargs,
+    shorten,
     task_interaction,
     task_tools,
     with_template_variables,
@@ -126,6 +127,7 @@ def load_rows(
     split: str,
     files: list[str] | None = None,
     prompt_key: str = "prompt",
+    image_key: str = "images",
 ) -> Sequence[dict]:
     """Returns the rows of a split ("train" or "val"), checked and normalised to verl's columns.
 
@@ -134,16 +136,18 @@ def load_rows(
     as a list.
     prompt_key: the column with the prompt: a chat, or a text, which becomes a user message.
 
-    The task's SYSTEM_PROMPT is inserted before every prompt without a system message. If a row
-    has a column `images`, its prompt needs a placeholder for each image: a part {"type": "image"}
-    of a message's content, or "<image>" in its text.
+    image_key: the column with the prompt's images, which becomes `images`. The prompt needs a
+    placeholder for each image: a part {"type": "image"} of a message's content, or "<image>" in
+    its text.
 
-    Raises BadInput if there are no rows, if a row's prompt is neither a chat nor a text, or if it
-    doesn't match the row's images."""
+    The task's SYSTEM_PROMPT is inserted before every prompt without a system message.
+
+    Raises BadInput if there are no training rows, if a row's prompt is neither a chat nor a text,
+    or if it doesn't match the row's images. Without validation rows nothing is evaluated."""
     source = ", ".join(files) if files else f"load({split!r})"
     with refusing(f"{source} does not give a list of rows"):
         rows = read_files(files) if files else list(task.load(split))
-    need(rows, f"{source} has no rows")
+    need(rows or split == "val", f"{source} has no rows")
     on_disk = not isinstance(rows, list)
     system_prompt = getattr(task, "SYSTEM_PROMPT", None)
 
@@ -152,7 +156,7 @@ def load_rows(
         row = rows[number]
         if on_disk:
             (row,) = row.to_pylist()  # an arrow table with a single row
-        row = check_row(row, prompt_key, number, f"row {number} of {source}")
+        row = check_row(row, prompt_key, number, f"row {number} of {source}", image_key)
         prompt = row["prompt"]
         if system_prompt and (not prompt or prompt[0]["role"] != "system"):
             prompt.insert(0, {"role": "system", "content": system_prompt})
@@ -189,9 +193,13 @@ def filter_overlong(
     returned Rows gets the next one that fits.
 
     Raises BadInput if a check fails, or if no prompt is short enough."""
+    if not rows:
+        return rows
     templates = with_template_variables(tokenizer, args.chat_template_args)
     context = (templates, task, args, processor)
     limit = args.max_prompt_tokens
+    if args.prompt_truncate_side != "none":
+        rows = _cut_to(limit, rows, context)
     n_rows = len(rows)
     is_sample = n_rows > tables.MAX_ROWS_CHECKED_AT_START
     numbers = range(n_rows)
@@ -218,6 +226,42 @@ def filter_overlong(
         return rows[number]
 
     return Rows(next_that_fits, range(n_rows), overlong=too_long.mean())
+
+
+def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
+    """Returns the rows with their overlong prompts cut to `limit` tokens.
+
+    The longest text of the prompt loses tokens, as args.prompt_truncate_side says. If there is too
+    little to cut, the prompt stays too long."""
+    templates, _, args, _ = context
+
+    def n_tokens(text):
+        return len(templates.encode(text, add_special_tokens=False))
+
+    def cut(number: int) -> dict:
+        row = rows[number]
+        texts = _texts(row["prompt"])
+        while texts and (excess := _prompt_length([row], 0, *context) - limit) > 0:
+            place, key = max(texts, key=lambda text: len(text[0][text[1]]))
+            n_kept = n_tokens(place[key]) - excess - n_tokens("...")
+            if n_kept < 1:
+                break
+            place[key] = shorten(place[key], n_kept, args.prompt_truncate_side, templates)
+        return row
+
+    return Rows(cut, range(len(rows)))
+
+
+def _texts(messages: list[dict]) -> list[tuple[dict, str]]:
+    """Returns where the texts of messages are: (a message or a part of one, its key)."""
+    places = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            places.append((message, "content"))
+        else:
+            places += [(part, "text") for part in content or () if "text" in part]
+    return places
 
 
 def _prompt_lengths(rows, numbers, *context) -> np.ndarray:
@@ -690,6 +734,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         "prompts": units.prompts,
         "names": units.names,
         "lengths": layout.mask.sum(1),
+        "truncated": torch.tensor([output.truncated for output in last_outputs(batch.outputs)]),
         "mask": layout.mask,
         "token_rewards": batch.rewards,
     }

@@ -112,6 +112,7 @@ _ESTIMATOR_INPUTS = (
     "prompts",
     "names",
     "lengths",
+    "truncated",
     "baselines",
     "mask",
     "token_rewards",
@@ -154,6 +155,7 @@ def estimator(name: str) -> Callable:
         prompts        (N,) numbers of the prompts
         names          N strings, the units' names as the agent loops gave them
         lengths        (N,) mask-1 tokens of the unit, summed over its outputs
+        truncated      (N,) bool, True if a length or turn limit cut the unit's last output off
         baselines      (N,) reward of a greedy rollout of the same prompt, NaN where that failed.
                        If you ask for baselines, each group gets such a rollout.
         mask           (N, S) mask of the unit's outputs, laid end to end. A column with mask 0
@@ -261,6 +263,25 @@ def gae(
 @estimator("gae")
 def _gae(token_rewards, values, mask, args):
     return gae(token_rewards, values, mask, args.gamma, args.lam, args.turn_discount)
+
+
+@no_grad
+def bootstrapped(rewards: NS, values: NS, mask: NS, truncated: N, gamma: float) -> NS:
+    """Adds gamma V to the last reward of each truncated sequence (arXiv 1712.00378, sec. 3).
+
+    A limit on time is no end of the task: the state has a value. V is that before the last mask-1
+    token, because the critic has none after it."""
+    mask, rewards, values = _masked(mask, rewards, values)
+    last = torch.where(mask, torch.arange(mask.shape[1]), 0).amax(1)  # (N,)
+    rows = torch.arange(len(mask))
+    added = torch.where(truncated, gamma * values[rows, last], 0)
+    return rewards.index_put((rows, last), added, accumulate=True)
+
+
+@estimator("gae_bootstrap")
+def _gae_bootstrap(token_rewards, values, mask, truncated, args):
+    rewards = bootstrapped(token_rewards, values, mask, truncated, args.gamma)
+    return gae(rewards, values, mask, args.gamma, args.lam, args.turn_discount)
 
 
 @no_grad

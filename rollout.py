@@ -156,6 +156,8 @@ class Engine:
                 f"--engine_args {args.engine_args}: vLLM's engine does not start: {error}"
             ) from error
         self.core = self.llm.llm_engine
+        # Whether `sleep` frees no memory: vLLM's own argument.
+        self.stays_loaded = json.loads(args.engine_args).get("enable_sleep_mode") is False
         self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         if device.type == "cpu" and args.tp > 1:
             # Every rank has mapped the team's shared memory. Without its file, the kernel frees
@@ -219,7 +221,8 @@ class Engine:
                 f"the engine takes {needed / 1e9:.1f} GB of a GPU, the trainer leaves "
                 f"{free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all",
             )
-        self.core.wake_up(tags=["weights"])
+        if not self.stays_loaded:
+            self.core.wake_up(tags=["weights"])
         self._become("weights")
 
     @torch.no_grad()
@@ -251,7 +254,8 @@ class Engine:
     def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
-        self.core.wake_up(tags=["kv_cache"])
+        # The last of vLLM's tags to wake; a paused engine has only this one.
+        self.core.wake_up(tags=["scheduling" if self.stays_loaded else "kv_cache"])
         self.poked = False  # an earlier rollout may have left it set
         self._become("awake")
 
@@ -260,8 +264,9 @@ class Engine:
 
         level: 1 copies the weights to the host, 2 drops them: the next sync brings new ones.
         keep: unfinished requests stay, and continue after the next wake under the weights of
-        that time. Without `keep` an unfinished request raises RuntimeError. On a CPU no memory
-        is freed, but the transitions and the resets of caches are the same."""
+        that time. Without `keep` an unfinished request raises RuntimeError. On a CPU, and
+        with enable_sleep_mode false in --engine_args, no memory is freed, but the transitions and
+        the resets of caches are the same."""
         self._require("awake")
         with self.lock:
             if self.requests and not keep:
@@ -276,7 +281,12 @@ class Engine:
             self.turns.clear()
             self.last_prompts.clear()
             self.last_requests.clear()
-        self.core.sleep(level, mode="keep" if keep else "abort")
+        mode = "keep" if keep else "abort"
+        if self.stays_loaded:
+            self.core.renderer.clear_mm_cache()
+            self.core.engine_core.engine_core.pause_scheduler(mode)  # resets the caches
+        else:
+            self.core.sleep(level, mode)
         self._become("asleep")
 
     def mark_versions(self):
@@ -665,8 +675,10 @@ class Rollouts:
             f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}"
         )
 
-    def metrics(self, engine: Engine | None) -> dict:
-        """Returns metrics of outputs, failures and, unless it is None, the engine."""
+    def metrics(self, engine: Engine | None, n_rows: int) -> dict:
+        """Returns metrics of outputs, failures and, unless it is None, the engine.
+
+        n_rows: the number of training rows."""
         metrics = {}
         if self.sampled:
             metrics = describe(self.sampled, data.by_unit(self.sampled))
@@ -680,6 +692,7 @@ class Rollouts:
         prompts += [error["prompt"] for error in self.errors]
         metrics["rollout/first_prompt"] = min(prompts)
         metrics["rollout/last_prompt"] = max(prompts)
+        metrics["rollout/epoch"] = (max(prompts) + 1) / n_rows
         if engine is None:
             return metrics
 

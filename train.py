@@ -40,7 +40,7 @@ from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
-from flatrl.metrics import batch_metrics, describe_eval, disagreement, mean
+from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, on_main, raise_if_stopped, run_as_script)
 from flatrl.terminal import Bar, quiet_libraries, shown
@@ -56,16 +56,16 @@ def main(args: Args):
     run = setup(args)  # checks all input first; holds engine, networks, pool and log
     log = run.log
     with contextlib.suppress(Stopped):  # raised on all ranks together
-        if run.done == 0 and run.engine and not args.rollout_only:
+        if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
 
         for step in Bar(range(run.done, args.num_steps), "steps"):
             raise_if_stopped(run.stop)
-            started = time.perf_counter()
+            run.clock.start()
 
             # ---- 1. rollout: the engine takes the weights, and agent loops fill the batch
             rollouts = collect_rollouts(run, step)
-            rollout_ended = time.perf_counter()
+            run.clock.rollout_ends()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
             batch = data.make_batch(rollouts.trained, run.processor)
@@ -82,6 +82,7 @@ def main(args: Args):
             # ---- 3. rewards -> advantages: change these lines for a method of your own
             metrics |= set_token_rewards(run, batch, step)
             batch["advantages"] = estimate_advantages(batch, rollouts, args, run.state)  # (B, T)
+            run.clock.lap("advantages")
             if args.mask_truncated:
                 mask_truncated(batch)
 
@@ -92,9 +93,8 @@ def main(args: Args):
             run.done = step + 1
 
             # ---- 5. log, evaluate, save
-            metrics["timing/train_s"] = time.perf_counter() - rollout_ended
-            metrics["timing/step_s"] = time.perf_counter() - started
-            eval_is_due = args.eval_every and run.done % args.eval_every == 0
+            metrics |= run.clock.read()
+            eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0
             save_is_due = args.save_every and run.done % args.save_every == 0
             try:
                 if eval_is_due or run.done == args.num_steps:
@@ -105,6 +105,7 @@ def main(args: Args):
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
             del rollouts, batch  # free the images of a step before those of the next one come
+            args.end_if_reached(metrics)  # --stop_at_reward
     finish(run)
 
 
@@ -139,9 +140,7 @@ def named_weights(policy: "Policy") -> Iterator[tuple[str, torch.Tensor]]:
 
 @shown("weights to the engine")
 def sync(engine: Engine, policy: "Policy", version: int) -> float:
-    """Wakes a sleeping engine and loads the policy's weights as `version`.
-
-    Returns how many seconds that took."""
+    """Wakes a sleeping engine, loads the policy's weights as `version`; returns the seconds."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # the engine needs the memory that the update left in torch's cache
     engine.wake_weights()
@@ -195,6 +194,7 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     args = run.args
     if args.rollout_only:
         return
+    run.clock.lap("batch")
     has_several_updates = args.updates_per_rollout > 1
     only_critic_learns = step < args.critic_warmup
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
@@ -202,10 +202,13 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
         names = ["logprobs_old", "entropy"] if "entropy" in asked else ["logprobs_old"]
         batch.update(zip(names, token_scores(run.policy.net, batch, args, len(names))))
+        run.clock.lap("logprobs_old")
     if run.reference:
         batch["logprobs_ref"] = score_tokens(run.reference, seen_by("logprobs_ref", batch), args)
+        run.clock.lap("logprobs_ref")
     if run.critic:
         batch["values"] = score_tokens(run.critic.net, batch, args)
+        run.clock.lap("values")
 
 
 def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
@@ -235,14 +238,13 @@ def add_rewards(
     run: "Run", rollouts: Rollouts, batch: data.Batch
 ) -> tuple[data.Batch, dict[str, float]]:
     """Waits for the rewards. Returns the batch without outputs whose reward failed, and metrics."""
-    started = time.perf_counter()
     if run.engine:  # a replayed rollout has its rewards
         wait_for_rewards(rollouts, run.background, run.stop)
     if run.history:
         for prompt, reward in data.total_rewards(rollouts.sampled):
             run.history[prompt].append(reward)
-    metrics = rollouts.metrics(run.engine)
-    metrics["timing/grading_s"] = time.perf_counter() - started
+    metrics = rollouts.metrics(run.engine, len(run.rows["train"]))
+    run.clock.lap("grading")
     graded = [row for row, output in enumerate(batch.outputs) if output.reward is not None]
     return batch.select(graded), metrics
 
@@ -287,9 +289,7 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
 
 
 def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> losses.N:
-    """Returns, for each unit, the shaped reward of its group's greedy rollout, (N,).
-
-    NaN where there is none."""
+    """Returns the shaped reward of each unit's greedy rollout, (N,); NaN where there is none."""
     greedy = data.by_unit(rollouts.greedy)
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
     baseline_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
@@ -359,13 +359,15 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
         metrics = {"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()}
         if step >= args.critic_warmup:
             metrics |= update_policy(run, batch, rows)
+            run.clock.lap("policy")
         if run.critic:
             metrics |= update_critic(run, batch, rows)
+            run.clock.lap("critic")
         for name, value in metrics.items():
             all_metrics[name].append(value)
 
     metrics = {name: fmean(values) for name, values in all_metrics.items()}
-    metrics["actor/adam_steps"] = run.policy.adam_steps
+    metrics["actor/adam_steps"] = models.adam_steps(run.policy.optimizer)
     if run.critic:
         metrics["critic/explained_var"] = losses.explained_variance(
             batch["values"], batch["returns"], batch["response_mask"]
@@ -593,10 +595,9 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
 def evaluate(run: "Run") -> dict:
     """Evaluates on the validation rows, with --eval_sampling_args. Returns metrics.
 
-    The engine stays awake, because the next rollout has the same weights. With --replay there
-    is no engine, and nothing to evaluate."""
+    The engine stays awake: the next rollout has its weights. Without rows, there are no metrics."""
     args = run.args
-    if not run.engine:
+    if not run.rows["val"]:
         return {}
     with awake(run, stays=True):
         # Rollouts for training must not sample meanwhile.
@@ -761,12 +762,6 @@ class Learner:
             group["lr"] = lr
         return lr
 
-    @property
-    def adam_steps(self) -> float:
-        """The steps that Adam has made; it counts the same for every parameter."""
-        state = next(iter(self.optimizer.state.values()), {"step": 0})  # none before the first
-        return float(state["step"])
-
     def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
         """Makes an optimiser step with the current gradients, clipped to max_norm, and clears them.
 
@@ -812,6 +807,7 @@ class Run:
     # For a task's sampler, by prompt: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
     state: dict = field(default_factory=dict)  # the estimator's own, the same on all ranks
+    clock: Clock = field(default_factory=Clock)  # of the parts of a step
     done: int = 0  # steps finished
     saved: int = 0  # steps finished at the last checkpoint
     mismatch_is_known: bool = False  # engine and trainer disagree, and the user was warned
@@ -898,10 +894,12 @@ def check_input(args: Args) -> tuple:
     task = data.load_task(args.task, ["load", "reward", *builds_model])
     check_registered(args)
     args.task = task.__file__
-    rows = {
-        "train": data.load_rows(task, "train", args.train_files, args.prompt_key),
-        "val": data.load_rows(task, "val", args.val_files, args.prompt_key),
-    }
+    keys = args.prompt_key, args.image_key
+    rows = {"train": data.load_rows(task, "train", args.train_files, *keys), "val": []}
+    if args.evaluates:
+        rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
+    no_goal = args.num_steps and args.stop_at_reward is None
+    need(rows["val"] or no_goal, "--num_steps 0 and --stop_at_reward need validation rows")
     if args.hints:
         require_hints(rows["train"])
     if args.algo == "sft" or args.imitation_steps:
@@ -973,7 +971,8 @@ def finish(run: Run):
         say(f"stopped after step {run.done}")
     elif run.done and checkpoints.save_policy(run, final):  # --num_steps 0 only evaluates
         best = checkpoints.best_checkpoint(run.folder)
-        say(f"the trained policy is in {final}, the best saved checkpoint is {best}")
+        which = "best" if run.rows["val"] else "latest"
+        say(f"the trained policy is in {final}, the {which} saved checkpoint is {best}")
         saved = True
     say(notices.summary(args, run.done))
     close(run)

@@ -37,12 +37,16 @@ KEPT = {}  # with ZOO_TASK=last, the reward that every rollout gets
 
 def load(split: str) -> list[dict]:
     """Returns the calculator's questions: with ZOO_TASK=leak those of training for both splits,
-    with few eight long ones, which return in every step."""
+    with few eight long ones, which return in every step, with photo rows with an image that no
+    column for images holds."""
     rows = calculator.load("train" if ZOO_TASK == "leak" else split)[:64]
     if ZOO_TASK == "few":
         rows = rows[:8]
         for row in rows:
             row["prompt"][0]["content"] *= 8
+    if ZOO_TASK == "photo":
+        for row in rows:
+            row["photo"] = {"bytes": b"a picture", "path": None}
     return rows
 
 
@@ -211,6 +215,7 @@ FAULTS = {
         "old(*a) if a[0].engine.engine.version < 1 else []",
     ),
     # -- rows
+    "images in a column of another name": Fault("does not see what the training", task="photo"),
     "an evaluation on training rows": Fault("prompt of a training row", task="leak"),
     "prompts lost at a resume": Fault(
         "trained twice, or lost", POOL, "old(a[0], a[1], a[2] + 8)", resumed=True

@@ -21,7 +21,7 @@ class EnvInteraction(Interaction):
         close()                                                optional
 
     Each reward belongs to its turn. Numbers in info are summed and logged as
-    rollout/interaction/*. A gymnasium environment needs a wrapper that joins terminated and
+    rollout/interaction/NAME/*. A gymnasium environment needs a wrapper that joins terminated and
     truncated.
 
     Each trajectory gets an environment of its own from `make(**kwargs)`, whose arguments are the

@@ -1,6 +1,7 @@
 """The flags of train.py: presets, all flags with their help texts, and the rules among them."""
 
 import json
+import math
 import os
 import warnings
 from dataclasses import dataclass, fields
@@ -15,8 +16,9 @@ from flatrl.bad_input import need, refusing
 from flatrl.devices import device_defaults
 from flatrl.files import absolute
 from flatrl.flags import (
-    DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
+    ANY, DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
 from flatrl.log import steps_to_replay
+from flatrl.processes import Stopped
 from flatrl.vllm_engine import check_arguments
 
 # The flags that --algo sets. A preset changes those of "grpo"; the user's own flags win.
@@ -49,6 +51,8 @@ PRESETS: dict[str, dict] = {
     "sft": dict(adv_estimator="reinforce_pp"),
 }
 PRESETS["opsd"] = PRESETS["opd"] | {"hints": True}
+
+CRITIC = "adv_estimator=gae|gae_bootstrap"  # the estimators that have one
 
 # Headings in --help, each by the first flag below it.
 HEADINGS = {
@@ -95,6 +99,7 @@ class Args(LoopArgs):
         "place of load('train')")
     val_files: list[str] | None = flag(None, "the same in place of load('val')")
     prompt_key: str = flag("prompt", "the rows' column that holds a chat or a question")
+    image_key: str = flag("images", "the rows' column that holds the prompt's image or images")
     replay: str | None = flag(
         None, "output_dir of another run: train on its rollouts, without an engine",
         only="!hints")
@@ -122,10 +127,12 @@ class Args(LoopArgs):
     # Advantages
     adv_estimator: str = preset("advantage estimator", [*losses.ESTIMATORS])
     whiten_advantages: bool = preset("scale to mean 0 and variance 1 over the batch's tokens")
-    gamma: float = preset("discount per token", DISCOUNT, "adv_estimator=gae|reinforce_pp")
+    gamma: float = preset(
+        "discount per token", DISCOUNT, "adv_estimator=gae|gae_bootstrap|reinforce_pp")
     turn_discount: float = preset(
-        "discount per turn, on top of gamma", DISCOUNT, "adv_estimator=gae|reinforce_pp|gigpo")
-    lam: float = flag(1.0, "lambda of gae", DISCOUNT, "adv_estimator=gae")
+        "discount per turn, on top of gamma", DISCOUNT,
+        "adv_estimator=gae|gae_bootstrap|reinforce_pp|gigpo")
+    lam: float = flag(1.0, "lambda of gae", DISCOUNT, CRITIC)
 
     # Objective
     policy_loss: str = preset("policy-gradient objective", [*losses.OBJECTIVES])
@@ -178,9 +185,9 @@ class Args(LoopArgs):
 
     # Critic
     critic_warmup: int = flag(
-        0, "first steps, in which only the critic learns", only="adv_estimator=gae")
+        0, "first steps, in which only the critic learns", only=CRITIC)
     critic_lr: float | None = flag(
-        None, "default: 1e-5, for a task's own tiny model 1e-3", only="adv_estimator=gae")
+        None, "default: 1e-5, for a task's own tiny model 1e-3", only=CRITIC)
 
     # Optimiser and memory
     lr: float | None = flag(
@@ -230,13 +237,19 @@ class Args(LoopArgs):
         False, "the same digits in every run on a CPU; slower with tools", only="!max_staleness")
 
     # Evaluation, checkpoints, log
-    eval_every: int = flag(10, "steps between evaluations; 0: only before training and after")
+    eval_every: int = flag(
+        10, "steps between evaluations; 0: only before training and after; -1: none, and "
+        "validation rows are not loaded", Range("be at least -1", lambda x: x >= -1))
+    stop_at_reward: float | None = flag(
+        None, "training ends at the first evaluation whose mean reward is at least this", ANY)
     eval_samples: int = flag(
         1, "rollouts of a validation row: eval/pass@1 to pass@N", POSITIVE)
     eval_sampling_args: str = flag(
         "{}", "like --sampling_args, in evaluation; the temperature is 0 (greedy) by default, "
         "and --temperature with several --eval_samples")
     save_every: int = flag(20, "steps between checkpoints; 0: only at the end")
+    dump_rollouts: float = flag(
+        1.0, "share of the prompts whose rollouts are written, whole groups", DISCOUNT)
     keep_checkpoints: int = flag(2, "older ones are deleted", POSITIVE)
     resume: Literal[False, True, "changed"] = flag(
         False, "continue from the latest whole checkpoint in output_dir; changed: although flags "
@@ -346,6 +359,20 @@ class Args(LoopArgs):
         """The inputs of the function behind --policy_loss; see losses.objective."""
         return losses.OBJECTIVES[self.policy_loss].takes
 
+    def end_if_reached(self, metrics: dict):
+        """Ends the run, by Stopped on all ranks, if its evaluation has reached --stop_at_reward.
+
+        num_steps becomes the present step, so that the run counts as complete."""
+        goal = self.stop_at_reward
+        if goal is not None and metrics.get("eval/reward", -math.inf) >= goal:
+            self.num_steps = metrics["step"]
+            raise Stopped
+
+    @property
+    def evaluates(self) -> bool:
+        """True if validation rows are evaluated."""
+        return self.eval_every >= 0 and not self.rollout_only and not self.replay
+
     @property
     def has_reference(self) -> bool:
         """True if a reference scores the sampled tokens."""
@@ -387,8 +414,9 @@ def check_args(args: Args):
     for name in args.MUST_BE_POSITIVE:
         if getattr(args, name) is not None:
             check_value(name, getattr(args, name), POSITIVE)
-    check_value("tool_response_truncate_side", args.tool_response_truncate_side,
-                ("left", "middle", "right"))
+    sides = ("left", "middle", "right")
+    check_value("tool_response_truncate_side", args.tool_response_truncate_side, sides)
+    check_value("prompt_truncate_side", args.prompt_truncate_side, (*sides, "none"))
     check_flags_together(args)
 
     with refusing("--rollout_correction"):

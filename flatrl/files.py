@@ -25,6 +25,11 @@ def write_whole(file: Path, *texts: str):
     temporary.replace(file)
 
 
+def is_dumped(prompt: int, share: float) -> bool:
+    """Returns whether a prompt's group is written with --dump_rollouts: every (1 / share)-th is."""
+    return int((prompt + 1) * share) > int(prompt * share)
+
+
 def to_json_lines(rows: Iterable[dict]) -> str:
     """Returns a text with a line of JSON for each row. Unknown objects become strings."""
     lines = [json.dumps(row, default=str, ensure_ascii=False) for row in rows]

@@ -4,6 +4,7 @@ This module knows no flag by name."""
 
 import argparse
 import difflib
+import math
 import re
 import sys
 from collections import namedtuple
@@ -18,6 +19,7 @@ from flatrl.bad_input import need
 Range = namedtuple("Range", "words holds")
 
 POSITIVE = Range("be greater than 0", lambda x: x > 0)
+ANY = Range("be a number", math.isfinite)
 NOT_NEGATIVE = Range("not be negative", lambda x: x >= 0)  # for numbers without a rule
 SHARE = Range("be in (0, 1]", lambda x: 0 < x <= 1)
 DISCOUNT = Range("be in [0, 1]", lambda x: 0 <= x <= 1)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from agent_loop import RESPONSE_LISTS, AgentLoopOutput, numeric_entries, total_reward
 from flatrl import notices
 from flatrl.bad_input import need, refusing
-from flatrl.files import read_json_lines, to_json_lines, write_whole
+from flatrl.files import is_dumped, read_json_lines, to_json_lines, write_whole
 
 GIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 
@@ -123,11 +123,14 @@ class Log:
 
     @or_warn(Exception)
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
-        """Writes rollouts/<name>.jsonl: a line for each output and each failure.
+        """Writes rollouts/<name>.jsonl: a line for each failure, and for each output of the groups
+        that --dump_rollouts keeps.
 
         Of images only the number is written. Without any line there is no file."""
         lines = []
         for output in outputs:
+            if not is_dumped(output.extra["prompt"], self.args.dump_rollouts):
+                continue
             line = {"index": output.extra.get("index"), "total_reward": total_reward(output)}
             line |= vars(output) | {"images": len(output.images)}
             for key in ("prompt_ids", *RESPONSE_LISTS):  # thousands of numbers: they come last

@@ -1,6 +1,7 @@
 """The metrics of a step's outputs, and of an evaluation's."""
 
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from statistics import fmean
@@ -14,6 +15,38 @@ from agent_loop import AgentLoopOutput, numeric_entries
 
 Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
+
+
+class Clock:
+    """Measures the parts of a step: `lap(part)` counts the time since the lap before.
+
+    A GPU works on its own, so a lap must follow a result that is on the host."""
+
+    def __init__(self):
+        self.start()
+
+    def start(self):
+        """Begins a step."""
+        self.seconds = Counter()
+        self.started = time.perf_counter()
+        self.rollout_ends()
+
+    def rollout_ends(self):
+        """Begins the parts of train_s."""
+        self.rollout_ended = time.perf_counter()
+        self.lap_ended = self.rollout_ended
+
+    def lap(self, part: str):
+        """Ends a part. Several laps of one name are added up."""
+        now = time.perf_counter()
+        self.seconds[f"timing/{part}_s"] += now - self.lap_ended
+        self.lap_ended = now
+
+    def read(self) -> dict[str, float]:
+        """Returns the step's metrics: the seconds of its parts, since the rollout and in all."""
+        now = time.perf_counter()
+        train_s = now - self.rollout_ended
+        return {**self.seconds, "timing/train_s": train_s, "timing/step_s": now - self.started}
 
 
 def grouped(keys: Iterable, values: Iterable) -> dict[Any, list]:
@@ -173,6 +206,9 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         "rollout/logp_diff_mean": mean(difference),
         "rollout/logp_diff_max": difference.max().item() if len(difference) else 0.0,
     }
+    for name in ("advantages", "returns", "values"):
+        if name in batch:
+            metrics |= _spread(name, batch[name][mask])
     if args.max_staleness:
         versions = batch["versions"][mask.any(-1)]
         # The oldest token of each row that has sampled ones. Other tokens have version -1.
@@ -191,6 +227,15 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
         metrics["rollout/ratio_max"] = stats["rollout_ratio"].max().item()
         metrics["rollout/effective_sample_size"] = weight**2 / square if square else 0.0
     return metrics
+
+
+def _spread(name: str, x: Tensor) -> dict[str, float]:
+    """Returns mean, standard deviation, least and largest of the numbers; {} if there are none."""
+    if not len(x):
+        return {}
+    x = x.double()
+    figures = {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max()}
+    return {f"{name}/{figure}": value.item() for figure, value in figures.items()}
 
 
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:

@@ -14,12 +14,15 @@ import torch.distributed as dist
 from agent_loop import AgentLoopOutput, row_kwargs, total_reward
 from flatrl.files import logged
 from flatrl.report import LiveReport
+from flatrl.rows import unseen
 from flatrl.trackers import Tracker
 from flatrl.watch import Watch
 
 SHOW_EVERY = 20  # steps between the trajectories that are printed
+HIGH_LR = 2e-5  # for LARGE networks, in reinforcement learning and fine-tuning
+LARGE = 300e6  # parameters; tiny models take higher rates
 LIMITS = "--max_response_tokens, --max_assistant_turns"
-MAX_ROWS_ON_DISK = 1000  # of a split that are compared with the other split
+MAX_ROWS_ON_DISK = 1000  # of a split that are looked at
 
 
 class Notices:
@@ -32,7 +35,9 @@ class Notices:
         args = log.args
         self.log = log
         self.watch = Watch(args, rows)
-        self.report = LiveReport(log.folder, log.tokenizer, log.warn_once)
+        self.report = LiveReport(
+            log.folder, log.tokenizer, log.warn_once, args.dump_rollouts
+        )
         self.tracker = None
         if args.wandb_project:
             self.tracker = Tracker(args.wandb_project, args.output_dir, about)
@@ -45,8 +50,17 @@ class Notices:
         policy; device: where it will be."""
         log = self.log
         log.say(banner(log.args, rows, rows_read, network, device, log.steps_done))
-        first_rows = first(rows["val"])
-        questions = set(map(question, first(rows["train"])))
+        names = sorted(set().union(*map(unseen, first(rows["train"]))))
+        if names:
+            log.warn_once(
+                f"the policy does not see what the training rows hold as {', '.join(names)}: "
+                "--image_key names the column with images; there is no video and no audio"
+            )
+        rate = high_rate(log.args, network.model.num_parameters())
+        if rate:
+            log.warn_once(rate)
+        first_rows = without_images(first(rows["val"]))
+        questions = set(map(question, without_images(first(rows["train"]))))
         n_common = sum(question(row) in questions for row in first_rows)
         if n_common:
             log.warn_once(
@@ -93,6 +107,8 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     for split, name in ("train", "training"), ("val", "validation"):
         n_dropped = dropped(rows[split], len(rows_read[split]))
         counts.append(f"{len(rows[split])} {name} rows ({n_dropped})")
+    if not rows["val"]:
+        counts[1] = "no validation rows, so no evaluation"
     millions = network.model.num_parameters() / 1e6
     devices = f"{dist.get_world_size()} x {device.type}"
     model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, {devices}"
@@ -112,6 +128,17 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
         )
     lines.append(f"{plan}; writing {args.output_dir}")
     return "\n".join(lines)
+
+
+def high_rate(args, n_parameters: int) -> str:
+    """Returns a warning if --lr is high for a network of this size, else ""."""
+    limit = HIGH_LR * (10 if args.lora_rank else 1)
+    if n_parameters < LARGE or args.lr <= limit or args.rollout_only or not args.num_steps:
+        return ""
+    return (
+        f"--lr {args.lr:g} is high for {n_parameters / 1e6:.0f}M parameters: most runs of such "
+        "models use 1e-6 to 1e-5, with LoRA ten times that"
+    )
 
 
 def step_line(args) -> str:
@@ -146,10 +173,14 @@ def dropped(rows: Sequence[dict], n_read: int) -> str:
 
 
 def first(rows: Sequence[dict]) -> list[dict]:
-    """Returns the rows of a split, or the first ones of a table on disk, except those with
-    images."""
+    """Returns the rows of a split, or the first ones of a table on disk."""
     if not isinstance(rows, list):  # each row on disk is read when it is looked at
         rows = itertools.islice(rows, MAX_ROWS_ON_DISK)
+    return [*rows]
+
+
+def without_images(rows: list[dict]) -> list[dict]:
+    """Returns the rows that have no images."""
     return [row for row in rows if not row.get("images")]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agent_loop import numeric_entries
-from flatrl.files import read_json_lines, to_json_lines, write_whole
+from flatrl.files import is_dumped, read_json_lines, to_json_lines, write_whole
 from flatrl.report_trajectories import TRAJECTORIES, draw, single
 
 PAGE = Path(__file__).with_name("page.html")
@@ -110,8 +110,9 @@ class LiveReport:
 
     No method raises: a report that can't be written is a warning."""
 
-    def __init__(self, folder: Path, tokenizer, warn: Callable[[str], None]):
+    def __init__(self, folder: Path, tokenizer, warn: Callable[[str], None], share: float = 1.0):
         self.folder = folder
+        self.share = share  # --dump_rollouts
         self.tokenizer = tokenizer
         self.warn = warn
         self.next_write = 0.0  # on time.monotonic's clock
@@ -123,7 +124,7 @@ class LiveReport:
         try:
             if batch:
                 file = self.folder / "learned" / f"step_{step:06d}.jsonl"
-                keep_learned(file, outputs, batch)
+                keep_learned(file, outputs, batch, self.share)
             started = time.monotonic()
             if started >= self.next_write:
                 write([read_run(self.folder, self.tokenizer)], self.folder / "report.html")
@@ -138,10 +139,10 @@ class LiveReport:
         self.step()
 
 
-def keep_learned(file: Path, outputs: list, batch: dict):
+def keep_learned(file: Path, outputs: list, batch: dict, share: float = 1.0):
     """Writes learned/step_*.jsonl: what an update knew about each sampled output.
 
-    outputs: those of the batch's rows. A line of the file holds:
+    outputs: those of the batch's rows. share: --dump_rollouts. A line of the file holds:
 
         prompt, sample, segment   as in rollouts/*.jsonl
         advantage    of each sampled token, or one number where all are equal
@@ -153,7 +154,7 @@ def keep_learned(file: Path, outputs: list, batch: dict):
     is_trained = batch["response_mask"].any(-1).tolist()  # (B,)
     columns = zip(outputs, batch["advantages"], differences, is_trained, strict=True)
     for output, advantages, difference, trained in columns:
-        if "demonstration" in output.extra:
+        if "demonstration" in output.extra or not is_dumped(output.extra["prompt"], share):
             continue
         sampled = [i for i, is_sampled in enumerate(output.response_mask) if is_sampled]
         line = {key: output.extra[key] for key in ("prompt", "sample", "segment")}

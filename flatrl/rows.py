@@ -7,6 +7,8 @@ from copy import copy
 from pathlib import Path
 from unicodedata import normalize
 
+from PIL import Image
+
 from agent_loop import (
     BadInput,
     LoopArgs,
@@ -24,12 +26,12 @@ ROW_TYPES = {"extra_info": dict, "data_source": str, "demonstration": str | list
 RESERVED_COLUMNS = ["self", "sampling_params", "step", "rollout_n", "validate"]
 
 
-def check_row(row, prompt_key: str, number: int, name: str) -> dict:
-    """Returns a checked copy of a row, in which "prompt" is a list of messages.
+def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "images") -> dict:
+    """Returns a checked copy of a row: "prompt" is a list of messages, "images" one of images.
 
-    prompt_key: the column with the prompt, a chat or a text; number: the row's index, if it
-    has none; name: what messages call the row. See `data.load_rows` for images. Raises
-    BadInput."""
+    prompt_key, image_key: the columns with the prompt, a chat or a text, and with its images;
+    number: the row's index, if it has none; name: what messages call the row. See
+    `data.load_rows` for images. Raises BadInput."""
     need(
         isinstance(row, dict),
         f"{name} is no dict with a column {prompt_key!r}, but a {type(row).__name__}",
@@ -62,8 +64,36 @@ def check_row(row, prompt_key: str, number: int, name: str) -> dict:
     row["prompt"] = _chat(prompt, name, prompt_key)
     if row.get("demonstration") not in (None, ""):
         row["demonstration"] = _demonstration(row["demonstration"], name)
+    if image_key != "images":
+        need(image_key in row, f"{name} has no column {image_key!r}: --image_key, of {[*row]}")
+        images = row[image_key]
+        is_single = images is not None and not isinstance(images, (list, tuple))
+        row["images"] = [images] if is_single else images
     _check_images(row, name)
     return row
+
+
+def unseen(row: dict) -> list[str]:
+    """Returns what a checked row holds of images, videos and audio that the policy is not shown."""
+    found = []
+    for column, value in row.items():
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if column != "images" and not row.get("images") and _is_media(column, first):
+            found.append(f"column {column!r}")
+    for message in row["prompt"]:
+        content = message.get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        for part in parts:
+            found += re.findall("<(?:image|video|audio)>", part.get("text", ""))
+    return found
+
+
+def _is_media(column, value):
+    """Returns whether a column's value is an image, or a file, or the column is called so."""
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # of Hugging Face's data
+        return True
+    is_named_so = re.fullmatch("(image|video|audio)s?", column)
+    return isinstance(value, Image.Image) or bool(is_named_so and value)
 
 
 def tool_schemas(row: dict, task) -> list[dict]:

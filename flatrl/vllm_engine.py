@@ -21,7 +21,6 @@ FIXED_ARGUMENTS = {
     "engine_args": [
         "distributed_executor_backend",
         "logprobs_mode",
-        "enable_sleep_mode",
         "pipeline_parallel_size",
         "data_parallel_size",
         "tensor_parallel_size",

@@ -109,6 +109,12 @@ class Watch:
                 f"{sum(cut_off)} of the {len(cut_off)} best-paid answers were cut off by a "
                 "limit: see --mask_truncated and --overlong_buffer"
             )
+        has_turn_rewards = any(map(_has_early_reward, outputs))
+        if has_turn_rewards and "token_rewards" not in self.args.estimator_takes:
+            problems["turn_rewards"] = (
+                f"--adv_estimator {self.args.adv_estimator} adds up the rewards of turns: it does "
+                "not see which turn earned them, as gae, reinforce_pp and gigpo do"
+            )
         n_unparsed = 0
         for output in outputs:
             has_mark = any(mark in output.text for mark in CALL_MARKS)
@@ -152,3 +158,10 @@ class Watch:
                 f"{correlation:.2f}, not 1"
             )
         return problems
+
+
+def _has_early_reward(output) -> bool:
+    """Returns whether the policy spoke again after a turn that earned a reward."""
+    return any(
+        reward and 1 in output.response_mask[index + 1 :] for index, reward in output.turn_rewards
+    )

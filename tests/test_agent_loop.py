@@ -362,7 +362,7 @@ def test_one_tool_call(play):
     assert prompt == PROMPT  # the row's own is not changed
     assert (output.num_turns, output.stop_reason) == (4, "stop")
     assert output.metrics.pop("tool_s") > 0
-    assert output.metrics == {"tool_calls": 1}
+    assert output.metrics == {"tool_calls": 1, "tool_calls/calculator": 1}
     assert len(engine.request_ids) == 1
 
 
@@ -460,8 +460,12 @@ def test_a_failed_call_is_a_message_and_a_counter(play, turn, answer, said):
     (content,) = said_by(output, "tool")
     assert re.search(f"^Error: .*{said}", content, re.DOTALL)
     assert_response(output, engine, turn + END, tool_turn(content), "sorry" + END)
-    assert output.metrics["tool_errors"] == 1
-    assert output.metrics.keys() == {"tool_s", "tool_calls", "tool_errors"}
+    name = re.search(r'"name": "(\w+)"', turn)[1]
+    expected = {"tool_calls": 1, "tool_errors": 1, "tool_calls/ask": 0, "tool_calls/notes": 0}
+    if f"tool_calls/{name}" in expected and "JSON" not in said:
+        expected |= {f"tool_calls/{name}": 1, f"tool_errors/{name}": 1}
+    assert output.metrics.pop("tool_s") >= 0
+    assert output.metrics == expected  # a name that the model made up is not counted
     assert output.stop_reason == "stop"
     assert output.turn_rewards == []
 
@@ -476,7 +480,8 @@ def test_a_call_past_its_deadline(play):
     said = f"Error: hangs took longer than {HANGS} seconds"
     assert_response(output, engine, call("hangs") + END, tool_turn(said), "sorry" + END)
     assert output.stop_reason == "stop"
-    assert output.metrics["tool_timeouts"] == 1 and "tool_errors" not in output.metrics
+    assert output.metrics["tool_timeouts"] == output.metrics["tool_timeouts/hangs"] == 1
+    assert "tool_errors" not in output.metrics
 
 
 @pytest.mark.parametrize("n, limit, side, said", [
@@ -770,7 +775,10 @@ def test_results_of_a_tool(play, tokenizer, answer, text, reward, metrics):
     at = len(encode(tokenizer, turn + END)) - 1  # the last token of the turn that made the call
     assert output.turn_rewards == ([] if reward is None else [(at, reward)])
     assert output.metrics.pop("tool_s") and output.metrics.pop("tool_calls")
-    assert output.metrics == {f"tool/{name}": value for name, value in metrics.items()}
+    expected = {f"tool/notes/{name}": value for name, value in metrics.items()}
+    if reward is not None:
+        expected["tool_reward/notes"] = reward
+    assert output.metrics == {"tool_calls/notes": 1} | expected
 
 
 # ---------------------------------------------------------------- which tools a row has
@@ -813,7 +821,7 @@ def test_interaction_until_it_is_done(play, tokenizer):
     assert quiz.request_ids == engine.request_ids
     first = len(encode(tokenizer, "3" + END))
     assert output.turn_rewards == [(first - 1, -0.5), (len(output.response_ids) - 1, 1.0)]
-    assert output.metrics == {"interaction/asked": 2}
+    assert output.metrics == {"interaction/quiz/asked": 2, "interaction_reward/quiz": 0.5}
     assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
 
 

@@ -18,6 +18,7 @@ from conftest import (
 import data
 import losses
 import train
+from flatrl.metrics import Clock
 from rollout import Rollouts
 from train import PRESETS, Args, check_args, check_registered, parse_args
 
@@ -257,10 +258,12 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
         rollouts.outputs = [outputs[0], outputs[2]]
 
     monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
-    rollouts.metrics = lambda engine: {}
+    rollouts.metrics = lambda engine, n_rows: {}
     batch = data.make_batch(rollouts.trained)
     batch["values"] = torch.arange(15.0).view(3, 5)
     run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
+    run.rows = {"train": []}
+    run.clock = Clock()
     batch, _ = train.add_rewards(run, rollouts, batch)
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]

@@ -1,9 +1,10 @@
 """When the engine is awake: weights are synced once, and it sleeps after whatever fails."""
 
+import json
 import types
 
 import pytest
-from conftest import TINY, make_run, metrics_of, run
+from conftest import SMALL_CACHE, TINY, make_run, metrics_of, run
 from test_rollout import hf_model, make_rows
 
 import train
@@ -14,8 +15,12 @@ from flatrl.processes import Stopped
 @pytest.mark.parametrize("more, synced", [
     (["--save_every", "0"], []),
     (["--save_every", "1", "--offload", "all"], [1]),  # it sleeps meanwhile
-    (["--eval_every", "0", "--save_every", "0", "--max_staleness", "1"], [1]),
-], ids=["plain", "saving", "stale"])  # fmt: skip
+    (
+        ["--eval_every", "0", "--save_every", "0", "--max_staleness", "1"]
+        + ["--engine_args", json.dumps({"enable_sleep_mode": False} | json.loads(SMALL_CACHE))],
+        [1],
+    ),
+], ids=["plain", "saving", "stale, loaded"])  # fmt: skip
 def test_a_rollout_after_an_evaluation_needs_no_sync(more, synced, cache, tmp_path):
     flags = [*TINY, "--eval_every", "1", "--num_steps", "2", "--lr", "1e-3", *more]
     run(*flags, "--output_dir", tmp_path / "run", cache=cache)

@@ -26,8 +26,9 @@ def fields(kind: str) -> list[str]:
 
 
 FLAGS = [
-    *[(name, value) for name in fields("float") for value in ("nan", "-1", "x")],
-    *[(name, value) for name in fields("int") for value in ("-1", "1.5")],
+    *[(name, value) for name in fields("float") for value in ("nan", "x")],
+    *[(name, "-1") for name in fields("float") if name != "stop_at_reward"],
+    *[(name, value) for name in fields("int") for value in ("-2", "1.5")],
     *[(name, "maybe") for name in fields("bool")],
     ("task", ""),
     ("model", ""),

@@ -147,6 +147,8 @@ NO_PROMPT = "'prompt' must be a text or a list of chat messages"
 def test_rows_that_are_none(rows, said):
     with pytest.raises(BadInput, match=said):
         rows_of(rows)
+    no_rows = data.load_rows(SimpleNamespace(load=lambda split: []), "val")
+    assert no_rows == data.filter_overlong([], None, None, None) == []  # nothing is evaluated
 
 
 def test_a_prompt_may_be_empty_where_an_interaction_speaks_first(tokenizer):
@@ -273,6 +275,21 @@ def test_overlong_prompts_are_filtered_in_order(tokenizer):
     said = rf"all 5 are longer than --max_prompt_tokens 4.*longest has {longest} tokens"
     with pytest.raises(BadInput, match=said):
         data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=4))
+
+
+@pytest.mark.parametrize("side, kept", [
+    ("left", "abcdefg..."), ("right", "...tuvwxyz"), ("middle", "abcd...xyz"),
+])  # fmt: skip
+def test_an_overlong_prompt_is_cut(tokenizer, side, kept):
+    text = "abcdefghijklmnopqrstuvwxyz"
+    chats = [[BRIEF, {"role": "user", "content": text}], [BRIEF]]
+    limit = rendered(tokenizer, chats[0]) - 16
+    args = Args(max_prompt_tokens=limit, prompt_truncate_side=side)
+    rows = [{"prompt": chat} for chat in copy.deepcopy(chats)]
+    first, second = data.filter_overlong(rows, tokenizer, SimpleNamespace(), args)
+    assert first["prompt"] == [BRIEF, {"role": "user", "content": kept}]
+    assert rendered(tokenizer, first["prompt"]) == limit
+    assert second["prompt"] == chats[1]  # it fits
 
 
 def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):

@@ -245,7 +245,7 @@ def test_a_walk_to_the_goal(tokenizer):
     output = walk(tokenizer, "nwnneen")
     assert output.metrics["states"] == SEEN
     assert [reward for _, reward in output.turn_rewards] == [1.0] and output.reward == 0.0
-    assert (output.stop_reason, output.metrics["interaction/found"]) == ("stop", 1)
+    assert (output.stop_reason, output.metrics["interaction/maze/found"]) == ("stop", 1)
 
 
 def test_walls_words_that_are_no_step_and_the_end(tokenizer):

@@ -129,7 +129,7 @@ def test_the_user_answers_and_pays_by_turn(play, user, lines, replies, rewards, 
     assert rewards_of_turns(output) == pytest.approx(rewards)
     assert output.reward == {"score": 0.0, "right": right}
     assert output.stop_reason == "stop"  # three wrong answers are an end, not a cut
-    assert output.metrics["interaction/tries"] == len(lines)
+    assert output.metrics["interaction/gsm8k/tries"] == len(lines)
 
 
 def test_the_users_state_is_dropped_when_the_trajectory_fails(play, user):
@@ -194,8 +194,8 @@ def test_an_environments_life(play, room, slow):
     assert rewards_of_turns(output) == [0.25, -0.1, 1.0]
     seen = ["start", "more", "Illegal: no."]
     assert said_by(output, "user") == environments.seen_before_turns(output) == seen
-    assert output.metrics["interaction/steps"] == 2
-    assert output.metrics["interaction/illegal"] == 1
+    assert output.metrics["interaction/room/steps"] == 2
+    assert output.metrics["interaction/room/illegal"] == 1
 
 
 def test_an_environments_own_error_is_no_illegal_action(play, room):

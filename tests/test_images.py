@@ -575,6 +575,11 @@ def test_bad_images_are_found_early(args, processor):
         row = {"prompt": user(content), "images": images}
         with pytest.raises(BadInput, match=f"row 0.* .*{said}"):
             check_one(row, args, processor, max_images=1)
+    task = SimpleNamespace(load=lambda split: [{"prompt": "<image>", "photo": image}])
+    (row,) = data.load_rows(task, "train", image_key="photo")  # a single image, no list
+    assert row["images"] == [image] and row["prompt"] == user([{"type": "image"}])
+    with pytest.raises(BadInput, match="row 0 of .* has no column 'pic': --image_key, of"):
+        data.load_rows(task, "train", image_key="pic")
     seen = {"prompt": user("hi"), "images": [image]}
     with pytest.raises(BadInput, match="row 0: .*there are images, and this model reads text"):
         data.filter_overlong([seen], processor.tokenizer, SimpleNamespace(), args)

@@ -22,6 +22,7 @@ class Args:
     output_dir: str
     num_steps: int = 30
     wandb_project: str | None = None
+    dump_rollouts: float = 1.0
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_args_versions_and_the_commit_are_kept(args, tmp_path):
     assert list(about) == ["args", "contents", "git", "versions", "command"]
     assert about["contents"] == {"the training rows": "3 rows"}
     folder = str(tmp_path / "run")
-    assert about["args"] == {"output_dir": folder, "num_steps": 30, "wandb_project": None}
+    assert about["args"] == vars(args) and about["args"]["output_dir"] == folder
     assert about["command"] == sys.argv
     assert {"torch", "transformers", "numpy"} <= set(about["versions"])
 
@@ -105,7 +106,7 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     place = {"prompt": 5, "sample": 1, "segment": 0, "index": "row-9"}
     outputs = [
         an_output(reward={"score": 1.0}, turn_rewards=[(0, 0.25)], text="é", extra=place),
-        an_output(images=["pixels", "pixels"], metrics={"tools": {1}}),
+        an_output(images=["pixels", "pixels"], metrics={"tools": {1}}, extra={"prompt": 6}),
     ]
     errors = [{"kind": "failed_reward", "prompt": 6}]
     log.rollouts("step_000004", outputs, errors)
@@ -119,6 +120,12 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     assert second["metrics"] == {"tools": "{1}"}
     assert third == errors[0]
     assert outputs[1].images == ["pixels", "pixels"]
+    args.dump_rollouts = 0.25  # whole groups
+    places = [{"prompt": prompt, "sample": sample} for prompt in range(9) for sample in (0, 1)]
+    log.rollouts("step_000005", [an_output(extra=place) for place in places], errors)
+    *kept, third = read(tmp_path / "run/rollouts/step_000005.jsonl")
+    assert [line["extra"] for line in kept] == [x for x in places if x["prompt"] in (3, 7)]
+    assert third == errors[0]
     log.rollouts("eval_000001", [], [])
     assert not (tmp_path / "run/rollouts/eval_000001.jsonl").exists()
 

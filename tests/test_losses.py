@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 import sys
+import types
 from functools import partial
 from statistics import fmean
 
@@ -96,6 +97,17 @@ def test_gae_over_the_tokens_of_the_policy(gamma, lam, turn_discount):
             assert got[0][b, places[k]].item() == pytest.approx(advantage)
             assert got[1][b, places[k]].item() == pytest.approx(advantage + value)
     assert not got[0].requires_grad
+
+
+def test_a_truncated_sequence_earns_the_value_before_its_last_token():
+    rewards, values = t([1, 2, NAN], [3, 0, 4]), t([5, 6, NAN], [7, 0, 8])
+    mask, truncated = t([1, 1, 0], [1, 0, 1]), torch.tensor([True, False])
+    got = losses.bootstrapped(rewards, values, mask, truncated, 0.5)
+    assert got.tolist() == [[1, 2 + 0.5 * 6, 0], [3, 0, 4]]
+    assert losses.bootstrapped(rewards, values, mask, ~truncated, 0.5)[1].tolist() == [3, 0, 4 + 4]
+    args = types.SimpleNamespace(gamma=0.5, lam=1.0, turn_discount=1.0)
+    advantages, _ = losses.ESTIMATORS["gae_bootstrap"](rewards, values, mask, truncated, args)
+    assert advantages[0].tolist() == [1 + 0.5 * 5 - 5, 5 - 6, 0]
 
 
 def test_whiten():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from test_data import make_output
 
 from agent_loop import BadInput
@@ -46,6 +47,10 @@ def sampled(n: int, **attributes) -> list:
 # ---------------------------------------------------------------- the start
 
 
+def row_of(text: str, **columns) -> dict:
+    return {"prompt": [{"role": "user", "content": text}], **columns}
+
+
 def started(log, train: list, val: list, n_read: int = 0) -> list[str]:
     """What is said at the start; n_read: the training rows before long ones were dropped."""
     rows = {"train": train, "val": val}
@@ -61,15 +66,16 @@ def started(log, train: list, val: list, n_read: int = 0) -> list[str]:
 ])  # fmt: skip
 def test_the_first_lines_tell_what_is_about_to_happen(log, flags, told):
     log.args = Args(model="m", task="t.py", output_dir="there", lr=0.5, **flags)
-    rows = [{"prompt": f"{i}"} for i in range(3)]
+    rows = [row_of(f"{i}") for i in range(3)]
     [said] = started(log, rows[:2], rows[2:], n_read=3)
     assert "2 training rows (1 overlong ones dropped)" in said and told in said
     assert ("but clip_low 0.1" in said) == ("clip_low" in flags)
+    assert "no validation rows, so no evaluation" in started(log, rows, [])[-1]
 
 
 def test_questions_of_training_among_the_validation_rows_are_counted(log, monkeypatch):
     monkeypatch.setattr(notices, "MAX_ROWS_ON_DISK", 3)
-    train = [{"prompt": [{"role": "user", "content": f"{i}"}], "index": i} for i in range(5)]
+    train = [row_of(f"{i}", index=i) for i in range(5)]
     val = [row | {"index": 100} for row in train[:3]] + [{"prompt": PROMPT}]
     # Games with other seeds and the same words are not the same, nor need images be.
     for seed, split in enumerate([train, val]):
@@ -79,9 +85,33 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, monkey
     problem = "validation rows have the prompt of a training row: eval/reward is too good"
     assert started(log, train, val)[1:] == [f"3 of 5 {problem}"]
     log.said.clear()
-    many = [{"prompt": f"{i}"} for i in range(50)]
+    many = [row_of(f"{i}") for i in range(50)]
     on_disk = tables.Rows(many.__getitem__, range(50))  # only the first three are read
     assert started(log, on_disk, many[2:4])[1:] == [f"1 of 2 {problem}"]
+
+
+@pytest.mark.parametrize("flags, n_parameters, is_high", [
+    ({"lr": 3e-4}, 5e8, True),
+    ({"lr": 2e-5}, 5e8, False),
+    ({"lr": 3e-4}, 135e6, False),
+    ({"lr": 1e-4, "lora_rank": 8}, 5e8, False),
+    ({"lr": 3e-4, "num_steps": 0}, 5e8, False),
+])  # fmt: skip
+def test_a_high_learning_rate_for_a_large_model(flags, n_parameters, is_high):
+    said = notices.high_rate(Args(**flags), n_parameters)
+    assert said.startswith("--lr 0.0003 is high for 500M parameters") == is_high == bool(said)
+
+
+@pytest.mark.parametrize("row, named", [
+    (row_of([{"type": "image"}], images=["a.png"], image=b"x"), None),
+    (row_of("hi", video=None, photo="a.png"), None),
+    (row_of("hi", photo=[{"bytes": b"x", "path": None}]), "column 'photo'"),
+    (row_of("hi", image=Image.new("RGB", (1, 1))), "column 'image'"),
+    (row_of("<video> <image>", videos=["a.mp4"]), "<image>, <video>, column 'videos'"),
+])  # fmt: skip
+def test_images_and_videos_that_the_policy_does_not_see_are_named(log, row, named):
+    said = f"the policy does not see what the training rows hold as {named}: --image_key names"
+    assert [text[: len(said)] for text in started(log, [row], [])[1:]] == [said] * bool(named)
 
 
 def test_a_template_that_ignores_tools_is_told_of(tokenizer):

@@ -93,7 +93,7 @@ def test_only_the_first_of_parallel_calls_where_they_are_refused(play_http):  # 
     turn = SUM + "\n" + call(expression="2*3")
     (output,), engine = play_http(agent, turn, ANSWER)
     assert_output(output, engine, (1, turn + END), tool_turn("2"), (2, ANSWER + END))
-    assert output.metrics == {"turns": 2, "tool_calls": 1}
+    assert output.metrics == {"turns": 2, "tool_calls": 1, "tool_calls/calculator": 1}
 
 
 REFUSED = {

@@ -76,7 +76,8 @@ def trajectory(prompt=0, sample=0, ids=(5, 6, 7, 8), mask=None, **changes) -> Ag
 
 
 def write_rollouts(folder: Path, name: str, outputs: list, errors=()):
-    Log.rollouts(SimpleNamespace(folder=folder), name, outputs, list(errors))
+    log = SimpleNamespace(folder=folder, args=Args(str(folder)))
+    Log.rollouts(log, name, outputs, list(errors))
 
 
 def learned(outputs: list, advantages: list[float], difference: float) -> dict:

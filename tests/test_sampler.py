@@ -10,6 +10,7 @@ from test_async import Task, make_run, models  # noqa: F401  (fixtures)
 import data
 import train
 from agent_loop import BadInput
+from flatrl.metrics import Clock
 
 
 def drawn(rollouts) -> list[tuple[int, int]]:
@@ -27,6 +28,8 @@ def sampled(make_run):  # noqa: F811
         task.sampler = sampler
         run = make_run(task, **flags)
         run.run.history = []
+        run.run.rows = {"train": [None] * 7}
+        run.run.clock = Clock()
         run.run.done = 0
         return run
 

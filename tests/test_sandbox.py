@@ -478,7 +478,8 @@ def test_retool_programs_that_hang_or_die_or_say_nothing(tokenizer, monkeypatch)
         "(nothing printed)",
         "y" * 45 + "..." + "y" * 45,
     ]
-    assert output.metrics["tool/timeouts"] == 1 and output.metrics["tool/failed"] == 2
+    assert output.metrics["tool/code_interpreter/timeouts"] == 1
+    assert output.metrics["tool/code_interpreter/failed"] == 2
     assert output.reward == 1.0 and "tool_errors" not in output.metrics
 
 

@@ -19,8 +19,10 @@ def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(cache, tmp_path):
 
 def test_an_asynchronous_run_on_a_team(cache, tmp_path):
     out = tmp_path / "run"
-    flags = ["--tp", "2", "--max_staleness", "1", "--oversample", "1.5", "--eval_every", "2"]
-    run(*TINY, *flags, "--num_steps", "3", "--output_dir", out, by="ranks", cache=cache)
+    flags = ["--tp", "2", "--max_staleness", "1", "--oversample", "1.5", "--eval_every", "3"]
+    flags += ["--num_steps", "9", "--stop_at_reward", "0", "--output_dir", out]
+    printed = run(*TINY, *flags, by="ranks", cache=cache)
+    assert f"the trained policy is in {out}/final" in printed  # complete after step 3
     rows = metrics_of(out, timings=True)[1:]
     trained = 0
     for step, row in enumerate(rows, 1):  # one engine, however many ranks share it

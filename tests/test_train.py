@@ -270,10 +270,12 @@ def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
 
     Neither is a grader that fails."""
     flags = ["--agent", "single_turn", "--max_response_tokens", "4", "--mask_truncated"]
-    flags += ["--num_steps", "3", "--eval_every", "0", "--output_dir", tmp_path / "run"]
+    flags += ["--num_steps", "3", "--eval_every", "-1", "--output_dir", tmp_path / "run"]
     printed = run(*TINY, *flags, cache=cache, TINY_TASK_REWARD="raise")
     assert "RuntimeError: the grader broke" in printed
-    rows = metrics_of(tmp_path / "run")[1:]
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3] and "eval/reward" not in rows[2]
+    assert "no validation rows" in printed and "the latest saved checkpoint is" in printed
     assert sum(row["rollout/failed_reward"] for row in rows) > 0
     for row in rows:
         assert row["rollout/failed_reward"] + row["rollout/trajectories"] == 16
@@ -441,7 +443,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
     (dict(agent_args='{"final_answer_tokens": 128}'), "--max_response_tokens 128, which must be"),
     # Flags without effect: a rule of each form
-    (dict(gamma=0.9), "only with --adv_estimator gae or reinforce_pp"),
+    (dict(gamma=0.9), "only with --adv_estimator gae or gae_bootstrap or reinforce_pp"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),
     (dict(kl_coef=0.1, kl_target=0.1), "--kl_target has an effect only with --kl_in reward"),
     (dict(algo="rloo", clip_high=0.5), "only with a --policy_loss other than"),
@@ -480,6 +482,7 @@ def test_sampling_parameters():
     ({"agent": "nobody"}, "no agent loop 'nobody'"),
     ({"resume": True}, "no checkpoint in"),
     ({"output_dir": "s3://bucket/x"}, "--output_dir s3://bucket/x: only a folder can be written"),
+    ({"num_steps": 0, "eval_every": -1}, "--num_steps 0 and --stop_at_reward need validation rows"),
 ])  # fmt: skip
 def test_input_that_is_wrong_ends_before_the_engine_starts(
     change, said, tiny_model, tmp_path, monkeypatch, process_group

@@ -133,6 +133,14 @@ def test_the_weight_of_a_unit_and_the_mask():
     assert any("wrong at 12 tokens" in line for line in warnings_of(batch=shifted))
 
 
+def test_rewards_of_turns_that_are_added_up():
+    last = len(OUTPUTS[0].response_ids) - 1
+    early, late = (changed(turn_rewards=[(index, 0.5)]) for index in (0, last))
+    [line] = warnings_of(outputs=early)
+    assert "--adv_estimator grpo adds up the rewards of turns" in line
+    assert warnings_of(outputs=early, adv_estimator="gae") == warnings_of(outputs=late) == []
+
+
 def test_answers_that_are_cut_off_or_not_parsed():
     cut_off = []
     for each in OUTPUTS:

@@ -123,6 +123,10 @@ class ChatClient:
         if text and tools:
             calls = self._calls(text, tools, only_one, reply, turn)
             trajectory.count("tool_calls", len(calls))
+            offered = [tool["function"]["name"] for tool in tools]
+            for made in calls:
+                if made["name"] in offered:  # the model may write any name
+                    trajectory.count(f"tool_calls/{made['name']}")
         return stop_string
 
     def _sampling(self, max_tokens, stop, structured_outputs):
