@@ -710,6 +710,7 @@ def _drop_rows(ratio, mask, low, high, alone):
 # Kind -> ratio, rule, default of low, default of high.
 _CORRECTIONS = {
     "none": (_token_ratio, _keep, 0.0, 1.0),
+    "bypass": (_token_ratio, _keep, 0.0, 1.0),
     "tis": (_token_ratio, _truncate, 0.0, 2.0),
     "icepop": (_token_ratio, _drop_outside, 0.5, 5.0),
     "seq_tis": (_row_ratio, _truncate, 0.0, 2.0),
@@ -736,6 +737,7 @@ def rollout_correction(
     rho is exp(logprobs_old - logprobs_rollout) of a token. For seq_* it is the product over the
     row's mask-1 tokens. For geo_* it is their geometric mean.
         none                    1
+        bypass                  1, because the objective takes logprobs_rollout as logprobs_old
         tis, seq_tis, geo_tis   min(rho, high)                     truncated, arXiv 1802.01561
         icepop                  rho inside [low, high], 0 outside  arXiv 2510.18855 (0.5 and 5)
         seq_mask, geo_mask      the same, with the row's rho
@@ -749,7 +751,7 @@ def rollout_correction(
     with low 0.
 
     If both logprobs of a token are -inf, its rho is NaN:
-        none, veto                     ignore that
+        none, bypass, veto             ignore that
         icepop, *_mask among several   ignore that
         tis, icepop alone              give the token a weight of NaN
         seq_*, geo_* otherwise         give the whole row a weight of NaN
@@ -804,12 +806,12 @@ def _parse_corrections(kind, low, high):
     lows = _one_per_kind(low, kinds)
     highs = _one_per_kind(high, kinds)
     repeated = len(set(kinds)) < len(kinds)
-    combines_none = len(kinds) > 1 and "none" in kinds
+    combines_none = len(kinds) > 1 and not {"none", "bypass"}.isdisjoint(kinds)
     too_few_or_many = not (len(lows) == len(highs) == len(kinds))
     if repeated or combines_none or too_few_or_many:
         raise ValueError(
-            f"{kind}: kinds must be different, 'none' can't be combined, and each kind needs "
-            f"one bound in low ({lows}) and in high ({highs})"
+            f"{kind}: kinds must be different, 'none' and 'bypass' can't be combined, and each "
+            f"kind needs one bound in low ({lows}) and in high ({highs})"
         )
     corrections = list(zip(kinds, lows, highs))
     for name, lower, upper in corrections:

@@ -404,8 +404,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
         columns.append("imitation_mask")
     if args.updates_per_rollout > 1:
         columns.append("logprobs_old")
-    # In a single update the old logprobs are those of its own forward pass, so that the ratio
-    # is exactly 1.
+    # A single update takes them from its own forward pass: the ratio to them is exactly 1.
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
     )
@@ -431,15 +430,17 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
 
     That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
     bonus, plus the KL to the reference. Without logprobs_old the old logprobs are those of this
-    forward pass."""
+    forward pass. With --rollout_correction bypass the objective's are those of the engine."""
     logprobs, entropy = scores  # (b, T)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
+    kind, low, high = args.correction
+    anchor = columns["logprobs_rollout"] if kind == "bypass" else old
     more = {"logprobs_rollout", "logprobs_ref", "versions"} & {*args.objective_takes}
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
-        old,
+        anchor,
         columns["advantages"],
         mask,
         args.clip_low,
@@ -449,7 +450,6 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
         args,
         **{name: columns[name] for name in more},
     )
-    kind, low, high = args.correction
     weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}

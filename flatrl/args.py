@@ -154,8 +154,9 @@ class Args(LoopArgs):
     rollout_correction: str = flag(
         None, "importance weights from the engine's logprobs to the trainer's: KIND, KIND:HIGH or "
         "KIND:LOW:HIGH with bounds of the ratio, or several with commas, as in "
-        f"tis:2,geo_mask:0.999:1.002 ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); default: none, "
-        "with --max_staleness icepop:0:5, which is decoupled PPO")
+        f"tis:2,geo_mask:0.999:1.002 ({' | '.join(losses.ROLLOUT_CORRECTIONS)}); bypass: no "
+        "weights, but ppo clips its ratio to the engine's; default: none, with --max_staleness "
+        "bypass for one update of ppo, else icepop:0:5, which is decoupled PPO")
 
     # Reward and KL
     kl_coef: float = preset("weight of the KL to the reference; 0: off")
@@ -267,7 +268,7 @@ class Args(LoopArgs):
 
     def __post_init__(self):
         self.fill(self.preset_values())
-        self.fill({"rollout_correction": "icepop:0:5" if self.max_staleness else "none"})
+        self.fill({"rollout_correction": self.usual_correction})
         for name, value in _json_object("agent_args", self.agent_args).items():
             need(name in LOOP_SETTINGS,
                  f"--agent_args: {name} is not one of {', '.join(LOOP_SETTINGS)}")
@@ -338,6 +339,19 @@ class Args(LoopArgs):
             lows.append(low)
             highs.append(high)
         return ",".join(kinds), lows, highs
+
+    @property
+    def usual_correction(self) -> str:
+        """The default of --rollout_correction.
+
+        A stale batch needs a trust region. With several updates the clip of the ratio to
+        logprobs_old is one. With a single update that ratio is 1, and the clip of `ppo` is
+        measured from the engine's policy instead."""
+        if not self.max_staleness:
+            return "none"
+        if self.policy_loss == "ppo" and self.updates_per_rollout == 1:
+            return "bypass"
+        return "icepop:0:5"
 
     @property
     def quantized(self) -> bool:
@@ -422,6 +436,8 @@ def check_args(args: Args):
     with refusing("--rollout_correction"):
         kind, low, high = args.correction
         losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
+    need(args.policy_loss == "ppo" or kind != "bypass",
+         f"--rollout_correction bypass is for --policy_loss ppo, not {args.policy_loss}")
     for name in JSON_FLAGS:
         check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     if args.quantized and args.rollout_correction == "none":
