@@ -12,6 +12,8 @@ from agent_loop import total_reward
 
 FEW_STEPS = 5  # before a rise of the gradient norm is judged
 MIN_ENTROPY = 3e-4
+MAX_ROLLOUT_KL = 0.1  # per token, from the policies that sampled to the one that learns
+FAR_STEPS = 3  # with a larger KL, before it is named
 # A tool call has one of these, in the formats of vLLM's parsers.
 CALL_MARKS = ["<tool_call", "[TOOL_CALLS]", "<function", "<|python_tag|>", '"arguments"']
 
@@ -33,6 +35,7 @@ class Watch:
         problems = self.check_numbers(metrics)
         if self.rows and "actor/entropy" in metrics:  # the policy learned
             problems |= self.check_progress(metrics, self.rows)
+        problems |= self.check_distance(metrics)
         problems |= self.check_answers(outputs)
         problems |= self.check_batch(batch)
         self.rows.append(metrics)
@@ -98,6 +101,19 @@ class Watch:
         if metrics["actor/adam_steps"] <= last.get("actor/adam_steps", 0):
             problems["optimiser"] = "Adam's states are lost: it starts anew, with large steps"
         return problems
+
+    def check_distance(self, metrics: dict) -> dict[str, str]:
+        """The policy must not stay far from those that sampled its batches."""
+        name = "rollout/kl"
+        last = [row.get(name, 0.0) for row in (*self.rows, metrics)][-FAR_STEPS:]
+        if len(last) < FAR_STEPS or min(last) <= MAX_ROLLOUT_KL:
+            return {}
+        problem = (
+            f"{name} is {last[-1]:.2g} a token, and has been above {MAX_ROLLOUT_KL} for "
+            f"{FAR_STEPS} steps: the policy learns from samples of a distant one, and may "
+            "collapse; lower --lr or --max_staleness"
+        )
+        return {name: problem}
 
     def check_answers(self, outputs: list) -> dict[str, str]:
         """The best-paid answers must be whole, and tool calls must be parsed."""

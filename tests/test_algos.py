@@ -273,6 +273,25 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
 # ---------------------------------------------------------------- objectives
 
 
+def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():
+    """Ratios 1.1, 1.3, 0.7, 1.3 and 1,280 to the engine's probabilities, all of them 0.0005."""
+    ratios = torch.tensor([[1.1, 1.3, 0.7, 1.3, 1280.0]], dtype=torch.float64)
+    logprobs = (ratios * 0.0005).log().requires_grad_()
+    columns = {
+        "logprobs_rollout": torch.full_like(ratios, 0.0005).log(),
+        "advantages": torch.tensor([[1.0, 1, -1, -1, -1]], dtype=torch.float64),
+        "response_mask": torch.ones_like(ratios),
+    }
+    for flags, last, slope in (({}, 1280.0, 1280.0), ({"clip_c": 3.0}, 3.0, 0.0)):
+        args = Args(max_staleness=2, **flags)  # clips at 0.2
+        loss, stats = train.policy_objective((logprobs, 0 * logprobs), columns, args)
+        close(loss, torch.tensor([[-1.1, -1.2, 0.8, 1.3, last]], dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        close(gradient, torch.tensor([[-1.1, 0, 0, 1.3, slope]], dtype=torch.float64))
+        close(stats["ratio"], ratios)
+        assert stats["clipfrac"].tolist() == [[0, 1, 1, 0, 0]]
+
+
 def test_objective_is_policy_loss_times_correction_minus_entropy_plus_kl():
     generator = torch.Generator().manual_seed(0)
 

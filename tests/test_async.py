@@ -418,7 +418,7 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     # 9 where nothing was sampled: it must count nowhere.
     off = [[0.5, 0.5, 9.0, 0.25], [0.0, 0.125, 9.0, 9.0], [-1.0, 9.0, 9.0, 1.0]]
     batch["logprobs_old"] = batch["logprobs_rollout"] + torch.tensor(off)
-    metrics = batch_metrics(batch, 5, Args(max_staleness=2))
+    metrics = batch_metrics(batch, 5, Args(max_staleness=2, rollout_correction="icepop"))
     assert metrics["rollout/logp_diff_max"] == 0.25
     assert metrics["rollout/logp_diff_mean"] == pytest.approx(0.375 / 3)
     assert metrics["rollout/staleness_mean"] == pytest.approx((2 + 0 + 1) / 3)
@@ -439,8 +439,15 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
 @pytest.mark.parametrize("flags, correction", [
     ({}, ("none", [0.0], [1.0])),
     ({"rollout_correction": "icepop"}, ("icepop", [0.5], [5.0])),
-    # Under staleness decoupled PPO is the default: no small ratio is dropped.
-    ({"max_staleness": 1}, ("icepop", [0.0], [5.0])),
+    # Under staleness, a single update of PPO clips the ratio to the engine. Others have weights,
+    # and no small ratio is dropped: decoupled PPO.
+    ({"max_staleness": 1}, ("bypass", [0.0], [1.0])),
+    ({"max_staleness": 1, "algo": "dapo"}, ("bypass", [0.0], [1.0])),
+    ({"max_staleness": 1, "prompts_per_mini_batch": 8}, ("icepop", [0.0], [5.0])),
+    ({"max_staleness": 1, "epochs": 2}, ("icepop", [0.0], [5.0])),
+    *[({"max_staleness": 1, "algo": name}, ("icepop", [0.0], [5.0]))
+      for name in ("gspo", "gmpo", "cispo", "sapo", "rloo")],
+    ({"max_staleness": 1, "rollout_correction": "tis"}, ("tis", [0.0], [2.0])),
     ({"rollout_correction": "icepop:0.3:8"}, ("icepop", [0.3], [8.0])),
     ({"rollout_correction": "tis:1.5,seq_mask:0:1"}, ("tis,seq_mask", [0.0, 0.0], [1.5, 1.0])),
 ])  # fmt: skip

@@ -21,7 +21,7 @@ import losses
 
 # Ours, not the registries: a fork may add to those.
 ROW_CORRECTIONS = ("seq_tis", "seq_mask", "geo_tis", "geo_mask")
-ROLLOUT_CORRECTIONS = ("none", "tis", "icepop", *ROW_CORRECTIONS, "veto")
+ROLLOUT_CORRECTIONS = ("none", "bypass", "tis", "icepop", *ROW_CORRECTIONS, "veto")
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("token-mean", "token-sum")
 AGGREGATIONS += tuple(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-norm"))
@@ -289,9 +289,9 @@ def test_rollout_correction(kind, low, high):
         want = rho.clamp(max=high)
         if kind == "veto":
             dropped = dropped.any().expand_as(dropped)
-        if kind in ("none", "veto"):
+        if kind in ("none", "bypass", "veto"):
             want = torch.ones_like(rho)
-        if kind == "none" or kind.endswith("tis"):
+        if kind in ("none", "bypass") or kind.endswith("tis"):
             dropped = torch.zeros_like(dropped)
         close(weights[b][on], want * ~dropped)
         close(stats["rollout_clipped"][b][on], clipped.double())
@@ -299,7 +299,7 @@ def test_rollout_correction(kind, low, high):
     close(stats["rollout_weight"], weights)
     close(stats["rollout_weight_sq"], weights**2)
     decided = stats["rollout_clipped"] + stats["rollout_dropped"]
-    assert kind in ("none", "veto") or high == 2 or 0 < decided.sum() < mask.sum()
+    assert kind in ("none", "bypass", "veto") or high == 2 or 0 < decided.sum() < mask.sum()
 
 
 def test_bounds_are_inclusive():
@@ -335,6 +335,7 @@ def test_a_weight_and_masks_at_once():
 def test_wrong_corrections_are_refused():
     for kind, low, high in (
         ("tis,none", 0, 1),
+        ("tis,bypass", 0, 1),
         ("tis,tis", 0, 1),
         ("tis,veto", [0], 1),
         ("icepop", 2, 1),

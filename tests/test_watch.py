@@ -101,6 +101,18 @@ def test_numbers_that_do_not_continue_those_before(name, value, expected):
     assert warnings_of(metrics, rows=before) == lines  # the same in a run that was resumed
 
 
+def test_a_policy_that_stays_far_from_those_that_sampled():
+    def steps(*kls):
+        return [step_of(n, {"rollout/kl": kl}) for n, kl in enumerate(kls, 1)]
+
+    assert warnings_of(*steps(0.2, 0.3, 0.1, 0.2, 0.3)) == []  # never three in a row
+    far = steps(0.2, 0.1, 0.2, 0.11, 0.3, 0.4)
+    [line] = warnings_of(*far)
+    assert line.startswith("step 5: rollout/kl is 0.3 a token, and has been above 0.1 for 3 steps")
+    assert "lower --lr or --max_staleness (rollout/kl: docs/running.md#warnings)" in line
+    assert warnings_of(*far[4:], rows=far[:4]) == [line]  # the same in a run that was resumed
+
+
 def test_prompts_may_be_skipped_and_a_replay_may_drift():
     gap = [step_of(1), step_of(2, {"rollout/first_prompt": 5})]
     assert warnings_of(*gap, max_gen_batches=2) == []  # dynamic sampling replaced prompts
