@@ -91,7 +91,7 @@ def dppo_kl(logprobs, logprobs_rollout, advantages, clip_low, clip_high, clip_c)
 
 @objective("ppo_rollout")
 def ppo_rollout(logprobs, logprobs_rollout, advantages, clip_low, clip_high, clip_c):
-    """PPO (arXiv 1707.06347) whose ratio is pi / mu (verl's rollout_correction.bypass_mode).
+    """PPO (arXiv 1707.06347) whose ratio is pi / mu: `--rollout_correction bypass` as an objective.
 
         max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),  r = pi / mu
 

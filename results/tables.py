@@ -195,6 +195,36 @@ def staleness():
 
 
 @table
+def aged():
+    """A column has a value for each seed."""
+    yield (
+        "task",
+        "`--lr`",
+        "age",
+        "correction",
+        "reward, all steps",
+        "last ten steps",
+        "largest `rollout/kl`",
+    )
+    by_cell: dict[str, list[Run]] = {}
+    for name, run in runs("aged").items():
+        by_cell.setdefault(name.rpartition("_")[0], []).append(run)
+    for cell, seeds in by_cell.items():
+        example, lr, age, correction = cell.split("_")
+        lines = [run.lines[0] for run in seeds]
+        rewards = [line["reward/mean"] for line in lines]
+        yield (
+            example,
+            lr,
+            age,
+            f"`{correction}`",
+            ", ".join(f"{fmean(each):.2f}" for each in rewards),
+            ", ".join(f"{fmean(each[-10:]):.2f}" for each in rewards),
+            ", ".join(f"{max(line['rollout/kl']):.2f}" for line in lines),
+        )
+
+
+@table
 def real():
     """CPU seconds, of the first twenty steps: median, least and most."""
     yield "SmolLM2 on needle_haystack", "held-out before", "after", "steps", "CPU seconds", "a step"
