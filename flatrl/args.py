@@ -143,7 +143,8 @@ class Args(LoopArgs):
         "upper clip of the ratio: 1 + clip_high; gmpo: of its logarithm; sapo: the temperature "
         "where A > 0", only="policy_loss!=reinforce")
     clip_c: float = flag(
-        0.0, "dual clip: the largest ratio where A < 0 (3 is usual); 0: off",
+        None, "dual clip: the largest ratio where A < 0; 0: off; default: 0, with "
+        "--rollout_correction bypass 3",
         Range("be 0, or exceed 1", lambda x: x == 0 or x > 1), "policy_loss=ppo|gspo")
     loss_agg: str = preset("how per-token losses become one number", losses.AGGREGATIONS)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
@@ -269,6 +270,7 @@ class Args(LoopArgs):
     def __post_init__(self):
         self.fill(self.preset_values())
         self.fill({"rollout_correction": self.usual_correction})
+        self.fill({"clip_c": self.usual_clip_c})
         for name, value in _json_object("agent_args", self.agent_args).items():
             need(name in LOOP_SETTINGS,
                  f"--agent_args: {name} is not one of {', '.join(LOOP_SETTINGS)}")
@@ -354,6 +356,14 @@ class Args(LoopArgs):
         return "icepop:0:5"
 
     @property
+    def usual_clip_c(self) -> float:
+        """The default of --clip_c.
+
+        The ratio to the engine's policy can be in the hundreds at a rare token, and PPO's own
+        clip does not bound it where A < 0."""
+        return 3.0 if self.rollout_correction.startswith("bypass") else 0.0
+
+    @property
     def quantized(self) -> bool:
         """True if --engine_args asks vLLM to quantise the engine's weights."""
         return '"quantization"' in self.engine_args
@@ -423,7 +433,7 @@ def _json_object(name: str, text: str) -> dict:
 def check_args(args: Args):
     """Raises BadInput where a flag breaks its rules, or where flags contradict each other."""
     defaults = args.preset_values()
-    defaults |= {"rollout_correction": args.rollout_correction}
+    defaults |= {"rollout_correction": args.rollout_correction, "clip_c": args.usual_clip_c}
     check_each_flag(args, defaults)
     for name in args.MUST_BE_POSITIVE:
         if getattr(args, name) is not None:

@@ -197,15 +197,13 @@ def staleness():
 @table
 def aged():
     """A column has a value for each seed."""
-    yield (
-        "task",
-        "`--lr`",
-        "age",
-        "correction",
-        "reward, all steps",
-        "last ten steps",
-        "largest `rollout/kl`",
-    )
+    labels = {
+        "icepop": "`icepop:0:5`",
+        "bypass": "`bypass`",
+        "unclipped": "`bypass`, `--clip_c 0`",
+    }
+    means = ("reward, all steps", "last ten steps")
+    yield "task", "`--lr`", "age", "correction", *means, "largest `actor/grad_norm`"
     by_cell: dict[str, list[Run]] = {}
     for name, run in runs("aged").items():
         by_cell.setdefault(name.rpartition("_")[0], []).append(run)
@@ -217,10 +215,10 @@ def aged():
             example,
             lr,
             age,
-            f"`{correction}`",
+            labels[correction],
             ", ".join(f"{fmean(each):.2f}" for each in rewards),
             ", ".join(f"{fmean(each[-10:]):.2f}" for each in rewards),
-            ", ".join(f"{max(line['rollout/kl']):.2f}" for line in lines),
+            ", ".join(f"{max(line['actor/grad_norm']):.1f}" for line in lines),
         )
 
 

@@ -282,7 +282,7 @@ def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():
         "advantages": torch.tensor([[1.0, 1, -1, -1, -1]], dtype=torch.float64),
         "response_mask": torch.ones_like(ratios),
     }
-    for flags, last, slope in (({}, 1280.0, 1280.0), ({"clip_c": 3.0}, 3.0, 0.0)):
+    for flags, last, slope in (({}, 3.0, 0.0), ({"clip_c": 0.0}, 1280.0, 1280.0)):
         args = Args(max_staleness=2, **flags)  # clips at 0.2
         loss, stats = train.policy_objective((logprobs, 0 * logprobs), columns, args)
         close(loss, torch.tensor([[-1.1, -1.2, 0.8, 1.3, last]], dtype=torch.float64))

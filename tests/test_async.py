@@ -452,7 +452,9 @@ def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
     ({"rollout_correction": "tis:1.5,seq_mask:0:1"}, ("tis,seq_mask", [0.0, 0.0], [1.5, 1.0])),
 ])  # fmt: skip
 def test_rollout_corrections_and_their_bounds(flags, correction):
-    assert Args(**flags).correction == correction
+    args = Args(**flags)
+    assert args.correction == correction
+    assert args.clip_c == (3.0 if correction[0] == "bypass" else 0.0)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -433,6 +433,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(tokens_per_micro_batch=100), "--tokens_per_micro_batch 100 is less than the longest"),
     (dict(max_model_len=512), "--max_model_len 512 leaves no room"),
     (dict(clip_c=0.5), "--clip_c 0.5 must be 0, or exceed 1"),
+    (dict(algo="rloo", clip_c=3.0), "--clip_c has an effect only with --policy_loss ppo or gspo"),
     (dict(algo="rloo", group_size=1), "--adv_estimator rloo compares the"),
     (dict(algo="ppo", group_size=1, max_gen_batches=2), "--max_gen_batches above 1"),
     (dict(algo="ppo", critic_warmup=40), "--critic_warmup leaves no step"),
