@@ -675,10 +675,8 @@ class Rollouts:
             f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}"
         )
 
-    def metrics(self, engine: Engine | None, n_rows: int) -> dict:
-        """Returns metrics of outputs, failures and, unless it is None, the engine.
-
-        n_rows: the number of training rows."""
+    def metrics(self, engine: Engine | None) -> dict:
+        """Returns metrics of outputs, failures and, unless it is None, the engine."""
         metrics = {}
         if self.sampled:
             metrics = describe(self.sampled, data.by_unit(self.sampled))
@@ -692,7 +690,6 @@ class Rollouts:
         prompts += [error["prompt"] for error in self.errors]
         metrics["rollout/first_prompt"] = min(prompts)
         metrics["rollout/last_prompt"] = max(prompts)
-        metrics["rollout/epoch"] = (max(prompts) + 1) / n_rows
         if engine is None:
             return metrics
 

@@ -243,7 +243,8 @@ def add_rewards(
     if run.history:
         for prompt, reward in data.total_rewards(rollouts.sampled):
             run.history[prompt].append(reward)
-    metrics = rollouts.metrics(run.engine, len(run.rows["train"]))
+    metrics = rollouts.metrics(run.engine)
+    metrics["rollout/epoch"] = (metrics["rollout/last_prompt"] + 1) / len(run.rows["train"])
     run.clock.lap("grading")
     graded = [row for row, output in enumerate(batch.outputs) if output.reward is not None]
     return batch.select(graded), metrics
