@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flatrl.bad_input import need, refusing
+from flatrl.models import HEAD
 from flatrl.terminal import shown
 
 # Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
@@ -270,6 +271,8 @@ def load_into(model, named_tensors, config):
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     names = dict(model.named_parameters())
+    if not any(name.endswith(HEAD) for name in names):  # vLLM's head is tied
+        named_tensors = (pair for pair in named_tensors if pair[0] != HEAD)
     # During the reload a tied head is a parameter of its own, which gets no tensor.
     layerwise.initialize_layerwise_reload(model)
     fused = {name: parts for name, parts in fused_parts(model).items() if name in names}

@@ -58,7 +58,8 @@ def test_standard_streams_that_are_closed_or_not_read(redirections, tmp_path):
 def test_a_user_without_a_home_gets_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("USER", "nobody")
-    for home, given in (tmp_path, tmp_path), (tmp_path / "none", tmp_path / f"flatrl-{os.getuid()}"):
+    made = tmp_path / f"flatrl-{os.getuid()}"
+    for home, given in (tmp_path, tmp_path), (tmp_path / "none", made):
         monkeypatch.setenv("HOME", str(home))
         launch.give_home()
         assert Path.home() == given and given.is_dir()
