@@ -182,12 +182,31 @@ def check_model(args, device: torch.device):
         f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
         f"text with them, in a window of {args.max_model_len} tokens"
     ):
-        EngineArgs(**arguments).create_engine_config()
+        config = EngineArgs(**arguments).create_engine_config()
+    if not args.allow_mismatch:
+        check_positions(config.model_config.hf_text_config, args)
     for validate, kind in enumerate(("", "eval_")):
         with refusing(f"--{kind}sampling_args"):
             # Agent loops ask for no more tokens.
             limit = {"max_tokens": args.max_response_tokens}
             sampling_params(limit | args.sampling(validate))
+
+
+def check_positions(config, args):
+    """Raises BadInput if engine and trainer would rotate the same positions by other angles.
+
+    For a longer context than the original one, some models (Phi-3) have other factors. The engine
+    chooses once, by its window, the trainer by the longest sequence of a micro-batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # of all layers, or by type of layer
+        if not isinstance(part, dict) or part.get("rope_type") not in ("longrope", "dynamic"):
+            continue
+        original = part.get("original_max_position_embeddings") or config.max_position_embeddings
+        need(
+            args.max_model_len <= original,
+            f"--model {args.model} has other rotary factors above {original} tokens, where engine "
+            f"and trainer disagree: give --max_model_len {original} or less, or --allow_mismatch",
+        )
 
 
 def prepare_vllm(device, tp):
