@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -194,6 +195,7 @@ def run_as_script(main: Callable, parse: Callable):
             print(f"train.py: error: {error}", file=sys.stderr)
         status = 2
     finally:
+        gc.unfreeze()  # vLLM froze it: triton's binding would print what is not freed
         timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])
         timer.daemon = True
         timer.start()
