@@ -85,7 +85,7 @@ TASK_ARGUMENTS = {
 
 
 def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleType:
-    """Imports a task file and returns the module.
+    """Imports a task file and returns the module. It may import modules from its own folder.
 
     needs: names of functions in TASK_ARGUMENTS that the file must define. Raises BadInput if the
     file is missing or can't be imported, or if one of these functions is missing or takes
@@ -98,6 +98,9 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     module = module_from_spec(spec)
     known = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:  # as in `python my_project/task.py`, but behind train.py's folder
+        sys.path.insert(1, folder)
     with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
     module.__imported__ = {*sys.modules} - known  # see flatrl/contents.py

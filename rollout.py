@@ -149,12 +149,9 @@ class Engine:
 
         self.args = args
         self.stop_token_ids = sorted(set(stop_token_ids))
-        try:
+        # Such as a block_size that the device does not take, or too little memory.
+        with refusing(f"--engine_args {args.engine_args}: vLLM's engine does not start"):
             self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
-        except ValueError as error:  # such as a block_size that the device does not take
-            raise BadInput(
-                f"--engine_args {args.engine_args}: vLLM's engine does not start: {error}"
-            ) from error
         self.core = self.llm.llm_engine
         # Whether `sleep` frees no memory: vLLM's own argument.
         self.stays_loaded = json.loads(args.engine_args).get("enable_sleep_mode") is False

@@ -18,7 +18,8 @@ from flatrl.files import absolute
 from flatrl.flags import (
     ANY, DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
 from flatrl.log import steps_to_replay
-from flatrl.processes import Stopped
+from flatrl.processes import Stopped, on_main
+from flatrl.trackers import check_account
 from flatrl.vllm_engine import check_arguments
 
 # The flags that --algo sets. A preset changes those of "grpo"; the user's own flags win.
@@ -490,7 +491,7 @@ def check_flags_together(args: Args):
 
 
 def check_registered(args: Args):
-    """Raises BadInput where a flag names an unknown estimator, objective or agent loop.
+    """Raises BadInput where a flag names an unknown estimator, objective, agent loop or account.
 
     The task file is loaded by now, and may have registered its own. Also raises it where the
     estimator compares rollouts and there is only one, where a reference is asked for and there
@@ -510,6 +511,8 @@ def check_registered(args: Args):
     need(args.kl_coef or asks or not args.ref_model,
          "--ref_model has an effect only with a --kl_coef, or where the estimator or objective "
          "asks for logprobs_ref")
+    if args.wandb_project:
+        on_main(check_account)
 
 
 def complete_flags(args: Args, cuda: bool):

@@ -13,7 +13,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from flatrl.bad_input import need
+from flatrl.bad_input import need, refusing
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host
 
 # Options of accelerate's FSDP config that are implemented with one value only.
@@ -24,6 +24,14 @@ FSDP_OPTIONS = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
+# What accelerate's config can ask for that is not implemented.
+NOT_IMPLEMENTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+# How long a process waits at the start for the launcher's others.
+MEETING_PATIENCE = datetime.timedelta(minutes=10)
 # How long a rank waits for the others to try a micro-batch.
 TRIAL_PATIENCE = datetime.timedelta(minutes=5)
 
@@ -206,21 +214,29 @@ def start_processes(args):
     """Starts this process as a rank of the launcher, or alone.
 
     Returns its accelerator, and a store that all ranks share. Raises BadInput if the device
-    can't do what args ask for."""
-    cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    backend = "gloo" if cpu_only else "cpu:gloo,cuda:nccl"
+    can't do what args ask for, if accelerate's config asks for more than FSDP, or if the ranks
+    don't find each other."""
+    with refusing("accelerate's config"):
+        cpu_only = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+        asked = [part for name, part in NOT_IMPLEMENTED.items() if parse_flag_from_env(name)]
+    need(
+        not asked,
+        f"accelerate's config asks for {', '.join(asked)}, which is not implemented: run "
+        "`accelerate config` again, and choose FSDP or none (docs/scaling.md)",
+    )
     if not dist.is_initialized():
         if not cpu_only:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        join_group("gloo" if cpu_only else "cpu:gloo,cuda:nccl")
+        if not cpu_only:
             # The launcher sets one thread. Loading and trying a large model needs more.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
             # The thread that starts the GPU's operations must not wait 5 ms for each tool.
             sys.setswitchinterval(2e-4)
-        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=PATIENCE, **alone)
     dtype = device_defaults(args, not cpu_only)["dtype"]
     precision = "bf16" if dtype == "bfloat16" else "no"
-    accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
+    with refusing("accelerate's config"):
+        accelerator = Accelerator(cpu=cpu_only, mixed_precision=precision)
     need(
         ranks_of_host() % args.tp == 0,
         f"--tp {args.tp} must divide the number of processes, {ranks_of_host()}, of a host",
@@ -228,3 +244,22 @@ def start_processes(args):
     if dist.get_world_size() == 1:
         return accelerator, dist.HashStore()
     return accelerator, dist.distributed_c10d._get_default_store()
+
+
+def join_group(backend: str):
+    """Joins the group of the launcher's processes, or makes a group of this process alone."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    need(
+        size == "1" or not missing,
+        f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set: start all processes with "
+        "`accelerate launch`, or unset WORLD_SIZE",
+    )
+    with refusing(f"process {os.environ.get('RANK', 0)} can't join the group of {size}"):
+        store, rank, n_ranks = dist.HashStore(), 0, 1
+        if size != "1":
+            store, rank, n_ranks = next(dist.rendezvous("env://", timeout=MEETING_PATIENCE))
+            store.set_timeout(PATIENCE)
+        dist.init_process_group(
+            backend, timeout=PATIENCE, store=store, rank=rank, world_size=n_ranks
+        )

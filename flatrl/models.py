@@ -20,6 +20,8 @@ from agent_loop import conversation, with_template_variables
 from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
+HEAD = "lm_head.weight"  # the output head's name in a checkpoint
+
 
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
@@ -232,10 +234,16 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
 def checkpoint_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields `whole_weights` by their names in a checkpoint, which lists experts one by one.
 
-    Use each tensor before asking for the next one, so that only one is in memory."""
+    Embeddings that are tied to the head come as the head, too, because a few of vLLM's classes
+    have two tensors in any case. Use each tensor before asking for the next one, so that only one
+    is in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    head = model.get_output_embeddings()
+    tied = [name for name, p in model.named_parameters() if head and p is head.weight]
     for name, tensor in whole_weights(model, dtype):
+        if name in tied and name != HEAD:
+            yield HEAD, tensor
         if not tensor.is_floating_point():
             continue
         parts = revert_weight_conversion(model, {name: tensor})

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,13 @@ from flatrl.bad_input import need
 PATIENCE = datetime.timedelta(hours=4)
 # At the end of a run, threads and processes of user code may take this many seconds to end.
 LEFT_BEHIND_S = 30
+# A stop by the user, by a terminal that closes, or by a scheduler: SLURM, Kubernetes and PBS send
+# SIGTERM, LSF SIGINT and SIGTERM, at a limit SIGUSR2, Grid Engine SIGUSR1, SIGUSR2 and SIGXCPU.
+# Users of SLURM ask for SIGUSR1 (--signal).
+SIGNALS = [
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+]
 # A task that blocks the event loop for longer is named.
 BLOCKED_S = 1.5
 
@@ -87,39 +95,55 @@ def ranks_of_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
+def is_first_on_host(text: str) -> bool:
+    """Returns whether no other rank on this host has asked about the same text."""
+    if not dist.is_initialized():
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    with contextlib.suppress(RuntimeError):  # the rank that has the store is gone
+        store = dist.distributed_c10d._get_default_store()
+        return store.add(f"{os.uname().nodename}: {text}", 1) == 1
+    return False
+
+
 # ---------------------------------------------------------------- the end of a run
 
 
 class Stop:
-    """Watches for Ctrl-C, SIGTERM, SIGHUP and the launcher's death on every rank.
+    """Watches for Ctrl-C, the signals of schedulers, and the launcher's death on every rank.
 
-    After the first signal all ranks finish the present step, save and end. A second signal
-    ends a process at once."""
+    After the first signal all ranks finish the present step, save and end. A second Ctrl-C
+    ends a process at once. Schedulers send several signals on their own, and SIGKILL last."""
 
     def __init__(self):
         self.requested = False  # on any rank
         self.finished = threading.Event()  # this rank's run is over: set by train.close
-        self.signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
-            self.signals.append(signal.SIGHUP)
-        self._handle(self._signalled)
+        for number in SIGNALS:
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if number != signal.SIGHUP or not ignored:  # nohup has it ignored
+                signal.signal(number, self._signalled)
+        # User code can end a process that it has forked by any of them.
+        os.register_at_fork(after_in_child=self._leave_signals)
         group = dist.new_group(backend="gloo", timeout=PATIENCE / 8)
         self.thread = threading.Thread(target=self._watch, args=[group], daemon=True)
         self.thread.start()
 
-    def _handle(self, handler):
-        for number in self.signals:
-            signal.signal(number, handler)
-
-    def _signalled(self, *_):
+    def _signalled(self, number, _):
+        is_first = not self.requested
         self.requested = True
-        if dist.get_rank() == 0:
+        if is_first and dist.get_rank() == 0:
             with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
-                print("\nstopping; whole steps are kept (once more: at once)", file=sys.stderr)
-        # Launchers pass on the Ctrl-C that the terminal has sent to this process, too.
-        self._handle(lambda *_: None)
-        time.sleep(1)
-        self._handle(signal.SIG_DFL)
+                kept = "whole steps are kept (a second Ctrl-C: at once)"
+                print(f"\nstopping; {kept}", file=sys.stderr)
+        if number == signal.SIGINT:
+            # Launchers pass on the Ctrl-C that the terminal has sent to this process, too.
+            signal.signal(number, lambda *_: None)
+            time.sleep(1)
+            signal.signal(number, signal.SIG_DFL)
+
+    def _leave_signals(self):
+        for number in SIGNALS:
+            if signal.getsignal(number) == self._signalled:
+                signal.signal(number, signal.SIG_DFL)
 
     def _watch(self, group):
         """Exchanges two bits with all ranks once a second, until all have finished.
@@ -153,9 +177,6 @@ def run_as_script(main: Callable, parse: Callable):
     0: main came to its end; 2: BadInput; 130: Stopped or Ctrl-C; 1: anything else, also
     sys.exit(0) in user code. Python waits for threads and processes that user code has left
     behind: here for LEFT_BEHIND_S seconds."""
-    for stream in (sys.stdout, sys.stderr):
-        # Each line appears at once, also in a file, whatever the terminal's encoding.
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
     status = 1
     try:
         args = parse()  # --help ends here
@@ -170,10 +191,11 @@ def run_as_script(main: Callable, parse: Callable):
         print("train.py: stopped", file=sys.stderr)
         status = 130
     except BadInput as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_on_host(str(error)):
             print(f"train.py: error: {error}", file=sys.stderr)
         status = 2
     finally:
+        gc.unfreeze()  # vLLM froze it: triton's binding would print what is not freed
         timer = threading.Timer(LEFT_BEHIND_S, os._exit, [status])
         timer.daemon = True
         timer.start()

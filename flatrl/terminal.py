@@ -7,15 +7,21 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
+from flatrl.bad_input import refusing
+
 
 def quiet_libraries():
     """Hides transformers' progress bars, and log lines of vLLM and torch's checkpoints.
 
-    Lines below VLLM_LOGGING_LEVEL are hidden, which is ERROR by default."""
+    Lines below VLLM_LOGGING_LEVEL are hidden, which is ERROR by default. Raises BadInput if it is
+    no level."""
     from transformers.utils.logging import disable_progress_bar
 
-    for name in ("torch.distributed.checkpoint", "vllm"):
-        logging.getLogger(name).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    level = os.environ.get("VLLM_LOGGING_LEVEL") or "ERROR"
+    os.environ["VLLM_LOGGING_LEVEL"] = level.upper()
+    with refusing("VLLM_LOGGING_LEVEL"):
+        for name in ("torch.distributed.checkpoint", "vllm"):
+            logging.getLogger(name).setLevel(level.upper())
     disable_progress_bar()  # of loading and saving weights
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flatrl.bad_input import need, refusing
+from flatrl.models import HEAD
 from flatrl.terminal import shown
 
 # Keys that the flags with a JSON object may not have: arguments of vllm.LLM that colocation and
@@ -181,12 +182,31 @@ def check_model(args, device: torch.device):
         f"--model {args.model}, --engine_args {args.engine_args}: vLLM can't generate "
         f"text with them, in a window of {args.max_model_len} tokens"
     ):
-        EngineArgs(**arguments).create_engine_config()
+        config = EngineArgs(**arguments).create_engine_config()
+    if not args.allow_mismatch:
+        check_positions(config.model_config.hf_text_config, args)
     for validate, kind in enumerate(("", "eval_")):
         with refusing(f"--{kind}sampling_args"):
             # Agent loops ask for no more tokens.
             limit = {"max_tokens": args.max_response_tokens}
             sampling_params(limit | args.sampling(validate))
+
+
+def check_positions(config, args):
+    """Raises BadInput if engine and trainer would rotate the same positions by other angles.
+
+    For a longer context than the original one, some models (Phi-3) have other factors. The engine
+    chooses once, by its window, the trainer by the longest sequence of a micro-batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # of all layers, or by type of layer
+        if not isinstance(part, dict) or part.get("rope_type") not in ("longrope", "dynamic"):
+            continue
+        original = part.get("original_max_position_embeddings") or config.max_position_embeddings
+        need(
+            args.max_model_len <= original,
+            f"--model {args.model} has other rotary factors above {original} tokens, where engine "
+            f"and trainer disagree: give --max_model_len {original} or less, or --allow_mismatch",
+        )
 
 
 def prepare_vllm(device, tp):
@@ -270,6 +290,8 @@ def load_into(model, named_tensors, config):
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     names = dict(model.named_parameters())
+    if not any(name.endswith(HEAD) for name in names):  # vLLM's head is tied
+        named_tensors = (pair for pair in named_tensors if pair[0] != HEAD)
     # During the reload a tied head is a parameter of its own, which gets no tensor.
     layerwise.initialize_layerwise_reload(model)
     fused = {name: parts for name, parts in fused_parts(model).items() if name in names}

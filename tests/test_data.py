@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
+import losses
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
 from examples import calculator
 from flatrl import notices, tables
@@ -64,6 +66,17 @@ def test_load_task(tmp_path):
     assert task.load("val") == ["val"] and task.reward(None, None) == 1
     with pytest.raises(BadInput, match="has no function build_model"):
         data.load_task(path, ("load", "reward", "build_model"))
+
+
+def test_a_task_imports_modules_beside_it_but_flatrl_keeps_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for name, text in ("helper_of_task", "score = 0.5"), ("losses", "score = 1"):
+        (tmp_path / f"{name}.py").write_text(text)
+    imports = "import losses\nfrom helper_of_task import score\n"
+    path = write_task(tmp_path, imports + LOAD + "def reward(output, row): return score\n")
+    task = data.load_task(path)
+    assert task.reward(None, None) == 0.5 and task.losses is losses
+    assert sys.path.count(str(tmp_path)) == 1
 
 
 REWARD = "def reward(output, row): return 0\n"

@@ -14,7 +14,8 @@ from flatrl import processes
 
 # Each case is a process forked from one that has imported everything.
 CASES = """
-import concurrent.futures, json, os, sys, threading, time
+import concurrent.futures, json, multiprocessing, os, signal, sys, threading, time
+import torch.distributed as dist
 from agent_loop import BadInput
 from flatrl import processes
 
@@ -26,7 +27,24 @@ def raises(error):
 def pool():
     concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 1000)
 
+def waits(ready):
+    ready.set()
+    time.sleep(1000)
+
+def grader():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stop = processes.Stop()
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    process = fork.Process(target=waits, args=[ready])
+    process.start()
+    ready.wait()
+    process.terminate()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM and not stop.requested
+
 cases = {
+    "grader": grader,
     "end": lambda: 5,
     "pool": pool,
     "thread": lambda: threading.Thread(target=time.sleep, args=[1000]).start(),
@@ -46,12 +64,14 @@ print(json.dumps(codes))
 
 
 def test_exit_codes():
-    """Only a run that came to its end returns 0. It ends, whatever threads are left."""
+    """Only a run that came to its end returns 0. It ends, whatever threads are left.
+
+    A process that a grader forked ends by its parent's SIGTERM."""
     command = [sys.executable, "-c", CASES]
     done = subprocess.run(
         command, cwd=REPO, env=clean_env(), capture_output=True, text=True, timeout=HANGS)
     codes = json.loads(done.stdout)
-    ended = {"end": 0, "pool": 0, "thread": 0}
+    ended = {"grader": 0, "end": 0, "pool": 0, "thread": 0}
     assert codes == ended | {"stopped": 130, "Ctrl-C": 130, "input": 2, "error": 1}, done.stderr
     assert "train.py: error: no" in done.stderr
     # Of Ctrl-C before the run began; a run says itself where it stopped.

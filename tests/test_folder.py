@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -442,8 +443,12 @@ def test_a_tokenizer_that_can_not_be_saved_is_refused_at_the_start(tiny_model):
     checkpoints.try_to_save(Args(num_steps=0), policy, tokenizer)  # nothing will be saved
 
 
-@pytest.mark.parametrize("signalled", [signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_saves_and_ends_and_a_deleted_folder_comes_back(signalled, cache, tmp_path):
+@pytest.mark.parametrize("signals", [
+    [signal.SIGHUP],
+    [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGTERM, signal.SIGTERM],
+])  # fmt: skip
+def test_signals_save_and_end_and_a_deleted_folder_comes_back(signals, cache, tmp_path):
+    """Schedulers send several, some of them twice."""
     out = tmp_path / "run"
     flags = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0",
              "--output_dir", out]  # fmt: skip
@@ -451,10 +456,12 @@ def test_a_signal_saves_and_ends_and_a_deleted_folder_comes_back(signalled, cach
         wait_for(lambda: lines(out / "metrics.jsonl") >= 3)
         shutil.rmtree(out / "rollouts")
         wait_for(lambda: (out / "rollouts").is_dir() and lines(out / "metrics.jsonl") >= 5)
-        process.send_signal(signalled)
+        for signalled in signals:
+            process.send_signal(signalled)
+            time.sleep(0.1)
         printed, _ = process.communicate()
     done = metrics_of(out)[-1]["step"]
-    assert process.returncode == 130 and "stopping" in printed
+    assert process.returncode == 130 and printed.count("stopping") == 1
     assert names(out / "checkpoints") == [f"step_{done:06d}"]
 
 

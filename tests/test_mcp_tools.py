@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import HANGS, free_port, wait_for
 from test_agent_loop import Script
@@ -20,11 +22,16 @@ from train import Args
 
 mcp_tools.CONNECT_SECONDS = HANGS
 SERVER = '''
-import asyncio, os, sys
+import asyncio, os, signal, sys
 from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.types import TextContent
 
+def stacks(*_):
+    for task in asyncio.all_tasks():
+        task.print_stack(file=sys.stderr)
+
+signal.signal(signal.SIGUSR1, stacks)
 server = MCPServer("test", log_level="CRITICAL")
 
 @server.tool()
@@ -68,8 +75,34 @@ def program(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(background):
-    """Runs a coroutine to its end on the run's background loop; a hang is a failure."""
-    return lambda coroutine: background.submit(asyncio.wait_for(coroutine, HANGS)).result()
+    """Runs a coroutine to its end on the run's background loop. A hang is a failure with stacks."""
+
+    async def in_time(coroutine):
+        task = asyncio.create_task(coroutine)
+        await asyncio.wait([task], timeout=HANGS)
+        if not task.done():
+            await print_stacks()
+            task.cancel()
+        return await task
+
+    return lambda coroutine: background.submit(in_time(coroutine)).result()
+
+
+async def print_stacks() -> None:
+    """Prints the stacks of all tasks and threads of this process, and of its servers' tasks.
+
+    One of these tests has hung in a whole suite three times, and never with other tests."""
+    for task in asyncio.all_tasks():
+        print(task, file=sys.stderr)
+        task.print_stack(file=sys.stderr)
+    for ident, frame in sys._current_frames().items():
+        print("thread", ident, *traceback.format_stack(frame), sep="\n", file=sys.stderr)
+    for process in psutil.Process().children():
+        command = process.cmdline()
+        print(process.pid, process.status(), *command, file=sys.stderr)
+        if any(word.endswith("server.py") for word in command):
+            process.send_signal(signal.SIGUSR1)
+    await asyncio.sleep(1)
 
 
 def end_session(server: McpServer, run) -> None:
@@ -154,9 +187,11 @@ def test_env_and_headers_reach_the_server(stdio, http, run):
     assert run(http["header"].execute("r", {})) == "open sesame"
 
 
-async def under_way(n: int, folder: Path) -> None:
-    """Until n calls of add are held there."""
+async def under_way(n: int, folder: Path, call: asyncio.Task) -> None:
+    """Until n calls of add are held there, of which `call` is the last."""
     while len(list(folder.iterdir())) < n:
+        if call.done():
+            raise RuntimeError(f"it is not held: {await call}")
         await asyncio.sleep(0.01)
 
 
@@ -170,7 +205,7 @@ def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, 
                 async with asyncio.timeout(None) as deadline:
                     held = {"a": 10 + i, "held": str(tmp_path)}
                     call = asyncio.ensure_future(tools["add"].execute("b", held))
-                    await under_way(2 + i, tmp_path)
+                    await under_way(2 + i, tmp_path, call)
                     deadline.reschedule(0)  # which has passed
                     await call
         assert not slow.done()
@@ -204,7 +239,7 @@ def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_pat
     async def calls():
         assert await http["pid"].execute("r", {}) == str(http_server.process.pid)
         call = asyncio.create_task(http["add"].execute("r", {"a": 1, "held": str(tmp_path)}))
-        await under_way(1, tmp_path)
+        await under_way(1, tmp_path, call)
         http_server.kill()
         with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1.*failed"):
             await call

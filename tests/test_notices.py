@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import run
 from PIL import Image
 from test_data import make_output
 
 from agent_loop import BadInput
-from flatrl import notices, tables
+from flatrl import notices, tables, trackers
 from flatrl.rows import check_tokenizer
 from train import Args
 
@@ -221,8 +222,20 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     assert table[3]["reward"] == 0.75 and table[3]["trajectory"] == "[1, 100, 101]"
 
 
-def test_wandb_that_is_not_installed(log, monkeypatch):
+@pytest.mark.parametrize("variables, said", [
+    ({}, "No API key configured"),
+    ({"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9",
+      "WANDB_HTTP_TIMEOUT": "1"}, "127.0.0.1:9"),
+], ids=["key", "network"])  # fmt: skip
+def test_wandb_without_key_or_network_is_refused_first(variables, said, cache, tmp_path):
+    flags = ["--task", "tests/tiny_task.py", "--wandb_project", "p", "--output_dir", tmp_path / "o"]
+    printed = run(*flags, code=2, cache=cache, HOME=tmp_path, **variables)
+    line = printed.splitlines()[-1]
+    assert line.startswith(f"train.py: error: {trackers.FAILED}") and said in line
+    assert not (tmp_path / "o").exists() and "training rows" not in printed
+
+
+def test_wandb_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    log.args.wandb_project = "p"
     with pytest.raises(BadInput, match="pip install wandb"):
-        notices_of(log)
+        trackers.check_account()

@@ -1,5 +1,7 @@
 """Models and flags that can't be trained here: one line before an engine starts."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -55,6 +57,30 @@ def test_a_model_that_vllm_does_not_serve(tmp_path, tiny_model, process_group):
     assert line.startswith(f"--model {tmp_path}, --engine_args ")
     assert "Model architectures ['CodeGenForCausalLM'] are not supported for now" in line
     check_model(args_of(tiny_model, engine_args=SMALL_CACHE), CPU)  # as for one that it serves
+
+
+LONG = {
+    "rope_type": "longrope", "original_max_position_embeddings": 100,
+    "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+
+
+@pytest.mark.parametrize("kind, architecture, n_positions, rope", [
+    ("phi3", "Phi3ForCausalLM", 400, LONG),
+    ("llama", "LlamaForCausalLM", 100, {"rope_type": "dynamic", "factor": 4.0}),
+], ids=["longrope", "dynamic"])  # fmt: skip
+def test_rotary_factors_that_change_within_the_window(
+    kind, architecture, n_positions, rope, tmp_path, tiny_model, process_group
+):
+    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    rope = {"rope_theta": 1e4} | rope
+    sizes = {"max_position_embeddings": n_positions, "rope_parameters": rope}
+    config = config_of(kind, architecture, **sizes)
+    config.original_max_position_embeddings = 100
+    config.save_pretrained(tmp_path)
+    args = args_of(tmp_path, engine_args=SMALL_CACHE)
+    assert "give --max_model_len 100 or less" in refusal(check_model, args, CPU)
+    check_model(dataclasses.replace(args, allow_mismatch=True), CPU)
+    check_model(dataclasses.replace(args, max_model_len=100), CPU)
 
 
 @pytest.mark.parametrize("flag, value, said", [

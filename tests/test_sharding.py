@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from conftest import REPO, TINY, generate, metrics_of, run
 from gradient_worker import gradients
@@ -179,3 +180,20 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):
         devices.sharding(Args())
+
+
+@pytest.mark.parametrize("variables, said", [
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate's config asks for DeepSpeed, which is not"),
+    ({"ACCELERATE_USE_MEGATRON_LM": "1"}, "asks for Megatron-LM, which is not implemented"),
+    ({"ACCELERATE_USE_CPU": "maybe"}, "accelerate's config: invalid truth value maybe"),
+    ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, and RANK, MASTER_ADDR, MASTER_PORT is not set"),
+    ({"WORLD_SIZE": "2", "RANK": "a", "MASTER_ADDR": "b", "MASTER_PORT": "1"},
+     "process a can't join the group of 2: invalid literal for int"),
+], ids=str)  # fmt: skip
+def test_a_start_that_fails_is_one_line(variables, said, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=said) as error:
+        devices.start_processes(Args())
+    assert "\n" not in str(error.value)
