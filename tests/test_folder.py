@@ -215,6 +215,7 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(tmp_path, process_grou
     run = make_run(tmp_path)
     run.done = run.args.num_steps
     run.engine = None
+    run.rows = {"val": []}
     run.background = types.SimpleNamespace(close=lambda: None)
     finished = threading.Event()
     thread = types.SimpleNamespace(join=lambda *_: None)
