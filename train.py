@@ -68,7 +68,7 @@ def main(args: Args):
             run.clock.rollout_ends()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
-            batch = data.make_batch(rollouts.trained, run.processor)
+            batch = data.make_batch(rollouts.trained, run.processor, args.observation_coef > 0)
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: if they are used
             batch, metrics = add_rewards(run, rollouts, batch)
             metrics["step"] = step + 1
@@ -335,8 +335,9 @@ def estimate_advantages(
 def mask_truncated(batch: data.Batch):
     """Excludes units with a truncated output from the loss and its normaliser."""
     index = batch.units.index  # (B,)
-    truncated_units = index[batch["truncated"]]
-    batch["response_mask"][torch.isin(index, truncated_units)] = 0
+    is_truncated = torch.isin(index, index[batch["truncated"]])
+    for name in {"response_mask", "observation_mask"} & batch.keys():
+        batch[name][is_truncated] = 0
 
 
 # ---------------------------------------------------------------- 4. update
@@ -400,8 +401,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     if run.reference:
         columns.append("logprobs_ref")
     columns += {"versions"} & {*args.objective_takes}
-    if "imitation_mask" in batch:
-        columns.append("imitation_mask")
+    columns += {"imitation_mask", "observation_mask"} & batch.keys()
     if args.updates_per_rollout > 1:
         columns.append("logprobs_old")
     # A single update takes them from its own forward pass: the ratio to them is exactly 1.
@@ -485,12 +485,13 @@ def optimise(
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the named columns of the batch for these rows.
     loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
-    tokens add their mean -logprob to the loss. Losses are summed over micro-batches and ranks and
-    divided by global counts, so the gradient does not depend on how the batch is split.
+    tokens add their mean -logprob to the loss; with an observation_mask, observations add
+    observation_coef times theirs. Losses are summed over micro-batches and ranks and divided by
+    global counts, so the gradient does not depend on how the batch is split.
 
     Returns metrics, whose names begin with the learner's, and the logprobs or values of this
     rank's tokens, (B, T)."""
-    counts = data.count_globally(batch, rows, with_imitation="imitation_mask" in columns)
+    counts = data.count_globally(batch, rows, columns)
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed
     )
@@ -522,8 +523,7 @@ def optimise(
             n_unique += packed["inputs"]["input_ids"].numel()
             computed.append((micro.rows, scores[0].detach()))
 
-    has_tokens = counts["tokens"] + counts["imitated"] > 0
-    grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens)
+    grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
     own_scores = torch.zeros_like(batch["response_mask"])
     for micro_rows, scores in computed:
         own_scores[micro_rows] = scores.cpu()
@@ -557,12 +557,12 @@ def micro_batch_loss(
         columns["unit_tokens"],
     )
     shares = {}
-    if counts["imitated"]:
-        imitation_loss = losses.aggregate(
-            -scores[0], columns["imitation_mask"], n_tokens=counts["imitated"]
-        )
-        loss = loss + imitation_loss
-        shares["imitation_loss"] = imitation_loss.detach()
+    for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
+        count = counts[f"{name}_mask"]
+        if count:
+            mean_loss = losses.aggregate(-scores[0], columns[f"{name}_mask"], n_tokens=count)
+            loss = loss + coef * mean_loss
+            shares[f"{name}_loss"] = mean_loss.detach()
     shares["loss"] = loss.detach()
     if counts["tokens"]:
         for name, values in stats.items():

@@ -72,7 +72,7 @@ HEADINGS = {
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
 LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
-    "chat_template_args", "tool_parser"]
+    "chat_template_args", "tool_parser", "observation_coef"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
 # The flags that hold a JSON object.
 JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
