@@ -23,7 +23,7 @@ import itertools
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -808,6 +808,21 @@ def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
     return totals
 
 
+def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
+
+    prompts: the prompt of each row. All rows of a prompt stay together, because a unit's rows must
+    be in one mini-batch, and a prefix that rows share is then computed once. seeds: for each
+    epoch that of its shuffle."""
+    present = prompts.unique()
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(present), generator=generator)
+        for part in present[order].tensor_split(n):
+            if len(part):
+                yield torch.isin(prompts, part).nonzero().flatten().tolist()
+
+
 def count_globally(
     batch: dict,
     rows: list[int],
@@ -1129,11 +1144,14 @@ def pack_rows(
         inputs    of the model, see below
         source    (M,) places of the tokens whose hidden states predict sampled tokens
         targets   (M,) ids of the predicted tokens. No pair (source, target) comes twice: rows that
-                  agree up to and including a sampled token share its prediction.
+                  agree up to and including a sampled token share its prediction. With
+                  batch["top_ids"], (B, T, K): (n, 1 + K) the same and K other ids for each token;
+                  then M is n, because teachers that are told something differ by rows
         pair      (n,) the index among the M pairs of each sampled token
         at        (row, column) of each sampled token in the (R, T) matrices, (n,) each
         shape     (R, T)
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
+        top_k     how many of the likeliest ids a Policy gives for each token: batch["top_k"] or 0
 
     Packed inputs:
         input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
@@ -1159,15 +1177,21 @@ def pack_rows(
     # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
     all_pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (n,)
     pairs, pair = all_pairs.unique(return_inverse=True)  # (M,), (n,)
+    targets = pairs % ID_LIMIT
+    if "top_ids" in batch:
+        pairs, pair = all_pairs, torch.arange(len(all_pairs))
+        top_ids = batch["top_ids"][micro.rows][row, column]  # (n, K)
+        targets = torch.cat([pairs[:, None] % ID_LIMIT, top_ids], 1)
 
     result = {
         "inputs": inputs,
         "source": pairs // ID_LIMIT,
-        "targets": pairs % ID_LIMIT,
+        "targets": targets,
         "pair": pair,
         "at": (row, column),
         "shape": mask.shape,
         "images": _images_of_rows(batch, micro),
+        "top_k": batch.get("top_k", 0),
     }
     return to_device(result, device)
 

@@ -1,12 +1,17 @@
 r"""Self-distillation: the calculator's questions, each with a `hint` at the answer.
 
     accelerate launch train.py --task examples/hints.py --algo opsd
+    accelerate launch train.py --task examples/hints.py --algo opsd --agent siblings
 
 With --algo opsd the policy is its own teacher. It samples after the question, and then scores the
 sampled tokens once more, after the question with the hint. The task's reward is only logged.
 
     user       What is 37*48?                 the policy samples after this
     user       What is 37*48?\n\nCall 37*48.  and scores its sample after this, too
+
+The agent `siblings` needs no hint of the row's (SDPO, arXiv 2601.20802). It grades its own answer.
+If that is wrong, the teacher is told what another rollout of the same question did, whose answer
+was right.
 
 The built-in model of examples/calculator.py guesses on about half of the questions. This one has
 also read hints: in every second conversation of its warm-up the question has one, and the teacher
@@ -15,6 +20,7 @@ then always calls the calculator."""
 import random
 from pathlib import Path
 
+from agent_loop import AgentLoopOutput, ToolAgentLoop, register, render
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, TOOLS, expression_of, reward
 from examples.tiny_models import build_warm_model
@@ -30,6 +36,29 @@ def load(split: str) -> list[dict]:
         expression = expression_of(row)
         row["hint"] = f"Call {expression}."
     return rows
+
+
+@register("siblings")
+class Siblings(ToolAgentLoop):
+    """The tool agent; if its answer is wrong, its teacher is told the call of a sibling that was
+    right, if one has ended by then."""
+
+    calls = {}  # (step, row's index) -> the expression in a right rollout's call
+
+    async def run(self, sampling_params, **row) -> AgentLoopOutput:
+        """Runs a rollout, and says what its teacher is told."""
+        output = await super().run(sampling_params, **row)
+        question = row["step"], row["index"]
+        hint = None
+        if reward(output, row) == 1:
+            for message in output.messages:
+                for call in message.get("tool_calls", ()):
+                    self.calls[question] = call["function"]["arguments"].get("expression")
+        elif question in self.calls:
+            hint = f"Call {self.calls[question]}."
+        prompt = told_prompt({**row, "hint": hint})
+        output.extra["told_prompt_ids"] = render(self.tokenizer, prompt, self.schemas)
+        return output
 
 
 def demonstration(row: dict) -> list[dict]:

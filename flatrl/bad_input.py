@@ -20,7 +20,7 @@ OUTPUT_TYPES = {
     "extra": dict,
 }
 # flatrl uses these keys of an output's `extra`, and these names in the log: reward/mean, ...
-TAKEN_KEYS = {"filtered", "greedy", "demonstration", "told_prompt_ids"}
+TAKEN_KEYS = {"filtered", "greedy", "demonstration"}
 TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 
@@ -106,7 +106,9 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
     check_numbers(sampled, {int}, oldest, version, "response_versions, where the mask is 1,")
     check_numbers([output.num_turns], {int}, 0, 2**31, "num_turns")
     check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
-    n_prompt = len(output.prompt_ids)
+    told = output.extra.get("told_prompt_ids", output.prompt_ids)
+    check_ids(told, vocab_size, "told_prompt_ids")
+    n_prompt = max(len(output.prompt_ids), len(told))
     n_response = len(output.response_ids)
     if n_prompt + n_response > window:
         raise ValueError(

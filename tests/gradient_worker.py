@@ -86,6 +86,10 @@ def gradients(
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizer = optimizer
+    if args.kl_top:  # the teacher is the policy, and less sure
+        scores = train.token_scores(learner.net, batch | {"top_k": args.kl_top}, args, 4)
+        batch["top_logprobs"], batch["top_ids"] = scores[2:]
+        batch["top_logprobs"] -= torch.rand(scores[2].shape, generator=generator)
     if not on_policy:  # some ratios are beyond the clip
         batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)
         batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)
@@ -99,7 +103,8 @@ def gradients(
 
     optimizer.zero_grad = keep_gradients
     columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout", "logprobs_ref"]
-    columns += {"imitation_mask", "observation_mask", "logprobs_old"} & batch.keys()
+    more = {"imitation_mask", "observation_mask", "logprobs_old", "top_logprobs"}
+    columns += more & batch.keys()
     metrics, _ = train.optimise(
         learner,
         train.policy_objective,
@@ -115,7 +120,8 @@ def gradients(
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
     assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ"
-    return {"gradients": kept, "metrics": metrics, "old": batch.get("logprobs_old")}
+    constants = {name: batch.get(name) for name in ("logprobs_old", "top_logprobs", "top_ids")}
+    return {"gradients": kept, "metrics": metrics, **constants}
 
 
 if __name__ == "__main__":
@@ -123,13 +129,12 @@ if __name__ == "__main__":
     accelerator, _ = devices.start_processes(train.Args())
     results = {}
     for tokens in (60, 130, 4096):
-        for loss_agg, policy_loss, demonstrated, coef in (
-            ("token-mean", "ppo", (), 0.0),
-            ("seq-mean-token-mean", "gspo", (), 0.3),
-            ("seq-mean-token-sum-norm", "gmpo", range(0, 19, 5), 0.0),
+        for loss_agg, flags in (
+            ("token-mean", {"policy_loss": "ppo"}),
+            ("seq-mean-token-mean", {"policy_loss": "gspo", "observation_coef": 0.3}),
+            ("seq-mean-token-sum-norm", {"policy_loss": "gmpo", "demonstrated": range(0, 19, 5)}),
+            ("token-sum", {"kl_kind": "top4"}),
         ):
-            flags = {"policy_loss": policy_loss, "demonstrated": demonstrated}
-            flags["observation_coef"] = coef
             results[tokens, loss_agg] = gradients(accelerator, model, tokens, loss_agg, **flags)
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -43,6 +43,8 @@ SPOILT = {
     "lengths": (lambda output: output.response_ids.append(5), "the response lists of an output"),
     "window": (lambda output: output.prompt_ids.extend([5] * 500), "more than the window's 128"),
     "metrics": (to("metrics", None), "'metrics' must be a dict, got None"),
+    "a long told prompt": (extra(told_prompt_ids=[5] * 200), "more than the window's 128"),
+    "no told ids": (extra(told_prompt_ids=["a"]), "told_prompt_ids has 'a': must be int"),
     "no slice": (to("observations", [(1, 3)]), "observations has (1, 3): no slice of 2 tokens"),
     "a mark of ours": (extra(filtered=True), "for something else: unit or extra {'filtered'}"),
     "a lock": (extra(lock=threading.Lock()), "cannot pickle '_thread.lock' object"),

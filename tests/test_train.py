@@ -346,7 +346,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, cache, t
         out = tmp_path / by
         run(tiny_model, out, script="tests/gradient_worker.py", by=by, cache=cache)
         results |= {(ranks, *case): result for case, result in torch.load(out).items()}
-    assert len(results) == 18
+    assert len(results) == 24
     for (_, _, *kind), result in results.items():
         whole = results[1, 4096, *kind]
         check_gradients(result["gradients"], whole["gradients"], 1e-5)
@@ -371,10 +371,11 @@ def test_gradient_checkpointing_recomputes(tiny_model, process_group, monkeypatc
     assert set(calls) == {True}
 
 
-def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
+@pytest.mark.parametrize("kl_kind", ["k3", "top4"])
+def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_model, process_group):
     """Packed attention, chunked logprobs and global counts against the plain computation: a
     mean over the sampled tokens, one over those of demonstrations, one over observations."""
-    flags = {"demonstrated": range(0, 19, 3), "observation_coef": 0.3}
+    flags = {"demonstrated": range(0, 19, 3), "observation_coef": 0.3, "kl_kind": kl_kind}
     batch = batch_of(19, flags["demonstrated"], observed=True)
     result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
     generator = torch.Generator().manual_seed(0)
@@ -387,14 +388,21 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
         tiny_model, dtype=torch.float32, attn_implementation="eager"
     )
     attention_mask = torch.arange(ids.shape[1]) < batch["lengths"][:, None]
-    logprobs = model(ids, attention_mask=attention_mask).logits.log_softmax(-1)
-    logprobs = logprobs[:, :-1].gather(2, ids[:, 1:, None])[..., 0]  # of all tokens but the first
-    at = batch["prompt_lengths"][:, None] + torch.arange(mask.shape[1]) - 1
-    logprobs = logprobs.gather(1, at.clamp(max=ids.shape[1] - 2))  # beyond a row's end: masked
+    of_all = model(ids, attention_mask=attention_mask).logits.log_softmax(-1)
+    at = batch["prompt_lengths"][:, None] + torch.arange(mask.shape[1])
+    at = at.clamp(max=ids.shape[1] - 1)  # beyond a row's end: masked
+    of_all = of_all[torch.arange(19)[:, None], at - 1]  # (B, T, V)
+    logprobs = of_all.gather(2, ids.gather(1, at)[..., None])[..., 0]
 
-    ratio = (logprobs - result["old"]).exp()
+    ratio = (logprobs - result["logprobs_old"]).exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    loss = loss + 0.1 * losses.kl_estimate(logprobs, logprobs_ref, "k3")
+    kl = losses.kl_estimate(logprobs, logprobs_ref, "k3")
+    if kl_kind == "top4":
+        top = of_all.gather(2, result["top_ids"])
+        kl = losses.top_kl(top, result["top_logprobs"])
+        likeliest = of_all.topk(4).indices
+        assert (likeliest == result["top_ids"])[mask.bool()].all()
+    loss = loss + 0.1 * kl
     imitated = batch["imitation_mask"]
     imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
     observed = batch["observation_mask"]
