@@ -1,7 +1,7 @@
 r"""Self-distillation: the calculator's questions, each with a `hint` at the answer.
 
     accelerate launch train.py --task examples/hints.py --algo opsd
-    accelerate launch train.py --task examples/hints.py --algo opsd --agent siblings
+    accelerate launch train.py --task examples/hints.py --algo opsd --agent feedback
 
 With --algo opsd the policy is its own teacher. It samples after the question, and then scores the
 sampled tokens once more, after the question with the hint. The task's reward is only logged.
@@ -9,9 +9,8 @@ sampled tokens once more, after the question with the hint. The task's reward is
     user       What is 37*48?                 the policy samples after this
     user       What is 37*48?\n\nCall 37*48.  and scores its sample after this, too
 
-The agent `siblings` needs no hint of the row's (SDPO, arXiv 2601.20802). It grades its own answer.
-If that is wrong, the teacher is told what another rollout of the same question did, whose answer
-was right.
+The agent `feedback` decides itself what the teacher is told (SDPO, arXiv 2601.20802): it grades its
+answer, and the hint is told only where that was wrong.
 
 The built-in model of examples/calculator.py guesses on about half of the questions. This one has
 also read hints: in every second conversation of its warm-up the question has one, and the teacher
@@ -38,25 +37,15 @@ def load(split: str) -> list[dict]:
     return rows
 
 
-@register("siblings")
-class Siblings(ToolAgentLoop):
-    """The tool agent; if its answer is wrong, its teacher is told the call of a sibling that was
-    right, if one has ended by then."""
-
-    calls = {}  # (step, row's index) -> the expression in a right rollout's call
+@register("feedback")
+class Feedback(ToolAgentLoop):
+    """The tool agent, whose teacher is told the hint only if the answer was wrong."""
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput:
         """Runs a rollout, and says what its teacher is told."""
         output = await super().run(sampling_params, **row)
-        question = row["step"], row["index"]
-        hint = None
-        if reward(output, row) == 1:
-            for message in output.messages:
-                for call in message.get("tool_calls", ()):
-                    self.calls[question] = call["function"]["arguments"].get("expression")
-        elif question in self.calls:
-            hint = f"Call {self.calls[question]}."
-        prompt = told_prompt({**row, "hint": hint})
+        was_wrong = reward(output, row) < 1
+        prompt = told_prompt(row, was_wrong)
         output.extra["told_prompt_ids"] = render(self.tokenizer, prompt, self.schemas)
         return output
 

@@ -9,7 +9,7 @@ import conftest
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
-from test_agent_loop import Script, call
+from test_agent_loop import Script
 from test_rollout import hf_model
 
 import data
@@ -167,7 +167,7 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
 def test_hints_need_a_hint_or_a_loop_that_may_tell():
     args = Args(algo="opsd", model="x")
     require_hints([{}, ROW], calculator, args)
-    require_hints([{}, {"agent_name": "siblings"}], calculator, args)
+    require_hints([{}, {"agent_name": "feedback"}], calculator, args)
     for rows in ([{}, {"hint": None}], [{"agent_name": "single_turn"}]):
         with pytest.raises(BadInput, match="no training row has a 'hint', and no agent loop is"):
             require_hints(rows, calculator, args)
@@ -179,19 +179,14 @@ def test_the_examples_rows_have_hints():
     assert told_prompt(row)[-1]["content"] == f"{question}\n\nCall {question[8:-1]}."
 
 
-def test_the_examples_teacher_is_told_what_a_right_sibling_did(tokenizer):
-    row = data.load_rows(hints, "train")[0] | {"step": 0, "validate": False}
-    question = row["prompt"][-1]["content"]
-    expression = question[8:-1]
-    right = calculator.calculator(expression)
+def test_the_examples_teacher_is_told_where_the_answer_was_wrong(tokenizer):
+    row = data.load_rows(hints, "train")[0]
+    answer = row["reward_model"]["ground_truth"]
     args = LoopArgs(max_response_tokens=200)
-
-    def told(*lines) -> str:
-        loop = hints.Siblings(Script(tokenizer, lines), tokenizer, None, hints, args)
+    for said, is_told in ((answer, False), ("0", True)):
+        engine = Script(tokenizer, [f"<answer>{said}</answer>"])
+        loop = hints.Feedback(engine, tokenizer, None, hints, args)
         output = asyncio.run(loop.run({}, **row))
-        return tokenizer.decode(output.extra["told_prompt_ids"])
-
-    guess = "<answer>0</answer>"
-    plain = told(guess)  # no sibling yet
-    assert told(call("calculator", expression=expression), f"<answer>{right}</answer>") == plain
-    assert told(guess) == plain.replace(question, f"{question}\n\nCall {expression}.")
+        told = tokenizer.decode(output.extra["told_prompt_ids"])
+        plain = tokenizer.decode(output.prompt_ids)
+        assert (row["hint"] in told) == is_told and (told == plain) == (not is_told)
