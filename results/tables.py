@@ -191,6 +191,22 @@ def echo():
 
 
 @table
+def distillation():
+    """A cell has a value for each seed."""
+    bounds = (0.7, 0.8, 0.9)
+    yield "`--kl_kind`", *(f"trajectories to {bound}" for bound in bounds), "at first", "at the end"
+    known = runs("distillation")
+    for kind in ("k1", "top16"):
+        cells = []
+        for seed in range(3):
+            run = known[f"{kind}_{seed}"]
+            rewards = run.values("eval/reward")
+            ends = [f"{rewards[i]:.3f}" for i in (0, -1)]
+            cells.append((*(run.trajectories_to(bound) for bound in bounds), *ends))
+        yield f"`{kind}`", *(", ".join(column) for column in zip(*cells))
+
+
+@table
 def presets():
     """A column has a value for each seed."""
     yield "`--algo`", "eval before", "after", "steps to eval 0.9", "to sampled 0.9", "trajectories"
