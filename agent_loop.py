@@ -113,6 +113,9 @@ class LoopArgs:
     prompt_truncate_side: str = setting(
         "none", "which part of an overlong prompt's longest text is kept (train.py); none: rows "
         "with such prompts are dropped")
+    observation_coef: float = setting(
+        0.0, "weight of the cross-entropy on what tools and users said during rollouts, which the "
+        "policy then learns to predict (ECHO: 0.05); 0: off")
 
 
 @dataclass
@@ -145,7 +148,9 @@ class AgentLoopOutput:
     reward). num_turns is the number of assistant, user and tool turns + 1, as in verl. images
     are PIL images in the order of their placeholders; the ids repeat a placeholder for each
     token of its image. text is the whole response decoded, with what tools and users said: a
-    reward reads the policy's words from messages.
+    reward reads the policy's words from messages. observations holds slices (start, end) of
+    response_ids: what tools and users said, without the tokens of the template. Loops mark it
+    with --observation_coef.
 
     unit: outputs of one rollout with the same unit share one reward, that of the last of
         them, and count once in advantages and in the loss. By default the whole rollout is
@@ -171,6 +176,7 @@ class AgentLoopOutput:
     stop_reason: str = "stop"
     metrics: dict[str, Any] = field(default_factory=dict)
     images: list = field(default_factory=list)
+    observations: list[tuple[int, int]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     unit: str = ""
     group: str = ""
@@ -1132,6 +1138,54 @@ def turn_suffix(
     return ids[1:]
 
 
+def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
+    """Returns where a suffix has what its messages say: (start, end) of each text in ids.
+
+    A token with a part of the text is inside, also if it has a part of the template. Images are
+    outside. suffix: a function of messages that returns their ids; suffix(messages) == ids.
+
+    The template's tokens are those that stay when the text is replaced by another. A text is
+    left out if the template then does something else, such as rewriting the history."""
+    slices = []
+    for number in range(len(_texts_of(messages))):
+        others = [_with_word(messages, number, word) for word in ("x", "0")]
+        with suppress(RewritesHistory):
+            # Two words, because the text may begin or end like one of them.
+            versions = [ids, *map(suffix, others)]
+            start = _n_common(versions)
+            n_behind = _n_common([version[::-1] for version in versions])
+            slices.append((start, len(ids) - n_behind))
+    return slices
+
+
+def _texts_of(messages):
+    """Returns the texts that messages say, but for blank ones."""
+    texts = []
+    for message in messages:
+        _edit_message(message, texts.append, str)
+    return texts
+
+
+def _with_word(messages, number, word):
+    """Returns messages with a word in place of text `number` of `_texts_of`."""
+    numbers = itertools.count()
+
+    def edit(text):
+        return word if next(numbers) == number else text
+
+    return [_edit_message(message, edit, str) for message in messages]
+
+
+def _n_common(sequences):
+    """Returns how many elements all sequences have in common at their start."""
+    n = 0
+    for elements in zip(*sequences):
+        if len(set(elements)) > 1:
+            break
+        n += 1
+    return n
+
+
 # ---------------------------------------------------------------- images
 
 
@@ -1728,6 +1782,7 @@ class Trajectory:
         self.prompt_ids = prompt_ids
         self.engine_ids = list(engine_ids)
         self.turn_rewards = []
+        self.observations = []
         self.response_ids = []
         self.response_mask = []
         self.response_logprobs = []
@@ -1757,11 +1812,20 @@ class Trajectory:
             versions=out.versions,
         )
 
-    def add_given(self, ids: list[int], engine_ids: list[int] | None = None):
+    def add_given(
+        self,
+        ids: list[int],
+        engine_ids: list[int] | None = None,
+        observations: Iterable[tuple[int, int]] = (),
+    ):
         """Appends tokens of a tool, a user or the template, with mask 0.
 
-        engine_ids: the same tokens with one placeholder for each image; default: ids."""
+        engine_ids: the same tokens with one placeholder for each image; default: ids.
+        observations: slices (start, end) of ids, see AgentLoopOutput."""
         n = len(ids)
+        n_before = len(self.response_ids)
+        for start, end in observations:
+            self.observations.append((n_before + start, n_before + end))
         self._add(
             engine_ids=engine_ids or ids,
             ids=ids,
@@ -1841,6 +1905,7 @@ class Trajectory:
             stop_reason=self.stop_reason,
             metrics=dict(self.metrics),
             images=list(self.images),
+            observations=list(self.observations),
             extra=dict(self.extra),
             unit=self.unit,
             group=self.group,
@@ -1951,8 +2016,12 @@ class AgentLoopBase:
         history = trajectory.messages
         if not trajectory.recent:
             trajectory.recent = Recent(talk.kind)
+
+        def suffix(new):
+            return talk.suffix(history, new, trajectory.stop, tools, trajectory.recent)
+
         try:
-            engine_ids = talk.suffix(history, messages, trajectory.stop, tools, trajectory.recent)
+            engine_ids = suffix(messages)
             rewritten = False
         except RewritesHistory:
             engine_ids = talk.render(history + messages, tools, trajectory.trusted)
@@ -1969,7 +2038,11 @@ class AgentLoopBase:
         if rewritten:
             trajectory.fork(ids, engine_ids)
         else:
-            trajectory.add_given(ids, engine_ids)
+            said = []
+            if self.args.observation_coef:
+                said = said_in(
+                    ids, messages, lambda new: expand(suffix(new), images, self.processor))
+            trajectory.add_given(ids, engine_ids, said)
         trajectory.images += images
         trajectory.messages += messages
         trajectory.user_turns += 1

@@ -22,8 +22,8 @@ import inspect
 import itertools
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -359,9 +359,14 @@ class Units:
         return self.outcomes + self.turn_rewards
 
 
+def rollout_of(output: AgentLoopOutput) -> tuple:
+    """Returns the key that outputs of one rollout share: prompt and sample."""
+    return output.extra["prompt"], output.extra["sample"]
+
+
 def unit_of(output: AgentLoopOutput) -> tuple:
     """Returns the key that outputs of one unit share: prompt, sample and the unit's name."""
-    return output.extra["prompt"], output.extra["sample"], output.unit
+    return *rollout_of(output), output.unit
 
 
 def _group_label(output):
@@ -414,7 +419,7 @@ def groups_with_signal(units: Units, values: N) -> set[int]:
     return {group for group, values in values_of_group.items() if len(values) > 1}
 
 
-def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
+def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool = False) -> dict:
     """Returns one or more outputs as a dict of right-padded tensors.
 
     For B outputs, with T tokens in the longest response and L tokens in the longest sequence
@@ -426,6 +431,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
         response_mask      (B, T) float, 1 where the policy sampled the token
         imitation_mask     (B, T) float, 1 where a demonstration has the assistant's tokens; only
                            if there are any
+        observation_mask   (B, T) float, 1 where a tool's or user's words are to be predicted (see
+                           `observed`); only with_observations
         logprobs_rollout   (B, T) float32, from the engine; 0 where nothing was sampled
         versions           (B, T) long, of the weights that sampled the token, else -1
         truncated          (B,) bool, True if a length or turn limit cut the output off
@@ -462,6 +469,8 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     }
     if is_imitated.any():
         tensors["imitation_mask"] = is_imitated.float()
+    if with_observations:
+        tensors["observation_mask"] = padded(observed(outputs, image_token_id), np.float32)
     images = [output.images for output in outputs]
     if any(images):
         tensors |= same_images(tensors["input_ids"], images, image_token_id)
@@ -469,6 +478,30 @@ def collate(outputs: Outputs, image_token_id: int = -1) -> dict:
     if told:
         tensors["told"] = collate(told, image_token_id)
     return tensors
+
+
+def observed(outputs: Outputs, image_token_id: int = -1) -> list[list[int]]:
+    """Returns for each response token of each output whether it is an observation: 1 or 0.
+
+    Not marked are sampled tokens, images' placeholders and, if outputs of a rollout begin with the
+    same tokens, the observations there in all these outputs but the first."""
+    n_outputs = Counter(rollout_of(output) for output in outputs if output.observations)
+    seen = set()  # hashes of the sequences up to an observation's end, and of their rollouts
+    masks = []
+    for output in outputs:
+        mask = [0] * len(output.response_ids)
+        for start, end in output.observations:
+            if n_outputs[rollout_of(output)] > 1:
+                sequence = output.prompt_ids + output.response_ids[:end]
+                key = hash((*rollout_of(output), *sequence))
+                if key in seen:
+                    continue
+                seen.add(key)
+            for token in range(start, end):
+                is_image = output.response_ids[token] == image_token_id
+                mask[token] = int(not output.response_mask[token] and not is_image)
+        masks.append(mask)
+    return masks
 
 
 class Batch(dict):
@@ -522,12 +555,12 @@ class Batch(dict):
         return losses.group_sum(self["response_mask"].sum(-1), self.units.index)
 
 
-def make_batch(outputs: Outputs, processor=None) -> Batch:
+def make_batch(outputs: Outputs, processor=None, with_observations: bool = False) -> Batch:
     """Returns outputs as a Batch. Their rewards may still be missing.
 
-    processor: that of a model with vision, else None."""
+    processor: that of a model with vision, else None. with_observations: see `collate`."""
     image_token_id = getattr(processor, "image_token_id", -1)
-    return Batch(outputs, collate(outputs, image_token_id))
+    return Batch(outputs, collate(outputs, image_token_id, with_observations))
 
 
 def select_rows(tensors: dict, rows: Sequence[int]) -> dict:
@@ -778,24 +811,39 @@ def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
     return totals
 
 
+def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
+
+    prompts: the prompt of each row. All rows of a prompt stay together, because a unit's rows must
+    be in one mini-batch, and a prefix that rows share is then computed once. seeds: for each
+    epoch that of its shuffle."""
+    present = prompts.unique()
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(present), generator=generator)
+        for part in present[order].tensor_split(n):
+            if len(part):
+                yield torch.isin(prompts, part).nonzero().flatten().tolist()
+
+
 def count_globally(
     batch: dict,
     rows: list[int],
-    with_imitation: bool,
+    columns: Sequence[str],
 ) -> dict[str, float]:
-    """Returns the counts of a mini-batch over all ranks: tokens, units, imitated tokens.
+    """Returns the counts of a mini-batch over all ranks: tokens, units, and the tokens of
+    imitation_mask and observation_mask, by these names; 0 if the mask is not among the columns.
 
     rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
     whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""
     mask = batch["response_mask"][rows]
-    n_imitated = 0
-    if with_imitation:
-        n_imitated = batch["imitation_mask"][rows].sum().item()
-    return {
+    counts = {
         "tokens": mask.sum().item(),
         "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
-        "imitated": n_imitated,
     }
+    for name in ("imitation_mask", "observation_mask"):
+        counts[name] = batch[name][rows].sum().item() if name in columns else 0
+    return counts
 
 
 # ---------------------------------------------------------------- packing
@@ -1092,17 +1140,21 @@ def pack_rows(
 
     S tokens go through the network for R rows. If they are packed, a prefix that a row shares
     with the row before it counts once. A token's place is its position among these S: see the
-    example of `_pack_shared_prefixes`. n of the rows' tokens were sampled (or demonstrated).
+    example of `_pack_shared_prefixes`. n of the rows' tokens were sampled (or demonstrated, or are
+    observations to be predicted).
 
     Returns a dict:
         inputs    of the model, see below
         source    (M,) places of the tokens whose hidden states predict sampled tokens
         targets   (M,) ids of the predicted tokens. No pair (source, target) comes twice: rows that
-                  agree up to and including a sampled token share its prediction.
+                  agree up to and including a sampled token share its prediction. With
+                  batch["top_ids"], (B, T, K): (n, 1 + K) the same and K other ids for each token;
+                  then M is n, because teachers that are told something differ by rows
         pair      (n,) the index among the M pairs of each sampled token
         at        (row, column) of each sampled token in the (R, T) matrices, (n,) each
         shape     (R, T)
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
+        top_k     how many of the likeliest ids a Policy gives for each token: batch["top_k"] or 0
 
     Packed inputs:
         input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
@@ -1120,22 +1172,29 @@ def pack_rows(
         places = torch.arange(ids.numel()).view(ids.shape)
 
     mask = batch["response_mask"][micro.rows]
-    if "imitation_mask" in batch:
-        mask = mask + batch["imitation_mask"][micro.rows]
+    for name in ("imitation_mask", "observation_mask"):
+        if name in batch:
+            mask = mask + batch[name][micro.rows]
     row, column = mask.nonzero(as_tuple=True)  # (n,) each
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its sequence
     # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
     all_pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (n,)
     pairs, pair = all_pairs.unique(return_inverse=True)  # (M,), (n,)
+    targets = pairs % ID_LIMIT
+    if "top_ids" in batch:
+        pairs, pair = all_pairs, torch.arange(len(all_pairs))
+        top_ids = batch["top_ids"][micro.rows][row, column]  # (n, K)
+        targets = torch.cat([pairs[:, None] % ID_LIMIT, top_ids], 1)
 
     result = {
         "inputs": inputs,
         "source": pairs // ID_LIMIT,
-        "targets": pairs % ID_LIMIT,
+        "targets": targets,
         "pair": pair,
         "at": (row, column),
         "shape": mask.shape,
         "images": _images_of_rows(batch, micro),
+        "top_k": batch.get("top_k", 0),
     }
     return to_device(result, device)
 

@@ -43,10 +43,12 @@ NS = Annotated[Tensor, "N S"]  # units x tokens of all their outputs, laid end t
 Turns = Annotated[Tensor, "turns"]  # the sampled turns of all units: runs of mask-1 tokens
 B = Annotated[Tensor, "B"]  # outputs
 BT = Annotated[Tensor, "B T"]  # outputs x response tokens, right-padded
+BTK = Annotated[Tensor, "B T K"]  # the same x K ids of the vocabulary for each token
 Same = Annotated[Tensor, "*S"]  # any shape, but the same one throughout a call
 T = Annotated[Tensor, "T"]  # tokens of a packed sequence
 TH = Annotated[Tensor, "T H"]  # tokens of a packed sequence x hidden size
 VH = Annotated[Tensor, "V H"]  # vocabulary x hidden size
+TK = Annotated[Tensor, "T K"]  # tokens of a packed sequence x K ids of the vocabulary each
 LossAndStats = tuple[BT, dict[str, BT]]
 
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -903,6 +905,22 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
     return torch.where(finite, value, difference.detach())
 
 
+def top_kl(logprobs: BTK, logprobs_ref: BTK) -> BT:
+    """Returns KL(pi_ref, pi) at each token, of K ids and of all other ids together.
+
+        sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)    p_rest = 1 - sum_k p_k
+
+    with p of pi_ref and q of pi. It is the KL of distributions over K + 1 categories, so it is >= 0
+    and at most the KL over all ids. The ids are those that pi_ref finds likeliest. Without the
+    rest (verl's forward_kl_topk), the sum can be negative. p_rest and q_rest are at least 1e-6,
+    because a float32 sum of probabilities is not more exact."""
+    p = logprobs_ref.detach().exp()
+    p_rest = (1 - p.sum(-1)).clamp(min=1e-6)
+    q_rest = (1 - logprobs.exp().sum(-1)).clamp(min=1e-6)
+    kl = (p * (logprobs_ref.detach() - logprobs)).sum(-1)
+    return kl + p_rest * (p_rest.log() - q_rest.log())
+
+
 @dataclass
 class AdaptiveKL:
     """A coefficient that steers the KL to `target` (arXiv 1909.08593)."""
@@ -988,18 +1006,19 @@ def count_sequences(mask: BT, unit_tokens: B | None = None) -> Scalar:
 def token_logprobs(
     hidden: TH,
     weight: VH,
-    targets: T,
+    targets: Tensor,
     temperature: float = 1.0,
     chunk: int = 1024,
     entropy: bool = False,
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
     softcap: float | None = None,
-) -> T | tuple[T, T]:
+) -> Tensor | tuple[Tensor, T]:
     """Computes log softmax(hidden @ weight.T / temperature) at targets, without storing logits.
 
-    Returns logprobs, or with entropy=True a pair (logprobs, entropy). Both are differentiable.
-    With y the target and z the logits over the temperature:
+    targets: an id for each token, (T,), or several, (T, K). Returns logprobs of the same shape, or
+    with entropy=True a pair (logprobs, entropy), entropy (T,). Both are differentiable. With y a
+    target and z the logits over the temperature:
 
         lse = log sum exp z,   log p = z - lse,   logprob = log p_y,   entropy = -sum p log p
 
@@ -1017,20 +1036,59 @@ def token_logprobs(
     Raises ValueError unless temperature and chunk are positive."""
     if temperature <= 0 or chunk <= 0:
         raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    vocab = min(vocab_size or len(weight), len(weight))
-    blocks = _blocks(vocab, banned, chunk)
+    hidden = _as_autocast(hidden)
+    blocks = _blocks(weight, vocab_size, banned, chunk)
+    columns = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropies = _TokenLogprobs.apply(
-        hidden, weight, targets, temperature, softcap, blocks, entropy
+        hidden, weight, columns, temperature, softcap, blocks, entropy
     )
+    logprobs = logprobs.view(targets.shape)
     if entropy:
         return logprobs, entropies
     return logprobs
 
 
-def _blocks(vocab, banned, chunk):
+@no_grad
+def top_logprobs(
+    hidden: TH,
+    weight: VH,
+    k: int,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    vocab_size: int | None = None,
+    banned: Sequence[int] = (),
+    softcap: float | None = None,
+) -> tuple[TK, TK]:
+    """Returns logprobs and ids of each token's k likeliest ids, the likeliest first.
+
+    Fewer, if the vocabulary has fewer. The other arguments are those of `token_logprobs`."""
+    hidden = _as_autocast(hidden)
+    lses = []  # for each block, log sum exp z: (T,)
+    tops = []  # the k largest logits of the blocks so far, then of one more block: (T, k) each
+    ids = []
+    for start, stop in _blocks(weight, vocab_size, banned, chunk):
+        logits, _ = _block(hidden, weight, temperature, softcap, start, stop)
+        lses.append(logits.logsumexp(-1))
+        top, column = logits.topk(min(k, stop - start))
+        del logits  # or two blocks are alive at once
+        tops = torch.cat([*tops, top], 1)
+        ids = torch.cat([*ids, start + column], 1)
+        top, place = tops.topk(min(k, tops.shape[1]))
+        tops = [top]
+        ids = [ids.gather(1, place)]
+    lse = torch.stack(lses).logsumexp(0)
+    return top - lse[:, None], ids[0]
+
+
+def _as_autocast(hidden):
+    """Returns hidden in the dtype that autocast gives the operands of a product."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return hidden
+
+
+def _blocks(weight, vocab_size, banned, chunk):
     """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...].
 
     A block has at most `chunk` columns, and at most max(vocab / 64, 256). At most three float32
@@ -1039,6 +1097,7 @@ def _blocks(vocab, banned, chunk):
 
     Columns, not tokens, because a block of columns completes its rows of weight's gradient in
     one product. Blocks of tokens would need a float32 (V, H) tensor to sum their gradients."""
+    vocab = min(vocab_size or len(weight), len(weight))
     columns = min(chunk, max(vocab // 64, 256))
     blocks = []
     first = 0
@@ -1063,42 +1122,46 @@ def _matmul(a, b):
         return a.float() @ b.float()
 
 
-def _block(hidden, weight, targets, temperature, softcap, start, stop):
+def _block(hidden, weight, temperature, softcap, start, stop):
     """Computes the logits of n = stop - start vocabulary columns.
 
     Returns a tuple:
         logits (T, n)         softcapped, and divided by the temperature
-        block_weight (n, H)   the block's rows of weight, in hidden's dtype
-        inside (T,)           whether the token's target is one of these columns
-        column (T, 1)         the target's column in the block; clamped, if it is elsewhere"""
+        block_weight (n, H)   the block's rows of weight, in hidden's dtype"""
     block_weight = weight[start:stop].to(hidden.dtype)
     logits = _matmul(hidden, block_weight.T)
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1:
         logits /= temperature
+    return logits, block_weight
+
+
+def _in_block(targets, start, stop):
+    """Returns for targets (T, K) whether each is in a block, and its column there.
+
+    The column of a target that is elsewhere is clamped."""
     inside = (targets >= start) & (targets < stop)
-    column = (targets - start).clamp(0, stop - start - 1)[:, None]
-    return logits, block_weight, inside, column
+    return inside, (targets - start).clamp(0, stop - start - 1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """`token_logprobs` with its own backward pass.
 
-    blocks: the (start, stop) of each block of vocabulary columns."""
+    targets: (T, K). blocks: the (start, stop) of each block of vocabulary columns."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, softcap, blocks, with_entropy):
-        """Returns logprobs (T,), and entropy (T,) or None."""
+        """Returns logprobs (T, K), and entropy (T,) or None."""
         lses = []  # for each block, log sum exp z: (T,)
         entropies = []  # for each block, the entropy of its own softmax: (T,)
         target_logits = float("-inf")
         ctx.scale = temperature, softcap
         ctx.blocks = blocks
         for block in blocks:
-            logits, _, inside, column = _block(hidden, weight, targets, *ctx.scale, *block)
-            at_column = logits.gather(1, column).squeeze(1)
-            target_logits = torch.where(inside, at_column, target_logits)
+            logits, _ = _block(hidden, weight, *ctx.scale, *block)
+            inside, column = _in_block(targets, *block)
+            target_logits = torch.where(inside, logits.gather(1, column), target_logits)
             lses.append(logits.logsumexp(-1))
             if with_entropy:
                 logp = logits.sub_(lses[-1][:, None])
@@ -1117,17 +1180,17 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy = terms.sum(0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs no gradient
-        return target_logits - lse, entropy
+        return target_logits - lse[:, None], entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         """Computes the gradients of hidden and weight from the gradient of z:
 
-            dz = g (onehot(y) - p) - g' p (log p + entropy)
+            dz = sum_y g_y (onehot(y) - p) - g' p (log p + entropy)
 
-        with g = grad_logprobs and g' = grad_entropy. Autograd casts the results to the inputs'
-        dtypes."""
+        over the K targets y of a token, with g = grad_logprobs and g' = grad_entropy. Autograd
+        casts the results to the inputs' dtypes."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = None
@@ -1136,25 +1199,27 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
         if needs_weight:
             grad_weight = torch.zeros_like(weight)
-        g = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        g = grad_logprobs  # (T, K)
+        if g is None:
+            g = torch.zeros_like(targets, dtype=lse.dtype)
+        sum_of_g = g.sum(1, keepdim=True)
         temperature, softcap = ctx.scale
         for start, stop in ctx.blocks:
             # To save memory, one tensor holds first z, then log p, then dz.
-            work, block_weight, inside, column = _block(
-                hidden, weight, targets, temperature, softcap, start, stop
-            )
+            work, block_weight = _block(hidden, weight, temperature, softcap, start, stop)
+            inside, column = _in_block(targets, start, stop)
             tanh = work * (temperature / softcap) if softcap else None
             work -= lse[:, None]
             if grad_entropy is None:
-                work.exp_().mul_(-g[:, None])
+                work.exp_().mul_(-sum_of_g)
             else:
                 p = work.exp()
                 work.add_(entropy[:, None])
                 work.mul_(grad_entropy[:, None])
-                work.add_(g[:, None])
+                work.add_(sum_of_g)
                 work.mul_(p).neg_()
                 del p
-            work.scatter_add_(1, column, torch.where(inside, g, 0)[:, None])
+            work.scatter_add_(1, column, torch.where(inside, g, 0))
             if temperature != 1:
                 work /= temperature
             if softcap:

@@ -866,9 +866,11 @@ async def run_agent_loop(
         complete_output(output, segment, context, member, row)
         for segment, output in enumerate(outputs)
     ]
-    if args.hints:
-        for output in outputs:
+    for output in outputs:
+        if args.hints:
             tell(output, row, loop)
+        else:  # another teacher, if there is one, is told nothing
+            output.extra.pop("told_prompt_ids", None)
     if outputs:
         outputs[-1].metrics["generate_s"] = session.generate_s
     return outputs

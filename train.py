@@ -68,7 +68,7 @@ def main(args: Args):
             run.clock.rollout_ends()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
-            batch = data.make_batch(rollouts.trained, run.processor)
+            batch = data.make_batch(rollouts.trained, run.processor, args.observation_coef > 0)
             score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: if they are used
             batch, metrics = add_rewards(run, rollouts, batch)
             metrics["step"] = step + 1
@@ -189,8 +189,10 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     """Computes old logprobs, reference logprobs and values of the sampled tokens, as needed.
 
     Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each, and
-    batch["entropy"] if the estimator asks for it. A step with a single update needs no old
-    logprobs, unless the estimator asks for them: see `update_policy`."""
+    batch["entropy"] if the estimator asks for it. With --kl_kind topK it also sets (B, T, K)
+    batch["top_ids"], which the reference finds likeliest, and batch["top_logprobs"]. A step with
+    a single update needs no old logprobs, unless the estimator asks for them: see
+    `update_policy`."""
     args = run.args
     if args.rollout_only:
         return
@@ -204,7 +206,10 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
         batch.update(zip(names, token_scores(run.policy.net, batch, args, len(names))))
         run.clock.lap("logprobs_old")
     if run.reference:
-        batch["logprobs_ref"] = score_tokens(run.reference, seen_by("logprobs_ref", batch), args)
+        names = ["logprobs_ref", "entropy_ref", "top_logprobs", "top_ids"]
+        seen = seen_by("logprobs_ref", batch) | {"top_k": args.kl_top}
+        scores = token_scores(run.reference, seen, args, 4 if args.kl_top else 1)
+        batch.update(zip(names, scores))
         run.clock.lap("logprobs_ref")
     if run.critic:
         batch["values"] = score_tokens(run.critic.net, batch, args)
@@ -221,12 +226,13 @@ def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
 @torch.no_grad()
 def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[losses.BT]:
     """Returns the first n scores of a network, as `score_tokens` does."""
-    results = [torch.zeros_like(batch["response_mask"]) for _ in range(n)]
+    mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
-        batch, range(len(results[0])), args.tokens_per_micro_batch, net.packed
+        batch, range(len(mask)), args.tokens_per_micro_batch, net.packed
     )
     # Scores stay on the device until all are computed, because reading them would wait for it.
     scores = [net(net.pack(batch, micro))[:n] for micro in Bar(micro_batches, "scoring")]
+    results = [torch.zeros(*mask.shape, *x.shape[2:], dtype=x.dtype) for x in scores[0]]
     for micro, computed in zip(micro_batches, scores):
         if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
             for result, values in zip(results, computed):
@@ -336,8 +342,9 @@ def estimate_advantages(
 def mask_truncated(batch: data.Batch):
     """Excludes units with a truncated output from the loss and its normaliser."""
     index = batch.units.index  # (B,)
-    truncated_units = index[batch["truncated"]]
-    batch["response_mask"][torch.isin(index, truncated_units)] = 0
+    is_truncated = torch.isin(index, index[batch["truncated"]])
+    for name in {"response_mask", "observation_mask"} & batch.keys():
+        batch[name][is_truncated] = 0
 
 
 # ---------------------------------------------------------------- 4. update
@@ -356,7 +363,8 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
         run.critic.set_lr(step)
 
     all_metrics = defaultdict(list)  # name -> its values in the optimiser steps that have it
-    for rows in mini_batches(prompts, step, args):
+    seeds = [seed_of(args.seed, step, epoch) for epoch in range(args.epochs)]
+    for rows in data.mini_batches(prompts, args.updates_per_rollout // args.epochs, seeds):
         metrics = {"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()}
         if step >= args.critic_warmup:
             metrics |= update_policy(run, batch, rows)
@@ -376,24 +384,6 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     return metrics
 
 
-def mini_batches(prompts: torch.Tensor, step: int, args: Args) -> Iterator[list[int]]:
-    """Yields the rows of each optimiser step.
-
-    In every epoch the prompts are shuffled and split into nearly equal parts, prompts_per_step /
-    prompts_per_mini_batch of them.
-
-    prompts (B,): the prompt of each row. All rows of a prompt stay together, because a unit's
-    rows must be in one mini-batch, and a prefix that rows share is then computed once."""
-    n_parts = args.updates_per_rollout // args.epochs
-    present = prompts.unique()
-    for epoch in range(args.epochs):
-        generator = torch.Generator().manual_seed(seed_of(args.seed, step, epoch))
-        order = torch.randperm(len(present), generator=generator)
-        for part in present[order].tensor_split(n_parts):
-            if len(part):
-                yield torch.isin(prompts, part).nonzero().flatten().tolist()
-
-
 def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
     """Makes one optimiser step of the policy on these rows. Returns metrics."""
     args = run.args
@@ -401,8 +391,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     if run.reference:
         columns.append("logprobs_ref")
     columns += {"versions"} & {*args.objective_takes}
-    if "imitation_mask" in batch:
-        columns.append("imitation_mask")
+    columns += {"imitation_mask", "observation_mask", "top_logprobs"} & batch.keys()
     if args.updates_per_rollout > 1:
         columns.append("logprobs_old")
     # A single update takes them from its own forward pass: the ratio to them is exactly 1.
@@ -432,7 +421,7 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
     That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
     bonus, plus the KL to the reference. Without logprobs_old the old logprobs are those of this
     forward pass. With --rollout_correction bypass the objective's are those of the engine."""
-    logprobs, entropy = scores  # (b, T)
+    logprobs, entropy, *at_top = scores  # (b, T), (b, T), with --kl_kind topK (b, T, K)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
     kind, low, high = args.correction
@@ -458,7 +447,10 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
     if args.kl_coef and args.kl_in == "loss":
-        kl = losses.kl_estimate(logprobs, columns["logprobs_ref"], args.kl_kind)
+        if at_top:
+            kl = losses.top_kl(*at_top, columns["top_logprobs"])
+        else:
+            kl = losses.kl_estimate(logprobs, columns["logprobs_ref"], args.kl_kind)
         loss = loss + args.kl_coef * kl
         stats["kl"] = kl.detach()
     return loss, stats
@@ -486,12 +478,13 @@ def optimise(
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the named columns of the batch for these rows.
     loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
-    tokens add their mean -logprob to the loss. Losses are summed over micro-batches and ranks and
-    divided by global counts, so the gradient does not depend on how the batch is split.
+    tokens add their mean -logprob to the loss; with an observation_mask, observations add
+    observation_coef times theirs. Losses are summed over micro-batches and ranks and divided by
+    global counts, so the gradient does not depend on how the batch is split.
 
     Returns metrics, whose names begin with the learner's, and the logprobs or values of this
     rank's tokens, (B, T)."""
-    counts = data.count_globally(batch, rows, with_imitation="imitation_mask" in columns)
+    counts = data.count_globally(batch, rows, columns)
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed
     )
@@ -523,8 +516,7 @@ def optimise(
             n_unique += packed["inputs"]["input_ids"].numel()
             computed.append((micro.rows, scores[0].detach()))
 
-    has_tokens = counts["tokens"] + counts["imitated"] > 0
-    grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens)
+    grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
     own_scores = torch.zeros_like(batch["response_mask"])
     for micro_rows, scores in computed:
         own_scores[micro_rows] = scores.cpu()
@@ -558,12 +550,12 @@ def micro_batch_loss(
         columns["unit_tokens"],
     )
     shares = {}
-    if counts["imitated"]:
-        imitation_loss = losses.aggregate(
-            -scores[0], columns["imitation_mask"], n_tokens=counts["imitated"]
-        )
-        loss = loss + imitation_loss
-        shares["imitation_loss"] = imitation_loss.detach()
+    for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
+        count = counts[f"{name}_mask"]
+        if count:
+            mean_loss = losses.aggregate(-scores[0], columns[f"{name}_mask"], n_tokens=count)
+            loss = loss + coef * mean_loss
+            shares[f"{name}_loss"] = mean_loss.detach()
     shares["loss"] = loss.detach()
     if counts["tokens"]:
         for name, values in stats.items():
@@ -627,8 +619,8 @@ class Net(nn.Module):
     attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
     own attention, which is not causal.
 
-    A subclass's scores_from_hidden(hidden (M, H), targets (M,)) returns scores (M,), one or
-    several, from the hidden states that predict M tokens and from the tokens' ids."""
+    A subclass's scores_from_hidden(hidden (M, H), packed) returns scores (M,) or (M, K), one or
+    several, from the hidden states that predict M tokens (data.pack_rows)."""
 
     @shown("loading the model")
     def __init__(self, auto_class: str, args: Args, vision, packed: bool):
@@ -649,9 +641,9 @@ class Net(nn.Module):
     def forward(self, packed: dict) -> list[torch.Tensor]:
         """Returns the scores of each sampled token of R rows, a list of (R, T), 0 elsewhere.
 
-        A Policy gives logprobs and entropies, a Critic values. packed: `data.pack_rows` of these
-        rows. Everything happens in here, because a call that bypasses DDP's wrapper would skip
-        the averaging of gradients."""
+        A Policy gives logprobs and entropies, and perhaps (R, T, K) more, a Critic values.
+        packed: `data.pack_rows` of these rows. Everything happens in here, because a call that
+        bypasses DDP's wrapper would skip the averaging of gradients."""
         backbone = self.model.base_model
         inputs = packed["inputs"]
         zero = 0
@@ -664,8 +656,8 @@ class Net(nn.Module):
         hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
         predicting = hidden[packed["source"]] + zero  # (M, H)
         results = []
-        for scores in self.scores_from_hidden(predicting, packed["targets"]):  # (M,) each
-            zeros = scores.new_zeros(packed["shape"])
+        for scores in self.scores_from_hidden(predicting, packed):  # (M,) or (M, K) each
+            zeros = scores.new_zeros(*packed["shape"], *scores.shape[1:])
             results.append(zeros.index_put(packed["at"], scores[packed["pair"]]))
         return results
 
@@ -702,18 +694,19 @@ class Policy(Net):
         if args.lora_rank:
             layers.add_adapters(self.model, args)
 
-    def scores_from_hidden(self, hidden, targets):
-        """Returns log-probabilities and entropies, (M,) each."""
-        return losses.token_logprobs(
-            hidden,
-            self.head[0].weight,
-            targets,
-            self.temperature,
-            entropy=True,
-            vocab_size=self.vocab_size,
-            banned=self.banned,
-            softcap=self.softcap,
-        )
+    def scores_from_hidden(self, hidden, packed):
+        """Returns log-probabilities and entropies of the targets, (M,) each; then, (M, K) each,
+        those and ids of the likeliest top_k, or those of the other targets, if there are any."""
+        head = hidden, self.head[0].weight
+        of_model = dict(vocab_size=self.vocab_size, banned=self.banned, softcap=self.softcap)
+        of_model["temperature"] = self.temperature
+        targets = packed["targets"]
+        logprobs, entropy = losses.token_logprobs(*head, targets, entropy=True, **of_model)
+        if packed["top_k"]:
+            return logprobs, entropy, *losses.top_logprobs(*head, packed["top_k"], **of_model)
+        if logprobs.ndim == 2:
+            return logprobs[:, 0], entropy, logprobs[:, 1:]
+        return logprobs, entropy
 
 
 class Critic(Net):
@@ -727,7 +720,7 @@ class Critic(Net):
         for p in self.head.parameters():
             nn.init.zeros_(p)
 
-    def scores_from_hidden(self, hidden, targets):
+    def scores_from_hidden(self, hidden, packed):
         """Returns the values, (M,), computed in float32."""
         return ((hidden.float() * self.head.weight).sum(-1) + self.head.bias,)
 
@@ -902,7 +895,7 @@ def check_input(args: Args) -> tuple:
     no_goal = args.num_steps and args.stop_at_reward is None
     need(rows["val"] or no_goal, "--num_steps 0 and --stop_at_reward need validation rows")
     if args.hints:
-        require_hints(rows["train"])
+        require_hints(rows["train"], task, args)
     if args.algo == "sft" or args.imitation_steps:
         rows["train"] = data.demonstrated(rows["train"], alone=args.algo == "sft")
     checkpoints.claim_for_all_hosts(args)

@@ -1,12 +1,16 @@
 r"""Self-distillation: the calculator's questions, each with a `hint` at the answer.
 
     accelerate launch train.py --task examples/hints.py --algo opsd
+    accelerate launch train.py --task examples/hints.py --algo opsd --agent feedback
 
 With --algo opsd the policy is its own teacher. It samples after the question, and then scores the
 sampled tokens once more, after the question with the hint. The task's reward is only logged.
 
     user       What is 37*48?                 the policy samples after this
     user       What is 37*48?\n\nCall 37*48.  and scores its sample after this, too
+
+The agent `feedback` decides itself what the teacher is told (SDPO, arXiv 2601.20802): it grades its
+answer, and the hint is told only where that was wrong.
 
 The built-in model of examples/calculator.py guesses on about half of the questions. This one has
 also read hints: in every second conversation of its warm-up the question has one, and the teacher
@@ -15,6 +19,7 @@ then always calls the calculator."""
 import random
 from pathlib import Path
 
+from agent_loop import AgentLoopOutput, ToolAgentLoop, register, render
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, TOOLS, expression_of, reward
 from examples.tiny_models import build_warm_model
@@ -30,6 +35,19 @@ def load(split: str) -> list[dict]:
         expression = expression_of(row)
         row["hint"] = f"Call {expression}."
     return rows
+
+
+@register("feedback")
+class Feedback(ToolAgentLoop):
+    """The tool agent, whose teacher is told the hint only if the answer was wrong."""
+
+    async def run(self, sampling_params, **row) -> AgentLoopOutput:
+        """Runs a rollout, and says what its teacher is told."""
+        output = await super().run(sampling_params, **row)
+        was_wrong = reward(output, row) < 1
+        prompt = told_prompt(row, was_wrong)
+        output.extra["told_prompt_ids"] = render(self.tokenizer, prompt, self.schemas)
+        return output
 
 
 def demonstration(row: dict) -> list[dict]:

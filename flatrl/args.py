@@ -73,7 +73,7 @@ HEADINGS = {
 # The settings of LoopArgs that have a flag of their own. --agent_args sets the others.
 LOOP_FLAGS = [
     "agent", "max_response_tokens", "max_model_len", "max_assistant_turns",
-    "chat_template_args", "tool_parser"]
+    "chat_template_args", "tool_parser", "observation_coef"]
 LOOP_SETTINGS = [entry.name for entry in fields(LoopArgs) if entry.name not in LOOP_FLAGS]
 # The flags that hold a JSON object.
 JSON_FLAGS = ["chat_template_args", "sampling_args", "eval_sampling_args", "engine_args"]
@@ -173,8 +173,9 @@ class Args(LoopArgs):
         "the KL is a term of the objective, or part of each token's reward", ("loss", "reward"),
         "kl_coef")
     kl_kind: str = preset(
-        "estimate of the KL; k1 has no gradient and is for the reward", losses.KL_ESTIMATES,
-        "kl_coef")
+        "estimate of the KL; k1 has no gradient and is for the reward; topK, as in top16: the "
+        "forward KL on the K ids that the reference finds likeliest",
+        [*losses.KL_ESTIMATES, "topK"], "kl_coef")
     kl_target: float = flag(
         0.0, "adapt kl_coef to hold this KL per token (0.1 is usual); 0: off",
         only="kl_in=reward kl_coef")
@@ -399,6 +400,12 @@ class Args(LoopArgs):
         return self.eval_every >= 0 and not self.rollout_only and not self.replay
 
     @property
+    def kl_top(self) -> int:
+        """K of --kl_kind topK; 0 for the other kinds, which need the sampled token alone."""
+        number = self.kl_kind.removeprefix("top")
+        return int(number) if number.isdecimal() else 0
+
+    @property
     def has_reference(self) -> bool:
         """True if a reference scores the sampled tokens."""
         return bool(self.kl_coef or self.ref_model)
@@ -466,6 +473,11 @@ def check_flags_together(args: Args):
     need(args.group_size > 1 or args.max_gen_batches == 1,
          "--max_gen_batches above 1 replaces groups whose members score alike: "
          "--group_size must be at least 2")
+    need(args.kl_kind in losses.KL_ESTIMATES or args.kl_top > 0,
+         f"--kl_kind {args.kl_kind}: choose from {', '.join(losses.KL_ESTIMATES)}, or topK with a "
+         "number, as in top16")
+    need(not args.kl_top or args.kl_in == "loss",
+         f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0,
          "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0")
     need(args.reward_coef > 0 or args.hints or args.ref_model,

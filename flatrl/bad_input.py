@@ -16,10 +16,11 @@ OUTPUT_TYPES = {
     "metrics": dict,
     "turn_rewards": list | tuple,
     "images": list | tuple,
+    "observations": list | tuple,
     "extra": dict,
 }
 # flatrl uses these keys of an output's `extra`, and these names in the log: reward/mean, ...
-TAKEN_KEYS = {"filtered", "greedy", "demonstration", "told_prompt_ids"}
+TAKEN_KEYS = {"filtered", "greedy", "demonstration"}
 TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 
@@ -105,13 +106,18 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
     check_numbers(sampled, {int}, oldest, version, "response_versions, where the mask is 1,")
     check_numbers([output.num_turns], {int}, 0, 2**31, "num_turns")
     check_types(vars(output), OUTPUT_TYPES, "an output", none_is_fine=False)
-    n_prompt = len(output.prompt_ids)
+    told = output.extra.get("told_prompt_ids", output.prompt_ids)
+    check_ids(told, vocab_size, "told_prompt_ids")
+    n_prompt = max(len(output.prompt_ids), len(told))
     n_response = len(output.response_ids)
     if n_prompt + n_response > window:
         raise ValueError(
             f"prompt and response have {n_prompt} and {n_response} tokens, more than the "
             f"window's {window}"
         )
+    for start, end in output.observations:
+        if not 0 <= start <= end <= n_response:
+            raise ValueError(f"observations has {start, end}: no slice of {n_response} tokens")
     taken = TAKEN_UNITS & {output.unit} or TAKEN_KEYS & output.extra.keys()
     if taken:
         raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")

@@ -1,4 +1,6 @@
-"""A row's `hint`, which the policy is told when it is its own teacher (--hints, --algo opsd).
+"""What the policy is told when it is its own teacher (--hints, --algo opsd).
+
+That is a row's `hint`, or the prompt that an agent loop sets as extra["told_prompt_ids"].
 
 The teacher has the policy's weights. It scores the tokens that the policy sampled, behind the
 same prompt with the hint in it. Tokens that the hint makes likelier get positive advantages."""
@@ -7,17 +9,30 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 
-from agent_loop import AgentLoopBase, AgentLoopOutput, expand, open_image, render
+from agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    agent_loop_class,
+    expand,
+    open_image,
+    render,
+)
 from flatrl.bad_input import need
 from flatrl.rows import tool_schemas
 
 
-def require_hints(rows: Iterable[dict]):
-    """Raises BadInput if no row has a hint."""
+def require_hints(rows: Iterable[dict], task, args):
+    """Raises BadInput if no row has a hint or an agent loop of the task, which may tell its own."""
     need(
-        any(row.get("hint") for row in rows),
-        "--hints (--algo opsd) learns from what a row's 'hint' tells: no training row has one",
+        any(row.get("hint") or tells(agent_loop_class(row, task, args)) for row in rows),
+        "--hints (--algo opsd) learns from what the teacher is told: no training row has a 'hint', "
+        "and no agent loop is the task's own, which may set extra['told_prompt_ids']",
     )
+
+
+def tells(loop_class: type[AgentLoopBase]) -> bool:
+    """Returns whether an agent loop may set told_prompt_ids: none of agent_loop.py does."""
+    return loop_class.__module__ != AgentLoopBase.__module__
 
 
 def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
@@ -45,10 +60,11 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
 def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
     """Sets extra["told_prompt_ids"]: the output's prompt with the hint, for the teacher.
 
-    Nothing happens if the row has no hint, or in an evaluation. The output's prompt begins
-    with the row's, with or without the schemas of its tools. More may follow, where a template
-    rewrote the history. Raises ValueError if the prompt begins otherwise."""
-    if not row.get("hint") or row["validate"]:
+    Nothing happens if the agent loop has set it, if the row has no hint, or in an evaluation.
+    The output's prompt begins with the row's, with or without the schemas of its tools. More may
+    follow, where a template rewrote the history. Raises ValueError if the prompt begins
+    otherwise."""
+    if "told_prompt_ids" in output.extra or not row.get("hint") or row["validate"]:
         return
     images = [open_image(image) for image in row.get("images") or ()]
     for schemas in (tool_schemas(row, loop.task), None):

@@ -58,6 +58,12 @@ class Watch:
                     f"{name} has fallen to {now:.2g}, from {best:.2g}: does the reward pay for "
                     "answers without tools and turns?"
                 )
+        learned = "actor/loss" in metrics
+        if self.args.observation_coef and learned and "actor/observation_loss" not in metrics:
+            problems["observation"] = (
+                "--observation_coef has no effect: neither a tool nor a user has said anything, or "
+                "the agent loop does not mark it"
+            )
         if metrics.get("stop_reason/abort"):
             problems["abort"] = "the engine aborted answers, and they are trained"
         return problems

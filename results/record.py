@@ -26,6 +26,7 @@ KEPT = (  # of the metrics of a training run, those that begin like this
     "rollout/staleness_mean",
     "rollout/trajectories",
     "timing/step_s",
+    "actor/observation_loss",
 )
 
 

@@ -62,6 +62,15 @@ class Run:
         steps = [line["step"] for line in self.lines if line.get(metric, 0) >= least]
         return str(figure or min(steps, default="never"))
 
+    def trajectories_to(self, least: float) -> str:
+        """Returns how many trajectories were trained until eval/reward was so large."""
+        n = 0
+        for line in self.lines:
+            n += line.get("rollout/trajectories", 0)
+            if line.get("eval/reward", 0) >= least:
+                return f"{n:,.0f}"
+        return "never"
+
     def duration(self) -> str:
         """Returns the time that the command took."""
         minutes, seconds = divmod(round(self.record["seconds"]), 60)
@@ -161,6 +170,40 @@ def proposer():
     steps = (0, 20, 40)
     yield "after step", *map(str, steps)
     yield from rewards_by_step({"seed_0": "right answers"}, "proposer", steps)
+
+
+@table
+def echo():
+    """A cell has a value for each seed."""
+    loss = "observation loss, first step"
+    yield "task", "`--observation_coef`", "mean reward of all steps", "held-out, last", loss, "last"
+    known = runs("echo")
+    for task in ("calculator", "maze"):
+        for coef in ("0", "0.05"):
+            cells = []
+            for seed in range(3):
+                run = known[f"{task}_{coef}_{seed}"]
+                losses = run.values("actor/observation_loss")
+                ends = [f"{losses[i]:.2f}" for i in (0, -1)] if losses else ["-", "-"]
+                held_out = f"{run.values('eval/reward')[-1]:.3f}"
+                cells.append((f"{fmean(run.values('reward/mean')):.3f}", held_out, *ends))
+            yield f"`{task}`", coef, *(", ".join(column) for column in zip(*cells))
+
+
+@table
+def distillation():
+    """A cell has a value for each seed."""
+    bounds = (0.7, 0.8, 0.9)
+    yield "`--kl_kind`", *(f"trajectories to {bound}" for bound in bounds), "at first", "at the end"
+    known = runs("distillation")
+    for kind in ("k1", "top16"):
+        cells = []
+        for seed in range(3):
+            run = known[f"{kind}_{seed}"]
+            rewards = run.values("eval/reward")
+            ends = [f"{rewards[i]:.3f}" for i in (0, -1)]
+            cells.append((*(run.trajectories_to(bound) for bound in bounds), *ends))
+        yield f"`{kind}`", *(", ".join(column) for column in zip(*cells))
 
 
 @table

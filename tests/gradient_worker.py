@@ -19,11 +19,12 @@ import train
 from flatrl import devices
 
 
-def batch_of(n: int, demonstrated=()) -> dict:
+def batch_of(n: int, demonstrated=(), observed=False) -> dict:
     """Trajectories of very unequal lengths with tool tokens inside, one without any sampled
     token. Two in three share a prefix: group members, forks, equal ones, beginnings.
 
-    demonstrated: the numbers of those that were not sampled, but demonstrated."""
+    demonstrated: the numbers of those that were not sampled, but demonstrated. observed: whether
+    tool tokens are observations; all trajectories are then of one rollout."""
     rng = random.Random(0)
     outputs = []
     ids = lambda length: [rng.randrange(3, 250) for _ in range(length)]
@@ -44,8 +45,10 @@ def batch_of(n: int, demonstrated=()) -> dict:
                     response, mask = other.response_ids[:keep], other.response_mask[:keep]
         version = -1 if i in demonstrated else 0
         output = output_of(mask, prompt, response, version, logprob=0.0, reward=rng.random())
+        if observed:
+            output.observations = [(k, k + 1) for k, bit in enumerate(mask) if not bit]
         outputs.append(output)
-    batch = data.collate(outputs)
+    batch = data.collate(outputs, with_observations=observed)
     return batch | {"unit_tokens": batch["response_mask"].sum(-1)}  # every row is a unit
 
 
@@ -66,7 +69,8 @@ def gradients(
     """One step from the model's weights: the parameters' gradients, and the metrics.
 
     on_policy: it is the only update of its rollout, without logprobs_old. rows: those of the
-    batch in the step. demonstrated: see batch_of."""
+    batch in the step. demonstrated: see batch_of. With an observation_coef, tool tokens are
+    observed."""
     args = train.Args(
         model=model_path,
         tokens_per_micro_batch=tokens_per_micro_batch,
@@ -74,7 +78,7 @@ def gradients(
         **{"kl_coef": 0.1, "max_grad_norm": 1e9} | flags,
     )
     data.register_packed_attention()
-    batch = batch_of(19, demonstrated)
+    batch = batch_of(19, demonstrated, args.observation_coef > 0)
     shape = batch["response_mask"].shape
     generator = torch.Generator().manual_seed(0)
     batch["advantages"] = torch.randn(shape, generator=generator)
@@ -82,6 +86,10 @@ def gradients(
     learner = train.Learner(train.Policy(args), 0.1, 1, args, accelerator)
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizer = optimizer
+    if args.kl_top:  # the teacher is the policy, and less sure
+        scores = train.token_scores(learner.net, batch | {"top_k": args.kl_top}, args, 4)
+        batch["top_logprobs"], batch["top_ids"] = scores[2:]
+        batch["top_logprobs"] -= torch.rand(scores[2].shape, generator=generator)
     if not on_policy:  # some ratios are beyond the clip
         batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)
         batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)
@@ -95,7 +103,8 @@ def gradients(
 
     optimizer.zero_grad = keep_gradients
     columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout", "logprobs_ref"]
-    columns += [name for name in ("imitation_mask", "logprobs_old") if name in batch]
+    more = {"imitation_mask", "observation_mask", "logprobs_old", "top_logprobs"}
+    columns += more & batch.keys()
     metrics, _ = train.optimise(
         learner,
         train.policy_objective,
@@ -111,7 +120,8 @@ def gradients(
     ranks = [torch.empty_like(after) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, after)
     assert all(torch.equal(ranks[0], other) for other in ranks), "the ranks' weights differ"
-    return {"gradients": kept, "metrics": metrics, "old": batch.get("logprobs_old")}
+    constants = {name: batch.get(name) for name in ("logprobs_old", "top_logprobs", "top_ids")}
+    return {"gradients": kept, "metrics": metrics, **constants}
 
 
 if __name__ == "__main__":
@@ -119,12 +129,12 @@ if __name__ == "__main__":
     accelerator, _ = devices.start_processes(train.Args())
     results = {}
     for tokens in (60, 130, 4096):
-        for loss_agg, policy_loss, demonstrated in (
-            ("token-mean", "ppo", ()),
-            ("seq-mean-token-mean", "gspo", ()),
-            ("seq-mean-token-sum-norm", "gmpo", range(0, 19, 5)),
+        for loss_agg, flags in (
+            ("token-mean", {"policy_loss": "ppo"}),
+            ("seq-mean-token-mean", {"policy_loss": "gspo", "observation_coef": 0.3}),
+            ("seq-mean-token-sum-norm", {"policy_loss": "gmpo", "demonstrated": range(0, 19, 5)}),
+            ("token-sum", {"kl_kind": "top4"}),
         ):
-            flags = {"policy_loss": policy_loss, "demonstrated": demonstrated}
             results[tokens, loss_agg] = gradients(accelerator, model, tokens, loss_agg, **flags)
     if dist.get_rank() == 0:
         torch.save(results, out)

@@ -43,6 +43,17 @@ def test_flags(name, value):
     refused(lambda: check_args(parse_args([f"--{name}", value])), naming=f"--{name}")
 
 
+@pytest.mark.parametrize("kind, said", [
+    ("x", "--kl_kind x: choose from k1, abs, k2"),
+    ("top0", "or topK with a number, as in top16"),
+    ("top4", "--kl_kind top4 is a loss, no reward of the sampled token: give --kl_in loss"),
+])  # fmt: skip
+def test_kinds_of_kl(kind, said):
+    teacher = {"algo": "opd", "ref_model": "x", "kl_kind": kind}
+    refused(check_args, Args(**teacher), naming=said)
+    check_args(Args(**teacher | {"kl_in": "loss", "kl_kind": "top4"}))
+
+
 def test_an_agent_that_is_unknown_though_rows_name_their_own():
     refused(check_registered, Args(agent="nobody"), naming="no agent loop 'nobody': choose from ")
 

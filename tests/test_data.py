@@ -19,7 +19,7 @@ import losses
 from agent_loop import AgentLoopOutput, BadInput, Interaction, as_tool, total_reward
 from examples import calculator
 from flatrl import notices, tables
-from train import Args
+from train import Args, mask_truncated
 
 close = torch.testing.assert_close
 HELLO = [{"role": "user", "content": "hello"}]
@@ -406,6 +406,40 @@ def test_collate_by_hand():
         close(batch[name], torch.tensor(values), rtol=0, atol=0)
     assert data.collate(outputs[2:])["response_mask"].shape == (1, 0)
     assert data.select_rows(batch, [])["versions"].shape == (0, 0)
+
+
+def test_an_observation_counts_once_in_a_rollout():
+    """Two outputs of a rollout that begin alike, a third that goes on from the first, and the same
+    tokens in another rollout. Token 103 is the placeholder of an image."""
+
+    def output(prompt, mask, observations, sample=0):
+        extra = {"prompt": 7, "sample": sample, "segment": 0}
+        return make_output(prompt, mask, observations=observations, extra=extra)
+
+    outputs = [
+        output([1], [1, 0, 0, 0, 0, 1, 0], [(2, 5), (6, 7)]),
+        output([1], [0, 0, 0, 0, 0, 1, 1, 0], [(2, 5), (7, 8)]),
+        output([1, *range(100, 107)], [1, 0], [(1, 2)]),
+        output([1], [1, 0, 0, 0, 0], [(2, 5)], sample=1),
+        output([1], [1, 1, 1], [(0, 3)], sample=2),
+    ]
+    assert data.observed(outputs, image_token_id=103) == [
+        [0, 0, 1, 0, 1, 0, 1],
+        [0, 0, 0, 0, 0, 0, 0, 1],
+        [0, 1],
+        [0, 0, 1, 0, 1],
+        [0, 0, 0],
+    ]
+    batch = data.make_batch(outputs, with_observations=True)
+    mask = batch["observation_mask"]
+    assert mask.sum(1).tolist() == [4, 1, 1, 3, 0]
+    batch["unit_tokens"] = batch.unit_tokens
+    counts = data.count_globally(batch, [0, 3], ["observation_mask"])
+    assert counts["tokens"] == 3 and counts["observation_mask"] == 7
+    assert data.count_globally(batch, [0, 3], [])["observation_mask"] == 0
+    batch["truncated"][1] = True  # its unit has three outputs
+    mask_truncated(batch)
+    assert mask.sum(1).tolist() == [0, 0, 0, 3, 0]
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [

@@ -1,18 +1,21 @@
 """A row's hint: the policy as its own teacher, by the template of the rollout."""
 
+import asyncio
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import conftest
 import pytest
 import torch
 from conftest import REPO, TINY, metrics_of, run
+from test_agent_loop import Script
 from test_rollout import hf_model
 
 import data
-from agent_loop import AgentLoopOutput, BadInput, render
+from agent_loop import AgentLoopOutput, BadInput, LoopArgs, render
 from examples import calculator, hints
-from flatrl.hints import seen_by, tell, told_outputs, told_prompt
+from flatrl.hints import require_hints, seen_by, tell, told_outputs, told_prompt
 from flatrl.log import read_rollouts
 from train import Args
 
@@ -105,7 +108,17 @@ def test_the_told_outputs_are_those_that_were_graded(tokenizer):
 TOLD_TASK = f"""
 import sys; sys.path.insert(0, {str(REPO / "tests")!r})
 import tiny_task
-from tiny_task import build_model, reward
+from agent_loop import register
+from tiny_task import TwoTurns, build_model, reward
+
+@register("told_turns")
+class ToldTurns(TwoTurns):
+    async def run(self, sampling_params, **row):
+        output = await super().run(sampling_params, **row)
+        if row["index"] % 4 == 2:
+            output.extra["told_prompt_ids"] = [*output.prompt_ids, 7, 8]
+        return output
+
 def load(split):
     rows = enumerate(tiny_task.load(split))
     return [r | {{"hint": "Say 7." if i % 2 else None}} for i, r in rows]
@@ -113,17 +126,20 @@ def load(split):
 
 
 def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
-    """Advantages are log pi(token | told) - log pi(token), and no reference model is loaded."""
+    """Advantages are log pi(token | told) - log pi(token), and no reference model is loaded.
+
+    Half of the rows have a hint. The agent loop tells the teacher of others two more tokens."""
     (tmp_path / "told.py").write_text(TOLD_TASK)
     folder = tmp_path / "run"
     flags = ["--algo", "opsd", "--num_steps", "2", "--eval_every", "0", "--max_prompt_tokens", "48"]
+    flags += ["--agent", "told_turns"]
     run(*TINY, "--task", tmp_path / "told.py", *flags, "--output_dir", folder, cache=cache)
     model = hf_model(json.loads((folder / "args.json").read_text())["args"]["model"])
     rollouts, updates = (
         [json.loads(line) for line in (folder / kind / "step_000001.jsonl").open()]
         for kind in ("rollouts", "learned")
     )
-    n_told = 0
+    told_by = Counter()
     for line, update in zip(rollouts, updates, strict=True):
         sampled = torch.tensor(line["response_mask"]).bool()
         told = line["extra"].get("told_prompt_ids", line["prompt_ids"])
@@ -135,8 +151,9 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
         torch.testing.assert_close(advantage, hinted - plain, atol=2e-5, rtol=0)
         is_told = "told_prompt_ids" in line["extra"]
         assert is_told == bool(advantage.abs().max() > 1e-4)
-        n_told += is_told
-    assert 0 < n_told < len(rollouts)
+        if is_told:
+            told_by["loop" if told[-2:] == [7, 8] else "hint"] += 1
+    assert min(told_by["loop"], told_by["hint"]) > 0 and told_by.total() < len(rollouts)
     # Another teacher is told nothing.
     replayed, _ = read_rollouts(folder / "rollouts/step_000001.jsonl", 10**6)
     assert len(replayed) == len(rollouts) and "told" not in data.collate(replayed)
@@ -147,7 +164,29 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
 # ---------------------------------------------------------------- refusals
 
 
+def test_hints_need_a_hint_or_a_loop_that_may_tell():
+    args = Args(algo="opsd", model="x")
+    require_hints([{}, ROW], calculator, args)
+    require_hints([{}, {"agent_name": "feedback"}], calculator, args)
+    for rows in ([{}, {"hint": None}], [{"agent_name": "single_turn"}]):
+        with pytest.raises(BadInput, match="no training row has a 'hint', and no agent loop is"):
+            require_hints(rows, calculator, args)
+
+
 def test_the_examples_rows_have_hints():
     row = data.load_rows(hints, "train")[0]
     question = row["prompt"][-1]["content"]
     assert told_prompt(row)[-1]["content"] == f"{question}\n\nCall {question[8:-1]}."
+
+
+def test_the_examples_teacher_is_told_where_the_answer_was_wrong(tokenizer):
+    row = data.load_rows(hints, "train")[0]
+    answer = row["reward_model"]["ground_truth"]
+    args = LoopArgs(max_response_tokens=200)
+    for said, is_told in ((answer, False), ("0", True)):
+        engine = Script(tokenizer, [f"<answer>{said}</answer>"])
+        loop = hints.Feedback(engine, tokenizer, None, hints, args)
+        output = asyncio.run(loop.run({}, **row))
+        told = tokenizer.decode(output.extra["told_prompt_ids"])
+        plain = tokenizer.decode(output.prompt_ids)
+        assert (row["hint"] in told) == is_told and (told == plain) == (not is_told)

@@ -590,6 +590,45 @@ def test_token_logprobs_against_log_softmax(options, T):
             assert (losses.token_logprobs(hidden, weight, i.expand(T), **options) == -INF).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk": 4, "softcap": 1.5, "banned": [22]}], ids=str)
+def test_several_targets_and_the_likeliest_ids_against_log_softmax(options):
+    """Also a target that is given twice for a token."""
+    hidden, weight, targets = head()
+    targets %= 20
+    several = torch.stack([targets, targets + 1, targets], 1)
+    logits = hidden @ weight[: 23 - len(options.get("banned", []))].T
+    if "softcap" in options:
+        logits = 1.5 * torch.tanh(logits / 1.5)
+    logp = torch.log_softmax(logits / 0.7, -1)
+    want = logp.gather(1, several)
+    got, entropy = losses.token_logprobs(hidden, weight, several, 0.7, entropy=True, **options)
+    close(got, want)
+    scale = torch.arange(27).view(9, 3)
+    total = (scale * got).sum() + entropy.sum()
+    expected = (scale * want).sum() - (logp.exp() * logp).sum()
+    close(grad_of(total, hidden, weight), grad_of(expected, hidden, weight))
+    for k in (1, 5, 40):
+        values, ids = losses.top_logprobs(hidden, weight, k, 0.7, **options)
+        top = logp.topk(min(k, logp.shape[1]))
+        close(values, top.values.detach())
+        assert ids.equal(top.indices)
+
+
+def test_top_kl_is_a_kl_that_grows_with_k():
+    logp, logq = torch.randn(2, 3, 4, 50, dtype=torch.float64).log_softmax(-1)
+    logq.requires_grad_()
+    whole = (logp.exp() * (logp - logq)).sum(-1)
+    before = torch.zeros(3, 4)
+    for k in (1, 8, 50):
+        top, ids = logp.topk(k)
+        kl = losses.top_kl(logq.gather(-1, ids), top)
+        assert (kl >= before).all()
+        before = kl
+    close(kl, whole)
+    close(grad_of(kl, logq), grad_of(whole, logq))
+    assert losses.top_kl(top, top).abs().max() < 1e-9
+
+
 class Spy(TorchDispatchMode):
     """Notes the largest tensor that any operation makes, and counts matrix products."""
 

@@ -155,6 +155,15 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
     assert ", all rewards are 0 (" in said[0]
 
 
+@pytest.mark.parametrize("reward_coef, n_warnings", [(0.0, 0), (1.0, 1)])
+def test_distillation_by_the_loss_teaches_without_advantages(reward_coef, n_warnings, log):
+    log.args.reward_coef = reward_coef
+    batch = {"advantages": torch.zeros(1, 2), "response_mask": torch.ones(1, 2)}
+    rollouts = SimpleNamespace(sampled=sampled(2, reward=0.0), outputs=[], trained=[])
+    notices_of(log).step({"step": 2, "actor/kl": 0.5}, rollouts, batch)
+    assert sum("taught nothing" in text for text in log.said) == n_warnings
+
+
 # ---------------------------------------------------------------- the end
 
 

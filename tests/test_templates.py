@@ -6,6 +6,8 @@ rewrites the history; or the template is refused before the run.
 
 import asyncio
 import copy
+import itertools
+import json
 import random
 import re
 from types import SimpleNamespace
@@ -149,6 +151,36 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
         fed, whole = (re.sub(r"<think>\s*</think>(\n\n)?", "", text) for text in ids)
         assert fed == whole
     assert n_appended or name in ("gpt-oss", "qwen3", "glm4")
+
+
+SAID = ["hello x", "0 is it", "x", '{"a": 1}', "<|im_end|>", "a\n\na", "  na\u00efve \U0001f642\n"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_observations_are_what_was_said_without_the_templates_tokens(name, tokenizer):
+    talk = talk_of(name, tokenizer)
+    args = LoopArgs(max_response_tokens=10**6, observation_coef=0.1)
+    loop = SingleTurnLoop(None, talk.tokenizer, None, None, args)
+    player = Demonstration([], loop, talk.stops)
+    names = ("a user's answer", "a tool's answer", "two calls in a turn")
+    for each, text in itertools.product(filter(talk.takes, names), SAID):
+        chat, _ = _dry_chat([ASKS, *ROUNDS[each]])
+        new = [message | {"content": text} for message in chat[2:]]
+        trajectory = loop.start({"prompt": chat[:1]})
+        ids = player.turn_ids(chat[1])
+        trajectory.add_given(ids)
+        trajectory.stop = ids[-1]
+        trajectory.messages.append(chat[1])
+        assert loop.append(trajectory, new, None, talk.stops)
+        output = trajectory.output()
+        seen = []
+        for start, end in output.observations:
+            seen.append(talk.tokenizer.decode(output.response_ids[start:end]).strip())
+        # Some templates write what a tool says as JSON.
+        as_json = json.dumps(text, ensure_ascii=False)[1:-1]
+        assert {*seen} <= {text.strip(), as_json.strip()}
+        # A rewritten history is the prompt of a new output, and no target.
+        assert len(seen) == (0 if trajectory.finished else len(new))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -159,7 +159,7 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
 def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second \u2713"  # no letter of the terminal
     flags = ["--num_steps", "2", "--algo", "ppo", "--kl_coef", "0.01"]
-    flags += ["--prompts_per_mini_batch", "2", "--output_dir"]
+    flags += ["--prompts_per_mini_batch", "2", "--observation_coef", "0.05", "--output_dir"]
     run(*TINY, *flags, first, cache=cache)
     # A vLLM that can't be imported: it is not needed.
     (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
@@ -170,6 +170,8 @@ def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_pat
     for row, again in zip(metrics_of(first)[1:], metrics_of(second), strict=True):
         same = {name: x for name, x in row.items() if not name.startswith("eval/")}
         assert {name: again[name] for name in same} == same
+        # A random model does not know yet what is said between its turns.
+        assert 3 < row["actor/observation_loss"] < 9
     weights, others = safetensors(first / "final"), safetensors(second / "final")
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
@@ -344,7 +346,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, cache, t
         out = tmp_path / by
         run(tiny_model, out, script="tests/gradient_worker.py", by=by, cache=cache)
         results |= {(ranks, *case): result for case, result in torch.load(out).items()}
-    assert len(results) == 18
+    assert len(results) == 24
     for (_, _, *kind), result in results.items():
         whole = results[1, 4096, *kind]
         check_gradients(result["gradients"], whole["gradients"], 1e-5)
@@ -369,12 +371,13 @@ def test_gradient_checkpointing_recomputes(tiny_model, process_group, monkeypatc
     assert set(calls) == {True}
 
 
-def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, process_group):
+@pytest.mark.parametrize("kl_kind", ["k3", "top4"])
+def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_model, process_group):
     """Packed attention, chunked logprobs and global counts against the plain computation: a
-    mean over the sampled tokens, and one over those of demonstrations."""
-    shown = range(0, 19, 3)
-    batch = batch_of(19, shown)
-    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", demonstrated=shown)
+    mean over the sampled tokens, one over those of demonstrations, one over observations."""
+    flags = {"demonstrated": range(0, 19, 3), "observation_coef": 0.3, "kl_kind": kl_kind}
+    batch = batch_of(19, flags["demonstrated"], observed=True)
+    result = gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
     generator = torch.Generator().manual_seed(0)
     mask = batch["response_mask"]
     advantages = torch.randn(mask.shape, generator=generator)
@@ -385,21 +388,31 @@ def test_gradients_agree_with_autograd_through_a_padded_model(tiny_model, proces
         tiny_model, dtype=torch.float32, attn_implementation="eager"
     )
     attention_mask = torch.arange(ids.shape[1]) < batch["lengths"][:, None]
-    logprobs = model(ids, attention_mask=attention_mask).logits.log_softmax(-1)
-    logprobs = logprobs[:, :-1].gather(2, ids[:, 1:, None])[..., 0]  # of all tokens but the first
-    at = batch["prompt_lengths"][:, None] + torch.arange(mask.shape[1]) - 1
-    logprobs = logprobs.gather(1, at.clamp(max=ids.shape[1] - 2))  # beyond a row's end: masked
+    of_all = model(ids, attention_mask=attention_mask).logits.log_softmax(-1)
+    at = batch["prompt_lengths"][:, None] + torch.arange(mask.shape[1])
+    at = at.clamp(max=ids.shape[1] - 1)  # beyond a row's end: masked
+    of_all = of_all[torch.arange(19)[:, None], at - 1]  # (B, T, V)
+    logprobs = of_all.gather(2, ids.gather(1, at)[..., None])[..., 0]
 
-    ratio = (logprobs - result["old"]).exp()
+    ratio = (logprobs - result["logprobs_old"]).exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    loss = loss + 0.1 * losses.kl_estimate(logprobs, logprobs_ref, "k3")
+    kl = losses.kl_estimate(logprobs, logprobs_ref, "k3")
+    if kl_kind == "top4":
+        top = of_all.gather(2, result["top_ids"])
+        kl = losses.top_kl(top, result["top_logprobs"])
+        likeliest = of_all.topk(4).indices
+        assert (likeliest == result["top_ids"])[mask.bool()].all()
+    loss = loss + 0.1 * kl
     imitated = batch["imitation_mask"]
     imitation_loss = -(logprobs * imitated).sum() / imitated.sum()
-    total = (loss * mask).sum() / mask.sum() + imitation_loss
+    observed = batch["observation_mask"]
+    observation_loss = -(logprobs * observed).sum() / observed.sum()
+    total = (loss * mask).sum() / mask.sum() + imitation_loss + 0.3 * observation_loss
     total.backward()
     metrics = result["metrics"]
     assert metrics["actor/loss"] == pytest.approx(total.item(), rel=1e-4)
     assert metrics["actor/imitation_loss"] == pytest.approx(imitation_loss.item(), rel=1e-4)
+    assert metrics["actor/observation_loss"] == pytest.approx(observation_loss.item(), rel=1e-4)
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()}
     check_gradients(result["gradients"], expected, 1e-4)
 

@@ -269,12 +269,11 @@ def test_a_unit_without_a_sampled_token_counts_in_its_groups_mean():
 
 def test_mini_batches_are_of_whole_prompts():
     prompts = torch.tensor([3, 3, 5, 5, 5, 8, 9, 9])
-    args = Args(prompts_per_step=4, prompts_per_mini_batch=2, epochs=2)
-    cuts = list(train.mini_batches(prompts, 7, args))
-    assert len(cuts) == 4 and cuts == list(train.mini_batches(prompts, 7, args))
+    cuts = list(data.mini_batches(prompts, 2, [7, 8]))
+    assert len(cuts) == 4 and cuts == list(data.mini_batches(prompts, 2, [7, 8]))
     for first, second in (cuts[:2], cuts[2:]):
         assert sorted(first + second) == list(range(8)) and first == sorted(first)
         assert len(prompts[first].unique()) == len(prompts[second].unique()) == 2
-    drawn = [str(cut) for step in range(20) for cut in train.mini_batches(prompts, step, args)]
+    drawn = map(str, data.mini_batches(prompts, 2, range(40)))
     assert len(set(drawn)) == 6  # all pairs of four prompts
-    assert list(train.mini_batches(prompts[:2], 0, args)) == [[0, 1]] * 2  # one prompt is left
+    assert list(data.mini_batches(prompts[:2], 2, [0, 1])) == [[0, 1]] * 2  # one prompt is left

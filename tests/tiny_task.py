@@ -45,7 +45,8 @@ class TwoTurns(AgentLoopBase):
                     Path(file).touch()
                     time.sleep(3600)
                 await self.between(trajectory)
-                trajectory.add_given(self.tokenizer("and?", add_special_tokens=False)["input_ids"])
+                ids = self.tokenizer("and?", add_special_tokens=False)["input_ids"]
+                trajectory.add_given(ids, observations=[(0, len(ids))])
                 trajectory.user_turns += 1
         trajectory.stop_reason = "stop"
         return trajectory.output()
