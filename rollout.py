@@ -304,7 +304,8 @@ class Engine:
 
     def close(self):
         """Ends vLLM, and with it the process group of this process. A run does it last."""
-        if torch.cuda.is_available() and self.state == "asleep":
+        frees_memory = torch.cuda.is_available() and not self.stays_loaded
+        if frees_memory and self.state == "asleep":
             # vLLM unmaps all its memory now, and would print an error for each part of it that
             # sleep has unmapped.
             torch.cuda.empty_cache()

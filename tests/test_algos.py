@@ -258,13 +258,14 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
         rollouts.outputs = [outputs[0], outputs[2]]
 
     monkeypatch.setattr(train, "wait_for_rewards", wait_for_rewards)
-    rollouts.metrics = lambda engine, n_rows: {}
+    rollouts.metrics = lambda engine: {"rollout/last_prompt": 1}
     batch = data.make_batch(rollouts.trained)
     batch["values"] = torch.arange(15.0).view(3, 5)
     run = SimpleNamespace(engine=True, history=[], background=None, stop=None)
-    run.rows = {"train": []}
+    run.rows = {"train": [{}] * 4}
     run.clock = Clock()
-    batch, _ = train.add_rewards(run, rollouts, batch)
+    batch, metrics = train.add_rewards(run, rollouts, batch)
+    assert metrics["rollout/epoch"] == 0.5
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
     assert batch.units.rewards.tolist() == [1.0, 2.0]

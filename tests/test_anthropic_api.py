@@ -94,7 +94,8 @@ def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
     assert output.prompt_ids == encode(tokenizer, WITH_SYSTEM)
     answers = tool_turn("2", "6")
     assert_output(output, engine, (1, lines[0] + END), answers, (2, ANSWER + END))
-    assert (output.reward, output.metrics) == (0.5, {"turns": 2, "tool_calls": 2})
+    counted = {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
+    assert (output.reward, output.metrics) == (0.5, counted)
 
 
 @pytest.mark.parametrize("stream", [False, True])

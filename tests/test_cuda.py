@@ -352,6 +352,8 @@ def test_beside_a_gpu_memory_has_no_holes(monkeypatch, argv, given, expected):
     monkeypatch.setattr(launch.os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr(launch.gc, "set_threshold", lambda n: None)
     monkeypatch.setattr(launch.sys, "argv", ["train.py", *argv])
+    for name in ("open_standard_streams", "give_home"):
+        monkeypatch.setattr(launch, name, lambda: None)
     launch.prepare_process()
     assert environment.get("PYTORCH_ALLOC_CONF") == expected
     assert "OMP_NUM_THREADS" not in environment
@@ -370,14 +372,19 @@ def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf
     assert {name: arguments[name] for name in names if name in arguments} == expected
 
 
-@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
-def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
+@pytest.mark.parametrize("state, stays, calls", [
+    ("asleep", False, ["wake", "end"]),
+    ("asleep", True, ["end"]),
+    ("awake", False, ["end"]),
+])  # fmt: skip
+def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, stays, calls):
     """vLLM 0.32 prints a CUDA error for each part of the memory that sleep has unmapped."""
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = object.__new__(rollout.Engine)
     engine.state = state
+    engine.stays_loaded = stays
     core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
     engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
     engine.close()
@@ -395,6 +402,7 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[-1], 80_000_000_000))
     engine = object.__new__(rollout.Engine)
     engine.state = "asleep"
+    engine.stays_loaded = False
     engine.memory = {}
     engine.core = types.SimpleNamespace(wake_up=lambda tags: woken.append(tags))
     said = "the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower --gpu_memory_util"
