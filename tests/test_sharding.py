@@ -192,6 +192,8 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
 ], ids=str)  # fmt: skip
 def test_a_start_that_fails_is_one_line(variables, said, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):  # a test before may have set them
+        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match=said) as error:
