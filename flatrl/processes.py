@@ -101,7 +101,8 @@ def is_first_on_host(text: str) -> bool:
         return os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.suppress(RuntimeError):  # the rank that has the store is gone
         store = dist.distributed_c10d._get_default_store()
-        return store.add(f"{os.uname().nodename}: {text}", 1) == 1
+        host = dist.get_rank() // ranks_of_host()
+        return store.add(f"host {host}: {text}", 1) == 1
     return False
 
 

@@ -123,7 +123,7 @@ class ChatClient:
         if text and tools:
             calls = self._calls(text, tools, only_one, reply, turn)
             trajectory.count("tool_calls", len(calls))
-            offered = [tool["function"]["name"] for tool in tools]
+            offered = [tool.get("function", {}).get("name") for tool in tools]
             for made in calls:
                 if made["name"] in offered:  # the model may write any name
                     trajectory.count(f"tool_calls/{made['name']}")
