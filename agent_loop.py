@@ -745,7 +745,8 @@ class Conversation:
 
         Raises ValueError if a token is forged even so."""
         controls = _control_tokens(self.tokenizer)
-        neutral_tools, plain_tools, words = self._edited_tools(tools)
+        written_tools = json.dumps(tools, default=repr)
+        neutral_tools, plain_tools, words = self._edited_tools(tools, written_tools)
 
         def edited(edit):
             return [
@@ -763,7 +764,7 @@ class Conversation:
             return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
 
         neutral_chat = edited(self._neutral_edit(dict(words)))
-        key = hash(json.dumps([depends_on, neutral_chat, tools], default=repr))
+        key = hash((json.dumps([depends_on, neutral_chat], default=repr), written_tools))
         if key not in self.neutral_controls:
             _make_room(self.neutral_controls, 1024)
             self.neutral_controls[key] = controls_of(ids_of(neutral_chat, neutral_tools))
@@ -791,9 +792,10 @@ class Conversation:
         """Returns the tools with edit(text) in place of their texts."""
         return _edit_values(tools, functools.partial(self._edit_value, edit))
 
-    def _edited_tools(self, tools):
-        """Returns (neutral tools, clean tools, words), which are kept for all rollouts."""
-        key = json.dumps(tools, default=repr)
+    def _edited_tools(self, tools, key):
+        """Returns (neutral tools, clean tools, words), which are kept for all rollouts.
+
+        key: the tools as a text."""
         if key not in self.tools:
             _make_room(self.tools, 64)
             words = {}

@@ -30,7 +30,7 @@ import importlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
@@ -128,8 +128,7 @@ class ChatEndpoint:
         if not stream:
             return JSONResponse(completion.model_dump())
         chunks = openai_api.chunks(completion, bool(options.get("include_usage")))
-        events = openai_api.server_sent(chunks, named=False)
-        return StreamingResponse(events, media_type="text/event-stream")
+        return _streamed(chunks, named=False)
 
     async def respond(self, client: ChatClient, body: dict) -> Response:
         """Answers a request of the Responses API."""
@@ -138,8 +137,7 @@ class ChatEndpoint:
         response = openai_api.response_of(completion)
         if not stream:
             return JSONResponse(response)
-        events = openai_api.server_sent(openai_api.events(response), named=True)
-        return StreamingResponse(events, media_type="text/event-stream")
+        return _streamed(openai_api.events(response), named=True)
 
     async def message(self, client: ChatClient, body: dict) -> Response:
         """Answers a request of the Messages API."""
@@ -151,8 +149,7 @@ class ChatEndpoint:
         message = anthropic_api.message_of(completion)
         if not stream:
             return JSONResponse(message)
-        events = openai_api.server_sent(anthropic_api.events(message), named=True)
-        return StreamingResponse(events, media_type="text/event-stream")
+        return _streamed(anthropic_api.events(message), named=True)
 
     async def count_tokens(self, client: ChatClient, body: dict) -> Response:
         """Counts the tokens of a Messages request."""
@@ -183,6 +180,11 @@ class ChatEndpoint:
 
 
 ENDPOINT = ChatEndpoint()
+
+
+def _streamed(events: Iterator[dict], named: bool) -> Response:
+    """Returns events as a stream of server-sent ones. named: each with the name of its type."""
+    return StreamingResponse(openai_api.server_sent(events, named), media_type="text/event-stream")
 
 
 class EndpointLoop(ChatAgentLoop):

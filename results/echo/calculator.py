@@ -1,25 +1,11 @@
-"""examples/calculator.py, with a model that predicts what it is told, as pretrained models do.
+"""examples/calculator.py, with a model that predicts what it is told (all_tokens.py)."""
 
-The model of the example itself has learned from the assistant's tokens alone."""
-
-import torch
+from all_tokens import build
 
 from examples import calculator as example
-from examples import tiny_models
 from examples.calculator import SYSTEM_PROMPT, TOOLS, load, reward  # noqa: F401
 
 
 def build_model(path) -> None:
-    """Writes a model that has learned all tokens of the demonstrations from the first turn on."""
-    imitate = tiny_models.imitate
-
-    def imitate_all(model, ids, lengths, mask, *others):
-        has_begun = mask.cumsum(1) > 0
-        is_token = torch.arange(ids.shape[1]) < lengths[:, None]
-        imitate(model, ids, lengths, has_begun & is_token, *others)
-
-    tiny_models.imitate = imitate_all
-    try:
-        example.build_model(path)
-    finally:
-        tiny_models.imitate = imitate
+    """Writes the model to the folder `path`."""
+    build(example, path)
