@@ -99,6 +99,10 @@ log=$env/flatrl-install.log
 : >"$log"
 say "installing into $env, which takes minutes (log: $log)"
 pip() { "$python" -m pip "$@" --no-input --disable-pip-version-check >>"$log" 2>&1; }
+# Says every 20 s what pip does.
+while sleep 20 &>/dev/null; do say "$SECONDS s: $(tail -n 1 "$log" | cut -c 1-90)"; done &
+trap "kill $!" EXIT
+disown  # bash would report that it was killed
 broken() {
     error=$(grep '^ERROR' "$log" || tail -n 1 "$log")
     fail "pip failed: $(echo "$error" | tail -n 1) (see $log)"

@@ -60,7 +60,7 @@ from agent_loop import (
     numeric_entries,
     total_reward,
 )
-from flatrl.bad_input import check_ids, check_numbers, check_output, need, refusing, traceback_from
+from flatrl.bad_input import check_ids, check_numbers, check_output, describe_error, need, refusing
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.metrics import describe
@@ -616,7 +616,7 @@ class Rollouts:
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
         compared   without all three                 those whose rewards give advantages
-    errors: a dict for each rollout that failed, with its traceback.
+    errors: a dict for each rollout that failed, with its `describe_error`.
     statistics: sums over the engines: "tokens" sampled, "prompt_tokens" of all calls,
     "cached_tokens" among those, and "loop_s", the CPU seconds of the background threads."""
 
@@ -664,13 +664,11 @@ class Rollouts:
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
     def require(self, condition, problem: str):
-        """Raises RuntimeError, saying which rollouts were lost and why, unless the condition
-        holds."""
-        if condition:
-            return
+        """Raises BadInput, saying which rollouts were lost and why, unless the condition holds."""
         first = self.errors[0]["error"] if self.errors else "none was raised"
-        raise RuntimeError(
-            f"{problem}: {dict(self.lost)}; the first error: {first.strip().splitlines()[-1]}"
+        need(
+            condition,
+            f"{problem}: {dict(self.lost)}; the first error: {first.splitlines()[0]}",
         )
 
     def metrics(self, engine: Engine | None) -> dict:
@@ -1084,6 +1082,13 @@ class Pool:
         n_groups = math.ceil(self.batch * oversample / self.n_engines)
         return max(self.n_members, min(MAX_CONCURRENT, n_groups * self.n_members))
 
+    @property
+    def title(self) -> str:
+        """The name of the phase: the log counts steps from 1, and step 0 is before the first."""
+        if self.kind == "train":
+            return f"step {self.step + 1}"
+        return f"evaluation at step {self.step}"
+
     def demonstration(self, prompt: int) -> Sequence[dict]:
         """Returns the turns that are played for a prompt instead of sampled ones; () for none."""
         n_steps = self.args.imitation_steps
@@ -1218,14 +1223,11 @@ class Pool:
         """Returns the current exception as an entry of Rollouts.errors.
 
         Prints the first of a kind."""
-        error = traceback_from(self.args.task)
+        error = describe_error()
         if kind not in self.printed:
             self.printed.add(kind)
-            print(
-                f"\n{kind} in step {self.step}, prompt {member.prompt}, "
-                f"sample {member.sample}:\n{error}",
-                file=sys.stderr,
-            )
+            where = f"{self.title}, prompt {member.prompt}, sample {member.sample}"
+            print(f"\n{kind} in {where}: {error}", file=sys.stderr)
         return {"prompt": member.prompt, "sample": member.sample, "kind": kind, "error": error}
 
     # -- main thread
@@ -1235,7 +1237,7 @@ class Pool:
 
         The result is the same on all ranks. The engine must be awake if the pool `needs_engine`.
         Rewards may still be on their way: see `wait_for_rewards`. Raises Stopped if the run is to
-        stop, and RuntimeError if the batch has no sampled token."""
+        stop, and BadInput if the batch has no sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
@@ -1246,7 +1248,7 @@ class Pool:
         self._set_limit(capacity)
 
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
-        with self._working(f"{self.kind} {step}", self.batch):
+        with self._working(self.title, self.batch):
             while self.engine.leader and not self._is_full(states):
                 if not self._wait_for_a_group():
                     break
@@ -1362,7 +1364,7 @@ class Pool:
                 output.extra["filtered"] = True
         rollouts.require(
             any(1 in output.response_mask for output in rollouts.trained),
-            f"{self.kind} {self.step} produced no sampled tokens",
+            f"{self.title} produced no sampled tokens",
         )
         return rollouts
 
@@ -1431,8 +1433,8 @@ def _with_rewards(outputs: list[AgentLoopOutput], results: dict) -> list[AgentLo
 def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     """Waits for the graders of all ranks, and writes the rewards to the outputs.
 
-    A rollout whose reward failed is dropped and counted. Raises Stopped, and RuntimeError if
-    nothing is left."""
+    A rollout whose reward failed is dropped and counted. Raises Stopped, and BadInput if nothing
+    is left."""
     future = background.submit(_results(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
@@ -1454,8 +1456,8 @@ def rollout(
 
     All ranks pass the same rows and get the same result. The engine must be awake, and no other
     pool at work. A rollout whose agent loop or reward raises is dropped and counted, and so is
-    one whose loop returns []. Raises Stopped, and RuntimeError if nothing was sampled or nothing
-    has a reward."""
+    one whose loop returns []. Raises Stopped, and BadInput if nothing was sampled or nothing has
+    a reward."""
     pool = Pool(
         context=context_of(run),
         background=run.background,

@@ -1,14 +1,18 @@
 """Checks of the user's input, with one line that tells what to change."""
 
 import contextlib
+import os
 import pickle
 import sys
 import traceback
 from collections.abc import Iterator
 from itertools import compress
+from pathlib import Path
 
 from agent_loop import AgentLoopOutput, BadInput
 
+OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}  # modules
+INSTALLED = {"site-packages", "dist-packages"}  # folders
 # Types of the fields that an agent loop sets, apart from token ids and numbers.
 OUTPUT_TYPES = {
     "messages": list | None,
@@ -47,19 +51,37 @@ def refusing(problem: str, file: str = "") -> Iterator[None]:
         lines = [place.lineno for place in places if place.filename == file]
         if lines:
             problem += f", line {lines[-1]}"
-        reason = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
-        raise BadInput(f"{problem}: {reason.removeprefix('ValueError: ')}") from error
+        raise BadInput(f"{problem}: {reason(error).removeprefix('ValueError: ')}") from error
 
 
-def traceback_from(file: str) -> str:
-    """Returns the traceback of the current exception from its first line in a file on.
+def reason(error: BaseException) -> str:
+    """Returns an exception's type and message in one line."""
+    return " ".join(traceback.format_exception_only(error)[-1].split())[:400]
 
-    The calls before it are rarely the cause. If no line is from the file, all of it."""
+
+def is_installed(file: str | Path) -> bool:
+    """Returns whether a file is part of Python or of an installed package."""
+    path = Path(file)
+    return path.is_relative_to(Path(os.__file__).parent) or bool(INSTALLED & {*path.parts})
+
+
+def describe_error() -> str:
+    """Returns the current exception as a line with file, line and error, then the user's frames.
+
+    The file is the user's if one is involved, else ours."""
     error = sys.exception()
-    place = error.__traceback__
-    while place and place.tb_frame.f_code.co_filename != file:
-        place = place.tb_next
-    return "".join(traceback.format_exception(type(error), error, place or error.__traceback__))
+    while isinstance(error, BaseExceptionGroup):  # of an asyncio.TaskGroup
+        error = error.exceptions[0]
+    frames = []
+    of_user = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not is_installed(frame.f_code.co_filename):
+            frames.append((frame, line))
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in OURS:
+                of_user.append((frame, line))
+    frame, line = (of_user or frames)[-1]
+    head = f"{frame.f_code.co_filename}, line {line}: {reason(error)}\n"
+    return "".join([head, *traceback.StackSummary.extract(of_user).format()])
 
 
 def check_types(values: dict, types: dict, name: str, none_is_fine: bool = True):

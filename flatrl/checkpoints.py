@@ -7,7 +7,6 @@ are functions of --seed and the step, so no state of a generator or schedule is 
 import fcntl
 import itertools
 import json
-import math
 import os
 import pickle
 import shutil
@@ -113,10 +112,11 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
 
     With --resume, returns the latest whole checkpoint and what `_read_step` returns of it;
     broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
-    and (None, {}) is returned."""
+    unless it failed before it had logged anything, and (None, {}) is returned."""
     folder = Path(args.output_dir)
     if not args.resume:
-        if len(os.listdir(folder)) > 1:
+        files = {path.name for path in folder.rglob("*") if path.is_file()}
+        if files - {".lock", "args.json"}:
             print(f"{folder} held an earlier run: moved to {_move_aside(folder)}", flush=True)
             _lock(folder)  # the old lock moved with the folder, and is held as well
         return None, {}
@@ -285,13 +285,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint with the highest eval/reward, the latest of equals, or None."""
+    """Returns the checkpoint with the highest eval/reward, the first of equals.
+
+    Without an evaluation it is the latest one, without a checkpoint None."""
     rewards = logged(folder, "eval/reward")
-
-    def reward_of(path):
-        return rewards.get(int(path.name.removeprefix("step_")), -math.inf)
-
-    return max(reversed(checkpoints(folder)), key=reward_of, default=None)
+    saved = {int(path.name.removeprefix("step_")): path for path in checkpoints(folder)}
+    evaluated = [step for step in saved if step in rewards]
+    step = max(evaluated, key=rewards.get, default=max(saved, default=None))
+    return saved.get(step)
 
 
 def resume(run, checkpoint: Path, state: dict, changed: dict):

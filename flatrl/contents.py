@@ -10,12 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import data
+from flatrl.bad_input import OURS, is_installed
 
 ROWS = "the training rows"
 VAL_ROWS = "the validation rows"
 MODEL = "the files of --model"
-OURS = {"agent_loop", "data", "flatrl", "losses", "rollout", "train"}
-INSTALLED = {"site-packages", "dist-packages"}
 BLOCK = 1 << 16  # bytes; of a file with more than BLOCKS of them, so many are read
 BLOCKS = 1024
 
@@ -44,11 +43,9 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 def _code(task: ModuleType):
     """Yields the source of the task, and of the user's own modules that its import brought in."""
-    standard = Path(os.__file__).parent
     for name in sorted(task.__imported__):
         file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        installed = file.is_relative_to(standard) or INSTALLED & {*file.parts}
-        if file.is_file() and not installed and name.partition(".")[0] not in OURS:
+        if file.is_file() and not is_installed(file) and name.partition(".")[0] not in OURS:
             yield file.read_bytes()
 
 

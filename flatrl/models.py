@@ -5,7 +5,9 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +22,7 @@ from agent_loop import conversation, with_template_variables
 from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
+DAY = 86_400  # seconds
 HEAD = "lm_head.weight"  # the output head's name in a checkpoint
 
 
@@ -28,7 +31,10 @@ def task_model(task: ModuleType, args) -> str:
 
     The folder's name has a hash of all that the model depends on, the source of the task file
     among them. The model is built in a temporary folder that is then renamed, so that a
-    half-built one is never used. Of two jobs that build at once, the first to finish wins."""
+    half-built one is never used. Of two jobs that build at once, the first to finish wins.
+
+    With --resume it is the run's own: another one may belong to the present number of threads,
+    which `accelerate launch` sets to 1."""
     # Tasks that import build_model from another task share its model.
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
@@ -37,10 +43,18 @@ def task_model(task: ModuleType, args) -> str:
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
     folder = cache / f"{source.stem}-{digest}"
+    if args.resume:
+        about = json.loads(Path(args.output_dir, "args.json").read_text())
+        before = Path(about["args"]["model"])
+        if before.parent == cache and before.is_dir():
+            folder = before
     if folder.is_dir():
         return str(folder)
     print(f"building the task's model, once: {folder}")
     cache.mkdir(parents=True, exist_ok=True)
+    for left in cache.glob(".building-*"):  # by a job that was killed
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as parent:
         temporary = Path(parent, "model")
         temporary.mkdir()
@@ -92,6 +106,11 @@ def load_config(args):
     """Loads the model's configuration.
 
     Raises BadInput if there is none, or if the trainer doesn't implement such a model."""
+    is_path = args.model.startswith(("/", ".", "~", "runs/")) or args.model.count("/") > 1
+    need(
+        os.path.isdir(args.model) or not is_path,
+        f"--model {args.model}: there is no such folder",
+    )
     config = from_pretrained(
         "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
     )

@@ -118,6 +118,7 @@ class Stop:
     def __init__(self):
         self.requested = False  # on any rank
         self.finished = threading.Event()  # this rank's run is over: set by train.close
+        self.is_leaving = False  # this process ends, whatever the other ranks do
         for number in SIGNALS:
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number != signal.SIGHUP or not ignored:  # nohup has it ignored
@@ -127,6 +128,13 @@ class Stop:
         group = dist.new_group(backend="gloo", timeout=PATIENCE / 8)
         self.thread = threading.Thread(target=self._watch, args=[group], daemon=True)
         self.thread.start()
+        atexit.register(self._leave)
+
+    def _leave(self):
+        """Ends the thread of a run that failed. Python would abort if it were in torch's code."""
+        self.is_leaving = True
+        self.finished.set()
+        self.thread.join(timeout=10)
 
     def _signalled(self, number, _):
         is_first = not self.requested
@@ -154,7 +162,7 @@ class Stop:
         launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
         launcher = os.getppid()
         is_running = True  # on any rank
-        while is_running:
+        while is_running and not self.is_leaving:
             if launched and os.getppid() != launcher:
                 self.requested = True
             state = torch.tensor([self.requested, not self.finished.is_set()], dtype=torch.int)

@@ -38,6 +38,8 @@ class Bar(tqdm):
         settings["disable"] = os.environ.get("RANK", "0") != "0" or None
         if not items and not settings.get("total"):
             settings["bar_format"] = "{desc}"
+        if isinstance(items, range):  # a resumed run's steps do not begin at 0
+            settings |= {"initial": items.start, "total": items.stop}
         super().__init__(items, title, leave=False, mininterval=1, miniters=0, **settings)
 
 

@@ -26,7 +26,7 @@ from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
 
 import data
-from agent_loop import AgentLoopBase, register
+from agent_loop import AgentLoopBase, BadInput, register
 from flatrl import processes
 from flatrl.metrics import batch_metrics
 from flatrl.processes import Stopped
@@ -320,8 +320,8 @@ def test_failures_fill_the_batch(make_run):
     assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 2}
     assert prompts(rollouts) == [0, 3]
     task.fails = range(100)
-    said = "train 1 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
-    with pytest.raises(RuntimeError, match=said):
+    said = "step 2 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
+    with pytest.raises(BadInput, match=said):
         run.step(1)
 
 

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from agent_loop import BadInput
 from data import load_task
-from flatrl import checkpoints, processes
+from flatrl import checkpoints, models, processes
 from flatrl.contents import contents_of
 from flatrl.log import Log
 from train import Args
@@ -96,6 +96,7 @@ def reward(output, row):
     (["thesis.tex"], "thesis.tex"),
     (["checkpoints", "final"], "checkpoints"),
     (["args.json", "metrics.jsonl", "rollouts", ".lock", "notes.jsonl"], None),
+    (["args.json", ".lock"], None),  # a start that failed
     ([".lock"], None),
 ])  # fmt: skip
 def test_only_a_run_is_moved_aside(files, holds, tmp_path, process_group, capsys):
@@ -111,8 +112,10 @@ def test_only_a_run_is_moved_aside(files, holds, tmp_path, process_group, capsys
         return
     processes.on_main(checkpoints.claim_folder, args)
     assert checkpoints.prepare_folder(args) == (None, {})
-    assert names(folder) == [".lock"]
-    if len(files) > 1:
+    is_moved = "metrics.jsonl" in files
+    assert names(folder) == ([".lock"] if is_moved else sorted(files))
+    assert (tmp_path / "x.1").exists() == is_moved
+    if is_moved:
         assert names(tmp_path / "x.1") == sorted(files)
         assert f"moved to {tmp_path / 'x.1'}" in capsys.readouterr().out
 
@@ -258,6 +261,33 @@ def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     for change in expected:
         assert change in str(error.value)
     assert sorted(changes(**other, resume="changed")) == sorted(expected)
+
+
+def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypatch):
+    """... though `accelerate launch` sets another number of threads, for which it builds another.
+
+    A folder that a killed build has left is removed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "task.py").write_text("def build_model(path):\n    open(f'{path}/x', 'w')")
+    task = load_task(str(tmp_path / "task.py"), ("build_model",))
+    args = Args(task="task.py", output_dir=str(tmp_path / "run"))
+    for name in (".building-dead", ".building-now"):
+        (tmp_path / "flatrl" / name).mkdir(parents=True)
+    os.utime(tmp_path / "flatrl/.building-dead", (0, 0))
+
+    def build(n_threads: int) -> Path:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+        return Path(models.task_model(task, args))
+
+    one = build(1)
+    two = build(2)
+    assert names(tmp_path / "flatrl") == sorted([".building-now", one.name, two.name])
+    args.model = str(two)
+    Log(args, None, 0)
+    args.resume = True
+    assert build(1) == two
+    shutil.rmtree(two)
+    assert build(1) == one
 
 
 def overwrite(file: Path, place: int):

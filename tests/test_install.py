@@ -18,6 +18,9 @@ PYTHON = f"""#!/bin/sh
 shift 2
 echo "$*" >>"$CALLS"
 case "$*" in
+    *" -r "*) echo "Collecting six"; /bin/sleep "${{SLOW:-0}}" ;;
+esac
+case "$*" in
     *"${{FAIL:-nothing fails}}"*) echo "WARNING: tried"; echo "ERROR: No $*"; exit 1 ;;
 esac
 """
@@ -48,6 +51,7 @@ class Machine:
             shutil.copy(file, self.clone)
         self.bin = tmp / "bin"
         programs = {"env-python": PYTHON, "python3": PYTHON3, "nvidia-smi": "#!/bin/sh\nexit 9\n"}
+        programs["sleep"] = "#!/bin/sh\nexec /bin/sleep 0.1\n"
         for name, text in programs.items():
             self.program(self.bin / name, text)
         self.env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "CALLS": str(self.calls_file)}
@@ -122,7 +126,10 @@ def test_a_host_with_a_gpu_is_checked_first(machine, tmp_path, driver, said):
 
 
 def test_torch_comes_from_the_cpu_index_where_pip_has_none(machine):
-    assert machine.run(SOURCE, FAIL=f"--no-deps {TORCH}")[0] == 0
+    """... and a slow pip is quoted meanwhile."""
+    code, printed, errors = machine.run(SOURCE, FAIL=f"--no-deps {TORCH}", SLOW="0.5")
+    assert code == 0 and errors == ""
+    assert any(re.fullmatch("install.sh: [01] s: Collecting six", line) for line in printed)
     index = f"install --no-compile --no-deps --index-url {INDEX} --retries 1 --timeout 30 {TORCH}"
     assert machine.calls() == [CPU[0], index, *CPU[1:]]
 

@@ -15,6 +15,7 @@ from agent_loop import AgentLoopOutput
 from flatrl import checkpoints, notices
 from flatrl.log import Log
 from flatrl.metrics import describe_eval
+from flatrl.terminal import Bar
 
 
 @dataclass
@@ -90,6 +91,8 @@ def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys)
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
+    bar = Bar(range(3, 6), "steps")
+    assert (bar.n, bar.total) == (3, 6)
     log = Log(args, None, 0)
     rows = [{"step": step} for step in range(6)]
     for row in rows:
@@ -182,11 +185,11 @@ def test_an_evaluation_of_several_samples_a_row():
     assert not [name for name in one if name.count("/") > 1]
 
 
-def test_the_best_checkpoint_has_the_highest_evaluation_and_is_the_latest_of_equals(tmp_path):
+def test_the_best_checkpoint_has_the_highest_evaluation_and_is_the_first_of_equals(tmp_path):
     rewards = {1: 0.0, 2: 0.75, 4: 0.75, 5: -0.25}
     rows = [{"step": step, "eval/reward": reward} for step, reward in rewards.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert checkpoints.best_checkpoint(tmp_path) is None
-    for step, best in ((3, 3), (1, 1), (5, 1), (2, 2), (4, 4)):
+    for step, best in ((3, 3), (6, 6), (1, 1), (5, 1), (2, 2), (4, 2)):
         (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
         assert checkpoints.best_checkpoint(tmp_path).name == f"step_{best:06d}"

@@ -11,7 +11,7 @@ import torch
 from test_agent_loop import PROMPT, Script
 
 from agent_loop import AgentLoopBase, BadInput, Trajectory, register
-from rollout import Context, Member, Rollouts, grade_rollout, run_agent_loop, training_pool
+from rollout import Context, Member, grade_rollout, run_agent_loop, training_pool
 from train import Args
 
 VERSION = 1  # of the scripted engine's weights; the window is 128 tokens
@@ -170,9 +170,3 @@ def test_a_sampler_is_named_and_gets_a_copy(answer, said, monkeypatch):
         row_of(2)
     assert said in str(error.value)
     assert len(run.history) == 2
-
-
-def test_a_step_without_rewards_names_the_first_error():
-    error = {"prompt": 0, "sample": 0, "kind": "failed_reward", "error": "At\nValueError: mine\n"}
-    with pytest.raises(RuntimeError, match="none: {'failed_reward': 1}; .*: ValueError: mine$"):
-        Rollouts(errors=[error]).require(False, "none")

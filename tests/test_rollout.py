@@ -16,7 +16,7 @@ from conftest import HANGS, KEPT, for_ever, generate, make_run, output_of, time_
 from transformers import AutoModelForCausalLM
 
 import data
-from agent_loop import RESPONSE_LISTS, AgentLoopBase, register
+from agent_loop import RESPONSE_LISTS, AgentLoopBase, BadInput, register
 from flatrl.compact import compact
 from flatrl.log import Log
 from flatrl.metrics import describe
@@ -335,11 +335,15 @@ def test_a_rollout_keeps_order_drops_failures_and_counts_them(play, capfd):
 
     assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 1}
     assert members_of_errors(rollouts) == [(1, 0), (1, 1), (2, 1)]
-    assert "ZeroDivisionError: the grader broke" in rollouts.errors[2]["error"]
-    # A traceback begins in the task's file.
-    first = rollouts.errors[2]["error"].splitlines()[1]
-    assert first.startswith(f'  File "{__file__}", line ') and first.endswith(", in reward")
+    # One line, then the user's own frames.
+    head, *frames = rollouts.errors[2]["error"].splitlines()
+    number = reward.__code__.co_firstlineno + 3
+    assert head == f"{__file__}, line {number}: ZeroDivisionError: the grader broke"
+    assert [line for line in frames if line.startswith("  File")] == [
+        f'  File "{__file__}", line {number}, in reward'
+    ]
     shown = capfd.readouterr().err
+    assert f"failed_reward in step 4, prompt 2, sample 1: {head}\n" in shown
     assert shown.count("KeyError: 'the agent loop broke'") == 1  # the first of a kind is shown
 
     for output in rollouts.outputs[:2]:
@@ -420,7 +424,8 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
 def test_without_any_reward_the_run_ends_with_the_reason(pool_of):
     run = pool_of(lambda output, row: 1 / 0, make_rows("x"), prompts_per_step=1)
     rollouts = run.pool.rollout(0)
-    with pytest.raises(RuntimeError, match="no rollout has a reward.*ZeroDivisionError"):
+    said = f"no rollout has a reward: .*{__file__}, line .*: ZeroDivisionError"
+    with pytest.raises(BadInput, match=said):
         wait_for_rewards(rollouts, run.background, run.stop)
 
 
