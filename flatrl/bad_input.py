@@ -70,11 +70,13 @@ def describe_error() -> str:
 
     The file is the user's if one is involved, else ours."""
     error = sys.exception()
+    places = [*traceback.walk_tb(error.__traceback__)]
     while isinstance(error, BaseExceptionGroup):  # of an asyncio.TaskGroup
         error = error.exceptions[0]
+        places += traceback.walk_tb(error.__traceback__)
     frames = []
     of_user = []
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, line in places:
         if not is_installed(frame.f_code.co_filename):
             frames.append((frame, line))
             if frame.f_globals.get("__name__", "").partition(".")[0] not in OURS:
