@@ -214,24 +214,26 @@ def batch_with_rewards(outputs: list, args, **tensors):
     return batch, train.set_token_rewards(types.SimpleNamespace(args=args, kl=kl), batch, 0)
 
 
-def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
-    """Steps the engine until concurrent `generate` calls end. Returns their results."""
+def stepped(engine, background, *coroutines, return_exceptions: bool = False) -> list:
+    """Steps the engine until all coroutines end on the background loop. Returns their results."""
 
     async def everything():
-        calls = []
-        for i, prompt in enumerate(prompts):
-            sampling_params = dict(sampling)
-            call = engine.generate(
-                request_id=f"r{i}", prompt_ids=prompt, sampling_params=sampling_params
-            )
-            calls.append(call)
-        return await asyncio.gather(*calls, return_exceptions=True)
+        return await asyncio.gather(*coroutines, return_exceptions=return_exceptions)
 
     future = background.submit(everything())
     future.add_done_callback(lambda _: engine.poke())
     while not future.done():
         engine.step()
     return future.result()
+
+
+def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
+    """Returns the results of concurrent `generate` calls, or what they raise."""
+    calls = []
+    for i, prompt in enumerate(prompts):
+        request = dict(request_id=f"r{i}", prompt_ids=prompt, sampling_params=dict(sampling))
+        calls.append(engine.generate(**request))
+    return stepped(engine, background, *calls, return_exceptions=True)
 
 
 # ---------------------------------------------------------------- whole runs, as processes

@@ -24,11 +24,13 @@ from test_agent_loop import (
     PROMPT,
     SUM,
     Script,
+    assert_output,
     call,
     called,
     encode,
     logprobs_of,
     tool_turn,
+    user,
     user_turn,
 )
 
@@ -111,27 +113,6 @@ def play(make):
     return play
 
 
-def assert_output(output: AgentLoopOutput, engine: Engine, *parts):
-    """The response is exactly these parts, and the engine saw what precedes each sampled one.
-
-    A part is (n, text) if it was sampled in the engine's n-th call, and a plain text if given."""
-    ids, mask, logprobs, versions = [], [], [], []
-    for part in parts:
-        n, text = part if isinstance(part, tuple) else (None, part)
-        tokens = encode(engine.tokenizer, text)
-        if n:
-            assert engine.prompts[n - 1] == output.prompt_ids + ids
-        ids += tokens
-        mask += [int(n is not None)] * len(tokens)
-        logprobs += logprobs_of(n, len(tokens)) if n else [0.0] * len(tokens)
-        versions += [n or -1] * len(tokens)
-    assert engine.tokenizer.decode(output.response_ids) == engine.tokenizer.decode(ids)
-    assert output.response_ids == ids
-    assert output.response_mask == mask
-    assert output.response_logprobs == logprobs
-    assert output.response_versions == versions
-
-
 def assert_exact(outputs: list[AgentLoopOutput], engine: Engine):
     """Every sampled token is in exactly one output, behind what the engine saw when sampling."""
     found = {}
@@ -149,10 +130,6 @@ def assert_exact(outputs: list[AgentLoopOutput], engine: Engine):
             assert output.response_logprobs[start:end] == logprobs_of(n, end - start)
             assert engine.prompts[n - 1] == output.prompt_ids + output.response_ids[:start]
     assert found == engine.said
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
 
 
 async def ask(client, *messages, **how):
@@ -240,16 +217,6 @@ def test_a_malformed_call_or_one_without_tools_is_text(play, text, how):
 
     (output,), engine = play(chat, text, "ok")
     assert_output(output, engine, (1, text + END), user_turn("Again"), (2, "ok" + END))
-
-
-def test_sampled_tokens_are_never_tokenised_again(play, tokenizer):
-    spelled = [token for letter in SUM for token in encode(tokenizer, letter)]
-    spelled.append(tokenizer.eos_token_id)
-    assert len(spelled) > len(encode(tokenizer, SUM + END))
-    (output,), engine = play(solves, (spelled, "stop"), ANSWER)
-    given = encode(tokenizer, tool_turn("2"))
-    assert engine.prompts[1] == output.prompt_ids + spelled + given
-    assert output.response_ids == spelled + given + encode(tokenizer, ANSWER + END)
 
 
 # ---------------------------------------------------------------- what continues, and what forks
@@ -525,17 +492,6 @@ def test_what_is_not_supported_is_refused_and_costs_nothing(play, how):
     assert_output(output, engine, (1, "2" + END))
 
 
-def test_images_are_bounded(tokenizer):
-    class Seeing(ChatAgentLoop):
-        async def chat(self, client, **row):
-            with pytest.raises(ValueError, match="supported are 3 images"):
-                await ask(client, {"role": "user", "content": [IMAGE] * 4})
-
-    args = Args(max_images=3)
-    loop = Seeing(Engine(tokenizer, ()), tokenizer, SimpleNamespace(), SimpleNamespace(), args)
-    assert run(loop.run({}, prompt=PROMPT)) == []
-
-
 # ---------------------------------------------------------------- budgets, errors, time
 
 
@@ -790,16 +746,6 @@ def test_only_the_key_lets_in(play_http):
     (output,), engine = play_http(agent, "2")
     assert_output(output, engine, (1, "2" + END))
     assert output.reward is None
-
-
-def test_a_trajectory_that_is_over_is_unknown(play_http, openai_client):
-    async def agent(client, row, base_url, api_key):
-        kept.update(base_url=base_url, api_key=api_key)
-
-    kept = {}
-    play_http(agent)
-    with pytest.raises(openai.AuthenticationError):
-        run(ask(openai_client.with_options(**kept), *PROMPT))
 
 
 def test_one_trajectory_has_no_key_to_another(make, endpoint, openai_client):

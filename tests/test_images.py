@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vision_task
-from conftest import KEPT, SMALL_CACHE, run
+from conftest import KEPT, SMALL_CACHE, run, stepped
 from PIL import Image
+from test_agent_loop import Script, call, encode, tool_turn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_task import Looker, picture
 
@@ -22,7 +23,6 @@ from agent_loop import (
     AgentLoopOutput,
     BadInput,
     SingleTurnLoop,
-    TokenOutput,
     Tool,
     ToolAgentLoop,
     ToolResponse,
@@ -84,7 +84,7 @@ def policy(args, processor):
 
 
 def ids_of(processor, text: str) -> list[int]:
-    return processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode(processor.tokenizer, text)
 
 
 def user(content) -> list[dict]:
@@ -110,19 +110,11 @@ def rows_of(args, processor, task=vision_task, split="train") -> list[dict]:
 def play_all(policy, engine, background, args, processor, rows, cls=Looker, task=vision_task):
     """The outputs of one trajectory a row, with the policy's weights as the next version."""
     train.sync(engine, policy, engine.version + 1)
-
-    async def everything():
-        tokenizer = processor.tokenizer
-        loops = [cls(engine, tokenizer, processor, task, args) for _ in rows]
-        runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
-        return await asyncio.gather(*runs)
-
-    future = background.submit(everything())
-    future.add_done_callback(lambda _: engine.poke())
-    while not future.done():
-        engine.step()
+    loops = [cls(engine, processor.tokenizer, processor, task, args) for _ in rows]
+    runs = [loop.run({"temperature": 1.0}, **row) for loop, row in zip(loops, rows)]
+    outputs = stepped(engine, background, *runs)
     engine.sleep()
-    return future.result()
+    return outputs
 
 
 def pack(batch: dict, rows) -> tuple[dict, list[int]]:
@@ -365,30 +357,23 @@ def test_pixels_are_computed_once_and_forgotten_with_their_image(args, processor
 
 # ---------------------------------------------------------------- agent loops, a scripted engine
 
-CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'
+CALL = call("show")
 
 
 @dataclass
-class Script:
-    """Says its lines, and expands placeholders as the engine does."""
+class Seeing(Script):
+    """The scripted engine for images: it expands placeholders as the engine does."""
 
-    processor: object
-    lines: list
+    processor: object = None
     off: int = 0  # tokens too many in the prompt that it claims to have seen
-    prompts: list = field(default_factory=list)
     images: list = field(default_factory=list)
 
-    async def generate(self, *, request_id, prompt_ids, sampling_params, image_data=None):
-        line = self.lines[len(self.prompts)]
-        self.prompts.append(prompt_ids)
+    async def generate(self, *, prompt_ids, image_data=None, **request):
         images = image_data or []
         self.images.append([image.tobytes() for image in images])
-        seen = expand(prompt_ids, images, self.processor) + [0] * self.off
-        ids = ids_of(self.processor, line + "<|im_end|>")
-        limit = sampling_params["max_tokens"]
-        reason = "stop" if len(ids) <= limit else "length"
-        ids = ids[:limit]
-        return TokenOutput(ids, [-1.0] * len(ids), [0] * len(ids), reason, seen)
+        out = await super().generate(prompt_ids=prompt_ids, **request)
+        out.prompt_ids = expand(prompt_ids, images, self.processor) + [0] * self.off
+        return out
 
 
 class Show(Tool):
@@ -410,7 +395,7 @@ def play(processor):
         task = SimpleNamespace(TOOLS=[tool] if tool else [], reward=lambda output, row: 0.0)
         lengths = dict(max_prompt_tokens=400, max_response_tokens=400, max_model_len=800)
         args = train.Args(max_images=4, **lengths | more)
-        engine = Script(processor, list(lines), off)
+        engine = Seeing(processor.tokenizer, lines, processor=processor, off=off)
         cls = ToolAgentLoop if tool else SingleTurnLoop
         loop = cls(engine, processor.tokenizer, processor if seeing else None, task, args)
         return asyncio.run(loop.run({}, **row)), engine
@@ -421,11 +406,6 @@ def play(processor):
 def row_with(*images) -> dict:
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "Look."}]
     return {"prompt": user(content), "images": list(images)}
-
-
-def tool_turn(content: str) -> str:
-    response = f"<tool_response>\n{content}\n</tool_response>"
-    return f"\n<|im_start|>user\n{response}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_engine_gets_a_placeholder_an_image_and_the_trainer_all(play, processor):
@@ -516,7 +496,7 @@ def test_a_chat_agent_sends_images_as_data_urls_and_the_rows_as_they_are(process
                 await create(messages=user([image_part(first)] * 5))
             return 1.0
 
-    engine = Script(processor, ["red", "blue"])
+    engine = Seeing(processor.tokenizer, ("red", "blue"), processor=processor)
     args = train.Args(max_response_tokens=400, max_model_len=800, max_images=4)
     agent = Agent(engine, processor.tokenizer, processor, None, args)
     (output,) = asyncio.run(agent.run({}, **row_with(first)))

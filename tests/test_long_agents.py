@@ -1,18 +1,16 @@
 """Long rollouts: scores by the engine, turns that are cut, the last answer, compaction."""
 
 import asyncio
-import dataclasses
 import itertools
 
 import pytest
 import torch
-from conftest import generate, make_run
+from conftest import generate, stepped
 from test_agent_loop import (
     ANSWER,
     ASKED,
     CALCULATOR,
     END,
-    PROMPT,
     SUM,
     Quiz,
     Script,
@@ -27,7 +25,6 @@ from test_agent_loop import (
 from test_rollout import PROMPTS, TwoTurns, hf_logprobs, hf_model, make_rows, play, wake
 
 from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, _with_paragraph, register
-from rollout import rollout
 
 close = torch.testing.assert_close
 play_real = play  # a fixture: rolls out rows on a real engine
@@ -36,24 +33,18 @@ play_real = play  # a fixture: rolls out rows on a real engine
 
 
 def test_scores_are_the_trainers_logprobs_under_the_weights_of_now(engine, background, tiny_model):
-    async def score(texts):
-        calls = [engine.score(request_id="r", prompt_ids=ids) for ids in texts]
-        return await asyncio.gather(*calls)
-
     longest = [*itertools.islice(itertools.cycle(PROMPTS[-1]), 127)]  # window - 1
     texts = [*PROMPTS, longest, longest, PROMPTS[0][:2]]
     for version, scale in enumerate([1.0, 1.5]):
         model = hf_model(tiny_model, scale)
         wake(engine, model, version)
         generate(engine, background, [longest], temperature=0.5, max_tokens=1)  # fills the cache
-        future = background.submit(score(texts))
-        future.add_done_callback(lambda _: engine.poke())
-        before = dict(engine.statistics)
-        while not future.done():
-            engine.step()
-        assert engine.statistics["tokens"] == before["tokens"]
+        n_before = engine.statistics["tokens"]
+        calls = [engine.score(request_id="r", prompt_ids=ids) for ids in texts]
+        results = stepped(engine, background, *calls)
+        assert engine.statistics["tokens"] == n_before
         engine.sleep()
-        for ids, scores in zip(texts, future.result(), strict=True):
+        for ids, scores in zip(texts, results, strict=True):
             close(torch.tensor(scores), hf_logprobs(model, ids[:1], ids[1:]), atol=1e-4, rtol=0)
 
 
@@ -328,31 +319,6 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
     assert first == [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
     assert second == [start + NOTES + END + user_turn("Go."), "3" + END]
     assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]
-
-
-def test_the_outputs_of_a_real_engine(
-    short_words, engine, background, tokenizer, tiny_model, args
-):
-    """With all settings at once, each sampled token has the trainer's logprob."""
-    settings = dict(max_turn_tokens=8, compact_at=60, final_answer_tokens=30)
-    limits = dict(max_response_tokens=200, max_assistant_turns=0, agent="compacting")
-    quiz = Quiz(*[(False, "Sure?", 0.0, {})] * 100)
-    task = quiz_task(quiz, reward=lambda *_: 1.0)
-    flags = dataclasses.replace(args, **settings, **limits)
-    model = hf_model(tiny_model)
-    wake(engine, model, 0)
-    run = make_run(engine, background, task, tokenizer, flags)
-    rows = [{"prompt": PROMPT, "index": 0, **quiz_row()}]
-    outputs = rollout(run, rows, 0, 1, {"temperature": 1.0}).outputs
-    metrics = outputs[-1].metrics
-    assert metrics["compactions"] == metrics["forks"] == len(outputs) - 1 > 0
-    assert metrics["final_answers"] == 1 and metrics["cut_turns"] > 0
-    assert sum(len(output.response_ids) for output in outputs) <= 200
-    for output in outputs:
-        expected = hf_logprobs(model, output.prompt_ids, output.response_ids)
-        sampled = torch.tensor(output.response_mask) == 1
-        found = torch.tensor(output.response_logprobs)
-        close(found[sampled], expected[sampled], atol=1e-4, rtol=0)
 
 
 def test_the_request_for_notes_follows_images():

@@ -12,7 +12,17 @@ import types
 
 import pytest
 import torch
-from conftest import HANGS, KEPT, for_ever, generate, make_run, output_of, time_passes, wait_for
+from conftest import (
+    HANGS,
+    KEPT,
+    for_ever,
+    generate,
+    make_run,
+    output_of,
+    stepped,
+    time_passes,
+    wait_for,
+)
 from transformers import AutoModelForCausalLM
 
 import data
@@ -212,14 +222,8 @@ def test_new_trajectories_wait_for_room_and_later_turns_go_first(
         engine.leave(f"r{i}")
         return prompt
 
-    async def everything():
-        return await asyncio.gather(*map(trajectory, range(6)))
-
-    future = background.submit(everything())
-    future.add_done_callback(lambda _: engine.poke())
-    while not future.done():
-        engine.step()
-    assert [len(prompt) for prompt in future.result()] == [100] * 6
+    prompts = stepped(engine, background, *map(trajectory, range(6)))
+    assert [len(prompt) for prompt in prompts] == [100] * 6
     assert max(at_once) <= 4  # one more where the engine would stand idle
     first_turns = [name for name in order if name.endswith("#0")]
     assert first_turns == [f"r{i}#0" for i in range(6)]  # first come, first served
@@ -396,7 +400,7 @@ def test_slow_graders_run_on_after_the_rollout_and_are_awaited(pool_of, engine):
             raise RuntimeError("no")
         if row["index"] == 2:
             while ended < 4:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             time_passes(10 * HANGS)
             await for_ever()
         await release.wait()
@@ -463,7 +467,7 @@ class Odd(TwoTurns):
     async def run(self, sampling_params, **row):
         if row["extra"] == "hang":
             while len(GRADED) < 3:  # the deadline is only its own
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.01)
             time_passes(10 * HANGS)
             await for_ever()
         row["prompt"].append({"role": "assistant", "content": "mine"})

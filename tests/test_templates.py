@@ -28,6 +28,7 @@ from test_agent_loop import (
     loop_of,
     quiz_row,
     quiz_task,
+    with_template,
 )
 from tokenizers import AddedToken, normalizers
 
@@ -67,12 +68,6 @@ def family(request, tokenizer):
     of = FAMILIES[request.param]
     other = chat_templates.tokenizer_for(request.param, tokenizer)
     return other, of.call_end, of.answer_end, FORKS[request.param]
-
-
-def with_template(tokenizer, template: str):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = template
-    return other
 
 
 @pytest.fixture
@@ -238,26 +233,6 @@ def test_tool_turns_and_user_turns(family):
         assert rewards == [[0.25, 0.5]]
 
 
-def test_the_suffix_is_the_templates_text_behind_the_end_of_turn(family):
-    """The newline after the end-of-turn token (verl#6501), the next header, and nothing else."""
-    other, call_end, _, _ = family
-    stop = other.convert_tokens_to_ids(call_end)
-    calls = called(("calculator", {"expression": "1+1"}))
-    asked = [
-        *PROMPT,
-        {"role": "assistant", "content": "", "tool_calls": calls},
-    ]
-    new = [{"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"}]
-    schemas = [as_tool(calculator.calculator).schema]
-    suffix = turn_suffix(other, asked, new, {stop}, ended=True, tools=schemas)
-    how = dict(tools=schemas, tokenize=False)
-    rendered = other.apply_chat_template(asked + new, add_generation_prompt=True, **how)
-    start = rendered.index(call_end, rendered.rindex("1+1")) + len(call_end)
-    assert other.decode(suffix) == rendered[start:]
-    cut = turn_suffix(other, asked, new, {stop}, ended=False, tools=schemas)
-    assert cut == [stop, *suffix]
-
-
 NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
 # name: (a turn of the policy, what it is answered)
 ANSWERED = {
@@ -322,26 +297,6 @@ def test_a_tokenizer_with_several_templates(tokenizer):
     _, engine = play(other, CALCULATOR, {}, [], *lines)
     _, engine_of_one = play(tokenizer, CALCULATOR, {}, [], *lines)
     assert engine.prompts == engine_of_one.prompts
-
-
-def test_turns_of_a_demonstration_are_written_as_the_template_writes_them(family):
-    other, call_end, answer_end, _ = family
-    stops = {other.convert_tokens_to_ids(token) for token in (call_end, answer_end)}
-    loop = SingleTurnLoop(None, other, None, None, LoopArgs())
-    player = Demonstration([], loop, stops)
-    calls = called(("calculator", {"expression": "1+1"}))
-    before = other.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
-    for said, end in (
-        ({"content": "", "tool_calls": calls}, call_end),
-        ({"content": "It is 2."}, answer_end),
-    ):
-        message = {"role": "assistant", **said}
-        text = other.apply_chat_template([*PROMPT, message], tokenize=False)
-        assert text.startswith(before)
-        ids = player.turn_ids(message)
-        written = text.removeprefix(before).rstrip("\n").removesuffix(end)
-        assert other.decode(ids) == written + end
-        assert ids[-1] == other.convert_tokens_to_ids(end)
 
 
 def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):

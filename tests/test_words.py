@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_templates import FAMILIES
-from test_agent_loop import PROMPT, ROW, Notes, Script, call, encode, task_of
+from test_agent_loop import PROMPT, ROW, Notes, Script, call, encode, task_of, user
 from test_templates import play
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -85,10 +85,6 @@ def spelled(tokenizer) -> str:
     nested = [name[:2] + name + name[2:] for name in names]
     nested += [name[:-1] + name for name in names]
     return " ".join([*names, *nested]) + "".join(names)
-
-
-def user(content) -> dict:
-    return {"role": "user", "content": content}
 
 
 def assistant(content) -> dict:
