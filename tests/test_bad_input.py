@@ -30,6 +30,7 @@ FLAGS = [
     *[(name, "-1") for name in fields("float") if name != "stop_at_reward"],
     *[(name, value) for name in fields("int") for value in ("-2", "1.5")],
     *[(name, "maybe") for name in fields("bool")],
+    ("shard", "half"),
     ("task", ""),
     ("model", ""),
     ("rollout_correction", "x"),
@@ -67,6 +68,7 @@ ROWS = [
     [{"prompt": CHAT, "extra_info": "x"}],
     [{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}],
     [{"prompt": CHAT, "agent_name": "nobody"}],
+    [{"prompt": CHAT, "interaction_kwargs": {"name": "nobody"}}],
     [{"prompt": CHAT, "sampling_params": 1}],
 ]
 

@@ -316,17 +316,6 @@ def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
         data.filter_overlong(rows, tokenizer, task, Args(max_prompt_tokens=limit - 1))
 
 
-@pytest.mark.parametrize("row, said", [
-    ({"agent_name": "swarm"}, "no agent loop 'swarm'"),
-    ({"extra_info": {"tools_kwargs": {"abacus": {}}}}, r"tools_kwargs names \['abacus'\]"),
-    ({"extra_info": {"interaction_kwargs": {"name": "chess"}}}, "kwargs names 'chess'"),
-])  # fmt: skip
-def test_names_that_a_row_gets_wrong_are_found_before_the_run(tokenizer, row, said):
-    rows = [letters(1), letters(1) | row]
-    with pytest.raises(BadInput, match=said):
-        data.filter_overlong(rows, tokenizer, SimpleNamespace(), Args())
-
-
 # ---------------------------------------------------------------- tables that stay on disk
 
 

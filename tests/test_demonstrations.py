@@ -319,9 +319,3 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
     for row, again in zip(rows[1:], metrics_of(replayed)):
         for name in ("actor/loss", "actor/imitation_loss"):
             assert again.get(name) == pytest.approx(row.get(name), rel=1e-4, abs=1e-6), name
-
-
-def test_without_any_demonstration_there_is_one_clear_line(tmp_path, cache):
-    flags = ["--algo", "sft", "--output_dir", tmp_path / "run"]
-    said = "--algo sft, --imitation_steps: no training row has a 'demonstration'"
-    assert f"train.py: error: {said}" in run(*TINY, *flags, code=2, cache=cache)

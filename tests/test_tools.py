@@ -237,11 +237,6 @@ def test_what_is_no_tool(tool):
         as_tool(tool)
 
 
-def test_a_row_names_its_tools():
-    with pytest.raises(BadInput, match=r"\['abacus'\].*\['calculator'\]"):
-        task_tools(task_of(calculator.calculator), {"abacus": {}})
-
-
 def test_what_a_row_gives_a_function(play):
     """The row's arguments reach the function as they are, in place of the model's."""
     row = {"extra_info": {"tools_kwargs": {"pair": {"execute_kwargs": {"y": 40}}}}}
