@@ -202,6 +202,8 @@ def run_as_script(main: Callable, parse: Callable):
     except BadInput as error:
         if is_first_on_host(str(error)):
             print(f"train.py: error: {error}", file=sys.stderr)
+        # Keeps the run's tasks, as for any other error: at their end they would print theirs.
+        sys.last_value = error
         status = 2
     finally:
         gc.unfreeze()  # vLLM froze it: triton's binding would print what is not freed

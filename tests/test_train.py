@@ -517,13 +517,20 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
             train.read_rollouts(file, 4)
 
 
-def test_command_line_shows_one_line_and_exits_with_2(cache):
+def test_command_line_shows_one_line_and_exits_with_2(cache, tmp_path):
     for flags, said in (
         (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
         (["--task", "nothing.py"], "--task nothing.py: no such file"),
     ):
         printed = run(*flags, cache=cache, code=2)
         assert printed.splitlines()[1:] == [f"train.py: error: {said}"]
+    task = tmp_path / "task.py"
+    task.write_text(f"{SAMPLED}\nsampler = None\ndef reward(output, row):\n    return 1 / 0")
+    printed = run(*TINY, "--task", task, "--output_dir", tmp_path / "x", cache=cache, code=2)
+    assert "Traceback" not in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("train.py: error: no rollout has a reward: ")
+    assert last.endswith(f"{task}, line 11: ZeroDivisionError: division by zero")
 
 
 def test_help_and_a_wrong_flag_do_not_wait_for_slow_imports():
