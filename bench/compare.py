@@ -12,8 +12,7 @@ larger learning rate, with seeds of its own and with A's.
 from functools import cache
 from statistics import fmean, median, stdev
 
-from common import make_parser, write_rows
-
+import common
 import torch
 from torch import Tensor
 
@@ -81,9 +80,7 @@ def measure(factor: float, shift: int, comparisons: int, pairs: int) -> dict:
             return train(LR, seed)
         return train(LR * factor, seed + shift)
 
-    done = [
-        list(compare(run, range(i * pairs, (i + 1) * pairs))) for i in range(comparisons)
-    ]
+    done = [list(compare(run, range(i * pairs, (i + 1) * pairs))) for i in range(comparisons)]
     differences = [pair.b - pair.a for each in done for pair in each]
     decided = [each[-1] for each in done if each[-1].decided]
     return {
@@ -100,14 +97,14 @@ def measure(factor: float, shift: int, comparisons: int, pairs: int) -> dict:
 
 
 def main() -> None:
-    args = make_parser(__doc__, comparisons=100, pairs=10).parse_args()
+    args = common.make_parser(__doc__, comparisons=100, pairs=10).parse_args()
     torch.set_num_threads(1)
     rows = []
     for shift, factors in (OTHER_SEEDS, (1, 1.1, 1.25, 1.5, 2)), (0, (1.05, 1.1, 1.25)):
         for factor in factors:
             rows.append(measure(factor, shift, args.comparisons, args.pairs))
             print(rows[-1], flush=True)
-    write_rows(args.out, rows)
+    common.write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

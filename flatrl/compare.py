@@ -156,9 +156,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--last", type=int, help="take the mean of the last values (all)")
     parser.add_argument("--smaller", action="store_true", help="smaller numbers are better")
     parser.add_argument("--first_seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument(
-        "--error", type=float, default=0.05, help="the test's level (%(default)s)"
-    )
+    parser.add_argument("--error", type=float, default=0.05, help="the test's level (%(default)s)")
     parser.add_argument("--output_dir", type=Path, default="runs/compare", help="(%(default)s)")
     args = parser.parse_args(arguments)
     home = args.output_dir.resolve()

@@ -464,6 +464,32 @@ def templates():
         )
 
 
+@table
+def compare_errors():
+    """Effect: the mean difference by its standard deviation from pair to pair."""
+    verdicts = "A is better", "B is better", "not told apart"
+    yield "factor", "seeds of A and B", "effect", *verdicts, "median pairs to a verdict"
+    for line in runs("compare")["errors"].lines:
+        a, b = line["a_better"], line["b_better"]
+        yield (
+            f"{line['factor']:g}",
+            "equal" if line["equal_seeds"] else "different",
+            f"{line['mean'] / line['sd']:.2f}",
+            *(str(n) for n in (a, b, line["comparisons"] - a - b)),
+            f"{line['median_pairs']:g}",
+        )
+
+
+@table
+def maze_pairs():
+    """Of flatrl.compare: after each pair, how much better gigpo is than grpo."""
+    yield "seed", "`grpo`", "`gigpo`", "`gigpo` is better by, so far"
+    for line in runs("compare")["maze"].lines:
+        numbers = [f"{line[key]:.3f}" for key in ("a", "b", "mean", "low", "high")]
+        a, b, mean, low, high = numbers
+        yield str(line["seed"]), a, b, f"{mean} ({low} to {high})"
+
+
 # ---------------------------------------------------------------- writing
 
 

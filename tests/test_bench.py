@@ -24,6 +24,10 @@ STEP = [
 
 # The script, its flags, and what it prints: patterns in which # stands for a finite number.
 RUNS = {
+    "compare": (
+        "--comparisons 1 --pairs 2".split(),
+        [r"'factor': 1, 'equal_seeds': False, .* 'mean': #, 'sd': #"],
+    ),
     "gpu": (
         "--device cpu --tiny --sizes tiny --cycles 2".split(),
         [

@@ -1,0 +1,97 @@
+"""flatrl/compare.py: pairs of runs, here of a script that writes metrics.jsonl, and the test."""
+
+import math
+import sys
+
+import numpy
+import pytest
+
+from flatrl import compare
+
+DIFFERENCES = [0.1, 0.2, 0.15, 0.3, 0.12]
+# A run has two evaluations after step 0. Of their mean, --gain adds a little less to each seed.
+RUN = """
+import argparse, json, pathlib, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int)
+parser.add_argument("--output_dir", type=pathlib.Path)
+parser.add_argument("--gain", type=float, default=0)
+args = parser.parse_args()
+with open("started", "a") as file:
+    file.write(f"{args.output_dir.name} ")
+if args.seed == 2 and pathlib.Path("broken").exists():
+    sys.exit("no such task")
+args.output_dir.mkdir(exist_ok=True)
+values = [0.3, 0.5, 0.7 + args.gain * (2 - args.seed / 10)]
+rows = [{"step": 4 * i, "eval/reward": value} for i, value in enumerate(values)]
+(args.output_dir / "metrics.jsonl").write_text("\\n".join(map(json.dumps, rows)))
+"""
+
+
+def likelihood(x: numpy.ndarray, prior_sd: float) -> float:
+    """Integrates the density of x over the scale and, unless prior_sd is 0, the mean in scales."""
+    scale = numpy.exp(numpy.linspace(-7, 4, 400))[:, None, None]  # its density is 1 / scale
+    effect = numpy.linspace(-8, 8, 401)[:, None] * prior_sd
+    weights = numpy.exp(-((effect / prior_sd) ** 2) / 2) if prior_sd else numpy.ones((401, 1))
+    log_density = -((x / scale - effect) ** 2) / 2 - numpy.log(scale)
+    return (numpy.exp(log_density.sum(-1)) * (weights / weights.sum())[:, 0]).sum()
+
+
+@pytest.mark.parametrize("n, error", [(5, 0.05), (4, 0.1)])
+def test_the_ends_of_the_interval_are_as_unlikely_as_the_error(n, error):
+    x = numpy.array(DIFFERENCES[:n])
+    low, high = compare.interval(x.tolist(), error)
+    assert low + high == pytest.approx(2 * x.mean())
+    ratio = likelihood(x - high, 1 / math.sqrt(compare.PRIOR)) / likelihood(x - high, 0)
+    assert ratio == pytest.approx(1 / error, rel=1e-3)
+
+
+def test_three_pairs_decide_nothing():
+    assert compare.interval([0.1, 0.1, 0.1], 0.05) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    "sign, smaller, pairs, sentence",
+    [
+        (1, False, 5, "B is better by 0.17 (0.02 to 0.33) after 5 pairs"),
+        (-1, False, 5, "A is better by 0.17 (0.02 to 0.33) after 5 pairs"),
+        (1, True, 5, "A is better by 0.17 (0.02 to 0.33) after 5 pairs"),
+        (-1, False, 4, "not told apart after 4 pairs: A is better by 0.19 (-0.031 to 0.41)"),
+    ],
+)
+def test_verdict(sign, smaller, pairs, sentence):
+    def run(name, seed):
+        return 0.5 + (name == "B") * sign * DIFFERENCES[seed]
+
+    *_, last = compare.compare(run, range(pairs), 0.1, smaller)
+    assert compare.verdict(last) == sentence
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, capsys):
+    """start(*flags): compares RUN with and without a gain; returns what is printed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.py").write_text(RUN)
+    command = f"{sys.executable} run.py"
+
+    def main(*flags):
+        compare.main([command, f"{command} --gain 0.12", "--output_dir", "out", *flags])
+        return capsys.readouterr().out.splitlines()
+
+    return main
+
+
+def test_a_failed_run_ends_the_comparison_and_a_restart_continues(start, tmp_path):
+    (tmp_path / "broken").touch()
+    with pytest.raises(SystemExit, match=r"no such task\nrun A_2 failed with exit code 1"):
+        start()
+    (tmp_path / "broken").unlink()
+    *pairs, sentence = start()
+    assert pairs[1].startswith("seed 1: A 0.6, B 0.714; so far B is better by 0.12 (-inf")
+    assert sentence == "B is better by 0.11 (0.083 to 0.14) after 4 pairs"
+    assert (tmp_path / "started").read_text() == "A_0 B_0 B_1 A_1 A_2 A_2 B_2 B_3 A_3 "
+    assert len((tmp_path / "out/pairs.jsonl").read_text().splitlines()) == 4
+    assert start("--last", "1")[0].startswith("seed 0: A 0.7, B 0.94; so far B is better by 0.24 ")
+    with pytest.raises(SystemExit, match="A_0/metrics.jsonl has no eval/pass@1 after step 0"):
+        start("--metric", "eval/pass@1")
+    assert start("--first_seed", "9", "--pairs", "1")[-1].startswith("not told apart after 1 pair")
