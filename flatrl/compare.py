@@ -67,13 +67,13 @@ def interval(differences: list[float], error: float) -> tuple[float, float]:
     the probability that the interval of some n excludes their true mean is at most `error`. With
     few differences it is infinite (three, for an error of 0.05).
 
-    It holds the means m that the mixture t-test of Wang and Ramdas (2310.03722) does not
-    reject. With S and V the sums of (x - m) and (x - m)^2, its martingale is
+    It holds the means m that the t-test of Wang and Ramdas (2310.03722) with a Gaussian mixture
+    does not reject. With S and V the sums of (x - m) and (x - m)^2, these are the m for which
 
         sqrt(c^2 / (n + c^2)) ((n + c^2) V / ((n + c^2) V - S^2))^(n / 2) < 1 / error
 
-    This is the likelihood of the differences, divided by sample scale, if the mean, in standard
-    deviations, is drawn from a Gaussian of variance 1 / c^2, over that if the mean is 0."""
+    The left side is a likelihood ratio, in which the unknown variance cancels out: of a mean that
+    is drawn, in standard deviations from m, from a Gaussian of variance 1 / c^2, to the mean m."""
     n = len(differences)
     mean = fmean(differences)
     share = PRIOR / (n + PRIOR)
@@ -176,6 +176,8 @@ def main(arguments: list[str] | None = None):
             write_whole(home / "pairs.jsonl", to_json_lines(pairs))
     except BadInput as error:
         sys.exit(f"compare: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(verdict(pair))
 
 
