@@ -3,7 +3,7 @@
     python bench/compare.py
     python bench/compare.py --comparisons 100 --pairs 20
 
-A run takes a twentieth of a second: a table of logits learns nim against random moves, with
+A run takes a tenth of a second: a table of logits learns nim against random moves, with
 flatrl's GRPO. Like a run of train.py, it counts with the mean of its evaluations. With equal
 seeds, A against A would be equal to the last digit, so B gets seeds of its own. Then B gets a
 larger learning rate, with seeds of its own and with A's.
