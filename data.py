@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 import losses
 from agent_loop import (
@@ -56,6 +56,7 @@ from agent_loop import (
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import check_types, need, refusing
+from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
 from flatrl.rows import check_row, check_tokenizer, tool_schemas
@@ -1206,20 +1207,7 @@ def _images_of_rows(batch: dict, micro: MicroBatch) -> list[tuple]:
         return []
     found = []
     for row, length, n_shared in zip(micro.rows, micro.lengths, micro.shared):
-        ids = batch["input_ids"][row, :length]
+        # An array stays on the host, unlike a tensor.
+        ids = batch["input_ids"][row, :length].numpy()
         found.append((ids, images_of_row[row], n_shared))
     return found
-
-
-def to_device(tensors, device):
-    """Returns nested dicts and lists with all their tensors on the device.
-
-    To a GPU they are copied through pinned memory, without waiting: the CPU packs the next
-    micro-batch while the GPU computes."""
-
-    def copied(tensor):
-        if "cuda" in str(device):
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
-
-    return tree_map_only(Tensor, copied, tensors)

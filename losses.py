@@ -985,7 +985,7 @@ def aggregate(
         denominator = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-sum-norm":
         denominator = denominator * (max_len or mask.shape[1])
-    denominator = torch.as_tensor(denominator, device=x.device)
+    denominator = torch.as_tensor(denominator)  # a number stays on the host: no copy, no wait
     return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 

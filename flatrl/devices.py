@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from flatrl.bad_input import need, refusing
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host
@@ -120,6 +120,20 @@ def move(
         optimizer.state = tree_map(moved, optimizer.state)
     for network in networks:
         network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
+
+
+def to_device(tensors, device: torch.device | str):
+    """Returns nested dicts and lists with all their tensors on the device.
+
+    To a GPU they are copied through pinned memory, without waiting: the CPU packs the next
+    micro-batch while the GPU computes."""
+
+    def copied(tensor):
+        if "cuda" in str(device):
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return tree_map_only(torch.Tensor, copied, tensors)
 
 
 def offload(run, device: torch.device | str):

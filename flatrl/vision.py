@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from agent_loop import AgentLoopOutput, expand, image_tokens
+from flatrl.devices import to_device
 
 SMALLEST_INT32 = -(2**31)  # prefix_ids are compared as int32
 
@@ -88,8 +89,8 @@ class Vision:
 
     def _encode(self, model, images, device):
         """Returns the vision tower's output for some images."""
-        pixels = self._preprocessed("pixel_values", images).to(device)
-        grid = self._preprocessed("image_grid_thw", images).to(device)
+        names = "pixel_values", "image_grid_thw"
+        pixels, grid = to_device([self._preprocessed(name, images) for name in names], device)
         return model.get_image_features(pixels, grid, return_dict=True)
 
     def inputs(self, model, packed: dict) -> dict:
@@ -101,7 +102,7 @@ class Vision:
         positions = []
         images_to_encode = []
         for ids, images, n_shared in packed["images"]:
-            ids = ids.cpu()  # (L,)
+            ids = torch.as_tensor(ids)  # (L,)
             is_placeholder = ids == self.image_token_id
             grid = None  # or (images, 3)
             if images:
@@ -114,7 +115,7 @@ class Vision:
             images_to_encode += images[n_images_shared:]
         device = packed["targets"].device
         return {
-            "position_ids": torch.cat(positions, dim=2).to(device),
+            "position_ids": to_device(torch.cat(positions, dim=2), device),
             "mm_encoder_outputs": {"image": self._encode(model, images_to_encode, device)},
         }
 
