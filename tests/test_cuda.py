@@ -1,6 +1,6 @@
-"""The parts of the CUDA path that a CPU can run: defaults, --offload, the tried micro-batch.
+"""The parts of the CUDA path that a CPU can run: defaults, the tried micro-batch, the engine.
 
-The rest is in tests/gpu."""
+Whole runs are in tests/pretended, the rest in tests/gpu."""
 
 import dataclasses
 import types
@@ -11,9 +11,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from gradient_worker import batch_of
-from torch.distributed.tensor import DTensor
-from torch.nn.attention import varlen
-from torch.utils._pytree import tree_leaves
 
 import data
 import rollout
@@ -72,50 +69,6 @@ def test_what_a_host_cannot_do_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="^torch is CUDA's build, and there is no GPU .* 580 or"):
         devices.device_defaults(Args(), cuda=False)
     devices.device_defaults(Args(), cuda=True)
-
-
-# ---------------------------------------------------------------- attention
-
-
-def attend(q, k, v, cu_q, cu_k, *_, scale, window_size, enable_gqa) -> torch.Tensor:
-    """The result of varlen_attn by its definition: (S, H, D)."""
-    # torch chooses the causal kernel for exactly (-1, 0), a tuple.
-    assert enable_gqa and type(window_size) is tuple
-    parts = []
-    n_groups = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(n_groups, 1) for x in (k, v))
-    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        age = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)
-        most = window_size[0] if window_size[0] >= 0 else age.max()
-        scores = torch.einsum("qhd,khd->hqk", q[a:b].double(), k[c:d]) * scale
-        hidden = (age < -window_size[1]) | (age > most)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        parts.append(torch.einsum("hqk,khd->qhd", weights, v[c:d]))
-    return torch.cat(parts).to(q.dtype)
-
-
-@pytest.mark.parametrize("window, expected_window", [(4, (3, 0)), (100, (-1, 0))])
-def test_attention_on_cuda(monkeypatch, window, expected_window):
-    """A forest of rows, with fewer heads of keys than of queries."""
-    called = []
-
-    def varlen_attn(*args, window_size, **settings):
-        called.append(window_size)
-        return attend(*args, window_size=window_size, **settings)
-
-    batch = batch_of(9)
-    inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")["inputs"]
-    n = inputs.pop("input_ids").shape[1]
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn((1, heads, n, 8), generator=generator).bfloat16() for heads in (4, 2, 2)]
-    module = types.SimpleNamespace(is_causal=True)
-    rest = dict(attention_mask=None, scaling=0.3, sliding_window=window) | inputs
-    expected, _ = data.packed_attention(module, *(x.float() for x in qkv), **rest)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    found, _ = data.packed_attention(module, *qkv, **rest)
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
-    assert called == [expected_window]
 
 
 # ---------------------------------------------------------------- optimiser, critic, reference
@@ -265,76 +218,6 @@ def test_nothing_is_tried_without_training_or_on_a_cpu(args, flags):
     device = CUDA if flags else torch.device("cpu")
     args = dataclasses.replace(args, **flags)
     devices.fit_micro_batch({"policy": None}, args, device, None)
-
-
-# ---------------------------------------------------------------- --offload
-
-
-@pytest.mark.parametrize("what, moves, shard", [
-    ("none", set(), False),
-    ("optimizer", {"states"}, True),
-    ("all", {"states", "critic", "reference"}, False),
-    ("all", {"states", "critic", "reference"}, True),
-])  # fmt: skip
-def test_offload(tiny_model, process_group, monkeypatch, what, moves, shard):
-    """Other memory while the engine is awake, and again after it, with the same values."""
-    args = Args(model=tiny_model, dtype="float32", shard=shard, kl_coef=0.1, algo="ppo",
-                offload=what, lr=1e-3, critic_lr=1e-3)  # fmt: skip
-    data.register_packed_attention()
-    accelerator = Accelerator(cpu=True)
-    policy, critic, reference = train.build_networks(args, accelerator, train.Policy(args))
-    learners = {"policy": policy, "critic": critic}
-    batch = batch_of(4)
-    for name in ("advantages", "values", "returns", "logprobs_ref"):
-        batch[name] = torch.ones_like(batch["response_mask"])
-
-    def update():
-        objectives = (train.policy_objective, train.value_objective)
-        columns = [*COLUMNS, "values", "returns", "logprobs_ref"]
-        for learner, objective in zip(learners.values(), objectives):
-            train.optimise(learner, objective, batch, columns, range(4), args, accelerator)
-
-    def tensors() -> dict:
-        states = [learner.optimizer.state for learner in learners.values()]
-        parts = {
-            "states": tree_leaves([list(state.values()) for state in states]),
-            "critic": critic.net.parameters(),
-            "reference": reference.parameters(),
-            "policy": policy.net.parameters(),
-        }
-        return {name: [x.to_local() if isinstance(x, DTensor) else x.detach() for x in part]
-                for name, part in parts.items()}  # fmt: skip
-
-    update()
-    before = tensors()
-    values = {name: [x.clone() for x in part] for name, part in before.items()}
-    meanwhile = {}
-    slept = []
-    engine = types.SimpleNamespace(state="asleep", sleep=lambda keep: slept.append(keep))
-
-    def sync(*_, version):
-        meanwhile.update(tensors())
-        engine.state = "awake"
-        return 1.5
-
-    monkeypatch.setattr(train, "sync", sync)
-    run = types.SimpleNamespace(
-        args=args, accelerator=accelerator, learners=learners, policy=policy, critic=critic,
-        reference=reference, engine=engine, done=1)
-    with train.awake(run) as seconds:
-        assert seconds == 1.5 and slept == []
-    assert slept == [False]
-    after = tensors()
-    for name, part in before.items():
-        rows = zip(part, meanwhile[name], after[name], values[name], strict=True)
-        for x, away, back, value in rows:
-            assert torch.equal(away, value) and torch.equal(back, value)
-            assert (away.data_ptr() != x.data_ptr()) is (name in moves), name
-            assert (back.data_ptr() != away.data_ptr()) is (name in moves), name
-    update()
-    states = zip(tensors()["states"], values["states"], strict=True)
-    assert not any(torch.equal(x, y) for x, y in states)
-    assert train.score_tokens(reference, batch, args).abs().sum() > 1
 
 
 # ---------------------------------------------------------------- the engine's memory

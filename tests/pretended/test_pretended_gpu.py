@@ -1,0 +1,153 @@
+"""Whole runs on the pretended GPU: what the host waits for, and where all tensors are."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pretend
+import pytest
+import torch
+from conftest import run
+from gradient_worker import batch_of
+from torch.nn.attention import varlen
+
+import data
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler"),
+    pytest.mark.skipif(bool(torch.version.cuda), reason="needs torch's build for CPUs"),
+]
+
+FLAGS = [
+    *["--prompts_per_step", "2", "--group_size", "2", "--tokens_per_micro_batch", "128"],
+    *["--eval_every", "0", "--allow_mismatch", "--num_steps", "2", "--kl_coef", "0.1"],
+    *["--max_prompt_tokens", "32", "--max_response_tokens", "32"],
+]
+TEXT = ["--task", "tests/tiny_task.py", "--agent", "two_turns", "--offload", "all"]
+PPO = ["--algo", "ppo", "--prompts_per_mini_batch", "1", "--max_staleness", "1"]
+IMAGES = [
+    *["--task", "tests/vision_task.py", "--agent", "looker", "--offload", "optimizer"],
+    *["--lora_rank", "4", "--tokens_per_micro_batch", "160"],
+    *["--max_prompt_tokens", "96", "--max_response_tokens", "64"],
+]
+# All that a run waits for, from its first step on: function and reason. Scores, the sums of the
+# metrics and the norm are read when everything else has been queued.
+WAITS = {
+    ("token_scores", "a copy to the host"),
+    ("optimise", "a copy to the host"),
+    ("optimise", "item"),
+    ("Learner.step", "item"),
+    ("adam_steps", "item"),
+    ("move.<locals>.moved", "a copy to the host"),
+    ("move.<locals>.moved", "a blocking copy to the GPU"),
+    ("save_checkpoint", "synchronize"),
+}
+AT_THE_END = {("save_policy", "a copy to the host")}
+# Those of transformers' models with images.
+WAITS_WITH_IMAGES = {
+    ("Vision._encode", "a copy of pageable memory"),
+    ("Vision._encode", "a copy to the host"),
+    ("Vision._encode", "indices on the host"),
+    ("Vision._encode", "repeat_interleave"),
+    ("Vision._encode", "unique_consecutive"),
+    ("Net.forward", "item"),
+    ("the backward pass", "a copy to the host"),
+    ("the backward pass", "indices on the host"),
+    ("the backward pass", "masked_select"),
+    ("_write_policy", "a copy to the host"),
+}
+
+
+@pytest.fixture
+def pretended(tmp_path, cache):
+    """pretended(flags, by, **settings of run.py) -> what each rank saw."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    library = pretend.build(home / "flatrl-tests")
+
+    def pretended(*flags: str, by: str = "fork", **settings) -> list[dict]:
+        settings |= {"library": str(library), "report": str(tmp_path / "report")}
+        flags = [*FLAGS, *flags, "--output_dir", tmp_path / "run"]
+        script = "tests/pretended/run.py"
+        run(*flags, by=by, script=script, cache=cache, PRETEND=json.dumps(settings))
+        return [json.loads(file.read_text()) for file in sorted(tmp_path.glob("report.*"))]
+
+    return pretended
+
+
+def waits_of(seen: dict) -> set:
+    return {tuple(wait) for wait in seen["waits"]}
+
+
+def check(seen: dict, waits: set, moved: list[str], dtypes=("bfloat16",)):
+    """The host waits only where it must. During a rollout `moved` is in pinned memory.
+
+    dtypes: of the weights that the engine gets."""
+    found = waits_of(seen)
+    assert found <= waits, (
+        f"{found - waits}: here the host waits for the GPU. Copy to it with data.to_device, and "
+        "read numbers after the last micro-batch; or add the wait to this file"
+    )
+    assert waits <= found, f"{waits - found}: no waits any more: remove them from this file"
+    on_gpu = dict.fromkeys(["policy", *moved], ["cuda"])
+    assert seen["places"] == {
+        "sync": {"weights": [f"cuda torch.{dtype}" for dtype in dtypes]},
+        "rollout": on_gpu | dict.fromkeys(moved, ["pinned"]),
+        "update": on_gpu,
+        "checkpoint": on_gpu,
+    }
+
+
+def test_ppo_resumes_and_every_fault_is_seen(pretended):
+    """Each fault is there for one step of the second run."""
+    faults = {2: "item", 3: "pageable", 4: "forgotten", 5: "on_host"}
+    (seen,) = pretended(*TEXT, *PPO, resume=["--num_steps", "6"], faults=faults)
+    clean = seen["clean"]
+    moved = ["policy states", "critic", "critic states", "reference"]
+    check(clean, WAITS | AT_THE_END, moved)
+    assert seen["start"]["places"]["start"] == dict.fromkeys(["policy", *moved], ["cuda"])
+
+    assert waits_of(seen["item"]) - waits_of(clean) == {("micro_batch_loss", "item")}
+    pageable = {(name, "a copy of pageable memory") for name in ("optimise", "pack_rows")}
+    assert waits_of(seen["pageable"]) - waits_of(clean) == pageable
+    after_rollout = clean["places"]["update"]
+    assert seen["forgotten"]["places"]["update"] == after_rollout | {"reference": ["pinned"]}
+    assert "operands are on two devices" in seen["on_host"]["error"]
+
+
+def test_images_and_lora(pretended):
+    """An adapter is added to its weight in float32."""
+    (seen,) = pretended(*IMAGES)
+    waits = WAITS | AT_THE_END | WAITS_WITH_IMAGES
+    check(seen["clean"], waits, ["policy states"], ("bfloat16", "float32"))
+
+
+def test_two_ranks(pretended):
+    ranks = pretended(*TEXT, by="ranks")
+    for seen, waits in zip(ranks, (WAITS | AT_THE_END, WAITS), strict=True):
+        check(seen["clean"], waits, ["policy states", "reference"])
+
+
+@pytest.mark.parametrize("window, expected_window", [(4, (3, 0)), (100, (-1, 0))])
+def test_attention_on_cuda(monkeypatch, window, expected_window):
+    """A forest of rows, with fewer heads of keys than of queries."""
+    called = []
+
+    def varlen_attn(*args, window_size, **settings):
+        called.append(window_size)
+        return pretend.varlen_attn(*args, window_size=window_size, **settings)
+
+    batch = batch_of(9)
+    inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")["inputs"]
+    n = inputs.pop("input_ids").shape[1]
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn((1, heads, n, 8), generator=generator).bfloat16() for heads in (4, 2, 2)]
+    module = SimpleNamespace(is_causal=True)
+    rest = dict(attention_mask=None, scaling=0.3, sliding_window=window) | inputs
+    expected, _ = data.packed_attention(module, *(x.float() for x in qkv), **rest)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found, _ = data.packed_attention(module, *qkv, **rest)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+    assert called == [expected_window]
