@@ -231,10 +231,16 @@ def told(items: Sequence, title: str, seconds: float = 10.0) -> Iterator:
 
 
 def build_warm_model(
-    path: str | Path, chats: list[list[dict]], tools: Sequence = (), batch_size: int = 16
+    path: str | Path,
+    chats: list[list[dict]],
+    tools: Sequence = (),
+    batch_size: int = 16,
+    pieces: Sequence[str] = (),
 ):
-    """Writes a model that has learned from the chats (see `warm_up`) to the folder `path`."""
-    model, tokenizer = init_model(path)
+    """Writes a model that has learned from the chats (see `warm_up`) to the folder `path`.
+
+    pieces: texts that become one token each."""
+    model, tokenizer = init_model(path, pieces=pieces)
     warm_up(model, tokenizer, chats, tools, batch_size)
     model.eval().save_pretrained(path)
 
