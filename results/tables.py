@@ -366,6 +366,32 @@ def tools():
             yield f"{line['side']}{label}", ratio
 
 
+def credit(game: str) -> Iterator[tuple]:
+    """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit."""
+    lines = [line for line in runs("credit")["turns"].lines if line["game"] == game]
+    turns = sorted({line["turn"] for line in lines})[:6]
+    yield "", *("turn {}".format(turn or "1, 2, ...") for turn in turns)
+    known = {(line["estimator"], line["turn"]): line for line in lines}
+    yield "size of the true advantage", *(f"{known['grpo', turn]['truth']:.2f}" for turn in turns)
+    for name in dict.fromkeys(line["estimator"] for line in lines):
+        cells = []
+        for line in (known[name, turn] for turn in turns):
+            limit = line["bias_limit"]
+            bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{max(limit, 0.01):.2f}"
+            cells.append(f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}")
+        yield name, *(cell if known[name, turn]["truth"] else "-" for cell, turn in zip(cells, turns))
+
+
+@table
+def credit_bisection():
+    return credit("bisection")
+
+
+@table
+def credit_nim():
+    return credit("nim")
+
+
 @table
 def host():
     [line] = runs("host")["host"].lines

@@ -1,0 +1,250 @@
+"""How close does each estimator of advantages come to the true advantage of each turn?
+
+    python bench/credit.py                                               # docs/credit.md
+    python bench/credit.py --task my_task.py --estimators grpo median    # with one of your own
+
+In two games the true advantages under a given policy are known by enumeration. That policy plays
+rollouts, and train.estimate_advantages gets them as it does in training. No model is needed.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+
+import common
+import torch
+
+import data
+import train
+from agent_loop import AgentLoopOutput
+from examples import bisection, nim
+from losses import group_sum
+from rollout import Rollouts
+
+# ---------------------------------------------------------------- games and their values
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """A state is (low, high, guesses made). A prompt is the number, which no state shows.
+
+    The policy guesses a number that is left, one in the middle exp(sharpness) times as often as
+    one at an end. The teacher's sharpness is 0."""
+
+    sharpness: float
+    starts = dict.fromkeys(range(bisection.SIZE), (0, bisection.SIZE - 1, 0))
+
+    def policy(self, state: tuple) -> dict[int, float]:
+        low, high, _ = state
+        guesses = range(low, high + 1)
+        off_middle = [abs(2 * guess - low - high) / len(guesses) for guess in guesses]
+        weights = [math.exp(-self.sharpness * each) for each in off_middle]
+        return {guess: weight / sum(weights) for guess, weight in zip(guesses, weights)}
+
+    def outcomes(self, state: tuple, guess: int, number: int | None) -> Iterator[tuple]:
+        """Yields (probability, next state or None, reward): for the number, or for all left."""
+        low, high, _ = state
+        numbers = range(low, high + 1) if number is None else [number]
+        game = bisection.Game()
+        for game.secret in numbers:
+            game.low, game.high, game.n_guesses = state
+            _, reward, done, _ = game.step(str(guess))
+            yield 1 / len(numbers), None if done else (game.low, game.high, game.n_guesses), reward
+
+
+class Nim:
+    """Random moves against the perfect player. A state is (sticks,), and a prompt the first."""
+
+    starts = {sticks: (sticks,) for sticks in range(5, 21) if sticks % 4}
+
+    def policy(self, state: tuple) -> dict[int, float]:
+        moves = [*map(int, nim.allowed(*state))]
+        return dict.fromkeys(moves, 1 / len(moves))
+
+    def outcomes(self, state: tuple, move: int, _) -> Iterator[tuple]:
+        left = state[0] - move
+        if not left:
+            yield 1.0, None, 1.0
+            return
+        answers = [left % 4] if left % 4 else [*map(int, nim.allowed(left))]
+        for answer in answers:
+            yield 1 / len(answers), (left - answer,) if left > answer else None, 0.0
+
+
+GAMES = {"bisection": Bisection(0), "better policy": Bisection(3), "nim": Nim()}
+
+
+@cache
+def value(game, state: tuple | None, prompt: int | None = None) -> float:
+    """Returns V, the expected reward from a state on. With a prompt: given what that hides."""
+    if state is None:
+        return 0.0
+    return sum(p * action_value(game, state, a, prompt) for a, p in game.policy(state).items())
+
+
+@cache
+def action_value(game, state: tuple, action: int, prompt: int | None = None) -> float:
+    """Returns Q, the expected reward if this action is taken first."""
+    outcomes = game.outcomes(state, action, prompt)
+    return sum(p * (reward + value(game, after, prompt)) for p, after, reward in outcomes)
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def play(game, prompt: int, greedy: bool) -> tuple[list[tuple], float]:
+    """Returns the (state, action) of each turn of a game, and its reward."""
+    turns = []
+    state = game.starts[prompt]
+    while state is not None:
+        chances = game.policy(state)
+        [action] = random.choices([*chances], [*chances.values()])
+        if greedy:
+            action = max(chances, key=chances.get)
+        turns.append((state, action))
+        outcomes = [*game.outcomes(state, action, prompt)]
+        [(_, state, reward)] = random.choices(outcomes, [chance for chance, *_ in outcomes])
+    return turns, reward
+
+
+def sample(game, n_prompts: int, group_size: int) -> Rollouts:
+    """Returns games, and a greedy one for each prompt, which remax needs."""
+    outputs = []
+    for row, n in itertools.product(range(n_prompts), range(group_size + 1)):
+        greedy = {"greedy": True} if n == group_size else {}
+        start = [*game.starts][row % len(game.starts)]
+        turns, reward = play(game, start, bool(greedy))
+        mask = [0, 1] * len(turns)  # a turn is a token of the game, then one of the policy
+        output = AgentLoopOutput(
+            prompt_ids=[start],
+            response_ids=[0] * len(mask),
+            response_mask=mask,
+            response_logprobs=[0.0] * len(mask),
+            response_versions=[each - 1 for each in mask],
+            reward=reward,
+            metrics={"states": [state[:2] for state, _ in turns]},  # what the policy sees
+            extra={"prompt": row, "sample": n, "segment": 0, "turns": turns} | greedy,
+        )
+        outputs.append(output)
+    return Rollouts(outputs)
+
+
+# ---------------------------------------------------------------- estimators
+
+ERROR = 0.1  # of the values of a critic that is off: its standard deviation
+N_PLAYED = 8  # games that are played on from a state
+
+error = cache(lambda game, state: random.gauss(0, ERROR))
+
+
+def critic_value(critic: str, game, state: tuple, prompt: int) -> float:
+    """Returns a critic's value of a state. "played on": the wins of copies of the game."""
+    if critic == "played on":
+        chance = value(game, state, prompt)
+        return sum(random.random() < chance for _ in range(N_PLAYED)) / N_PLAYED
+    return value(game, state) + (critic == "critic off") * error(game, state)
+
+
+# Names, each with flags of train.py, and the critic of --algo ppo.
+ESTIMATORS = {name: ({"algo": name}, "") for name in "remax grpo drgrpo rloo opo gigpo".split()}
+ESTIMATORS["reinforce_pp"] = ({"algo": "reinforce_pp", "kl_coef": 0.0}, "")
+CRITICS = {"critic off": (1.0, 0.5, 0.0), "exact critic": (1.0, 0.0), "played on": (0.0,)}
+for critic, lams in CRITICS.items():
+    for lam in lams:
+        ESTIMATORS[f"ppo, {critic}, lam {lam:g}"] = ({"algo": "ppo", "lam": lam}, critic)
+
+
+def estimate(game, rollouts: Rollouts, flags: dict, critic: str) -> torch.Tensor:
+    """Returns what train.py estimates as the advantages of all turns, (turns,)."""
+    args = train.Args(**flags)
+    batch = data.make_batch(rollouts.trained)
+    mask = batch["response_mask"].bool()
+    if "values" in args.estimator_takes:
+        values = [
+            critic_value(critic, game, state, *output.prompt_ids)
+            for output in batch.outputs
+            for state, _ in output.extra["turns"]
+        ]
+        batch["values"] = torch.zeros(mask.shape).masked_scatter(mask, torch.tensor(values))
+    train.set_token_rewards(SimpleNamespace(args=args), batch, step=0)
+    return train.estimate_advantages(batch, rollouts, args, {})[mask].double()
+
+
+# ---------------------------------------------------------------- against the truth
+
+
+def mean_of_squares(x: torch.Tensor, labels: torch.Tensor) -> float:
+    """Returns the mean of E[x | label]^2, without bias: from products of different samples."""
+    n = group_sum(torch.ones_like(x), labels)
+    products = group_sum(x, labels).square() - group_sum(x.square(), labels)
+    return (products / (n * (n - 1)))[n > 1].mean().item()
+
+
+def compare(columns: torch.Tensor) -> dict[str, float]:
+    """Returns how the estimates of some turns differ from the truth: see docs/credit.md."""
+    estimate, truth, luck, _, state, pair = columns
+    error = estimate - truth
+    # E[luck | pair] is 0. Without its part of the error, the means are more exact.
+    steady = error - luck * (luck * error).sum() / luck.square().sum().clamp(min=1e-9)
+    bias = mean_of_squares(steady, pair) - mean_of_squares(steady, state)
+    by_chance = 2 * steady.var() * math.sqrt(2 * len(pair.unique())) / len(pair)
+    numbers = {
+        "truth": truth.square().mean().sqrt(),
+        "correlation": torch.corrcoef(columns[:2])[0, 1].nan_to_num(),  # 0 if all truths are 0
+        "bias": math.sqrt(max(bias, 0)),
+        "bias_limit": by_chance.sqrt(),  # two standard errors, if there is no bias
+        "noise": (error.square().mean() - max(bias, 0)).sqrt(),
+    }
+    return {name: round(float(number), 4) for name, number in numbers.items()}
+
+
+def measure(game, chosen: dict, options) -> Iterator[dict]:
+    """Yields a row for each estimator and turn, and as turn 0 for all turns together."""
+    facts = []  # of each turn of all rounds
+    estimates: dict = {name: [] for name in chosen}
+    ids: dict = {}  # of states and of pairs
+    for _ in range(options.rounds):
+        rollouts = sample(game, options.prompts, options.group_size)
+        for output in rollouts.trained:
+            for number, pair in enumerate(output.extra["turns"], 1):
+                q = action_value(game, *pair)
+                labels = [ids.setdefault(key, len(ids)) for key in (pair[0], pair)]
+                truth = round(q - value(game, pair[0]), 9)
+                facts.append((truth, output.reward - q, number, *labels))
+        for name, how in chosen.items():
+            estimates[name].append(estimate(game, rollouts, *how))
+    known = torch.tensor(facts, dtype=torch.float64).T
+    truth, _, number, *_ = known
+    for name in chosen:
+        found = torch.cat(estimates[name])
+        found *= truth.square().sum() / (found * truth).sum()  # now its slope on the truth is 1
+        columns = torch.cat([found[None], known])
+        for turn in range(int(number.max()) + 1):
+            some = columns[:, number == turn] if turn else columns
+            yield {"estimator": name, "turn": turn} | compare(some)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__, prompts=256, group_size=8, rounds=10)
+    parser.add_argument("--task", help="a file with estimators of your own")
+    parser.add_argument("--estimators", nargs="+", default=ESTIMATORS, metavar="NAME")
+    options = parser.parse_args()
+    if options.task:
+        data.load_task(options.task, [])
+    chosen = {name: ({"adv_estimator": name}, "exact critic") for name in options.estimators}
+    chosen |= {name: ESTIMATORS[name] for name in {*chosen} & {*ESTIMATORS}}
+    random.seed(0)
+    rows = []
+    for title, game in GAMES.items():
+        for row in measure(game, chosen, options):
+            rows.append({"game": title} | row)
+            print(*(f"{name} {number:<10}" for name, number in rows[-1].items()))
+    common.write_rows(options.out, rows)
+
+
+if __name__ == "__main__":
+    main()
