@@ -96,15 +96,13 @@ def action_value(game, state: tuple, action: int, prompt: int | None = None) -> 
 # ---------------------------------------------------------------- rollouts
 
 
-def play(game, prompt: int, greedy: bool) -> tuple[list[tuple], float]:
+def play(game, prompt: int) -> tuple[list[tuple], float]:
     """Returns the (state, action) of each turn of a game, and its reward."""
     turns = []
     state = game.starts[prompt]
     while state is not None:
         chances = game.policy(state)
         [action] = random.choices([*chances], [*chances.values()])
-        if greedy:
-            action = max(chances, key=chances.get)
         turns.append((state, action))
         outcomes = [*game.outcomes(state, action, prompt)]
         [(_, state, reward)] = random.choices(outcomes, [chance for chance, *_ in outcomes])
@@ -112,22 +110,21 @@ def play(game, prompt: int, greedy: bool) -> tuple[list[tuple], float]:
 
 
 def sample(game, n_prompts: int, group_size: int) -> Rollouts:
-    """Returns games, and a greedy one for each prompt, which remax needs."""
+    """Returns groups of games, in which a turn is a token of the game and one of the policy."""
     outputs = []
-    for row, n in itertools.product(range(n_prompts), range(group_size + 1)):
-        greedy = {"greedy": True} if n == group_size else {}
-        start = [*game.starts][row % len(game.starts)]
-        turns, reward = play(game, start, bool(greedy))
-        mask = [0, 1] * len(turns)  # a turn is a token of the game, then one of the policy
+    for row, n in itertools.product(range(n_prompts), range(group_size)):
+        prompt = [*game.starts][row % len(game.starts)]
+        turns, reward = play(game, prompt)
+        mask = [0, 1] * len(turns)
         output = AgentLoopOutput(
-            prompt_ids=[start],
+            prompt_ids=[prompt],
             response_ids=[0] * len(mask),
             response_mask=mask,
             response_logprobs=[0.0] * len(mask),
             response_versions=[each - 1 for each in mask],
             reward=reward,
             metrics={"states": [state[:2] for state, _ in turns]},  # what the policy sees
-            extra={"prompt": row, "sample": n, "segment": 0, "turns": turns} | greedy,
+            extra={"prompt": row, "sample": n, "segment": 0, "turns": turns},
         )
         outputs.append(output)
     return Rollouts(outputs)
@@ -150,7 +147,7 @@ def critic_value(critic: str, game, state: tuple, prompt: int) -> float:
 
 
 # Names, each with flags of train.py, and the critic of --algo ppo.
-ESTIMATORS = {name: ({"algo": name}, "") for name in "remax grpo drgrpo rloo opo gigpo".split()}
+ESTIMATORS = {name: ({"algo": name}, "") for name in "grpo drgrpo rloo opo gigpo".split()}
 ESTIMATORS["reinforce_pp"] = ({"algo": "reinforce_pp", "kl_coef": 0.0}, "")
 CRITICS = {"critic off": (1.0, 0.5, 0.0), "exact critic": (1.0, 0.0), "played on": (0.0,)}
 for critic, lams in CRITICS.items():
@@ -161,7 +158,7 @@ for critic, lams in CRITICS.items():
 def estimate(game, rollouts: Rollouts, flags: dict, critic: str) -> torch.Tensor:
     """Returns what train.py estimates as the advantages of all turns, (turns,)."""
     args = train.Args(**flags)
-    batch = data.make_batch(rollouts.trained)
+    batch = data.make_batch(rollouts.outputs)
     mask = batch["response_mask"].bool()
     if "values" in args.estimator_takes:
         values = [
@@ -177,11 +174,13 @@ def estimate(game, rollouts: Rollouts, flags: dict, critic: str) -> torch.Tensor
 # ---------------------------------------------------------------- against the truth
 
 
-def mean_of_squares(x: torch.Tensor, labels: torch.Tensor) -> float:
-    """Returns the mean of E[x | label]^2, without bias: from products of different samples."""
+def squared_means(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns E[x | label]^2 for each x, NaN where a label occurs once.
+
+    Without bias: it is the mean product of two different samples with this label."""
     n = group_sum(torch.ones_like(x), labels)
     products = group_sum(x, labels).square() - group_sum(x.square(), labels)
-    return (products / (n * (n - 1)))[n > 1].mean().item()
+    return products / (n * (n - 1))
 
 
 def compare(columns: torch.Tensor) -> dict[str, float]:
@@ -190,16 +189,17 @@ def compare(columns: torch.Tensor) -> dict[str, float]:
     error = estimate - truth
     # E[luck | pair] is 0. Without its part of the error, the means are more exact.
     steady = error - luck * (luck * error).sum() / luck.square().sum().clamp(min=1e-9)
-    bias = mean_of_squares(steady, pair) - mean_of_squares(steady, state)
+    squares = squared_means(steady, pair) - squared_means(steady, state)
+    bias = squares.nanmean().nan_to_num().clamp(min=0)
     by_chance = 2 * steady.var() * math.sqrt(2 * len(pair.unique())) / len(pair)
     numbers = {
         "truth": truth.square().mean().sqrt(),
         "correlation": torch.corrcoef(columns[:2])[0, 1].nan_to_num(),  # 0 if all truths are 0
-        "bias": math.sqrt(max(bias, 0)),
+        "bias": bias.sqrt(),
         "bias_limit": by_chance.sqrt(),  # two standard errors, if there is no bias
-        "noise": (error.square().mean() - max(bias, 0)).sqrt(),
+        "noise": (error.square().mean() - bias).sqrt(),
     }
-    return {name: round(float(number), 4) for name, number in numbers.items()}
+    return {name: round(number.item(), 4) for name, number in numbers.items()}
 
 
 def measure(game, chosen: dict, options) -> Iterator[dict]:
@@ -209,7 +209,7 @@ def measure(game, chosen: dict, options) -> Iterator[dict]:
     ids: dict = {}  # of states and of pairs
     for _ in range(options.rounds):
         rollouts = sample(game, options.prompts, options.group_size)
-        for output in rollouts.trained:
+        for output in rollouts.outputs:
             for number, pair in enumerate(output.extra["turns"], 1):
                 q = action_value(game, *pair)
                 labels = [ids.setdefault(key, len(ids)) for key in (pair[0], pair)]

@@ -368,18 +368,23 @@ def tools():
 
 def credit(game: str) -> Iterator[tuple]:
     """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit."""
-    lines = [line for line in runs("credit")["turns"].lines if line["game"] == game]
-    turns = sorted({line["turn"] for line in lines})[:6]
-    yield "", *("turn {}".format(turn or "1, 2, ...") for turn in turns)
-    known = {(line["estimator"], line["turn"]): line for line in lines}
-    yield "size of the true advantage", *(f"{known['grpo', turn]['truth']:.2f}" for turn in turns)
-    for name in dict.fromkeys(line["estimator"] for line in lines):
+    known = {
+        (line["estimator"], line["turn"]): line
+        for line in runs("credit")["turns"].lines
+        if line["game"] == game and line["turn"] <= 5
+    }
+    turns = sorted({turn for _, turn in known})
+    yield "", "all turns", *(f"turn {turn}" for turn in turns if turn)
+    yield "true advantage", *(f"{known['grpo', turn]['truth']:.2f}" for turn in turns)
+    for name in dict.fromkeys(name for name, _ in known):
         cells = []
         for line in (known[name, turn] for turn in turns):
-            limit = line["bias_limit"]
-            bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{max(limit, 0.01):.2f}"
+            limit = max(line["bias_limit"], 0.01)
+            bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{limit:.2f}"
             cells.append(f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}")
-        yield name, *(cell if known[name, turn]["truth"] else "-" for cell, turn in zip(cells, turns))
+            if not line["truth"]:
+                cells[-1] = "-"
+        yield name, *cells
 
 
 @table

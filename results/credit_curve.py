@@ -1,7 +1,7 @@
 """Draws the correlation of estimates with the true advantage, turn by turn (docs/credit.md).
 
 pip install matplotlib
-python results/credit.py docs/credit.png
+python results/credit_curve.py docs/credit.png
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(target: str) -> None:
     try:
         import matplotlib.pyplot as plt
     except ImportError:
-        sys.exit("results/credit.py draws with matplotlib: pip install matplotlib")
+        sys.exit("results/credit_curve.py draws with matplotlib: pip install matplotlib")
     lines = runs("credit")["turns"].lines
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for game, ax in zip(GAMES, axes, strict=True):
@@ -51,5 +51,5 @@ def main(target: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python results/credit.py PICTURE")
+        sys.exit("usage: python results/credit_curve.py PICTURE")
     main(sys.argv[1])
