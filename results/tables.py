@@ -367,7 +367,9 @@ def tools():
 
 
 def credit(game: str) -> Iterator[tuple]:
-    """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit."""
+    """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
+
+    Estimators that differ in scale only, and so have the same cells, share a row."""
     known = {
         (line["estimator"], line["turn"]): line
         for line in runs("credit")["turns"].lines
@@ -376,6 +378,7 @@ def credit(game: str) -> Iterator[tuple]:
     turns = sorted({turn for _, turn in known})
     yield "", "all turns", *(f"turn {turn}" for turn in turns if turn)
     yield "true advantage", *(f"{known['grpo', turn]['truth']:.2f}" for turn in turns)
+    names: dict[tuple, list[str]] = {}
     for name in dict.fromkeys(name for name, _ in known):
         cells = []
         for line in (known[name, turn] for turn in turns):
@@ -384,7 +387,9 @@ def credit(game: str) -> Iterator[tuple]:
             cells.append(f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}")
             if not line["truth"]:
                 cells[-1] = "-"
-        yield name, *cells
+        names.setdefault(tuple(cells), []).append(name)
+    for cells, equal in names.items():
+        yield ", ".join(equal), *cells
 
 
 @table
