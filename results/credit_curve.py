@@ -39,7 +39,7 @@ def main(target: str) -> None:
                 and 1 <= line["turn"] <= 5
                 and line["truth"]
             ]
-            ax.plot(*zip(*points, strict=True), style, marker="o", ms=3, label=estimator)
+            ax.plot(*zip(*points, strict=True), ls=style, marker="o", ms=3, label=estimator)
         ax.set(title=game, xlabel="turn", xticks=range(1, 6), ylim=(0, 1.02))
         ax.grid(alpha=0.3)
     axes[0].set(ylabel="correlation with the true advantage")

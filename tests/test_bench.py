@@ -159,6 +159,9 @@ def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
     bench("results/curve.py", "FOLDER/pictures/curve.png", "FOLDER/small")
     sampled, evaluated = json.loads((folder / "pictures/curve.png").read_text())
     assert [step for step, _ in sampled] == [1] and [step for step, _ in evaluated] == [0, 1]
+    bench("results/credit_curve.py", "FOLDER/credit.png")
+    first, *_ = json.loads((folder / "credit.png").read_text())
+    assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
     bench("bench/models.py", "no such architecture", *OUT)
     [row] = record.read_lines(folder / "rows.jsonl")
     assert row["verdict"] == "fails: KeyError: 'no such architecture'"
