@@ -65,14 +65,12 @@ class Nim:
         moves = [*map(int, nim.allowed(*state))]
         return dict.fromkeys(moves, 1 / len(moves))
 
-    def outcomes(self, state: tuple, move: int, _) -> Iterator[tuple]:
+    def outcomes(self, state: tuple, move: int, _) -> list[tuple]:
         left = state[0] - move
         if not left:
-            yield 1.0, None, 1.0
-            return
+            return [(1.0, None, 1.0)]
         answers = [left % 4] if left % 4 else [*map(int, nim.allowed(left))]
-        for answer in answers:
-            yield 1 / len(answers), (left - answer,) if left > answer else None, 0.0
+        return [(1 / len(answers), (left - n,) if left > n else None, 0.0) for n in answers]
 
 
 GAMES = {"bisection": Bisection(0), "better policy": Bisection(3), "nim": Nim()}
