@@ -107,7 +107,7 @@ def play(game, prompt: int) -> tuple[list[tuple], float]:
     return turns, reward
 
 
-def sample(game, n_prompts: int, group_size: int) -> Rollouts:
+def sample(game, n_prompts: int, group_size: int) -> data.Batch:
     """Returns groups of games, in which a turn is a token of the game and one of the policy."""
     outputs = []
     for row, n in itertools.product(range(n_prompts), range(group_size)):
@@ -125,7 +125,7 @@ def sample(game, n_prompts: int, group_size: int) -> Rollouts:
             extra={"prompt": row, "sample": n, "segment": 0, "turns": turns},
         )
         outputs.append(output)
-    return Rollouts(outputs)
+    return data.make_batch(outputs)
 
 
 # ---------------------------------------------------------------- estimators
@@ -153,10 +153,9 @@ for critic, lams in CRITICS.items():
         ESTIMATORS[f"ppo, {critic}, lam {lam:g}"] = ({"algo": "ppo", "lam": lam}, critic)
 
 
-def estimate(game, rollouts: Rollouts, flags: dict, critic: str) -> torch.Tensor:
+def estimate(game, batch: data.Batch, flags: dict, critic: str) -> torch.Tensor:
     """Returns what train.py estimates as the advantages of all turns, (turns,)."""
     args = train.Args(**flags)
-    batch = data.make_batch(rollouts.outputs)
     mask = batch["response_mask"].bool()
     if "values" in args.estimator_takes:
         values = [
@@ -166,7 +165,7 @@ def estimate(game, rollouts: Rollouts, flags: dict, critic: str) -> torch.Tensor
         ]
         batch["values"] = torch.zeros(mask.shape).masked_scatter(mask, torch.tensor(values))
     train.set_token_rewards(SimpleNamespace(args=args), batch, step=0)
-    return train.estimate_advantages(batch, rollouts, args, {})[mask].double()
+    return train.estimate_advantages(batch, Rollouts(batch.outputs), args, {})[mask].double()
 
 
 # ---------------------------------------------------------------- against the truth
@@ -206,15 +205,15 @@ def measure(game, chosen: dict, options) -> Iterator[dict]:
     estimates: dict = {name: [] for name in chosen}
     ids: dict = {}  # of states and of pairs
     for _ in range(options.rounds):
-        rollouts = sample(game, options.prompts, options.group_size)
-        for output in rollouts.outputs:
+        batch = sample(game, options.prompts, options.group_size)
+        for output in batch.outputs:
             for number, pair in enumerate(output.extra["turns"], 1):
                 q = action_value(game, *pair)
                 labels = [ids.setdefault(key, len(ids)) for key in (pair[0], pair)]
                 truth = round(q - value(game, pair[0]), 9)
                 facts.append((truth, output.reward - q, number, *labels))
         for name, how in chosen.items():
-            estimates[name].append(estimate(game, rollouts, *how))
+            estimates[name].append(estimate(game, batch, *how))
     known = torch.tensor(facts, dtype=torch.float64).T
     truth, _, number, *_ = known
     for name in chosen:
