@@ -30,13 +30,18 @@ from rollout import Rollouts
 
 @dataclass(frozen=True)
 class Bisection:
-    """A state is (low, high, guesses made). A prompt is the number, which no state shows.
+    """A state is (low, high, guesses made). The number is hidden.
 
     The policy guesses a number that is left, one in the middle exp(sharpness) times as often as
-    one at an end. The teacher's sharpness is 0."""
+    one at an end. The teacher's sharpness is 0. A group plays each number once, as in the
+    example, or all its rollouts play the same one."""
 
-    sharpness: float
-    starts = dict.fromkeys(range(bisection.SIZE), (0, bisection.SIZE - 1, 0))
+    sharpness: float = 0.0
+    same: bool = False
+
+    def start(self, row: int, n: int) -> tuple[int, tuple]:
+        """Returns the number and the state of rollout n of a prompt."""
+        return (row + n * (not self.same)) % bisection.SIZE, (0, bisection.SIZE - 1, 0)
 
     def policy(self, state: tuple) -> dict[int, float]:
         low, high, _ = state
@@ -49,17 +54,20 @@ class Bisection:
         """Yields (probability, next state or None, reward): for the number, or for all left."""
         low, high, _ = state
         numbers = range(low, high + 1) if number is None else [number]
-        game = bisection.Game()
-        for game.secret in numbers:
+        for each in numbers:
+            game = bisection.Game(each)
             game.low, game.high, game.n_guesses = state
-            _, reward, done, _ = game.step(str(guess))
-            yield 1 / len(numbers), None if done else (game.low, game.high, game.n_guesses), reward
+            game.guess(str(guess))
+            after = None if game.over() else (game.low, game.high, game.n_guesses)
+            yield 1 / len(numbers), after, float(game.found)
 
 
 class Nim:
-    """Random moves against the perfect player. A state is (sticks,), and a prompt the first."""
+    """Random moves against the perfect player. A state is (sticks,). Nothing is hidden."""
 
-    starts = {sticks: (sticks,) for sticks in range(5, 21) if sticks % 4}
+    def start(self, row: int, n: int) -> tuple[int, tuple]:
+        winnable = [sticks for sticks in range(5, 21) if sticks % 4]
+        return 0, (winnable[row % len(winnable)],)
 
     def policy(self, state: tuple) -> dict[int, float]:
         moves = [*map(int, nim.allowed(*state))]
@@ -73,36 +81,40 @@ class Nim:
         return [(1 / len(answers), (left - n,) if left > n else None, 0.0) for n in answers]
 
 
-GAMES = {"bisection": Bisection(0), "better policy": Bisection(3), "nim": Nim()}
+GAMES = {
+    "bisection": Bisection(),
+    "same number": Bisection(same=True),
+    "better policy": Bisection(sharpness=3.0),
+    "nim": Nim(),
+}
 
 
 @cache
-def value(game, state: tuple | None, prompt: int | None = None) -> float:
-    """Returns V, the expected reward from a state on. With a prompt: given what that hides."""
+def value(game, state: tuple | None, hidden: int | None = None) -> float:
+    """Returns V, the expected reward from a state on, also for one who knows what is hidden."""
     if state is None:
         return 0.0
-    return sum(p * action_value(game, state, a, prompt) for a, p in game.policy(state).items())
+    return sum(p * action_value(game, state, a, hidden) for a, p in game.policy(state).items())
 
 
 @cache
-def action_value(game, state: tuple, action: int, prompt: int | None = None) -> float:
+def action_value(game, state: tuple, action: int, hidden: int | None = None) -> float:
     """Returns Q, the expected reward if this action is taken first."""
-    outcomes = game.outcomes(state, action, prompt)
-    return sum(p * (reward + value(game, after, prompt)) for p, after, reward in outcomes)
+    outcomes = game.outcomes(state, action, hidden)
+    return sum(p * (reward + value(game, after, hidden)) for p, after, reward in outcomes)
 
 
 # ---------------------------------------------------------------- rollouts
 
 
-def play(game, prompt: int) -> tuple[list[tuple], float]:
+def play(game, hidden: int, state: tuple | None) -> tuple[list[tuple], float]:
     """Returns the (state, action) of each turn of a game, and its reward."""
     turns = []
-    state = game.starts[prompt]
     while state is not None:
         chances = game.policy(state)
         [action] = random.choices([*chances], [*chances.values()])
         turns.append((state, action))
-        outcomes = [*game.outcomes(state, action, prompt)]
+        outcomes = [*game.outcomes(state, action, hidden)]
         [(_, state, reward)] = random.choices(outcomes, [chance for chance, *_ in outcomes])
     return turns, reward
 
@@ -111,17 +123,17 @@ def sample(game, n_prompts: int, group_size: int) -> data.Batch:
     """Returns groups of games, in which a turn is a token of the game and one of the policy."""
     outputs = []
     for row, n in itertools.product(range(n_prompts), range(group_size)):
-        prompt = [*game.starts][row % len(game.starts)]
-        turns, reward = play(game, prompt)
+        hidden, state = game.start(row, n)
+        turns, reward = play(game, hidden, state)
         mask = [0, 1] * len(turns)
         output = AgentLoopOutput(
-            prompt_ids=[prompt],
+            prompt_ids=[hidden],
             response_ids=[0] * len(mask),
             response_mask=mask,
             response_logprobs=[0.0] * len(mask),
             response_versions=[each - 1 for each in mask],
             reward=reward,
-            metrics={"states": [state[:2] for state, _ in turns]},  # what the policy sees
+            metrics={"states": [state for state, _ in turns]},
             extra={"prompt": row, "sample": n, "segment": 0, "turns": turns},
         )
         outputs.append(output)
@@ -136,10 +148,10 @@ N_PLAYED = 8  # games that are played on from a state
 error = cache(lambda game, state: random.gauss(0, ERROR))
 
 
-def critic_value(critic: str, game, state: tuple, prompt: int) -> float:
+def critic_value(critic: str, game, state: tuple, hidden: int) -> float:
     """Returns a critic's value of a state. "played on": the wins of copies of the game."""
     if critic == "played on":
-        chance = value(game, state, prompt)
+        chance = value(game, state, hidden)
         return sum(random.random() < chance for _ in range(N_PLAYED)) / N_PLAYED
     return value(game, state) + (critic == "critic off") * error(game, state)
 
@@ -226,7 +238,7 @@ def measure(game, chosen: dict, options) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = common.make_parser(__doc__, prompts=256, group_size=8, rounds=10)
+    parser = common.make_parser(__doc__, prompts=64, group_size=32, rounds=10)
     parser.add_argument("--task", help="a file with estimators of your own")
     parser.add_argument("--estimators", nargs="+", default=ESTIMATORS, metavar="NAME")
     options = parser.parse_args()

@@ -203,14 +203,14 @@ def test_credit_is_compared_with_values_known_by_hand(monkeypatch, tmp_path, reg
     assert credit.value(teacher, (0, 2, 3)) == pytest.approx(7 / 9)  # three numbers, two guesses
     assert credit.action_value(teacher, (0, 2, 3), 1) == 1
     assert credit.value(teacher, start) == pytest.approx(0.5326, abs=1e-4)
-    assert credit.value(credit.Bisection(1000), start) == pytest.approx(31 / 32)
+    assert credit.value(credit.Bisection(1000.0), start) == pytest.approx(31 / 32)
     assert credit.value(nim, (4,)) == 0
     assert credit.action_value(nim, (5,), 1) == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
 
     monkeypatch.setattr(credit, "GAMES", {"nim": nim})
     (tmp_path / "own.py").write_text(OWN_ESTIMATOR)
     critics = ["ppo, exact critic, lam 0", "ppo, exact critic, lam 1"]
-    flags = ["--task", str(tmp_path / "own.py"), "--prompts", "48", "--rounds", "4"]
+    flags = ["--task", str(tmp_path / "own.py"), "--prompts", "12", "--rounds", "4"]
     flags += ["--out", str(tmp_path / "rows"), "--estimators", "mine", "drgrpo", "grpo", *critics]
     monkeypatch.setattr(sys, "argv", ["credit.py", *flags])
     credit.main()
