@@ -366,6 +366,42 @@ def tools():
             yield f"{line['side']}{label}", ratio
 
 
+def credit(game: str) -> Iterator[tuple]:
+    """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
+
+    Estimators that differ in scale only, and so have the same cells, share a row."""
+    known = {
+        (line["estimator"], line["turn"]): line
+        for line in runs("credit")["turns"].lines
+        if line["game"] == game and line["turn"] <= 5
+    }
+    turns = sorted({turn for _, turn in known})
+    yield "", "all turns", *(f"turn {turn}" for turn in turns if turn)
+    yield "true advantage", *(f"{known['grpo', turn]['truth']:.2f}" for turn in turns)
+    names: dict[tuple, list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in known):
+        cells = []
+        for line in (known[name, turn] for turn in turns):
+            limit = max(line["bias_limit"], 0.01)
+            bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{limit:.2f}"
+            cells.append(f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}")
+            if not line["truth"]:
+                cells[-1] = "-"
+        names.setdefault(tuple(cells), []).append(name)
+    for cells, equal in names.items():
+        yield ", ".join(equal), *cells
+
+
+@table
+def credit_bisection():
+    return credit("bisection")
+
+
+@table
+def credit_nim():
+    return credit("nim")
+
+
 @table
 def host():
     [line] = runs("host")["host"].lines
