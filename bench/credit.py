@@ -43,6 +43,11 @@ class Bisection:
         """Returns the number and the state of rollout n of a prompt."""
         return (row + n * (not self.same)) % bisection.SIZE, (0, bisection.SIZE - 1, 0)
 
+    def label(self, state: tuple) -> tuple:
+        """Returns the state as gigpo and by_state see it: how much is left, and which guess."""
+        low, high, n_guesses = state
+        return high - low, n_guesses
+
     def policy(self, state: tuple) -> dict[int, float]:
         low, high, _ = state
         guesses = range(low, high + 1)
@@ -68,6 +73,9 @@ class Nim:
     def start(self, row: int, n: int) -> tuple[int, tuple]:
         winnable = [sticks for sticks in range(5, 21) if sticks % 4]
         return 0, (winnable[row % len(winnable)],)
+
+    def label(self, state: tuple) -> tuple:
+        return state
 
     def policy(self, state: tuple) -> dict[int, float]:
         moves = [*map(int, nim.allowed(*state))]
@@ -133,7 +141,7 @@ def sample(game, n_prompts: int, group_size: int) -> data.Batch:
             response_logprobs=[0.0] * len(mask),
             response_versions=[each - 1 for each in mask],
             reward=reward,
-            metrics={"states": [state for state, _ in turns]},
+            metrics={"states": [game.label(state) for state, _ in turns]},
             extra={"prompt": row, "sample": n, "segment": 0, "turns": turns},
         )
         outputs.append(output)
@@ -159,6 +167,7 @@ def critic_value(critic: str, game, state: tuple, hidden: int) -> float:
 # Names, each with flags of train.py, and the critic of --algo ppo.
 ESTIMATORS = {name: ({"algo": name}, "") for name in "grpo drgrpo rloo opo gigpo".split()}
 ESTIMATORS["reinforce_pp"] = ({"algo": "reinforce_pp", "kl_coef": 0.0}, "")
+ESTIMATORS["by_state"] = ({"adv_estimator": "by_state"}, "")  # of examples/bisection.py
 CRITICS = {"critic off": (1.0, 0.5, 0.0), "exact critic": (1.0, 0.0), "played on": (0.0,)}
 for critic, lams in CRITICS.items():
     for lam in lams:

@@ -366,6 +366,33 @@ def tools():
             yield f"{line['side']}{label}", ratio
 
 
+@table
+def bisection():
+    known = runs("bisection")
+    yield "", "games won, sampled", "at temperature 0", "whole command"
+    yield "the teacher", "0.533", "", ""
+    run = known["imitation"]
+    greedy = known["imitation_greedy"].at("eval/reward", 0)
+    yield "imitation of four times as many games", run.at("eval/reward", 0), greedy, run.duration()
+    labels = {"grpo": "`grpo`, seed 0"} | {f"seed_{n}": f"`by_state`, seed {n}" for n in range(3)}
+    for name, label in labels.items():
+        run = known[name]
+        sampled = fmean(run.values("reward/mean")[-10:])
+        yield label, f"{sampled:.3f}", run.at("eval/reward", 100), run.duration()
+    yield "halving what is left", "0.969", "0.969", ""
+
+
+@table
+def speedrun():
+    yield "record", "seed", "seconds", "CPU seconds", "command"
+    for file in sorted((REPO / "speedrun").glob("*.json")):
+        record = json.loads(file.read_text())
+        flags = record["command"].partition("train.py ")[2]
+        for seed, run in record["runs"].items():
+            cells = str(run["seconds"]), str(run["cpu_seconds"])
+            yield file.stem, seed, *cells, f"`{flags}`" if seed == "0" else ""
+
+
 def credit(game: str) -> Iterator[tuple]:
     """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
 
@@ -555,4 +582,5 @@ def main(words: list[str], pages: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]))
+    pages = [REPO / "README.md", REPO / "speedrun/README.md", *sorted((REPO / "docs").glob("*.md"))]
+    sys.exit(main(sys.argv[1:], pages))
