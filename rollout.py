@@ -606,6 +606,10 @@ class Command:
 
 
 @dataclass
+class NothingLeft(BadInput, RuntimeError):
+    """All rollouts of a step or evaluation have failed, mostly by an error in the user's code."""
+
+
 class Rollouts:
     """The rollouts of one step, from all ranks.
 
@@ -664,12 +668,12 @@ class Rollouts:
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
     def require(self, condition, problem: str):
-        """Raises BadInput, saying which rollouts were lost and why, unless the condition holds."""
-        first = self.errors[0]["error"] if self.errors else "none was raised"
-        need(
-            condition,
-            f"{problem}: {dict(self.lost)}; the first error: {first.splitlines()[0]}",
-        )
+        """Raises NothingLeft, with the rollouts that were lost, unless the condition holds."""
+        if not condition:
+            first = self.errors[0]["error"] if self.errors else "none was raised"
+            raise NothingLeft(
+                f"{problem}: {dict(self.lost)}; the first error: {first.splitlines()[0]}"
+            )
 
     def metrics(self, engine: Engine | None) -> dict:
         """Returns metrics of outputs, failures and, unless it is None, the engine."""
@@ -1237,7 +1241,7 @@ class Pool:
 
         The result is the same on all ranks. The engine must be awake if the pool `needs_engine`.
         Rewards may still be on their way: see `wait_for_rewards`. Raises Stopped if the run is to
-        stop, and BadInput if the batch has no sampled token."""
+        stop, and NothingLeft if the batch has no sampled token."""
         self.step = step
         self.step_first = self.first
         n_batches = min(1 + self.staleness, self.end_step - step)
@@ -1433,7 +1437,7 @@ def _with_rewards(outputs: list[AgentLoopOutput], results: dict) -> list[AgentLo
 def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
     """Waits for the graders of all ranks, and writes the rewards to the outputs.
 
-    A rollout whose reward failed is dropped and counted. Raises Stopped, and BadInput if nothing
+    A rollout whose reward failed is dropped and counted. Raises Stopped, and NothingLeft if nothing
     is left."""
     future = background.submit(_results(rollouts.graders))
     while not future.done() and not stop.requested:
@@ -1456,7 +1460,7 @@ def rollout(
 
     All ranks pass the same rows and get the same result. The engine must be awake, and no other
     pool at work. A rollout whose agent loop or reward raises is dropped and counted, and so is
-    one whose loop returns []. Raises Stopped, and BadInput if nothing was sampled or nothing has
+    one whose loop returns []. Raises Stopped, and NothingLeft if nothing was sampled or nothing has
     a reward."""
     pool = Pool(
         context=context_of(run),

@@ -43,9 +43,9 @@ class Game:
         self.n_guesses = 0
         self.found = False
 
-    def seen(self) -> str:
-        """Returns what the player is told."""
-        return f"{self.low} to {self.high}"
+    def told(self) -> list[dict]:
+        """Returns the message that tells the player what is left."""
+        return [{"role": "user", "content": f"{self.low} to {self.high}"}]
 
     def over(self) -> bool:
         """Returns True if the number is found, or no guess is left."""
@@ -63,9 +63,8 @@ class Game:
 
 def load(split: str) -> list[dict]:
     """Returns a game for each number; for "train" many times, because a step takes several."""
-    prompt = [{"role": "user", "content": Game(0).seen()}]
     numbers = list(range(SIZE)) * {"train": SIZE, "val": 1}[split]
-    return [{"prompt": prompt, "extra_info": {"number": number}} for number in numbers]
+    return [{"prompt": [], "extra_info": {"number": number}} for number in numbers]
 
 
 def reward(output, row: dict):
@@ -80,13 +79,12 @@ class Guess(AgentLoopBase):
         """Returns the game's output, with the state of each turn for gigpo."""
         game = Game((row["extra_info"]["number"] + row["rollout_n"]) % SIZE)
         stops = self.stop_token_ids(sampling_params)
-        trajectory = self.start(row)
+        trajectory = self.start({"prompt": game.told()})
         states = []
         while True:
             states.append(f"{game.high - game.low + 1} left, guess {len(states) + 1}")
             game.guess(await self.assistant_turn(trajectory, sampling_params))
-            said = [{"role": "user", "content": game.seen()}]
-            if game.over() or not self.append(trajectory, said, None, stops):
+            if game.over() or not self.append(trajectory, game.told(), None, stops):
                 break
         output = trajectory.output()
         output.reward = float(game.found)
@@ -115,8 +113,7 @@ def teachers_game() -> list[dict]:
     chat = []
     while not game.over():
         guess = str(random.randint(game.low, game.high))
-        chat.append({"role": "user", "content": game.seen()})
-        chat.append({"role": "assistant", "content": guess})
+        chat += [*game.told(), {"role": "assistant", "content": guess}]
         game.guess(guess)
     return chat
 

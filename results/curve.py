@@ -2,7 +2,7 @@
 
 pip install matplotlib
 python results/curve.py curve.png runs/seed0 runs/seed1    # folders of runs
-python results/curve.py docs/curve.png results/quick_start # all runs of a figure
+python results/curve.py curve.png results/quick_start      # all runs of a figure
 """
 
 import sys

@@ -3,7 +3,7 @@
 It shows what imitation alone reaches in the time of a training run: see docs/credit.md."""
 
 from examples import bisection
-from examples.bisection import load, reward  # noqa: F401: train.py looks for them here
+from examples.bisection import load, reward  # noqa: F401
 
 
 def build_model(path: str) -> None:

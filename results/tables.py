@@ -367,6 +367,69 @@ def tools():
 
 
 @table
+def bisection():
+    known = runs("bisection")
+    yield "", "games won, sampled", "at temperature 0", "whole command"
+    yield "the teacher", "0.533", "", ""
+    run = known["imitation"]
+    greedy = known["imitation_greedy"].at("eval/reward", 0)
+    yield "imitation of four times as many games", run.at("eval/reward", 0), greedy, run.duration()
+    labels = {"grpo": "`grpo`, seed 0"} | {f"seed_{n}": f"`by_state`, seed {n}" for n in range(3)}
+    for name, label in labels.items():
+        run = known[name]
+        sampled = fmean(run.values("reward/mean")[-10:])
+        yield label, f"{sampled:.3f}", run.at("eval/reward", 100), run.duration()
+    yield "halving what is left", "0.969", "0.969", ""
+
+
+@table
+def speedrun():
+    yield "record", "seed", "seconds", "CPU seconds", "command"
+    for file in sorted((REPO / "speedrun").glob("*.json")):
+        record = json.loads(file.read_text())
+        flags = record["command"].partition("train.py ")[2]
+        for seed, run in record["runs"].items():
+            cells = str(run["seconds"]), str(run["cpu_seconds"])
+            yield file.stem, seed, *cells, f"`{flags}`" if seed == "0" else ""
+
+
+def credit(game: str) -> Iterator[tuple]:
+    """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
+
+    Estimators that differ in scale only, and so have the same cells, share a row."""
+    known = {
+        (line["estimator"], line["turn"]): line
+        for line in runs("credit")["turns"].lines
+        if line["game"] == game and line["turn"] <= 5
+    }
+    turns = sorted({turn for _, turn in known})
+    yield "", "all turns", *(f"turn {turn}" for turn in turns if turn)
+    yield "true advantage", *(f"{known['grpo', turn]['truth']:.2f}" for turn in turns)
+    names: dict[tuple, list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in known):
+        cells = []
+        for line in (known[name, turn] for turn in turns):
+            limit = max(line["bias_limit"], 0.01)
+            bias = f"{line['bias']:.2f}" if line["bias"] > limit else f"<{limit:.2f}"
+            cells.append(f"{line['correlation']:.2f}, {bias}, {line['noise']:.2f}")
+            if not line["truth"]:
+                cells[-1] = "-"
+        names.setdefault(tuple(cells), []).append(name)
+    for cells, equal in names.items():
+        yield ", ".join(equal), *cells
+
+
+@table
+def credit_bisection():
+    return credit("bisection")
+
+
+@table
+def credit_nim():
+    return credit("nim")
+
+
+@table
 def host():
     [line] = runs("host")["host"].lines
     parts = ("send", "receive", "write", "collate", "credit", "deal", "pack", "all")
@@ -519,4 +582,5 @@ def main(words: list[str], pages: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]))
+    pages = [REPO / "README.md", REPO / "speedrun/README.md", *sorted((REPO / "docs").glob("*.md"))]
+    sys.exit(main(sys.argv[1:], pages))

@@ -31,9 +31,9 @@ class Picture:
             json.dump(self.curves, file)
 
 
-def subplots(figsize) -> tuple[Picture, Picture]:
+def subplots(*shape, figsize) -> tuple:
     picture = Picture()
-    return picture, picture
+    return picture, [picture, picture] if shape else picture
 
 
 if __name__ == "__main__":

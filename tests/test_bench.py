@@ -159,6 +159,9 @@ def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
     bench("results/curve.py", "FOLDER/pictures/curve.png", "FOLDER/small")
     sampled, evaluated = json.loads((folder / "pictures/curve.png").read_text())
     assert [step for step, _ in sampled] == [1] and [step for step, _ in evaluated] == [0, 1]
+    bench("results/credit_curve.py", "FOLDER/credit.png")
+    first, *_ = json.loads((folder / "credit.png").read_text())
+    assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
     bench("bench/models.py", "no such architecture", *OUT)
     [row] = record.read_lines(folder / "rows.jsonl")
     assert row["verdict"] == "fails: KeyError: 'no such architecture'"
@@ -180,3 +183,46 @@ def test_a_plan_counts_the_flags_of_train(monkeypatch):
     assert "optimiser" not in offloaded
     assert not made("--model 7B --gpus 8").lacks
     assert "update" in made("--model 32B --gpus 8").lacks
+
+
+OWN_ESTIMATOR = """
+from losses import estimator, grpo_advantages
+
+@estimator("mine")
+def mine(rewards, groups):
+    return 3 * grpo_advantages(rewards, groups, normalize_std=False)
+"""
+
+
+def test_credit_is_compared_with_values_known_by_hand(monkeypatch, tmp_path, registries):
+    monkeypatch.syspath_prepend(str(REPO / "bench"))
+    import credit
+
+    teacher, nim = credit.GAMES["bisection"], credit.GAMES["nim"]
+    start = (0, 31, 0)
+    assert credit.value(teacher, (0, 2, 3)) == pytest.approx(7 / 9)  # three numbers, two guesses
+    assert credit.action_value(teacher, (0, 2, 3), 1) == 1
+    assert credit.value(teacher, start) == pytest.approx(0.5326, abs=1e-4)
+    assert credit.value(credit.Bisection(1000.0), start) == pytest.approx(31 / 32)
+    assert credit.value(nim, (4,)) == 0
+    assert credit.action_value(nim, (5,), 1) == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+
+    monkeypatch.setattr(credit, "GAMES", {"nim": nim})
+    (tmp_path / "own.py").write_text(OWN_ESTIMATOR)
+    critics = ["ppo, exact critic, lam 0", "ppo, exact critic, lam 1"]
+    flags = ["--task", str(tmp_path / "own.py"), "--prompts", "12", "--rounds", "4"]
+    flags += ["--out", str(tmp_path / "rows"), "--estimators", "mine", "drgrpo", "grpo", *critics]
+    monkeypatch.setattr(sys, "argv", ["credit.py", *flags])
+    credit.main()
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    rows = {(row["estimator"], row["turn"]): row for row in rows}
+    for turn in range(6):  # an estimator's scale does not matter
+        mine, same = (rows[name, turn]["noise"] for name in ("mine", "drgrpo"))
+        assert mine == pytest.approx(same, abs=1e-3)
+    exact, returns, grpo = (rows[name, 0] for name in (*critics, "grpo"))
+    assert exact["correlation"] > returns["correlation"] > grpo["correlation"] > 0.4
+    assert exact["bias"] < 0.02 and returns["bias"] < 0.02
+    assert rows["drgrpo", 0]["bias"] < 0.03  # its baseline is wrong in most states, which is noise
+    error = exact["bias"] ** 2 + exact["noise"] ** 2
+    explained = exact["truth"] ** 2 / (exact["truth"] ** 2 + error)
+    assert exact["correlation"] ** 2 == pytest.approx(explained, abs=0.02)

@@ -1,4 +1,4 @@
-"""examples/tree.py, nim.py, subagents.py, proposer.py, compaction.py, maze.py: units and states.
+"""examples/tree.py, nim.py, subagents.py ...: units and states.
 
 Each is played by a scripted engine."""
 
@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+import torch
 from conftest import REPO
 from test_agent_loop import END, Script
 
@@ -14,8 +15,8 @@ from agent_loop import agent_loop_class
 from rollout import set_rewards
 from train import Args
 
-NAMES = ("tree", "nim", "subagents", "proposer", "compaction", "maze")
-tree, nim, subagents, proposer, compaction, maze = (
+NAMES = ("tree", "nim", "bisection", "subagents", "proposer", "compaction", "maze")
+tree, nim, bisection, subagents, proposer, compaction, maze = (
     data.load_task(str(REPO / "examples" / f"{name}.py")) for name in NAMES
 )
 WINDOW = {"max_prompt_tokens": 52, "max_response_tokens": 12, "max_model_len": 64}
@@ -103,6 +104,38 @@ def test_the_perfect_player_loses_only_where_nobody_can_win():
         move = nim.perfect_move(sticks, generator)
         assert move in nim.allowed(sticks) and won[sticks] == (not won[sticks - int(move)])
     assert all(won[row["extra_info"]["sticks"]] for row in nim.load("val"))
+
+
+# ---------------------------------------------------------------- bisection.py
+
+
+@pytest.mark.parametrize("sample, guesses, left, won", [
+    (0, ["15", "23", "19", "21", "20"], [32, 16, 7, 3, 1], 1.0),
+    (1, ["15", "23", "19", "20", "22"], [32, 16, 7, 3, 2], 0.0),  # of number 21
+    (0, ["x", "15", "3", "20"], [32, 32, 16, 16], 1.0),  # what is not left tells nothing
+])  # fmt: skip
+def test_guesses_narrow_what_is_left(tokenizer, sample, guesses, left, won):
+    row = bisection.load("val")[20] | {"agent_name": "guess"}
+    [output] = play(bisection, tokenizer, row, *guesses, sample=sample)
+    assert output.reward == won
+    states = [f"{n} left, guess {turn}" for turn, n in enumerate(left, 1)]
+    assert output.metrics["states"] == states
+    assert len(output.messages) == 2 * len(guesses)  # nothing is said after the last one
+
+
+def test_a_guess_is_as_good_as_what_it_adds_to_the_value():
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1], [0, 1, 1, 0, 1, 1], [0, 1, 0, 1, 1, 1]])
+    rewards = torch.zeros(3, 6)
+    rewards[0, 5] = 1.0
+    states = torch.tensor([0, 1, 0, 2, 0, 1])  # won from: 0 one in three, 1 one in two, 2 none
+    up, down, won, lost = 1 / 2 - 1 / 3, -1 / 3, 1 / 2, -1 / 2
+    expected = [
+        [0, up, up, 0, won, won],
+        [0, down, down, 0, 0, 0],
+        [0, up, 0, lost, lost, lost],
+    ]
+    advantages = bisection.by_state(rewards, mask, states)
+    torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
 # ---------------------------------------------------------------- subagents.py

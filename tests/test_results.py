@@ -1,7 +1,9 @@
 """results/: the tables of the pages are made from the records of the runs."""
 
+import importlib.util
 import json
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from conftest import REPO
@@ -64,3 +66,63 @@ def test_a_table_has_as_many_cells_as_its_header(name):
     header, *rows = tables.TABLES[name]()
     assert rows
     assert all(len(row) == len(header) for row in rows)
+
+
+def load_script(path: str):
+    spec = importlib.util.spec_from_file_location("script", REPO / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
+    script = load_script("results/bisection.py")
+    said = {
+        "eval_000000": (["0 to 31", "31", "0 to 30", "40"], 0.0),
+        "eval_000010": (["0 to 31", "16", "0 to 15", "7"], 1.0),
+    }
+    (tmp_path / "rollouts").mkdir()
+    for name, (texts, reward) in said.items():
+        rollout = {"messages": [{"content": text} for text in texts], "total_reward": reward}
+        (tmp_path / "rollouts" / f"{name}.jsonl").write_text(json.dumps(rollout) + "\n")
+    before, after = script.games(tmp_path)
+    assert script.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
+    assert script.turns(after) == [(0, 31, 16), (0, 15, 7)]
+    file = tmp_path / "rollouts/eval_000010.jsonl"
+    assert script.places(file) == [16 / 31, 7 / 15]
+    script.animate(tmp_path, tmp_path / "game.svg")
+    drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
+    frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
+    assert frames[32 + 7].split(";") == [script.LEFT, script.FOUND, script.FOUND]
+    assert frames[32 + 20].split(";") == [script.LEFT, script.GONE, script.GONE]
+
+
+FAKE_RUN = """
+import json, os, sys
+run = sys.argv[-1]
+assert not os.listdir(os.environ["XDG_CACHE_HOME"])
+os.makedirs(run)
+with open(f"{run}/metrics.jsonl", "w") as file:
+    print(json.dumps({"step": 0, "eval/reward": 0.5}), file=file)
+    print(json.dumps({"step": 10, "eval/reward": float(sys.argv[1])}), file=file)
+"""
+
+
+def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
+    verify = load_script("speedrun/verify.py").verify
+    (tmp_path / "run.py").write_text(FAKE_RUN)
+    file = tmp_path / "mine.json"
+
+    def change(reward: float):
+        record = json.loads(file.read_text()) if file.exists() else {}
+        record["command"] = f"{sys.executable} {tmp_path}/run.py {reward}"
+        file.write_text(json.dumps(record))
+
+    change(0.91)
+    assert verify(file) == verify(file) == []
+    runs = json.loads(file.read_text())["runs"]
+    assert runs["1"]["evaluations"] == {"0": 0.5, "10": 0.91}
+    change(0.92)
+    assert verify(file) == [f"seed {seed}: other digits than in mine.json" for seed in (0, 1)]
+    change(0.89)
+    assert "seed 0 ends with 0.890, below 0.9" in verify(file)
