@@ -605,11 +605,11 @@ class Command:
 # ---------------------------------------------------------------- the rollouts of a step
 
 
-@dataclass
 class NothingLeft(BadInput, RuntimeError):
     """All rollouts of a step or evaluation have failed, mostly by an error in the user's code."""
 
 
+@dataclass
 class Rollouts:
     """The rollouts of one step, from all ranks.
 
