@@ -11,7 +11,8 @@
 
 A game earns 1 if it finds the number. The built-in model has seen a teacher who guesses at random
 among what is left, and wins 0.533 of the games. Whoever halves what is left wins 31 of 32. Nobody
-ever shows that to the model. An evaluation plays each number once, at temperature 0.
+ever shows that to the model. An evaluation plays each number once, at temperature 0. The run warns
+that its rows are also training rows: there are only 32 games.
 
 `by_state` is an advantage estimator of this file. The value of a state is the share of games won
 from it, and a guess is as good as what it adds to the value. Two games are in the same state if as
@@ -64,7 +65,7 @@ class Game:
 def load(split: str) -> list[dict]:
     """Returns a game for each number; for "train" many times, because a step takes several."""
     numbers = list(range(SIZE)) * {"train": SIZE, "val": 1}[split]
-    return [{"prompt": [], "extra_info": {"number": number}} for number in numbers]
+    return [{"prompt": Game(0).told(), "extra_info": {"number": number}} for number in numbers]
 
 
 def reward(output, row: dict):
@@ -79,7 +80,7 @@ class Guess(AgentLoopBase):
         """Returns the game's output, with the state of each turn for gigpo."""
         game = Game((row["extra_info"]["number"] + row["rollout_n"]) % SIZE)
         stops = self.stop_token_ids(sampling_params)
-        trajectory = self.start({"prompt": game.told()})
+        trajectory = self.start(row)
         states = []
         while True:
             states.append(f"{game.high - game.low + 1} left, guess {len(states) + 1}")
