@@ -381,17 +381,6 @@ def bisection():
     yield "halving what is left", "0.969", "0.969", ""
 
 
-@table
-def speedrun():
-    yield "record", "seed", "seconds", "CPU seconds", "command"
-    for file in sorted((REPO / "speedrun").glob("*.json")):
-        record = json.loads(file.read_text())
-        flags = record["command"].partition("train.py ")[2]
-        for seed, run in record["runs"].items():
-            cells = str(run["seconds"]), str(run["cpu_seconds"])
-            yield file.stem, seed, *cells, f"`{flags}`" if seed == "0" else ""
-
-
 def credit(game: str) -> Iterator[tuple]:
     """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
 
@@ -581,5 +570,4 @@ def main(words: list[str], pages: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    pages = [REPO / "README.md", REPO / "speedrun/README.md", *sorted((REPO / "docs").glob("*.md"))]
-    sys.exit(main(sys.argv[1:], pages))
+    sys.exit(main(sys.argv[1:], [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]))

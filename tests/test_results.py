@@ -95,34 +95,3 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
     assert frames[32 + 7].split(";") == [script.LEFT, script.FOUND, script.FOUND]
     assert frames[32 + 20].split(";") == [script.LEFT, script.GONE, script.GONE]
-
-
-FAKE_RUN = """
-import json, os, sys
-run = sys.argv[-1]
-assert not os.listdir(os.environ["XDG_CACHE_HOME"])
-os.makedirs(run)
-with open(f"{run}/metrics.jsonl", "w") as file:
-    print(json.dumps({"step": 0, "eval/reward": 0.5}), file=file)
-    print(json.dumps({"step": 10, "eval/reward": float(sys.argv[1])}), file=file)
-"""
-
-
-def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
-    verify = load_script("speedrun/verify.py").verify
-    (tmp_path / "run.py").write_text(FAKE_RUN)
-    file = tmp_path / "mine.json"
-
-    def change(reward: float):
-        record = json.loads(file.read_text()) if file.exists() else {}
-        record["command"] = f"{sys.executable} {tmp_path}/run.py {reward}"
-        file.write_text(json.dumps(record))
-
-    change(0.91)
-    assert verify(file) == verify(file) == []
-    runs = json.loads(file.read_text())["runs"]
-    assert runs["1"]["evaluations"] == {"0": 0.5, "10": 0.91}
-    change(0.92)
-    assert verify(file) == [f"seed {seed}: other digits than in mine.json" for seed in (0, 1)]
-    change(0.89)
-    assert "seed 0 ends with 0.890, below 0.9" in verify(file)
