@@ -117,6 +117,7 @@ class Stop:
 
     def __init__(self):
         self.requested = False  # on any rank
+        self.is_told = False  # the user knows that the run will stop
         self.finished = threading.Event()  # this rank's run is over: set by train.close
         self.is_leaving = False  # this process ends, whatever the other ranks do
         for number in SIGNALS:
@@ -137,9 +138,9 @@ class Stop:
         self.thread.join(timeout=10)
 
     def _signalled(self, number, _):
-        is_first = not self.requested
-        self.requested = True
-        if is_first and dist.get_rank() == 0:
+        self.requested = True  # perhaps it was: another rank may have had its signal before
+        if not self.is_told and dist.get_rank() == 0:
+            self.is_told = True
             with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
                 kept = "whole steps are kept (a second Ctrl-C: at once)"
                 print(f"\nstopping; {kept}", file=sys.stderr)
