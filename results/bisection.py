@@ -8,6 +8,8 @@ python results/bisection.py runs/bisection docs/bisection.svg    # a game before
 import sys
 from pathlib import Path
 
+import numpy as np
+from curve import pyplot
 from record import read_lines
 
 BINS = 15
@@ -40,18 +42,13 @@ def places(file: Path) -> list[float]:
 
 def draw(run: Path, target: Path) -> None:
     """Writes the picture: a column for each step, darker where it guesses more often."""
-    try:
-        import matplotlib.pyplot as plt
-        import numpy as np
-    except ImportError:
-        sys.exit("results/bisection.py draws with matplotlib: pip install matplotlib")
     files = sorted((run / "rollouts").glob("step_*.jsonl"))
     shares = []
     for file in files:
         counts, _ = np.histogram(places(file), BINS, (0, 1))
         shares.append(counts / counts.sum())
     metrics = read_lines(run / "metrics.jsonl")
-    figure, (top, bottom) = plt.subplots(
+    figure, (top, bottom) = pyplot().subplots(
         2, sharex=True, figsize=(7, 4.4), height_ratios=(1.4, 1), layout="constrained"
     )
     extent = (0.5, len(files) + 0.5, 0, 1)
@@ -94,26 +91,26 @@ def animated(attribute: str, values: list) -> str:
 def board(rollout: dict, title: str, y: int, n_frames: int) -> list[str]:
     """Returns the SVG of a game: a row of numbers, and a line for what is said."""
     seen = turns(rollout)
+    last = len(seen) - 1
+    frames = seen + seen[-1:] * (n_frames - len(seen))
+    is_won = rollout["total_reward"] == 1
     lines = [f'<text x="10" y="{y}" font-weight="bold">{title}</text>']
     for number in range(32):
         colours = []
-        for i in range(n_frames):
-            low, high, guess = seen[min(i, len(seen) - 1)]
-            is_found = rollout["total_reward"] == 1 and i >= len(seen) - 1
+        for i, (low, high, guess) in enumerate(frames):
             colour = LEFT if low <= number <= high else GONE
             if number == guess:
-                colour = FOUND if is_found else GUESSED
+                colour = FOUND if is_won and i >= last else GUESSED
             colours.append(colour)
         x = 10 + number * CELL
         lines.append(f'<rect x="{x}" y="{y + 8}" width="{CELL - 2}" height="26" fill="{LEFT}">')
         lines.append(animated("fill", colours) + "</rect>")
         lines.append(f'<text x="{x + 3}" y="{y + 26}" font-size="11">{number}</text>')
-    for i in range(n_frames):
-        low, high, guess = seen[min(i, len(seen) - 1)]
+    for i, (low, high, guess) in enumerate(frames):
         shown = ["hidden"] * n_frames
         shown[i] = "visible"  # a viewer that does not animate shows the first
-        end = "found" if rollout["total_reward"] == 1 else "no guess is left"
-        said = f"{low} to {high}: {guess}" + (f", {end}" if i >= len(seen) - 1 else "")
+        end = "found" if is_won else "no guess is left"
+        said = f"{low} to {high}: {guess}" + (f", {end}" if i >= last else "")
         lines.append(f'<text x="10" y="{y + 52}" visibility="{shown[0]}">{said}')
         lines.append(animated("visibility", shown) + "</text>")
     return lines

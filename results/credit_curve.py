@@ -7,6 +7,7 @@ python results/credit_curve.py docs/credit.png
 import sys
 from pathlib import Path
 
+from curve import pyplot
 from tables import runs
 
 GAMES = ("bisection", "nim")
@@ -24,12 +25,8 @@ DRAWN = {  # dashed: with a critic that no run has
 
 def main(target: str) -> None:
     """Writes the picture."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        sys.exit("results/credit_curve.py draws with matplotlib: pip install matplotlib")
     lines = runs("credit")["turns"].lines
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+    figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.6))
     for game, ax in zip(GAMES, axes, strict=True):
         for estimator, style in DRAWN.items():
             points = [

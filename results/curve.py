@@ -21,13 +21,18 @@ def curves(folder: Path) -> dict[str, list[dict]]:
     return by_run
 
 
-def main(target: str, *folders: str) -> None:
-    """Writes the picture."""
+def pyplot():
+    """Returns matplotlib.pyplot, which flatrl does not require. Exits without it."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
-        sys.exit("results/curve.py draws with matplotlib: pip install matplotlib")
-    figure, axes = plt.subplots(figsize=(7, 3.2))
+        sys.exit(f"{sys.argv[0]} draws with matplotlib: pip install matplotlib")
+    return plt
+
+
+def main(target: str, *folders: str) -> None:
+    """Writes the picture."""
+    figure, axes = pyplot().subplots(figsize=(7, 3.2))
     known = {name: rows for folder in folders for name, rows in curves(Path(folder)).items()}
     for i, (run, rows) in enumerate(known.items()):
         for metric, style in STYLES.items():

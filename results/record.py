@@ -46,13 +46,12 @@ def thin(row: dict) -> dict:
 def measure(command: list[str]) -> list[dict]:
     """Runs the command; returns its metrics or rows. A training run's own --output_dir is kept."""
     with tempfile.TemporaryDirectory() as folder:
-        if "--output_dir" in command:
+        if "train.py" in command:
+            if "--output_dir" not in command:
+                command = [*command, "--output_dir", f"{folder}/run"]
             subprocess.run(command, check=True)
             run = command[command.index("--output_dir") + 1]
             return [thin(row) for row in read_lines(Path(run, "metrics.jsonl"))]
-        if "train.py" in command:
-            subprocess.run([*command, "--output_dir", f"{folder}/run"], check=True)
-            return [thin(row) for row in read_lines(Path(folder, "run/metrics.jsonl"))]
         subprocess.run([*command, "--out", f"{folder}/rows.jsonl"], check=True)
         return read_lines(Path(folder, "rows.jsonl"))
 
