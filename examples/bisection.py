@@ -77,13 +77,13 @@ class Guess(AgentLoopBase):
     """A game. The rollouts of a group have different numbers."""
 
     async def run(self, sampling_params, **row):
-        """Returns the game's output, with the state of each turn for gigpo."""
+        """Returns the game's output, with the state of each turn for by_state."""
         game = Game((row["extra_info"]["number"] + row["rollout_n"]) % SIZE)
         stops = self.stop_token_ids(sampling_params)
         trajectory = self.start(row)
         states = []
         while True:
-            states.append(f"{game.high - game.low + 1} left, guess {len(states) + 1}")
+            states.append(f"{game.high - game.low + 1} left, guess {game.n_guesses + 1}")
             game.guess(await self.assistant_turn(trajectory, sampling_params))
             if game.over() or not self.append(trajectory, game.told(), None, stops):
                 break
