@@ -21,7 +21,10 @@ many numbers and guesses are left. For this, the games of a group have different
 The figures are in docs/credit.md#in-training. `python results/bisection.py RUN PICTURE` draws
 where a run guesses within what is left."""
 
+import json
 import random
+import sys
+from copy import copy
 
 import torch
 
@@ -108,12 +111,25 @@ def by_state(token_rewards, mask, states):
     return mask * advantages[turn]
 
 
-def teachers_game() -> list[dict]:
-    """Returns a game of the teacher, who guesses at random among what is left."""
-    game = Game(random.randrange(SIZE))
-    chat = []
+def teacher(game: Game) -> list[str]:
+    """Plays a game to its end; returns the guesses, each at random among what is left."""
+    guesses = []
     while not game.over():
-        guess = str(random.randint(game.low, game.high))
+        guesses.append(str(random.randint(game.low, game.high)))
+        game.guess(guesses[-1])
+    return guesses
+
+
+def teachers_chat() -> list[dict]:
+    """Returns a game of the teacher as a chat.
+
+    Nine of ten begin with less than 0 to 31, because few games get to the last numbers."""
+    game = Game(random.randrange(SIZE))
+    if random.random() < 0.9:
+        game.low, game.high = sorted(random.choices(range(SIZE), k=2))
+        game.number = random.randint(game.low, game.high)
+    chat = []
+    for guess in teacher(copy(game)):
         chat += [*game.told(), {"role": "assistant", "content": guess}]
         game.guess(guess)
     return chat
@@ -121,5 +137,17 @@ def teachers_game() -> list[dict]:
 
 def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
-    chats = [teachers_game() for _ in range(GAMES)]
+    chats = [teachers_chat() for _ in range(GAMES)]
     build_warm_model(path, chats, batch_size=32, pieces=[" to ", *map(str, range(SIZE))])
+
+
+def write_games(file: str) -> None:
+    """Writes rows whose demonstrations are the teacher's, for --algo sft with another model."""
+    with open(file, "w") as out:
+        for row in load("train"):
+            guesses = teacher(Game(row["extra_info"]["number"]))
+            out.write(json.dumps(row | {"demonstration": guesses}) + "\n")
+
+
+if __name__ == "__main__":
+    write_games(sys.argv[1])
