@@ -34,7 +34,7 @@ from losses import estimator, group_sum, turn_starts
 
 SIZE = 32
 TURNS = 5
-GAMES = 600 * 32  # of the teacher
+GAMES = 300 * 32  # of the teacher
 
 
 class Game:
@@ -143,6 +143,7 @@ def build_model(path: str) -> None:
 
 def write_games(file: str) -> None:
     """Writes rows whose demonstrations are the teacher's, for --algo sft with another model."""
+    random.seed(0)
     with open(file, "w") as out:
         for row in load("train"):
             guesses = teacher(Game(row["extra_info"]["number"]))
