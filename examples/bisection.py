@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 train.py --task examples/bisection.py --agent guess --lr 1e-3 \\
         --adv_estimator by_state --whiten_advantages --entropy_coef 0.03 --num_steps 100 \\
-        --prompts_per_step 4 --group_size 64 --prompts_per_mini_batch 2
+        --prompts_per_step 4 --group_size 64 --prompts_per_mini_batch 1
 
     user       0 to 31          a number from 0 to 31, in five guesses
     assistant  20
@@ -18,8 +18,9 @@ that its rows are also training rows: there are only 32 games.
 from it, and a guess is as good as what it adds to the value. Two games are in the same state if as
 many numbers and guesses are left. For this, the games of a group have different numbers.
 
-The figures are in docs/credit.md#in-training. `python results/bisection.py RUN PICTURE` draws
-where a run guesses within what is left."""
+`python -m examples.bisection FILE` writes the teacher's games as rows, to teach them to another
+model. docs/credit.md#in-training has the figures, also of SmolLM2-135M. `python
+results/bisection.py RUN PICTURE` draws where a run guesses within what is left."""
 
 import json
 import random
@@ -34,7 +35,7 @@ from losses import estimator, group_sum, turn_starts
 
 SIZE = 32
 TURNS = 5
-GAMES = 300 * 32  # of the teacher
+GAMES = 600 * 32  # of the teacher
 
 
 class Game:
