@@ -4,7 +4,7 @@
     python bench/gpu.py --only sync agree --sizes 0.5B   # (GPU) some of it
     python bench/gpu.py --device cpu --tiny              # the code alone: the figures mean nothing
 
-Models are random, of the shapes of bench/plan.py, with logits as spread as trained ones. Each
+Models are random, with logits as spread as trained ones. Each
 section of each size runs in a process of its own: one that fails leaves a line with its reason,
 and the others continue. The exit code is 1 if one failed.
 
@@ -27,12 +27,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import common
-import plan
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import data
 import train
+from examples.tiny_models import make_tokenizer
 from flatrl import devices
 from flatrl.models import whole
 from flatrl.processes import Background
@@ -41,9 +41,24 @@ from rollout import Engine
 GIB = 1 << 30
 SMALL_CACHE = '{"kv_cache_memory_bytes": 33554432}'  # --engine_args with --tiny
 FORCED = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": []}
-plan.SHAPES |= {
-    "tiny": (128, 256, 2, 4, 2, 320, True),
-    "tiny-untied": (128, 256, 2, 4, 2, 320, False),
+
+
+def shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    """Returns the entries of a Qwen2 configuration."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    } | more
+
+
+SHAPES = {  # those of Qwen2.5, and a tiny one
+    "0.5B": shape(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "1.5B": shape(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "7B": shape(3584, 18944, 28, 28, 4, vocab_size=152064),
+    "tiny": shape(128, 256, 2, 4, 2, vocab_size=320, tie_word_embeddings=True),
 }
 Row = tuple[str, str]  # what was measured, and the figure
 
@@ -53,9 +68,8 @@ def build(size: str, folder: Path, device: str) -> str:
     path = folder / size
     if (path / "config.json").exists():
         return str(path)
-    config = plan.load_config(size)
-    common.random_model(path)  # for the tokenizer
-    config.update({"max_position_embeddings": 8192, "eos_token_id": 1})
+    make_tokenizer().save_pretrained(path)
+    config = Qwen2Config(**SHAPES[size], max_position_embeddings=8192, eos_token_id=1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
@@ -246,8 +260,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for models and logs, which stay there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = ["tiny", "tiny-untied"] if options.tiny else ["0.5B", "1.5B", "7B"]
-    options.sizes = options.sizes or sizes
+    options.sizes = options.sizes or (["tiny"] if options.tiny else ["0.5B", "1.5B", "7B"])
     if options.section:
         return run_section(options)
     if options.device == "cuda" and not torch.cuda.is_available():
