@@ -56,7 +56,6 @@ RUNS = {
             *"--model MODEL --trajectories 4 --group_size 2 --slots 2".split(),
             *"--tokens 2 --rounds 1 --slowest 0.1".split(),
             *ENGINE,
-            *([] if TRL else ["--no_trl"]),
         ],
         [
             f"4 turns, no latency: lock step +flatrl is faster by {RATIO}",
