@@ -177,7 +177,7 @@ def test_section_of_the_bench(section, tmp_path):
     """Each runs in a process of its own, and asserts what it can."""
     import gpu
 
-    options = argparse.Namespace(folder=tmp_path, device="cuda", tiny=False, cycles=5)
+    options = argparse.Namespace(folder=tmp_path, device="cuda", cycles=5)
     rows = dict(gpu.measure(options, section, "0.5B"))
     print(json.dumps(rows, indent=1))
     assert rows and "FAILED" not in rows
