@@ -137,12 +137,16 @@ def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
     command = [sys.executable, "train.py", "--num_steps", "1", *words]
     monkeypatch.chdir(REPO)
     record.main("small/seed_0", command, folder)
-    record.main("small/seed_0", command, folder)  # replaces it
+    records = folder / "small/record.json"
+    entry = json.loads(records.read_text())["seed_0"]
+    records.write_text(json.dumps({"seed_0": {"label": "seed 0", "seconds": 0}}))
+    record.main("small/seed_0", command, folder)  # replaces all but the label
     lines = record.read_lines(folder / "small/metrics.jsonl")
     assert [(line["run"], line["step"]) for line in lines] == [("seed_0", 0), ("seed_0", 1)]
     assert lines[1]["rollout/trajectories"] == 4 and "timing/rollout_s" not in lines[1]
-    entry = json.loads((folder / "small/record.json").read_text())["seed_0"]
-    assert entry["command"].split()[1] == "train.py" and entry["seconds"] > 0
+    again = json.loads(records.read_text())["seed_0"]
+    assert again["label"] == "seed 0" and again.keys() - entry.keys() == {"label"}
+    assert again["command"].split()[1] == "train.py" and again["seconds"] > 0
     bench("results/curve.py", "FOLDER/pictures/curve.png", "FOLDER/small")
     sampled, evaluated = json.loads((folder / "pictures/curve.png").read_text())
     assert [step for step, _ in sampled] == [1] and [step for step, _ in evaluated] == [0, 1]
