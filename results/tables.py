@@ -288,20 +288,15 @@ def tools():
 
 @table
 def horizon():
-    """Of the latest run, beside turn 200 of the run before the change."""
     turns = (2, 10, 50, 100, 200)
-    yield "CPU ms of turn", *map(str, turns), "200 before", "TRL", "verl"
-
-    def costs(run: Run) -> dict[str, dict[int, float]]:
-        lines = [line for line in run.lines if line["numbers"]]
-        return {line["label"]: dict(zip(line["turns"], line["numbers"])) for line in lines}
-
-    before, now = map(costs, runs("horizon").values())
-    for label, ms in now.items():
+    yield "CPU ms of turn", *map(str, turns), "200 in TRL", "in verl"
+    lines = [line for line in runs("horizon")["turns"].lines if line["numbers"]]
+    known = {line["label"]: dict(zip(line["turns"], line["numbers"])) for line in lines}
+    for label, ms in known.items():
         what, _, way = label.partition(": ")
         if way == "append":
-            others = [now.get(f"{what}: {side}", {}).get(200) for side in ("TRL", "verl")]
-            cells = [*(ms[turn] for turn in turns), before[label][200], *others]
+            others = [known.get(f"{what}: {side}", {}).get(200) for side in ("TRL", "verl")]
+            cells = [*(ms[turn] for turn in turns), *others]
             yield what, *("" if cell is None else f"{cell:.1f}" for cell in cells)
 
 
