@@ -338,10 +338,17 @@ def credit_nim():
 
 @table
 def models():
+    """A row for each verdict; its numbers are the largest of its architectures."""
     yield "architecture", "engine and trainer", "mean", "max"
+    by_verdict: dict[str, list[dict]] = {}
     for line in runs("models")["models"].lines:
-        numbers = [f"{line[key]:.1e}" if key in line else "" for key in ("mean", "max")]
-        yield line["name"], line["verdict"], *numbers
+        by_verdict.setdefault(line["verdict"], []).append(line)
+    for verdict, lines in by_verdict.items():
+        names = ", ".join(line["name"] for line in lines)
+        numbers = "", ""
+        if "mean" in lines[0]:
+            numbers = (f"{max(line[key] for line in lines):.1e}" for key in ("mean", "max"))
+        yield names, verdict, *numbers
 
 
 @table
