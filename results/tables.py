@@ -11,7 +11,7 @@ below; it yields the header of the table, then its rows.
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -65,19 +65,6 @@ def runs(figure: str, results: Path = RESULTS) -> dict[str, Run]:
         name: Run(name, record, [line for line in lines if line["run"] == name])
         for name, record in records.items()
     }
-
-
-def by_cell(figure: str) -> dict[str, list[Run]]:
-    """Returns the runs that differ in their seed alone, by what their names begin with."""
-    cells: dict[str, list[Run]] = {}
-    for name, run in runs(figure).items():
-        cells.setdefault(name.rpartition("_")[0], []).append(run)
-    return cells
-
-
-def of_seeds(rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yields a cell for each column, with a value of each row: "0.91, 0.86"."""
-    return (", ".join(column) for column in zip(*rows, strict=True))
 
 
 def spread(middle: float, *ends: float) -> str:
@@ -142,49 +129,9 @@ def maze():
 
 
 @table
-def echo():
-    """A cell has a value for each seed."""
-    loss = "observation loss, first step"
-    yield "task", "`--observation_coef`", "mean reward of all steps", "held-out, last", loss, "last"
-
-    def numbers(run: Run) -> Iterator[str]:
-        yield f"{fmean(run.values('reward/mean')):.3f}"
-        yield f"{run.values('eval/reward')[-1]:.3f}"
-        losses = [f"{x:.2f}" for x in run.values("actor/observation_loss")] or ["-"]
-        yield losses[0]
-        yield losses[-1]
-
-    for cell, seeds in by_cell("echo").items():
-        task, coef = cell.split("_")
-        yield f"`{task}`", coef, *of_seeds(map(numbers, seeds))
-
-
-@table
-def distillation():
-    """A cell has a value for each seed."""
-    bounds = (0.7, 0.8, 0.9)
-    yield "`--kl_kind`", *(f"trajectories to {bound}" for bound in bounds), "at first", "at the end"
-
-    def trajectories_to(bound: float, run: Run) -> str:
-        n = 0
-        for line in run.lines:
-            n += line.get("rollout/trajectories", 0)
-            if line.get("eval/reward", 0) >= bound:
-                return f"{n:,.0f}"
-        return "never"
-
-    for kind, seeds in by_cell("distillation").items():
-        rows = [
-            (*(trajectories_to(bound, run) for bound in bounds), *run.at("eval/reward", 0, 14))
-            for run in seeds
-        ]
-        yield f"`{kind}`", *of_seeds(rows)
-
-
-@table
 def aged():
     """A cell has a value for each seed. A run is one line, with a list for each metric."""
-    labels = {
+    corrections = {
         "icepop": "`icepop:0:5`",
         "bypass": "`bypass`",
         "unclipped": "`bypass`, `--clip_c 0`",
@@ -198,9 +145,13 @@ def aged():
         yield f"{fmean(line['reward/mean'][-10:]):.2f}"
         yield f"{max(line['actor/grad_norm']):.1f}"
 
-    for cell, seeds in by_cell("aged").items():
+    by_cell: dict[str, list[Run]] = {}
+    for name, run in runs("aged").items():
+        by_cell.setdefault(name.rpartition("_")[0], []).append(run)
+    for cell, seeds in by_cell.items():
         *settings, correction = cell.split("_")
-        yield *settings, labels[correction], *of_seeds(map(numbers, seeds))
+        columns = zip(*map(numbers, seeds), strict=True)
+        yield *settings, corrections[correction], *(", ".join(column) for column in columns)
 
 
 @table
