@@ -75,8 +75,14 @@ class Nim:
         left = state[0] - move
         if not left:
             return [(1.0, None, 1.0)]
-        answers = [left % 4] if left % 4 else [*map(int, nim.allowed(left))]
-        return [(1 / len(answers), (left - n,) if left > n else None, 0.0) for n in answers]
+        answers = [left % 4]
+        if left % 4 == 0:  # whatever the player answers
+            answers = [int(n) for n in nim.allowed(left)]
+        outcomes = []
+        for n in answers:
+            after = (left - n,) if left > n else None
+            outcomes.append((1 / len(answers), after, 0.0))
+        return outcomes
 
 
 GAMES = {"bisection": Bisection(), "nim": Nim()}
@@ -87,14 +93,17 @@ def value(game, state: tuple | None, hidden: int | None = None) -> float:
     """Returns V, the expected reward from a state on, also for one who knows what is hidden."""
     if state is None:
         return 0.0
-    return sum(p * action_value(game, state, a, hidden) for a, p in game.policy(state).items())
+    chances = game.policy(state)
+    return sum(chance * action_value(game, state, a, hidden) for a, chance in chances.items())
 
 
 @cache
 def action_value(game, state: tuple, action: int, hidden: int | None = None) -> float:
     """Returns Q, the expected reward if this action is taken first."""
-    outcomes = game.outcomes(state, action, hidden)
-    return sum(p * (reward + value(game, after, hidden)) for p, after, reward in outcomes)
+    expected = 0.0
+    for chance, after, reward in game.outcomes(state, action, hidden):
+        expected += chance * (reward + value(game, after, hidden))
+    return expected
 
 
 # ---------------------------------------------------------------- rollouts
@@ -171,7 +180,8 @@ def estimate(game, batch: data.Batch, flags: dict, critic: str) -> torch.Tensor:
         ]
         batch["values"] = torch.zeros(mask.shape).masked_scatter(mask, torch.tensor(values))
     train.set_token_rewards(SimpleNamespace(args=args), batch, step=0)
-    return train.estimate_advantages(batch, Rollouts(batch.outputs), args, {})[mask].double()
+    advantages = train.estimate_advantages(batch, Rollouts(batch.outputs), args, {})
+    return advantages[mask].double()
 
 
 # ---------------------------------------------------------------- against the truth

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 import tempfile
@@ -294,33 +293,23 @@ def run_with(name: str, folder: Path, flags: list[str]) -> str:
     return run([*base, "--num_steps", str(steps), *more], fault.task, name).stdout
 
 
-def step_of(line: str, output: str) -> str:
-    """Returns the step at which a line was printed: by its words, or by the table above it."""
-    own = re.search(r"\bstep (\d+)", line)
-    if own:
-        return own[1]
-    before = output[: output.index(line)]
-    finished = re.findall(r"^ +(\d+)/\d+ ", before, re.MULTILINE)
-    return str(int(finished[-1]) + 1) if finished else "start"
-
-
 # ---------------------------------------------------------------- the table
 
 
 def print_faults(names: list[str], flags: list[str]) -> int:
     """Plants each fault and prints the line that names it; returns how many have none."""
     n_unnamed = 0
-    print("| fault | named at step | by the line |\n| --- | --- | --- |")
+    print("| fault | named by the line |\n| --- | --- |")
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             output = run_with(name, Path(folder), flags)
         lines = [line.strip() for line in output.splitlines() if FAULTS[name].named in line]
         if not lines:
             n_unnamed += 1
-            print(f"| {name} | NOT NAMED | |\n{output[-3000:]}", flush=True)
+            print(f"| {name} | NOT NAMED |\n{output[-3000:]}", flush=True)
             continue
         text = lines[0].replace(folder, "").removeprefix("warning: ")
-        print(f"| {name} | {step_of(lines[0], output)} | {text[:160]} |", flush=True)
+        print(f"| {name} | {text[:160]} |", flush=True)
     print(f"{len(names) - n_unnamed} of {len(names)} named")
     return n_unnamed
 

@@ -81,7 +81,7 @@ RUNS = {
     ),
     "zoo": (
         ["--only", "a layer not sent", "--", *STEP],
-        [r"\| a layer not sent \| start \| .*layers\.1\.", "1 of 1 named"],
+        [r"\| a layer not sent \| .*layers\.1\.", "1 of 1 named"],
     ),
 }
 
