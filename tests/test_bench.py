@@ -140,15 +140,19 @@ def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
     records = folder / "small/record.json"
     entry = json.loads(records.read_text())["seed_0"]
     records.write_text(json.dumps({"seed_0": {"label": "seed 0", "seconds": 0}}))
+    metrics = folder / "small/metrics.jsonl"
+    other = {"run": "seed_1", "step": 9, "reward/mean": 0.5, "eval/reward": 0.5}
+    metrics.write_text(json.dumps(other) + "\n" + metrics.read_text())
     record.main("small/seed_0", command, folder)  # replaces all but the label
-    lines = record.read_lines(folder / "small/metrics.jsonl")
+    first, *lines = record.read_lines(metrics)
+    assert first == other
     assert [(line["run"], line["step"]) for line in lines] == [("seed_0", 0), ("seed_0", 1)]
     assert lines[1]["rollout/trajectories"] == 4 and "timing/rollout_s" not in lines[1]
     again = json.loads(records.read_text())["seed_0"]
     assert again["label"] == "seed 0" and again.keys() - entry.keys() == {"label"}
     assert again["command"].split()[1] == "train.py" and again["seconds"] > 0
     bench("results/curve.py", "FOLDER/pictures/curve.png", "FOLDER/small")
-    sampled, evaluated = json.loads((folder / "pictures/curve.png").read_text())
+    *_, sampled, evaluated = json.loads((folder / "pictures/curve.png").read_text())
     assert [step for step, _ in sampled] == [1] and [step for step, _ in evaluated] == [0, 1]
     bench("results/credit_curve.py", "FOLDER/credit.png")
     first, *_ = json.loads((folder / "credit.png").read_text())

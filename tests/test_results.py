@@ -56,6 +56,9 @@ def test_pages_are_rewritten_between_the_markers(figure, tmp_path, capsys):
     assert tables.main([], [page]) == 0
     assert page.read_text() == PAGE.replace("old\n", TABLE)
     assert tables.main(["--check"], [page]) == 0
+    capsys.readouterr()
+    assert tables.main(["mine"], [page]) == 0
+    assert capsys.readouterr().out == TABLE + "\n"
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
