@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import REPO, SMALL_CACHE, run
@@ -13,16 +12,9 @@ from conftest import REPO, SMALL_CACHE, run
 TRL = any(importlib.metadata.distributions(name="trl"))
 RATIO = r"# \(# - #\)"
 ENGINE = ["--engine_args", SMALL_CACHE]
-OUT = ["--out", "FOLDER/rows.jsonl"]
 SHORT = "--prompts 2 --group_size 2 --rounds 1".split()
-# One step of train.py on few short trajectories. MODEL and FOLDER are replaced.
-STEP = [
-    *"--model MODEL --prompts_per_step 2 --group_size 2 --max_response_tokens 4".split(),
-    *"--train_files FOLDER/few.jsonl --val_files FOLDER/few.jsonl".split(),
-    *ENGINE,
-]
-
-# The script, its flags, and what it prints: patterns in which # stands for a finite number.
+# The script, its flags (MODEL is replaced), and what it prints: patterns in which # stands for a
+# finite number.
 RUNS = {
     "gpu": (
         "--device cpu --cycles 2".split(),
@@ -41,7 +33,15 @@ RUNS = {
             r"qwen2\.5 reasoning: verl +# +# +# +#$",
         ],
     ),
-    "models": (["qwen2"], [r"\| qwen2 \| agrees \| # \| # \|"]),
+    # Experts, a model of vLLM's Transformers backend, and one that does not exist.
+    "models": (
+        ["qwen3_moe", "olmo2", "nothing"],
+        [
+            r"\| qwen3_moe \| agrees \| # \| # \|",
+            r"\| olmo2 \| agrees \| # \| # \|",
+            r"\| nothing \| fails: KeyError: 'nothing' \|  \|  \|",
+        ],
+    ),
     "rollout": (
         [*SHORT, *"--turns 2 --spread even --tokens 4".split(), *ENGINE],
         [
@@ -80,8 +80,8 @@ RUNS = {
         ],
     ),
     "zoo": (
-        ["--only", "a layer not sent", "--", *STEP],
-        [r"\| a layer not sent \| .*layers\.1\.", "1 of 1 named"],
+        ["--only", "an expert not sent", "--", *ENGINE],
+        [r"\| an expert not sent \| .*layers\.1\.mlp\.experts", "1 of 1 named"],
     ),
 }
 
@@ -96,70 +96,12 @@ def check_lines(printed: str, patterns: list[str]) -> None:
         assert all(math.isfinite(number) for number in numbers), match[0]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """The folder in which the benches write; FOLDER in their flags."""
-    path = tmp_path_factory.mktemp("bench")
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is {i}+1?"}],
-            "reward_model": {"ground_truth": str(i + 1)},
-        }
-        for i in (10, 20)
-    ]
-    (path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def bench(folder, tiny_model, cache):
-    """bench(script, *flags): what it prints. Raises AssertionError if it fails."""
-
-    def run_bench(script: str, *flags: str) -> str:
-        words = [flag.replace("MODEL", tiny_model).replace("FOLDER", str(folder)) for flag in flags]
-        return run(script, *words, script="tests/bench_script.py", cache=cache)
-
-    return run_bench
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_bench(name, bench):
+def test_bench(name, tiny_model, cache):
     flags, patterns = RUNS[name]
-    check_lines(bench(f"bench/{name}.py", *flags), patterns)
-
-
-def test_a_figure_is_recorded_and_drawn(bench, folder, tiny_model, monkeypatch):
-    """A training run by results/record.py, a bench's rows, and the curves of the run."""
-    monkeypatch.syspath_prepend(str(REPO / "results"))
-    import record
-
-    words = [word.replace("MODEL", tiny_model).replace("FOLDER", str(folder)) for word in STEP]
-    command = [sys.executable, "train.py", "--num_steps", "1", *words]
-    monkeypatch.chdir(REPO)
-    record.main("small/seed_0", command, folder)
-    records = folder / "small/record.json"
-    entry = json.loads(records.read_text())["seed_0"]
-    records.write_text(json.dumps({"seed_0": {"label": "seed 0", "seconds": 0}}))
-    metrics = folder / "small/metrics.jsonl"
-    other = {"run": "seed_1", "step": 9, "reward/mean": 0.5, "eval/reward": 0.5}
-    metrics.write_text(json.dumps(other) + "\n" + metrics.read_text())
-    record.main("small/seed_0", command, folder)  # replaces all but the label
-    first, *lines = record.read_lines(metrics)
-    assert first == other
-    assert [(line["run"], line["step"]) for line in lines] == [("seed_0", 0), ("seed_0", 1)]
-    assert lines[1]["rollout/trajectories"] == 4 and "timing/rollout_s" not in lines[1]
-    again = json.loads(records.read_text())["seed_0"]
-    assert again["label"] == "seed 0" and again.keys() - entry.keys() == {"label"}
-    assert again["command"].split()[1] == "train.py" and again["seconds"] > 0
-    bench("results/curve.py", "FOLDER/pictures/curve.png", "FOLDER/small")
-    *_, sampled, evaluated = json.loads((folder / "pictures/curve.png").read_text())
-    assert [step for step, _ in sampled] == [1] and [step for step, _ in evaluated] == [0, 1]
-    bench("results/credit_curve.py", "FOLDER/credit.png")
-    first, *_ = json.loads((folder / "credit.png").read_text())
-    assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
-    bench("bench/models.py", "no such architecture", *OUT)
-    [row] = record.read_lines(folder / "rows.jsonl")
-    assert row["verdict"] == "fails: KeyError: 'no such architecture'"
+    words = [tiny_model if flag == "MODEL" else flag for flag in flags]
+    printed = run(f"bench/{name}.py", *words, script="tests/bench_script.py", cache=cache)
+    check_lines(printed, patterns)
 
 
 OWN_ESTIMATOR = """
