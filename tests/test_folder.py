@@ -16,15 +16,12 @@ import pytest
 import tokenizers
 import torch
 from conftest import (
-    HANGS,
     REPO,
     TINY,
     lines,
     metrics_of,
-    rollouts_of,
     run,
     started,
-    two_ranks,
     wait_for,
 )
 from PIL import Image
@@ -123,28 +120,6 @@ def test_only_a_run_is_moved_aside(files, holds, tmp_path, process_group, capsys
 # ---------------------------------------------------------------- kills, a full disk
 
 
-def test_kills_in_saves_change_nothing(cache, tmp_path):
-    """The main rank is killed in its second save, then the other rank in the next one."""
-    flags = [*TINY, "--deterministic", "--num_steps", "4", "--eval_every", "0",
-             "--save_every", "1", "--keep_checkpoints", "1", "--shard", "--tp", "2"]  # fmt: skip
-    whole = tmp_path / "whole"
-    killed = tmp_path / "killed"
-    run(*flags, "--output_dir", whole, cache=cache, by="ranks")
-
-    for n, victim, *resume in ((15, 0), (2, 1, "--resume"), (0, 0, "--resume")):
-        more = [n, victim, *flags, "--output_dir", killed, *resume]
-        with two_ranks(*more, script="tests/kills.py", cache=cache) as ranks:
-            codes = [rank.wait(HANGS) for rank in ranks]
-        assert any(codes) == bool(n), (n, codes)
-    assert metrics_of(killed) == metrics_of(whole)
-    sampled = [[(x["response_ids"], x["response_logprobs"]) for x in rollouts_of(folder, 4)]
-               for folder in (killed, whole)]  # fmt: skip
-    assert sampled[0] == sampled[1]
-    final = "final/model.safetensors"
-    assert (killed / final).read_bytes() == (whole / final).read_bytes()
-    assert names(killed / "checkpoints") == ["step_000004"]
-
-
 def make_run(folder: Path, **flags):
     """The parts of a train.Run that are saved: a linear layer after an optimiser step."""
     args = Args(output_dir=str(folder), **flags)
@@ -164,6 +139,49 @@ def make_run(folder: Path, **flags):
 def save(run, *steps: int) -> None:
     for run.done in steps:
         assert checkpoints.save_checkpoint(run)
+
+
+@contextlib.contextmanager
+def before_each_operation(call):
+    """Calls a function before each operation on a file."""
+    is_on = True
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal is_on
+        if is_on and event.startswith(("open", "os.", "shutil.")):
+            is_on = False  # the call's own operations do not count
+            call()
+            is_on = True
+
+    sys.addaudithook(hook)  # it stays
+    yield
+    is_on = False
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints(tmp_path, process_group):
+    """What a kill would leave is copied before each operation."""
+    out = tmp_path / "run"
+    run = make_run(out, keep_checkpoints=1)
+    save(run, 1)
+    left = []
+
+    def copy():
+        left.append(tmp_path / f"left_{len(left)}")
+        shutil.copytree(out, left[-1])
+
+    with before_each_operation(copy):
+        save(run, 2)
+    steps = []
+    for folder in left:
+        killed = make_run(folder, resume=True, keep_checkpoints=1)
+        latest, state = checkpoints.prepare_folder(killed.args)
+        for checkpoint in checkpoints.checkpoints(folder):
+            checkpoints.load_checkpoint(killed, checkpoint, state["parts"])
+        assert not list(folder.glob("checkpoints/*.1"))  # none was broken
+        steps.append(state["step"])
+        save(killed, 3)
+        assert names(folder / "checkpoints") == ["step_000003"]
+    assert steps == sorted(steps) and {*steps} == {1, 2} and len(steps) > 20
 
 
 def cut(file: Path) -> None:
