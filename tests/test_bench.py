@@ -100,7 +100,7 @@ def check_lines(printed: str, patterns: list[str]) -> None:
 def test_bench(name, tiny_model, cache):
     flags, patterns = RUNS[name]
     words = [tiny_model if flag == "MODEL" else flag for flag in flags]
-    printed = run(f"bench/{name}.py", *words, script="tests/bench_script.py", cache=cache)
+    printed = run(f"bench/{name}.py", *words, script="tests/forking.py", cache=cache)
     check_lines(printed, patterns)
 
 
