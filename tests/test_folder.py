@@ -74,9 +74,8 @@ def reward(output, row):
     with started(*flags, cache=cache, **blocked) as process:
         wait_for(blocks.exists)
         before = names(out), names(out / "checkpoints")
-        for more in ([], ["--resume"]):
-            printed = run(*flags, *more, cache=cache, code=2)
-            assert f"train.py: error: another run is writing to {out}: " in printed
+        printed = run(*flags, "--resume", cache=cache, code=2)
+        assert f"train.py: error: another run is writing to {out}: " in printed
         assert (names(out), names(out / "checkpoints")) == before and process.poll() is None
         process.kill()
         process.wait()
