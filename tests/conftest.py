@@ -480,7 +480,7 @@ def cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports_beside_the_first_tests(request, cache):
+def imports_beside_the_first_tests(request):
     """Starts the zygote's imports on another core, if one of the chosen tests needs it."""
     if any("cache" in item.fixturenames for item in request.session.items):
-        zygote(cache)
+        zygote(request.getfixturevalue("cache"))
