@@ -6,47 +6,52 @@ wrapped so that a call raises AssertionError if a tensor has another shape."""
 
 import functools
 import inspect
-from collections.abc import Iterator
 from types import FunctionType, UnionType
 from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 
-def annotated(hint, value) -> Iterator[tuple[str, Tensor]]:
-    """Yields the letters and the tensor of each annotated tensor in a value."""
-    kind = get_origin(hint)
-    if kind is Annotated and isinstance(value, Tensor):
-        yield hint.__metadata__[0], value
-    elif kind in (Union, UnionType):
-        for option in get_args(hint):
-            yield from annotated(option, value)
-    elif kind is tuple and isinstance(value, tuple):
-        for part_hint, part in zip(get_args(hint), value, strict=True):
-            yield from annotated(part_hint, part)
-    elif kind is dict:
-        for part in value.values():
-            yield from annotated(get_args(hint)[1], part)
+def bind(hint, value, sizes: dict) -> None:
+    """Compares a value with its annotation, and notes the sizes of letters that are new."""
+    options = [hint]
+    if get_origin(hint) in (Union, UnionType):
+        options = get_args(hint)
+    for option in options:
+        if get_origin(option) is Annotated and (len(options) == 1 or isinstance(value, Tensor)):
+            bind_shape(option.__metadata__[0], value.shape, sizes)
+        elif get_origin(option) is tuple and isinstance(value, tuple):
+            for part_hint, part in zip(get_args(option), value, strict=True):
+                bind(part_hint, part, sizes)
+        elif get_origin(option) is dict:
+            for part in value.values():
+                bind(get_args(option)[1], part, sizes)
+
+
+def bind_shape(letters: str, shape: tuple, sizes: dict) -> None:
+    """Compares a shape with its letters."""
+    names = letters.split()
+    if letters.startswith("*"):
+        shape = [shape]
+    assert len(shape) == len(names), f"{tuple(shape)} is not of the form ({letters})"
+    for name, size in zip(names, shape):
+        known = sizes.setdefault(name, size)
+        assert known == size, f"{name} is {known} and {size} in one call"
 
 
 def check(function):
     """Returns a function that checks the shapes of each call."""
     hints = get_type_hints(function, include_extras=True)
-    signature = inspect.signature(function)
+    parameters = inspect.signature(function)
 
     @functools.wraps(function)
     def checked_function(*args, **kwargs):
-        result = function(*args, **kwargs)
-        values = signature.bind(*args, **kwargs).arguments | {"return": result}
         sizes = {}
-        for name, hint in hints.items():
-            for letters, tensor in annotated(hint, values.get(name)):
-                shape = [tensor.shape] if letters.startswith("*") else tensor.shape
-                names = letters.split()
-                assert len(names) == len(shape), f"{name}: {tuple(shape)} is not ({letters})"
-                for letter, size in zip(names, shape):
-                    known = sizes.setdefault(letter, size)
-                    assert known == size, f"{name}: {letter} is {known} and {size} in one call"
+        for name, value in parameters.bind(*args, **kwargs).arguments.items():
+            if name in hints and value is not None:
+                bind(hints[name], value, sizes)
+        result = function(*args, **kwargs)
+        bind(hints["return"], result, sizes)
         return result
 
     return checked_function
