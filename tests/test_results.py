@@ -90,14 +90,18 @@ def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch, pictures):
         (tmp_path / name).write_text(COMMAND)
     command = [sys.executable, "train.py", "--seed", "3"]
     record.main("small/seed_3", command, tmp_path)
-    record.main("small/seed_3", command, tmp_path)  # replaces it
+    records = tmp_path / "small/record.json"
+    before = json.loads(records.read_text())["seed_3"]
+    records.write_text(json.dumps({"seed_3": before | {"label": "seed 3", "seconds": 99}}))
+    record.main("small/seed_3", command, tmp_path)  # replaces all but the label
     record.main("small/bench", [sys.executable, "bench.py"], tmp_path)
     run = record.read_lines(tmp_path / "small/metrics.jsonl")
     run, bench = run[:2], run[2:]
     assert run[1] == {"run": "seed_3", "step": 1, "reward/mean": 0.1235, "eval/reward": 0.75}
     assert [len(bench), bench[1]["timing/rollout_s"]] == [2, 1.0]
-    entry = json.loads((tmp_path / "small/record.json").read_text())["seed_3"]
-    assert entry["command"].endswith("train.py --seed 3") and entry["seconds"] >= 0
+    entry = json.loads(records.read_text())["seed_3"]
+    assert entry["label"] == "seed 3" and entry["command"].endswith("train.py --seed 3")
+    assert 0 <= entry["seconds"] < 99
 
     curve.main("pictures/curve.png", "small")
     sampled, evaluated, *_ = json.loads((tmp_path / "pictures/curve.png").read_text())
