@@ -1,4 +1,4 @@
-"""What the benches share: paths, a tiny model and an engine, TRL's trainer, tables.
+"""What the benches share: paths, a tiny model and an engine, tables.
 
 A bench imports this module before flatrl's own. That puts the repository first on the path and
 this folder last: `import rollout` finds flatrl's rollout.py, and `import trl` the package, not
@@ -7,12 +7,12 @@ the benches of these names. PyTorch uses all cores unless OMP_NUM_THREADS is set
 
 import argparse
 import asyncio
-import functools
 import importlib.metadata
 import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ LARGER = {
 }
 
 
-# ---------------------------------------------------------------- flags and tables
+# ---------------------------------------------------------------- flags, tables and seconds
 
 
 def make_parser(docstring: str, **numbers: int) -> argparse.ArgumentParser:
@@ -62,6 +62,19 @@ def spread(values: Sequence[float]) -> str:
     """Returns the same as text: "1.02 (0.99 - 1.05)"."""
     middle, least, most = of_rounds(values)
     return f"{middle:.2f} ({least:.2f} - {most:.2f})"
+
+
+def seconds(work) -> float:
+    """Returns how long a function takes, with the work that it leaves to the GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 # ---------------------------------------------------------------- a model and an engine
@@ -148,61 +161,10 @@ def as_outputs(prompts: list[list[int]], answers: list) -> list:
     ]
 
 
-# ---------------------------------------------------------------- TRL
-
-
 def missing_for_trl() -> str:
-    """Returns what to install for a comparison with TRL, "" if all is there. An import could
-    find bench/trl.py."""
+    """Returns what to install for a comparison with TRL, "" if all is there."""
     names = ("trl", "datasets")
     missing = [name for name in names if not any(importlib.metadata.distributions(name=name))]
     if not missing:
         return ""
     return f"{' and '.join(missing)} missing: pip install trl==1.16.0 datasets"
-
-
-def trl_trainer(model: str, folder: str, prompts: list, rewards, tokenizer=None, **flags):
-    """Returns TRL's GRPOTrainer for a model folder, without KL, evaluations and checkpoints.
-
-    prompts: the training rows, dicts with a "prompt". rewards: TRL's reward function. flags:
-    those of GRPOConfig, and the trainer's own `tools` and `callbacks`."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    cuda = torch.cuda.is_available()
-    of_trainer = {name: flags.pop(name) for name in ("tools", "callbacks") if name in flags}
-    config = GRPOConfig(
-        output_dir=folder,
-        beta=0.0,
-        bf16=cuda,
-        use_cpu=not cuda,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **flags,
-    )
-    return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        args=config,
-        processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
-        reward_funcs=rewards,
-        train_dataset=Dataset.from_list(prompts),
-        **of_trainer,
-    )
-
-
-def make_trl_vllm_updatable() -> None:
-    """Lets TRL's vLLM compute in float32 on a CPU and take new weights, as flatrl's engine."""
-    import torch
-    import trl.generation.vllm_generation as generation
-    import vllm.model_executor.layers.utils as layers
-
-    def plain_linear(layer, remove_weight) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    generation.LLM = functools.partial(generation.LLM, dtype="float32")
-    layers.dispatch_cpu_unquantized_gemm = plain_linear

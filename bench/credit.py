@@ -11,7 +11,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 
@@ -28,20 +27,14 @@ from rollout import Rollouts
 # ---------------------------------------------------------------- games and their values
 
 
-@dataclass(frozen=True)
 class Bisection:
-    """A state is (low, high, guesses made). The number is hidden.
+    """The example's teacher. A state is (low, high, guesses made). The number is hidden.
 
-    The policy guesses a number that is left, one in the middle exp(sharpness) times as often as
-    one at an end. The teacher's sharpness is 0. A group plays each number once, as in the
-    example, or all its rollouts play the same one."""
-
-    sharpness: float = 0.0
-    same: bool = False
+    As in the example, a group plays each number once."""
 
     def start(self, row: int, n: int) -> tuple[int, tuple]:
         """Returns the number and the state of rollout n of a prompt."""
-        return (row + n * (not self.same)) % bisection.SIZE, (0, bisection.SIZE - 1, 0)
+        return (row + n) % bisection.SIZE, (0, bisection.SIZE - 1, 0)
 
     def label(self, state: tuple) -> tuple:
         """Returns the state as gigpo and by_state see it: how much is left, and which guess."""
@@ -50,10 +43,7 @@ class Bisection:
 
     def policy(self, state: tuple) -> dict[int, float]:
         low, high, _ = state
-        guesses = range(low, high + 1)
-        off_middle = [abs(2 * guess - low - high) / len(guesses) for guess in guesses]
-        weights = [math.exp(-self.sharpness * each) for each in off_middle]
-        return {guess: weight / sum(weights) for guess, weight in zip(guesses, weights)}
+        return dict.fromkeys(range(low, high + 1), 1 / (high + 1 - low))
 
     def outcomes(self, state: tuple, guess: int, number: int | None) -> Iterator[tuple]:
         """Yields (probability, next state or None, reward): for the number, or for all left."""
@@ -85,16 +75,17 @@ class Nim:
         left = state[0] - move
         if not left:
             return [(1.0, None, 1.0)]
-        answers = [left % 4] if left % 4 else [*map(int, nim.allowed(left))]
-        return [(1 / len(answers), (left - n,) if left > n else None, 0.0) for n in answers]
+        answers = [left % 4]
+        if left % 4 == 0:  # whatever the player answers
+            answers = [int(n) for n in nim.allowed(left)]
+        outcomes = []
+        for n in answers:
+            after = (left - n,) if left > n else None
+            outcomes.append((1 / len(answers), after, 0.0))
+        return outcomes
 
 
-GAMES = {
-    "bisection": Bisection(),
-    "same number": Bisection(same=True),
-    "better policy": Bisection(sharpness=3.0),
-    "nim": Nim(),
-}
+GAMES = {"bisection": Bisection(), "nim": Nim()}
 
 
 @cache
@@ -102,14 +93,17 @@ def value(game, state: tuple | None, hidden: int | None = None) -> float:
     """Returns V, the expected reward from a state on, also for one who knows what is hidden."""
     if state is None:
         return 0.0
-    return sum(p * action_value(game, state, a, hidden) for a, p in game.policy(state).items())
+    chances = game.policy(state)
+    return sum(chance * action_value(game, state, a, hidden) for a, chance in chances.items())
 
 
 @cache
 def action_value(game, state: tuple, action: int, hidden: int | None = None) -> float:
     """Returns Q, the expected reward if this action is taken first."""
-    outcomes = game.outcomes(state, action, hidden)
-    return sum(p * (reward + value(game, after, hidden)) for p, after, reward in outcomes)
+    expected = 0.0
+    for chance, after, reward in game.outcomes(state, action, hidden):
+        expected += chance * (reward + value(game, after, hidden))
+    return expected
 
 
 # ---------------------------------------------------------------- rollouts
@@ -186,7 +180,8 @@ def estimate(game, batch: data.Batch, flags: dict, critic: str) -> torch.Tensor:
         ]
         batch["values"] = torch.zeros(mask.shape).masked_scatter(mask, torch.tensor(values))
     train.set_token_rewards(SimpleNamespace(args=args), batch, step=0)
-    return train.estimate_advantages(batch, Rollouts(batch.outputs), args, {})[mask].double()
+    advantages = train.estimate_advantages(batch, Rollouts(batch.outputs), args, {})
+    return advantages[mask].double()
 
 
 # ---------------------------------------------------------------- against the truth

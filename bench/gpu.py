@@ -2,9 +2,9 @@
 
     python bench/gpu.py                                  # (GPU) 0.5B, 1.5B and 7B of Qwen2.5
     python bench/gpu.py --only sync agree --sizes 0.5B   # (GPU) some of it
-    python bench/gpu.py --device cpu --tiny              # the code alone: the figures mean nothing
+    python bench/gpu.py --device cpu                     # the code alone: the figures mean nothing
 
-Models are random, of the shapes of bench/plan.py, with logits as spread as trained ones. Each
+Models are random, with logits as spread as trained ones. Each
 section of each size runs in a process of its own: one that fails leaves a line with its reason,
 and the others continue. The exit code is 1 if one failed.
 
@@ -22,28 +22,42 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import common
-import plan
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import data
 import train
+from examples.tiny_models import make_tokenizer
 from flatrl import devices
 from flatrl.models import whole
 from flatrl.processes import Background
 from rollout import Engine
 
 GIB = 1 << 30
-SMALL_CACHE = '{"kv_cache_memory_bytes": 33554432}'  # --engine_args with --tiny
+SMALL_CACHE = '{"kv_cache_memory_bytes": 33554432}'  # --engine_args on a CPU
 FORCED = {"temperature": 1.0, "ignore_eos": True, "stop_token_ids": []}
-plan.SHAPES |= {
-    "tiny": (128, 256, 2, 4, 2, 320, True),
-    "tiny-untied": (128, 256, 2, 4, 2, 320, False),
+
+
+def shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    """Returns the entries of a Qwen2 configuration."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    } | more
+
+
+SHAPES = {  # those of Qwen2.5, and a tiny one
+    "0.5B": shape(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "1.5B": shape(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "7B": shape(3584, 18944, 28, 28, 4, vocab_size=152064),
+    "tiny": shape(128, 256, 2, 4, 2, vocab_size=320, tie_word_embeddings=True),
 }
 Row = tuple[str, str]  # what was measured, and the figure
 
@@ -53,9 +67,8 @@ def build(size: str, folder: Path, device: str) -> str:
     path = folder / size
     if (path / "config.json").exists():
         return str(path)
-    config = plan.load_config(size)
-    common.random_model(path)  # for the tokenizer
-    config.update({"max_position_embeddings": 8192, "eos_token_id": 1})
+    make_tokenizer().save_pretrained(path)
+    config = Qwen2Config(**SHAPES[size], max_position_embeddings=8192, eos_token_id=1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
@@ -77,7 +90,7 @@ class Sides:
             max_prompt_tokens=512,
             max_response_tokens=128,
             max_model_len=1024,
-            engine_args=SMALL_CACHE if options.tiny else "{}",
+            engine_args=SMALL_CACHE if options.device == "cpu" else "{}",
         )
         self.accelerator, _ = devices.start_processes(self.args)
         train.complete_flags(self.args, self.accelerator.device.type == "cuda")
@@ -99,17 +112,6 @@ class Sides:
         assert distance.mean() < 0.1, f"engine and trainer disagree: {distance.mean():.3f}"
         n = len(distance)
         return f"mean {distance.mean():.1e}, max {distance.max():.1e} over {n} tokens"
-
-
-def seconds(work) -> float:
-    """Returns how long a function takes, with the work that it leaves to the GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def some_prompts(n: int, length: int) -> list[list[int]]:
@@ -161,12 +163,12 @@ def sync(options: argparse.Namespace, size: str) -> Iterator[Row]:
     def load(version: int) -> float:
         sides.engine.wake_weights()
         weights = train.named_weights(sides.net)
-        taken = seconds(lambda: sides.engine.load_weights(weights, version))
+        taken = common.seconds(lambda: sides.engine.load_weights(weights, version))
         sides.engine.wake_kv()
         sides.engine.sleep()
         return taken
 
-    copied = statistics.median(seconds(copy) for _ in range(5))
+    copied = statistics.median(common.seconds(copy) for _ in range(5))
     loaded = statistics.median(load(version) for version in range(5))
     figures = f"{gigabytes:.2f} GB in {loaded:.3f} s, {loaded / copied:.1f} times a plain copy"
     yield "weights that arrive", figures
@@ -217,8 +219,6 @@ def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
     command = [sys.executable, __file__, "--section", name, "--sizes", size]
     command += ["--folder", str(options.folder), "--device", options.device]
     command += ["--cycles", str(options.cycles)]
-    if options.tiny:
-        command.append("--tiny")
     env = common.environment_of_no_rank()
     if options.device == "cpu":
         env["ACCELERATE_USE_CPU"] = "true"
@@ -239,19 +239,18 @@ def main() -> None:
     """Runs the sections, or in their processes one of them, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes and short runs")
     parser.add_argument("--sizes", nargs="+", default=[])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--cycles", type=int, default=200, help="of sleep and wake")
     parser.add_argument("--folder", type=Path, help="for models and logs, which stay there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = ["tiny", "tiny-untied"] if options.tiny else ["0.5B", "1.5B", "7B"]
+    sizes = ["tiny"] if options.device == "cpu" else ["0.5B", "1.5B", "7B"]
     options.sizes = options.sizes or sizes
     if options.section:
         return run_section(options)
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench/gpu.py: error: no CUDA device; try --device cpu --tiny")
+        sys.exit("bench/gpu.py: error: no CUDA device; try --device cpu")
     table = []
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = (options.folder or Path(temporary)).resolve()

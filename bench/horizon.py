@@ -1,44 +1,28 @@
-"""How does the cost of a turn grow with the length of the trajectory?
+"""How does the cost of a turn's tokens grow with the length of the trajectory?
 
     python bench/horizon.py
-    python bench/horizon.py --part turns --template qwen3 a_chat_template.jinja
+    python bench/horizon.py --template qwen3 --rounds 1
 
-turns: CPU milliseconds of single turns in a scripted trajectory, without a model. `append` renders
-    and tokenises the messages between two turns. TRL (tool turns only, if it is installed) and
-    verl (rewritten here) render a dummy chat for that.
-engine: milliseconds per turn on the real engine, with a tiny model and a simulated user who answers
-    immediately: elapsed time, and CPU time of the model's forward passes, of the rest of the
-    engine's thread, and of the agent loops' thread. Prefill and attention, which must grow with
-    the context, are in the forward passes.
-memory: the outputs of a step, one with --long tokens and 255 with 2,048: the lists that a rank
-    receives, and the tensors, which are padded to the longest output.
+CPU milliseconds of single turns in a scripted trajectory, without a model. `append` renders and
+tokenises the messages between two turns. TRL (tool turns only, if it is installed) and verl
+(rewritten here) render a dummy chat for that.
 """
 
 import argparse
 import asyncio
 import itertools
-import pickle
-import random
 import sys
-import tempfile
 import time
-import tracemalloc
 from collections.abc import Iterator
 from functools import cache, partial
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
 import common
-import torch
-from transformers import AutoModelForCausalLM
 
-import data
-import train
-from agent_loop import Interaction, LoopArgs, TokenOutput, ToolAgentLoop, register
+from agent_loop import Interaction, LoopArgs, TokenOutput, ToolAgentLoop
 from examples import calculator
 from examples.tiny_models import make_tokenizer
-from rollout import Engine, rollout
 
 sys.path.append(str(common.REPO / "tests"))
 from chat_templates import FAMILIES, stop_ids, tokenizer_for
@@ -63,26 +47,10 @@ class User(Interaction):
 
 @cache
 def chat_tokenizer(template: str) -> tuple:
-    """Returns (tokenizer, stop token). template: a family, or a file that uses Qwen3's tokens."""
-    name = template if template in FAMILIES else "qwen3"
-    tokenizer = tokenizer_for(name, make_tokenizer())
-    if template not in FAMILIES:
-        tokenizer.chat_template = Path(template).read_text()
+    """Returns (tokenizer, stop token) of a family of tests/chat_templates.py."""
+    tokenizer = tokenizer_for(template, make_tokenizer())
     tokenizer.model_max_length = 1 << 30
-    return tokenizer, stop_ids(name, tokenizer)[0]
-
-
-def print_row(label: str, numbers, note: str = "", **more) -> dict:
-    """Prints a line of a table, and returns it for --out."""
-    print(f"{label:28}" + "".join(f"{number:10.4g}" for number in numbers) + note, flush=True)
-    return {"label": label, "numbers": [round(number, 3) for number in numbers]} | more
-
-
-def short(template: str) -> str:
-    return Path(template).name.removesuffix(".jinja")
-
-
-# ---------------------------------------------------------------- turns
+    return tokenizer, stop_ids(template, tokenizer)[0]
 
 
 class Script:
@@ -153,10 +121,10 @@ def trl_suffix(tokenizer):
     return partial(GRPOTrainer._get_tool_suffix_ids, trainer)
 
 
-def measure_turns(options: argparse.Namespace) -> Iterator[dict]:
+def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yields medians of the rounds and of NEAR turns. growth: of the last one from turn 2 on."""
     turns = [turn for turn in SHOWN if turn <= options.turns]
-    print_row("CPU ms of turn", turns, "    growth")
+    print(f"{'CPU ms of turn':28}" + "".join(f"{turn:10}" for turn in turns) + "    growth")
     for template, kind in itertools.product(options.template, SAID):
         play(template, kind, 2)  # warm-up
         n = options.turns + NEAR - 1
@@ -164,143 +132,19 @@ def measure_turns(options: argparse.Namespace) -> Iterator[dict]:
         for way in rounds[0]:
             costs = [median(seconds) for seconds in zip(*(ways[way] for ways in rounds))]
             near = [costs[turn - 1 : turn - 1 + NEAR] for turn in turns if costs]
-            ms = [1e3 * median(seconds) for seconds in near]
-            note = f"{ms[-1] / ms[1]:10.2f}" if ms else "   refuses the template"
-            if way == "append" and outputs[0] > 1:
-                note += f", {outputs[0]} outputs"
-            label = f"{short(template)} {kind}: {way}"
-            yield print_row(label, ms, note, turns=turns, outputs=outputs[0])
-
-
-# ---------------------------------------------------------------- engine
-
-
-@register("fixed_turns")
-class FixedTurns(ToolAgentLoop):
-    """Turns of a fixed length that do not count as cut off."""
-
-    async def assistant_turn(self, trajectory, sampling_params):
-        await super().assistant_turn(trajectory, sampling_params)
-        trajectory.stop_reason = "stop"
-        return ""
-
-
-def start_engine(folder: str, vocab_size: int, options: argparse.Namespace) -> Engine:
-    """Returns an awake engine with a tiny random model, which records its `model_seconds`."""
-    window = options.many * (options.tokens + 128)
-    common.random_model(folder, vocab_size=vocab_size, max_position_embeddings=window)
-    args = train.Args(
-        model=folder,
-        dtype="float32",
-        agent="fixed_turns",
-        max_response_tokens=window,
-        max_model_len=window,
-        engine_args=options.engine_args,
-    )
-    common.start_alone()
-    engine = Engine(folder, args, torch.device("cpu"))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    train.sync(engine, SimpleNamespace(model=model, dtype=model.dtype), 0)
-    engine.model_seconds = 0.0
-
-    def timed(forward, *args, **kwargs):
-        started = time.thread_time()
-        result = forward(*args, **kwargs)
-        engine.model_seconds += time.thread_time() - started
-        return result
-
-    engine.llm.apply_model(lambda model: setattr(model, "forward", partial(timed, model.forward)))
-    return engine
-
-
-async def thread_time() -> float:
-    return time.thread_time()
-
-
-def roll_out(run, turns: int, step: int, options: argparse.Namespace) -> list[float]:
-    """Returns milliseconds a turn: elapsed, and CPU of model, rest of the engine, loops."""
-
-    def clocks() -> list[float]:
-        loops = run.background.submit(thread_time()).result()
-        engine = time.thread_time() - run.engine.model_seconds
-        return [time.perf_counter(), run.engine.model_seconds, engine, loops]
-
-    run.engine.core.reset_prefix_cache()
-    run.args.max_assistant_turns = turns
-    letters = run.tokenizer.convert_tokens_to_ids([*"abcdefghij"])
-    sampling = {"temperature": 1.0, "ignore_eos": True, "allowed_token_ids": letters}
-    sampling["max_tokens"] = options.tokens
-    before = clocks()
-    done = rollout(run, [ROW], step, options.trajectories, sampling)
-    spent = [after - at for at, after in zip(before, clocks())]
-    n = options.trajectories * turns
-    assert done.statistics["tokens"] == n * options.tokens and not done.errors, done.errors
-    return [1e3 * seconds / n for seconds in spent]
-
-
-def measure_engine(options: argparse.Namespace) -> Iterator[dict]:
-    """Yields medians of the rounds. growth: cost with --many turns divided by that with --few.
-
-    It excludes the model: once as elapsed time, which includes waits, once as CPU time."""
-    tokenizers = [chat_tokenizer(template)[0] for template in options.template]
-    task = SimpleNamespace(INTERACTIONS=[User()], reward=calculator.reward)
-    steps = itertools.count()
-    with tempfile.TemporaryDirectory() as folder:
-        engine = start_engine(folder, max(map(len, tokenizers)), options)
-        print(f"\n{'ms a turn':28}   elapsed     model    engine     loops   growth: elapsed, CPU")
-        for template, tokenizer in zip(options.template, tokenizers):
-            run = common.surroundings(engine, task, tokenizer, engine.args)
-            roll_out(run, options.few, next(steps), options)  # warm-up
-            at_first = None
-            for turns in (options.few, options.many):
-                rounds = [roll_out(run, turns, next(steps), options) for _ in range(options.rounds)]
-                ms = [median(part) for part in zip(*rounds)]
-                elapsed, forward, engine_cpu, loops = ms
-                host = elapsed - forward, engine_cpu + loops
-                at_first = at_first or host
-                growth = "".join(f"{late / early:10.2f}" for late, early in zip(host, at_first))
-                yield print_row(f"{short(template)}, {turns} turns", ms, growth)
-
-
-# ---------------------------------------------------------------- memory
-
-
-def received_outputs(lengths: list[int]) -> list:
-    """Returns outputs of these lengths, as they arrive from another rank."""
-    answers = []
-    for n in lengths:
-        ids = [random.randrange(1000, 150000) for _ in range(n - 1)]
-        logprobs = [-random.random() for _ in ids]
-        answers.append(TokenOutput(ids, logprobs, [0] * len(ids), "stop", []))
-    outputs = common.as_outputs([[1]] * len(lengths), answers)
-    return pickle.loads(pickle.dumps(outputs))
-
-
-def measure_memory(options: argparse.Namespace) -> Iterator[dict]:
-    """Yields MB and bytes per token of the lists and of the tensors."""
-    lengths = [options.long] + 255 * [2048]
-    n = sum(lengths)
-    tracemalloc.start()
-    outputs = received_outputs(lengths)
-    lists, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    tensors = sum(tensor.nbytes for tensor in data.collate(outputs).values())
-    print(f"\n256 outputs of {n:,} tokens, the longest of {options.long:,}")
-    for label, size in {"lists": lists, "tensors": tensors}.items():
-        yield print_row(label, [size / 1e6, size / n], "   MB, bytes a token")
+            ms = [round(1e3 * median(seconds), 3) for seconds in near]
+            label = f"{template} {kind}: {way}"
+            growth = f"{ms[-1] / ms[1]:10.2f}" if ms else "   refuses the template"
+            print(f"{label:28}" + "".join(f"{each:10.3f}" for each in ms) + growth, flush=True)
+            yield {"label": label, "numbers": ms, "turns": turns, "outputs": outputs[0]}
 
 
 def main() -> None:
-    """Measures the parts one after the other and prints their tables."""
-    numbers = dict(turns=200, few=10, many=160, trajectories=16, tokens=8, long=32768, rounds=3)
-    parser = common.make_parser(__doc__, **numbers)
-    parser.add_argument("--template", nargs="+", default=["qwen2.5", "qwen3", "llama3.1"])
-    parser.add_argument("--engine_args", default="{}", help="as in train.py")
-    parts = {"turns": measure_turns, "engine": measure_engine, "memory": measure_memory}
-    parser.add_argument("--part", nargs="+", choices=parts, default=[*parts])
+    parser = common.make_parser(__doc__, turns=200, rounds=3)
+    templates = ["qwen2.5", "qwen3", "llama3.1"]
+    parser.add_argument("--template", nargs="+", choices=FAMILIES, default=templates)
     options = parser.parse_args()
-    rows = [{"part": part} | row for part in options.part for row in parts[part](options)]
-    common.write_rows(options.out, rows)
+    common.write_rows(options.out, [*measure(options)])
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def compare(name: str, options) -> dict:
         build(name, Path(folder))
         args = train.Args(
             model=folder,
-            dtype=options.dtype,
+            dtype="float32",
             max_prompt_tokens=64,
             max_response_tokens=64,
             engine_args=json.dumps({"kv_cache_memory_bytes": 1 << 27}),
@@ -321,8 +321,7 @@ def compare_and_exit(name: str, options) -> None:
 
 def in_own_process(name: str, options) -> dict:
     """Compares one architecture in a process of its own; returns its row of the table."""
-    command = [sys.executable, __file__, name, "--one", "--dtype", options.dtype]
-    command += ["--reference", options.reference]
+    command = [sys.executable, __file__, name, "--one", "--reference", options.reference]
     result = {"verdict": "fails: no answer"}
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -338,7 +337,6 @@ def main() -> None:
     """Compares the architectures, each in a process of its own, and prints the table."""
     parser = common.make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help=", ".join(ARCHITECTURES))
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reference", default="policy", choices=["policy", "eager"])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -3,7 +3,6 @@
     python bench/rollout.py --rounds 9                  # one turn
     python bench/rollout.py --turns 4 --spread even     # turns of half to three halves of --tokens
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
-    python bench/rollout.py --turns 4 --width 512       # a larger random model
     python bench/rollout.py --many 1024                 # against a rollout of 8,192 trajectories
 
 Both sides have the same engine, prompts and lengths. They take turns in one process after a
@@ -19,7 +18,6 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import common
@@ -106,7 +104,7 @@ class Rollouts:
             lengths=self.lengths,
         )
         self.run = common.surroundings(engine, task, self.tokenizer, engine.args)
-        self.idle: list[float] = []  # shares of each rollout
+        self.idle = 0.0  # the share of the last rollout
         self.steps = itertools.count()
 
     def lengths_of(self, n: int) -> list[list[int]]:
@@ -127,7 +125,7 @@ class Rollouts:
         seconds = time.perf_counter() - started
         n_tokens = done.statistics["tokens"]
         assert n_tokens == sum(map(sum, self.lengths_of(n))) and not done.errors, done.errors
-        self.idle.append(done.metrics(self.engine)["throughput/idle_share"])
+        self.idle = done.metrics(self.engine)["throughput/idle_share"]
         return n_tokens / seconds
 
     def user_turn(self) -> list[int]:
@@ -176,53 +174,35 @@ def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
     train.sync(engine, policy, 0)
     sides = Rollouts(engine, options)
     n = options.prompts
-
-    def compare() -> tuple[float, str]:
-        ours = sides.rollout(n)
-        theirs = sides.rollout(options.many) if options.many else sides.generate(n)
-        name = f"of {options.many} prompts" if options.many else "LLM.generate"
-        return ours / theirs, f"rollout {ours:9,.0f} tokens/s   {name} {theirs:9,.0f}"
-
     least, most = shortest_and_longest(options)
     millions = policy.model.num_parameters() / 1e6
     sizes = f"{n} prompts x {options.group_size}, {options.turns} turns of {least} to {most} tokens"
     print(f"{sizes}, {millions:.2f}M parameters, {policy.model.device.type}")
-    ratios = compare_by_turns(options.rounds, compare)
-    shares = sides.idle[2:] if options.many else sides.idle[1:]  # without the warm-up
+    name = f"of {options.many} prompts" if options.many else "LLM.generate"
+    ratios = []
+    shares = []
+    for i in range(options.rounds + 1):
+        ours = sides.rollout(n)
+        idle = sides.idle
+        theirs = sides.rollout(options.many) if options.many else sides.generate(n)
+        if i:  # after the warm-up
+            ratios.append(ours / theirs)
+            shares.append(idle)
+        speeds = f"rollout {ours:9,.0f} tokens/s   {name} {theirs:9,.0f}"
+        print(f"round {i}  {speeds}   ratio {ours / theirs:.3f}", flush=True)
     idle = common.of_rounds(shares)[0]
+    print(f"ratio {common.spread(ratios)}")
     print(f"the engine is idle for {idle:.1%} of a rollout")
     return {"ratio": common.of_rounds(ratios), "idle": idle}
 
 
-def compare_by_turns(rounds: int, compare: Callable[[], tuple[float, str]]) -> list[float]:
-    """Calls compare() -> (ratio, a line) and prints it; returns the ratios after a warm-up."""
-    ratios = []
-    for i in range(rounds + 1):
-        ratio, line = compare()
-        title = f"round {i}" if i else "warm-up"
-        print(f"{title:8} {line}   ratio {ratio:.3f}", flush=True)
-        ratios.append(ratio)
-    print(f"ratio {common.spread(ratios[1:])}")
-    return ratios[1:]
-
-
 # ---------------------------------------------------------------- main
-
-
-def model_config(options: argparse.Namespace) -> dict:
-    """Returns entries of the random model's configuration."""
-    config = {"max_position_embeddings": 4096}
-    if options.width:
-        config |= {"hidden_size": options.width, "intermediate_size": 3 * options.width}
-        config["num_hidden_layers"] = 6
-    return config
 
 
 def parse_options() -> argparse.Namespace:
     numbers = dict(turns=1, prompts=16, group_size=8, tokens=64, rounds=5)
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model")
-    parser.add_argument("--width", type=int, help="hidden size of the random model")
     parser.add_argument("--spread", choices=("even", "tail"), help="lengths of turns differ")
     parser.add_argument("--many", type=int, help="prompts of a second rollout")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
@@ -234,7 +214,7 @@ def main() -> None:
     options = parse_options()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        model_folder = options.model or common.random_model(folder, **model_config(options))
+        model_folder = options.model or common.random_model(folder, max_position_embeddings=4096)
         args = train.Args(
             model=model_folder,
             dtype="bfloat16" if device.type == "cuda" else "float32",

@@ -16,6 +16,7 @@ one update a step, no KL, no evaluation and no checkpoint. On a CPU all is float
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -138,13 +139,29 @@ def time_calls(of, name: str, spent: dict[str, float]) -> None:
     setattr(of, name, timed)
 
 
-def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = False) -> None:
-    """Trains with GRPOTrainer.train, step by step."""
+def make_trl_vllm_updatable() -> None:
+    """Lets TRL's vLLM compute in float32 on a CPU and take new weights, as flatrl's engine."""
     import torch
-    from transformers import TrainerCallback
+    import trl.generation.vllm_generation as generation
+    import vllm.model_executor.layers.utils as layers
 
-    if vllm and not torch.cuda.is_available():
-        common.make_trl_vllm_updatable()
+    def plain_linear(layer, remove_weight) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    generation.LLM = functools.partial(generation.LLM, dtype="float32")
+    layers.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = False) -> None:
+    """Trains with GRPOTrainer.train, step by step, without KL, evaluations and checkpoints."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    cuda = torch.cuda.is_available()
+    if vllm and not cuda:
+        make_trl_vllm_updatable()
     forced = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
     spent: dict[str, float] = {}
 
@@ -164,12 +181,16 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
             end_step(pipe, parts)
             spent.clear()
 
-    trainer = common.trl_trainer(
-        options.model,
-        f"{folder}/trl",
-        [{"prompt": row["prompt"]} for row in load("train")],
-        trl_rewards,
-        callbacks=[Turns()],
+    config = GRPOConfig(
+        output_dir=f"{folder}/trl",
+        beta=0.0,
+        bf16=cuda,
+        use_cpu=not cuda,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
         per_device_train_batch_size=options.prompts * options.group_size,
         num_generations=options.group_size,
         max_completion_length=options.tokens,
@@ -180,6 +201,15 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
         max_steps=ENDLESS,
         use_vllm=vllm,
         vllm_max_model_length=options.tokens + 512,
+    )
+    prompts = [{"prompt": row["prompt"]} for row in load("train")]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        args=config,
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        reward_funcs=trl_rewards,
+        train_dataset=Dataset.from_list(prompts),
+        callbacks=[Turns()],
     )
     for name in ("_generate", "_prepare_inputs", "training_step"):
         time_calls(trainer, name, spent)

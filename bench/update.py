@@ -18,8 +18,8 @@ forward passes keep for their backward passes.
 import argparse
 import os
 import tempfile
-import time
 from collections import Counter
+from functools import partial
 
 import common
 import torch
@@ -223,14 +223,6 @@ def peak_memory(side, batch: dict) -> float:
     return memory.peak / 1e6
 
 
-def seconds_of(function, batch: dict) -> float:
-    started = time.perf_counter()
-    function(batch)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
     """Compares the sides' logprobs, times the sides by turns, prints and returns their rows."""
     scores = {name: side.score(batch) for name, side in sides.items()}  # also a warm-up
@@ -241,7 +233,7 @@ def measure(sides: dict, batch: dict, rounds: int) -> list[dict]:
     memory = {name: peak_memory(side, batch) for name, side in sides.items()}
     timings = [
         {
-            (name, work): seconds_of(getattr(side, work), batch)
+            (name, work): common.seconds(partial(getattr(side, work), batch))
             for name, side in sides.items()
             for work in ("score", "update")
         }
@@ -270,7 +262,6 @@ def main() -> None:
     parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[24, 256, 1024])
     parser.add_argument("--response_tokens", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--distinct", action="store_true", help="no prompt is shared")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as options.folder:
         if not options.model:
@@ -280,8 +271,7 @@ def main() -> None:
         accelerator, _ = devices.start_processes(args)
         train.complete_flags(args, accelerator.device.type == "cuda")
         data.register_packed_attention()
-        names = dict.fromkeys(["flatrl", *options.sides])  # each once
-        sides = {name: SIDES[name](options, args, accelerator) for name in names}
+        sides = {name: side(options, args, accelerator) for name, side in SIDES.items()}
         vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
         threads = os.environ["OMP_NUM_THREADS"]
         print(f"{options.prompts} x {options.group_size}, {accelerator.device}, {threads} threads")

@@ -2,7 +2,6 @@
 
     python bench/zoo.py          # all faults: the table in docs/running.md
     python bench/zoo.py --only "a mask shifted by one"
-    python bench/zoo.py --list
 
 A fault replaces one function of flatrl from outside, or is a flag, or a bad part of a task. Each
 run has three steps (one with a resume has four), and the line must come within them. This file
@@ -14,7 +13,6 @@ import argparse
 import itertools
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,7 +30,6 @@ from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model  # noqa: F401
 # ---------------------------------------------------------------- the task, and its bad parts
 
 ZOO_TASK = os.environ.get("ZOO_TASK", "")
-KEPT = {}  # with ZOO_TASK=last, the reward that every rollout gets
 
 
 def load(split: str) -> list[dict]:
@@ -56,8 +53,6 @@ def reward(output, row: dict) -> float:
         return 0.5
     if ZOO_TASK == "nan":
         return float("nan")
-    if ZOO_TASK == "last":
-        return KEPT.setdefault("reward", calculator.reward(output, row))
     if ZOO_TASK == "length":
         return float(output.truncated)
     return calculator.reward(output, row)
@@ -196,7 +191,6 @@ FAULTS = {
     # -- rewards
     "a reward that is constant": Fault("taught nothing", task="constant"),
     "a reward that is NaN": Fault("must be a finite number", task="nan"),
-    "the reward of one rollout for all": Fault("taught nothing", task="last"),
     "truncated answers rewarded": Fault(
         "best-paid answers were cut off", flags="--max_response_tokens 12", task="length"
     ),
@@ -219,9 +213,6 @@ FAULTS = {
     "an evaluation on training rows": Fault("prompt of a training row", task="leak"),
     "prompts lost at a resume": Fault(
         "trained twice, or lost", POOL, "old(a[0], a[1], a[2] + 8)", resumed=True
-    ),
-    "prompts trained twice at a resume": Fault(
-        "trained twice, or lost", POOL, "old(a[0], a[1], a[2] - 8)", resumed=True
     ),
     # -- the optimiser
     "an optimiser whose states are lost at a resume": Fault(
@@ -302,33 +293,23 @@ def run_with(name: str, folder: Path, flags: list[str]) -> str:
     return run([*base, "--num_steps", str(steps), *more], fault.task, name).stdout
 
 
-def step_of(line: str, output: str) -> str:
-    """Returns the step at which a line was printed: by its words, or by the table above it."""
-    own = re.search(r"\bstep (\d+)", line)
-    if own:
-        return own[1]
-    before = output[: output.index(line)]
-    finished = re.findall(r"^ +(\d+)/\d+ ", before, re.MULTILINE)
-    return str(int(finished[-1]) + 1) if finished else "start"
-
-
 # ---------------------------------------------------------------- the table
 
 
 def print_faults(names: list[str], flags: list[str]) -> int:
     """Plants each fault and prints the line that names it; returns how many have none."""
     n_unnamed = 0
-    print("| fault | named at step | by the line |\n| --- | --- | --- |")
+    print("| fault | named by the line |\n| --- | --- |")
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             output = run_with(name, Path(folder), flags)
         lines = [line.strip() for line in output.splitlines() if FAULTS[name].named in line]
         if not lines:
             n_unnamed += 1
-            print(f"| {name} | NOT NAMED | |\n{output[-3000:]}", flush=True)
+            print(f"| {name} | NOT NAMED |\n{output[-3000:]}", flush=True)
             continue
         text = lines[0].replace(folder, "").removeprefix("warning: ")
-        print(f"| {name} | {step_of(lines[0], output)} | {text[:160]} |", flush=True)
+        print(f"| {name} | {text[:160]} |", flush=True)
     print(f"{len(names) - n_unnamed} of {len(names)} named")
     return n_unnamed
 
@@ -338,13 +319,12 @@ def main() -> None:
     at = words.index("--") if "--" in words else len(words)
     flags = words[at + 1 :]  # of train.py
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", default=list(FAULTS), choices=FAULTS)
-    parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    only = parser.add_argument("--only", nargs="+", default=[*FAULTS], choices=FAULTS)
+    only.metavar = "FAULT"
+    only.help = ", ".join(FAULTS)
     parser.add_argument("--plant", help=argparse.SUPPRESS)
     options = parser.parse_args(words[:at])
-    if options.list:
-        print("\n".join(FAULTS))
-    elif options.plant:
+    if options.plant:
         import train
 
         if options.plant != "none":

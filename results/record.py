@@ -2,7 +2,8 @@
 
     python results/record.py quick_start/seed_0 -- python train.py --seed 0
 
-Recording a run again replaces it. A training run leaves the metrics in KEPT, a bench its rows.
+Recording a run again replaces it, except for its label: what a table calls the run. A training run
+leaves the metrics in KEPT, a bench its rows.
 """
 
 import datetime
@@ -73,6 +74,8 @@ def main(name: str, command: list[str], results: Path = RESULTS) -> None:
     (folder := results / figure).mkdir(parents=True, exist_ok=True)
     records = folder / "record.json"
     known = json.loads(records.read_text()) if records.exists() else {}
+    if "label" in known.get(run, {}):
+        record = {"label": known[run]["label"], **record}
     records.write_text(json.dumps(known | {run: record}, indent=2) + "\n")
     others = [line for line in read_lines(folder / "metrics.jsonl") if line["run"] != run]
     text = "\n".join(map(json.dumps, others + lines))

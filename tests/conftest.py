@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import select
 import signal
 import socket
 import subprocess
@@ -236,6 +235,35 @@ def generate(engine, background, prompts: list[list[int]], **sampling) -> list:
     return stepped(engine, background, *calls, return_exceptions=True)
 
 
+class Picture:
+    """Stands in for a figure and its axes; savefig writes the points of every curve as JSON."""
+
+    def __init__(self):
+        self.curves = []
+
+    def __getattr__(self, name):
+        return lambda *args, **options: None
+
+    def plot(self, xs, ys, **style) -> None:
+        self.curves.append(list(zip(xs, ys, strict=True)))
+
+    def savefig(self, target, dpi) -> None:
+        Path(target).write_text(json.dumps(self.curves))
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """A matplotlib of Pictures, because the real one need not be installed."""
+
+    def subplots(*shape, figsize) -> tuple:
+        picture = Picture()
+        return picture, [picture, picture] if shape else picture
+
+    pyplot = types.SimpleNamespace(subplots=subplots)
+    monkeypatch.setitem(sys.modules, "matplotlib", types.SimpleNamespace(pyplot=pyplot))
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+
+
 # ---------------------------------------------------------------- whole runs, as processes
 
 
@@ -262,33 +290,29 @@ class Forked:
 
     def __init__(self, *argv, cache: Path, env: dict[str, str]):
         self.returncode = None
-        self.output = tempfile.TemporaryFile()
-        self.answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = json.dumps({"argv": list(map(str, argv)), "env": env}).encode()
-        socket.send_fds(zygote(cache), [request], [self.output.fileno(), theirs.fileno()])
-        theirs.close()
-        self.pid = int(self.answers.recv(64))
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self.answers], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a forked process", timeout)
-            self.returncode = os.waitstatus_to_exitcode(int(self.answers.recv(64)))
-            self.answers.close()
-        return self.returncode
+        self.folder = Path(tempfile.mkdtemp(dir=cache.parent, prefix="process"))
+        request = {"argv": list(map(str, argv)), "env": env, "folder": str(self.folder)}
+        print(json.dumps(request), file=zygote(cache).stdin, flush=True)
+        wait_for((self.folder / "pid").exists)
+        self.pid = int((self.folder / "pid").read_text())
 
     def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
+        status = self.folder / "status"
+        if status.exists():
+            self.returncode = os.waitstatus_to_exitcode(int(status.read_text()))
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def wait(self, timeout: float = HANGS) -> int:
+        wait_for(lambda: self.poll() is not None, timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float = HANGS) -> tuple[str, None]:
         self.wait(timeout)
         return self.printed(), None
 
     def printed(self) -> str:
         """Returns what it has printed so far."""
-        return os.pread(self.output.fileno(), 1 << 30, 0).decode(errors="replace")
+        return (self.folder / "output").read_text(errors="replace")
 
     def send_signal(self, which: int) -> None:
         if self.poll() is None:
@@ -298,35 +322,30 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-ZYGOTE: list[tuple[subprocess.Popen, socket.socket]] = []
+ZYGOTE: list[subprocess.Popen] = []
 
 
-def zygote(cache: Path) -> socket.socket:
-    """Returns the connection to tests/zygote.py, which the first call starts.
+def zygote(cache: Path) -> subprocess.Popen:
+    """Returns the process of tests/zygote.py, which the first call starts.
 
     cache: Hugging Face reads its place at import."""
     if not ZYGOTE:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "tests/zygote.py", str(theirs.fileno())]
-        env = clean_env() | {"XDG_CACHE_HOME": str(cache)}
         process = subprocess.Popen(
-            command,
+            [sys.executable, "tests/zygote.py"],
             cwd=REPO,
-            env=env,
-            pass_fds=[theirs.fileno()],
+            env=clean_env() | {"XDG_CACHE_HOME": str(cache)},
             start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            text=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
-        theirs.close()
-        ZYGOTE.append((process, mine))
-    return ZYGOTE[0][1]
+        ZYGOTE.append(process)
+    return ZYGOTE[0]
 
 
 def pytest_sessionfinish():
-    for process, connection in ZYGOTE:
-        connection.close()
-        process.wait()
+    for process in ZYGOTE:
+        process.communicate()
     ZYGOTE.clear()
 
 
@@ -461,7 +480,7 @@ def cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports_beside_the_first_tests(request, cache):
+def imports_beside_the_first_tests(request):
     """Starts the zygote's imports on another core, if one of the chosen tests needs it."""
     if any("cache" in item.fixturenames for item in request.session.items):
-        zygote(cache)
+        zygote(request.getfixturevalue("cache"))

@@ -1,11 +1,13 @@
 """Runs a script that starts others, a launcher or a bench: `forking.py SCRIPT FLAGS`.
 
 This process was forked from tests/zygote.py, so it has imported torch and vLLM. Scripts that it
-starts with this Python by subprocess are forked in turn, so they need not import them again."""
+starts with this Python by subprocess are forked in turn, so they need not import them again. So
+are the processes of multiprocessing's "spawn"."""
 
 import atexit
 import concurrent.futures.thread
 import inspect
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +20,8 @@ EXECUTE_CHILD = subprocess.Popen._execute_child
 def fork_scripts() -> None:
     """Makes subprocess.Popen fork this process where a script is run with this Python."""
     subprocess.Popen._execute_child = execute_child
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork")
 
 
 def execute_child(popen: subprocess.Popen, args, *more) -> None:

@@ -47,14 +47,6 @@ def one(engine, background, tokenizer, args, tiny_model):
     return one
 
 
-def test_after_an_evaluation_the_engine_is_put_to_sleep_before_an_update(one):
-    train.evaluate(one)
-    assert (one.engine.state, one.engine.version) == ("awake", 3)
-    one.done = 4
-    with pytest.raises(RuntimeError, match="'awake', this call needs 'asleep'"), train.awake(one):
-        pass
-
-
 @register("test_endless")
 class Endless(AgentLoopBase):
     async def run(self, sampling_params, **row):

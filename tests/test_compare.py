@@ -3,7 +3,6 @@
 import math
 import sys
 
-import numpy
 import pytest
 
 from flatrl import compare
@@ -26,24 +25,6 @@ values = [0.3, 0.5, 0.7 + args.gain * (2 - args.seed / 10)]
 rows = [{"step": 4 * i, "eval/reward": value} for i, value in enumerate(values)]
 (args.output_dir / "metrics.jsonl").write_text("\\n".join(map(json.dumps, rows)))
 """
-
-
-def likelihood(x: numpy.ndarray, prior_sd: float) -> float:
-    """Integrates the density of x over the scale and, unless prior_sd is 0, the mean in scales."""
-    scale = numpy.exp(numpy.linspace(-7, 4, 400))[:, None, None]  # its density is 1 / scale
-    effect = numpy.linspace(-8, 8, 401)[:, None] * prior_sd
-    weights = numpy.exp(-((effect / prior_sd) ** 2) / 2) if prior_sd else numpy.ones((401, 1))
-    log_density = -((x / scale - effect) ** 2) / 2 - numpy.log(scale)
-    return (numpy.exp(log_density.sum(-1)) * (weights / weights.sum())[:, 0]).sum()
-
-
-@pytest.mark.parametrize("n, error", [(5, 0.05), (4, 0.1)])
-def test_the_ends_of_the_interval_are_as_unlikely_as_the_error(n, error):
-    x = numpy.array(DIFFERENCES[:n])
-    low, high = compare.interval(x.tolist(), error)
-    assert low + high == pytest.approx(2 * x.mean())
-    ratio = likelihood(x - high, 1 / math.sqrt(compare.PRIOR)) / likelihood(x - high, 0)
-    assert ratio == pytest.approx(1 / error, rel=1e-3)
 
 
 def test_three_pairs_decide_nothing():

@@ -31,9 +31,6 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 ])  # fmt: skip
 def test_what_the_device_decides(flags, cuda, expected):
     args = Args(**flags)
-    before = dataclasses.asdict(args)
-    devices.device_defaults(args, cuda)
-    assert dataclasses.asdict(args) == before
     train.complete_flags(args, cuda)
     assert (args.dtype, args.gradient_checkpointing, args.shard) == expected
 
@@ -169,7 +166,7 @@ class TooLittleMemory:
             output.register_hook(self.fail)
 
 
-@pytest.mark.parametrize("shard, backward", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("shard, backward", [(False, True), (True, False)])
 def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
     args, process_group, shard, backward
 ):

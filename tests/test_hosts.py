@@ -109,9 +109,6 @@ def test_hybrid_shards_in_a_host_and_needs_no_shared_disk(one_host, cache, tmp_p
     # Both ranks of the first host have written.
     assert parts == [".metadata", "__0_0.distcp", "__1_0.distcp", "step.json"]
     assert files(tmp_path / "b/run") == []
-    # A single rank resumes from it.
-    printed = run(*flags, tmp_path / "a/run", "--resume", "changed", cache=cache)
-    assert "resuming after step 2" in printed
     two = safetensors(tmp_path / "alone/final")
     for name, tensor in safetensors(tmp_path / "a/run/final").items():
         torch.testing.assert_close(tensor, two[name], atol=5e-5, rtol=0)

@@ -40,10 +40,10 @@ def test_a_process_alone_forgets_launchers_that_did_not_start_it(given, left, tm
     assert prepared(given, tmp_path) == [left, True]
 
 
-def prepared(variables: dict, folder, redirections: str = "") -> list:
+def prepared(variables: dict, folder, redirections: str = "", names=(*LAUNCHER, *MPI)) -> list:
     """Runs PROGRAM in a shell; returns what it has written."""
     out = folder / "out.json"
-    program = f"{sys.executable} -c '{PROGRAM}' {','.join([*LAUNCHER, *MPI])}"
+    program = f"{sys.executable} -c '{PROGRAM}' {','.join(names)}"
     command = f"set -o pipefail; (sleep 0.1; {program}) {redirections}"
     env = {"PATH": os.environ["PATH"], "OUT": str(out)} | variables
     subprocess.run(["bash", "-c", command], cwd=REPO, env=env, check=True, timeout=HANGS)
@@ -53,6 +53,13 @@ def prepared(variables: dict, folder, redirections: str = "") -> list:
 @pytest.mark.parametrize("redirections", ["<&- >&- 2>&-", "2>&1 | true"])
 def test_standard_streams_that_are_closed_or_not_read(redirections, tmp_path):
     assert prepared({}, tmp_path, redirections) == [{}, True]
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="ranks of CPUs share its cores")
+def test_ranks_share_the_cores(tmp_path):
+    ranks = {"LOCAL_WORLD_SIZE": str(len(os.sched_getaffinity(0)))}
+    found, _ = prepared(LAUNCHER | ranks, tmp_path, names=["OMP_NUM_THREADS"])
+    assert found == {"OMP_NUM_THREADS": "1"}
 
 
 def test_a_user_without_a_home_gets_one(tmp_path, monkeypatch, capsys):

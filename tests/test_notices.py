@@ -231,16 +231,13 @@ def test_wandb_gets_numbers_and_a_table_of_trajectories(log, monkeypatch):
     assert table[3]["reward"] == 0.75 and table[3]["trajectory"] == "[1, 100, 101]"
 
 
-@pytest.mark.parametrize("variables, said", [
-    ({}, "No API key configured"),
-    ({"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9",
-      "WANDB_HTTP_TIMEOUT": "1"}, "127.0.0.1:9"),
-], ids=["key", "network"])  # fmt: skip
-def test_wandb_without_key_or_network_is_refused_first(variables, said, cache, tmp_path):
+def test_wandb_without_a_network_is_refused_first(cache, tmp_path):
+    account = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    account |= {"WANDB_HTTP_TIMEOUT": "1", "HOME": tmp_path}
     flags = ["--task", "tests/tiny_task.py", "--wandb_project", "p", "--output_dir", tmp_path / "o"]
-    printed = run(*flags, code=2, cache=cache, HOME=tmp_path, **variables)
+    printed = run(*flags, code=2, cache=cache, **account)
     line = printed.splitlines()[-1]
-    assert line.startswith(f"train.py: error: {trackers.FAILED}") and said in line
+    assert line.startswith(f"train.py: error: {trackers.FAILED}") and "127.0.0.1:9" in line
     assert not (tmp_path / "o").exists() and "training rows" not in printed
 
 

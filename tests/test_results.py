@@ -1,6 +1,5 @@
-"""results/: the tables of the pages are made from the records of the runs."""
+"""results/: runs are recorded, and the tables and pictures of the pages are made from records."""
 
-import importlib.util
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -9,6 +8,10 @@ import pytest
 from conftest import REPO
 
 sys.path.append(str(REPO / "results"))
+import bisection
+import credit_curve
+import curve
+import record
 import tables
 
 LINES = [
@@ -18,7 +21,7 @@ LINES = [
     {"run": "seed_1", "step": 0, "eval/reward": 0.25},
 ]
 PAGE = "before\n<!-- results: mine -->\nold\n<!-- end -->\nafter\n"
-TABLE = "| seed | reward |\n| --- | --- |\n| seed_0 | 0.900 |\n| seed_1 |  |\n"
+TABLE = "| seed | reward |\n| --- | --- |\n| seed_0 | 0.900 |\n| 1 |  |\n"
 
 
 @pytest.fixture
@@ -27,13 +30,13 @@ def figure(tmp_path, monkeypatch):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    records = {"seed_0": {"seconds": 125}, "seed_1": {"figures": {"max loss": 4.0}}}
+    records = {"seed_0": {"seconds": 125}, "seed_1": {"label": "1", "figures": {"max loss": 4.0}}}
     (folder / "record.json").write_text(json.dumps(records))
 
     def mine():
         yield "seed", "reward"
-        for name, run in tables.runs("mine", tmp_path).items():
-            yield name, run.at("eval/reward", 2)
+        for run in tables.runs("mine", tmp_path).values():
+            yield run.label, *run.at("eval/reward", 2)
 
     monkeypatch.setattr(tables, "TABLES", {"mine": mine})
     return tables.runs("mine", tmp_path)
@@ -41,12 +44,9 @@ def figure(tmp_path, monkeypatch):
 
 def test_a_run_knows_its_metrics_and_its_figures(figure):
     first, second = figure.values()
-    assert first.at("eval/reward", 0) == "0.500"
+    assert first.at("eval/reward", 0, 1, 2) == ["0.500", "", "0.900"]
     assert first.largest("loss") == 3.0
     assert second.largest("loss") == 4.0
-    assert first.total("loss") == 5.0
-    assert first.first_step("reward/mean", 0.5) == "2"
-    assert first.first_step("reward/mean", 0.9) == "never"
     assert first.duration() == "2 min 5 s"
 
 
@@ -59,6 +59,9 @@ def test_pages_are_rewritten_between_the_markers(figure, tmp_path, capsys):
     assert tables.main([], [page]) == 0
     assert page.read_text() == PAGE.replace("old\n", TABLE)
     assert tables.main(["--check"], [page]) == 0
+    capsys.readouterr()
+    assert tables.main(["mine"], [page]) == 0
+    assert capsys.readouterr().out == TABLE + "\n"
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
@@ -68,15 +71,47 @@ def test_a_table_has_as_many_cells_as_its_header(name):
     assert all(len(row) == len(header) for row in rows)
 
 
-def load_script(path: str):
-    spec = importlib.util.spec_from_file_location("script", REPO / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# In place of train.py, or of a bench.
+COMMAND = """
+import json, pathlib, sys
+rows = [{"step": 0, "eval/reward": 0.5}]
+rows.append({"step": 1, "reward/mean": 0.123456, "timing/rollout_s": 1.0, "eval/reward": 0.75})
+file = pathlib.Path(sys.argv[-1])
+if sys.argv[-2] == "--output_dir":
+    file.mkdir()
+    file = file / "metrics.jsonl"
+file.write_text("\\n".join(map(json.dumps, rows)))
+"""
+
+
+def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch, pictures):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "bench.py"):
+        (tmp_path / name).write_text(COMMAND)
+    command = [sys.executable, "train.py", "--seed", "3"]
+    record.main("small/seed_3", command, tmp_path)
+    records = tmp_path / "small/record.json"
+    before = json.loads(records.read_text())["seed_3"]
+    records.write_text(json.dumps({"seed_3": before | {"label": "seed 3", "seconds": 99}}))
+    record.main("small/seed_3", command, tmp_path)  # replaces all but the label
+    record.main("small/bench", [sys.executable, "bench.py"], tmp_path)
+    run = record.read_lines(tmp_path / "small/metrics.jsonl")
+    run, bench = run[:2], run[2:]
+    assert run[1] == {"run": "seed_3", "step": 1, "reward/mean": 0.1235, "eval/reward": 0.75}
+    assert [len(bench), bench[1]["timing/rollout_s"]] == [2, 1.0]
+    entry = json.loads(records.read_text())["seed_3"]
+    assert entry["label"] == "seed 3" and entry["command"].endswith("train.py --seed 3")
+    assert 0 <= entry["seconds"] < 99
+
+    curve.main("pictures/curve.png", "small")
+    sampled, evaluated, *_ = json.loads((tmp_path / "pictures/curve.png").read_text())
+    assert (sampled, evaluated) == ([[1, 0.1235]], [[0, 0.5], [1, 0.75]])
+    credit_curve.main("pictures/credit.png")
+    first, *_ = json.loads((tmp_path / "pictures/credit.png").read_text())
+    assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
 
 
 def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
-    script = load_script("results/bisection.py")
     said = {
         "eval_000000": (["0 to 31", "31", "0 to 30", "40"], 0.0),
         "eval_000010": (["0 to 31", "16", "0 to 15", "7"], 1.0),
@@ -85,13 +120,13 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     for name, (texts, reward) in said.items():
         rollout = {"messages": [{"content": text} for text in texts], "total_reward": reward}
         (tmp_path / "rollouts" / f"{name}.jsonl").write_text(json.dumps(rollout) + "\n")
-    before, after = script.games(tmp_path)
-    assert script.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
-    assert script.turns(after) == [(0, 31, 16), (0, 15, 7)]
+    before, after = bisection.games(tmp_path)
+    assert bisection.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
+    assert bisection.turns(after) == [(0, 31, 16), (0, 15, 7)]
     file = tmp_path / "rollouts/eval_000010.jsonl"
-    assert script.places(file) == [16 / 31, 7 / 15]
-    script.animate(tmp_path, tmp_path / "game.svg")
+    assert bisection.places(file) == [16 / 31, 7 / 15]
+    bisection.animate(tmp_path, tmp_path / "game.svg")
     drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
     frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
-    assert frames[32 + 7].split(";") == [script.LEFT, script.FOUND, script.FOUND]
-    assert frames[32 + 20].split(";") == [script.LEFT, script.GONE, script.GONE]
+    assert frames[32 + 7].split(";") == [bisection.LEFT, bisection.FOUND, bisection.FOUND]
+    assert frames[32 + 20].split(";") == [bisection.LEFT, bisection.GONE, bisection.GONE]

@@ -32,8 +32,3 @@ def test_an_asynchronous_run_on_a_team(cache, tmp_path):
     # What was sampled is trained on, or was under way at the end: two batches at most.
     sampled = sum(row["throughput/tokens_per_s"] * row["timing/rollout_s"] for row in rows)
     assert len(rows) == 3 and trained <= round(sampled) <= trained + 2 * 4 * 4 * 16
-
-
-def test_tp_must_divide_the_ranks(cache, tmp_path):
-    printed = run(*TINY, "--tp", "2", "--output_dir", tmp_path / "x", cache=cache, code=2)
-    assert "--tp 2 must divide the number of processes, 1" in printed

@@ -3,9 +3,9 @@
 These imports are nearly all the CPU time of a short run. Otherwise a forked process is like
 `python SCRIPT ARGUMENTS`: session, arguments, environment, output and exit code are its own.
 
-conftest.py starts this. One message asks for one process: JSON, the descriptor of its output, and
-that of a socket for the answers: its id, then its exit status as waitpid gives it. The end of the
-connection ends this process."""
+conftest.py starts this. A line of standard input asks for a process: JSON, with its arguments, its
+environment, and a folder in which it writes the files `pid` and `output`, and at its end `status`,
+as waitpid gives it. The end of the input ends this process."""
 
 import atexit
 import contextlib
@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import types
@@ -61,23 +60,16 @@ def import_all() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def serve(control: socket.socket) -> tuple[dict, int, socket.socket]:
-    """Returns in the forked processes only: what to run, and the two descriptors."""
-    while True:
-        message, descriptors, *_ = socket.recv_fds(control, 1 << 20, 2)
-        if not message:
-            break
+def serve() -> dict:
+    """Returns in the forked processes only: the request."""
+    for line in sys.stdin:
         if os.fork() == 0:
-            control.close()
-            answers = socket.socket(fileno=descriptors[1])
+            request = json.loads(line)
             if (child := os.fork()) == 0:
-                return json.loads(message), descriptors[0], answers
-            os.close(descriptors[0])
+                return request
             _, status = os.waitpid(child, 0)
-            answers.send(str(status).encode())
+            note(request, "status", status)
             os._exit(0)
-        for descriptor in descriptors:
-            os.close(descriptor)
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
     try:
@@ -87,16 +79,20 @@ def serve(control: socket.socket) -> tuple[dict, int, socket.socket]:
         os._exit(0)
 
 
-def become(request: dict, output: int, answers: socket.socket, imported: dict[str, str]) -> tuple:
+def note(request: dict, name: str, number: int) -> None:
+    """Writes a file of the request's folder; it is never there without its content."""
+    file = Path(request["folder"], name)
+    file.with_suffix(".part").write_text(str(number))
+    file.with_suffix(".part").rename(file)
+
+
+def become(request: dict, imported: dict[str, str]) -> tuple:
     """Makes this process as if it had just been started; returns what main_module does."""
     os.setsid()
-    answers.send(str(os.getpid()).encode())
-    answers.close()
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    note(request, "pid", os.getpid())
+    with open(os.devnull) as nothing, open(Path(request["folder"], "output"), "w") as output:
+        for number, file in enumerate((nothing, output, output)):
+            os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(imported | request["env"])
     os.chdir(os.environ.get("TESTS_START_IN", REPO))
@@ -150,5 +146,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # the collector would write to every object, and copy its page
     gc.unfreeze = lambda: None  # vLLM calls it at the end, and collects once more
-    REQUEST = serve(socket.socket(fileno=int(sys.argv[1])))
-    leave(run_as_main(*become(*REQUEST, IMPORTED)))
+    leave(run_as_main(*become(serve(), IMPORTED)))

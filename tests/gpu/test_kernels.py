@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gradient_worker import batch_of
+from pretended.pretend import varlen_attn
+from torch.nn.attention import varlen
 
 import data
 import losses
@@ -12,57 +14,63 @@ import losses
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-MOST = 0.05 if HAS_GPU else 1e-5  # error of a result, and relative error of its gradients
 
 
-def operands(*shapes, std: float = 1.0) -> tuple[list, list]:
+def operands(*shapes, std: float = 1.0, dtype: torch.dtype = DTYPE) -> tuple[list, list]:
     """Random tensors of these shapes, and the same in float64."""
     generator = torch.Generator().manual_seed(0)
     tensors = [std * torch.randn(shape, generator=generator) for shape in shapes]
-    given = [x.to(DEVICE, DTYPE).requires_grad_() for x in tensors]
+    given = [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
     return given, [x.detach().double().requires_grad_() for x in given]
 
 
 def check(result: torch.Tensor, expected: torch.Tensor, given: list, exact: list) -> None:
     """Compares a result and its gradients with those in float64."""
+    most = 0.05 if given[0].dtype == torch.bfloat16 else 1e-5  # of gradients, relative
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(expected.shape, generator=generator).to(DEVICE)
     (result.double() * weights).sum().backward()
     (expected * weights).sum().backward()
-    assert (result.double() - expected).abs().max() < MOST
+    assert (result.double() - expected).abs().max() < most
     for x, y in zip(given, exact, strict=True):
-        assert (x.grad.double() - y.grad).norm() < MOST * y.grad.norm()
+        assert (x.grad.double() - y.grad).norm() < most * y.grad.norm()
 
 
-def attention(q, k, v, inputs: dict, window: int | None) -> torch.Tensor:
-    """Returns what data.packed_attention computes, by the definition: (1, S, H, D)."""
-    edges = inputs["cu_seqlens"]
-    key_edges = inputs["cu_seqlens_k"]
-    queries_of_key = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(queries_of_key, 1) for x in (k, v))
-    segments = []
-    for a, b, c, d in zip(edges, edges[1:], key_edges, key_edges[1:]):
-        keys = inputs["key_index"][c:d]
-        n, m = b - a, d - c  # queries are the last n of m keys
-        positions = torch.arange(m, device=q.device)
-        distance = positions[m - n :, None] - positions
-        hidden = (distance < 0) | (distance >= (window or m))
-        scores = q[:, :, a:b] @ k[:, :, keys].transpose(2, 3) * q.shape[-1] ** -0.5
-        segments.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, :, keys])
-    return torch.cat(segments, 2).transpose(1, 2)
+def by_definition(q, k, v, inputs: dict, window: int) -> torch.Tensor:
+    """Returns what data.packed_attention computes: (1, S, H, D)."""
+    keys = inputs["key_index"]
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    edges = [inputs[name].cpu() for name in ("cu_seqlens", "cu_seqlens_k")]
+    settings = dict(scale=0.3, window_size=(window - 1, 0), enable_gqa=True)
+    return varlen_attn(q, k[keys], v[keys], *edges, **settings)[None]
 
 
-@pytest.mark.parametrize("window", [None, 16])
-def test_packed_attention_over_a_forest(window):
+@pytest.mark.parametrize("path", ["as it is", "cuda"])
+@pytest.mark.parametrize("window, expected_window", [(1000, (-1, 0)), (16, (15, 0))])
+def test_packed_attention_over_a_forest(path, window, expected_window, monkeypatch):
+    """cuda: its code for a GPU, on a CPU with the definition in place of the kernel."""
+    called = []
+
+    def kernel(*args, window_size, **settings):
+        called.append(window_size)
+        return varlen_attn(*args, window_size=window_size, **settings)
+
+    is_replaced = path == "cuda" and not HAS_GPU
+    dtype = torch.bfloat16 if is_replaced else DTYPE
+    if is_replaced:
+        monkeypatch.setattr(varlen, "varlen_attn", kernel)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     batch = batch_of(19)
     inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(19)), DEVICE)["inputs"]
-    n = inputs["input_ids"].shape[1]
-    names = ("cu_seqlens", "max_seqlen", "cu_seqlens_k", "key_index")
-    packed = {name: inputs[name] for name in names}
-    given, exact = operands(*((1, heads, n, 64) for heads in (14, 2, 2)))
+    n = inputs.pop("input_ids").shape[1]
+    # Fewer heads of keys than of queries.
+    given, exact = operands(*((1, heads, n, 64) for heads in (14, 2, 2)), dtype=dtype)
     module = SimpleNamespace(is_causal=True)
-    result, _ = data.packed_attention(module, *given, None, sliding_window=window, **packed)
-    check(result, attention(*exact, inputs, window), given, exact)
+    settings = dict(attention_mask=None, scaling=0.3, sliding_window=window)
+    result, _ = data.packed_attention(module, *given, **settings, **inputs)
+    monkeypatch.undo()
+    check(result, by_definition(*exact, inputs, window), given, exact)
+    assert called == [expected_window] * is_replaced
 
 
 def test_token_logprobs():

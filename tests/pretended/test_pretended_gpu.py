@@ -4,16 +4,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pretend
 import pytest
 import torch
 from conftest import run
-from gradient_worker import batch_of
-from torch.nn.attention import varlen
-
-import data
 
 FLAGS = [
     *["--prompts_per_step", "2", "--group_size", "2", "--tokens_per_micro_batch", "128"],
@@ -126,27 +121,3 @@ def test_two_ranks(pretended):
     ranks = pretended(*TEXT, by="ranks")
     for seen, waits in zip(ranks, (WAITS | AT_THE_END, WAITS), strict=True):
         check(seen["clean"], waits, ["policy states", "reference"])
-
-
-@pytest.mark.parametrize("window, expected_window", [(4, (3, 0)), (100, (-1, 0))])
-def test_attention_on_cuda(monkeypatch, window, expected_window):
-    """A forest of rows, with fewer heads of keys than of queries."""
-    called = []
-
-    def varlen_attn(*args, window_size, **settings):
-        called.append(window_size)
-        return pretend.varlen_attn(*args, window_size=window_size, **settings)
-
-    batch = batch_of(9)
-    inputs = data.pack_rows(batch, data.in_prefix_order(batch, range(9)), "cpu")["inputs"]
-    n = inputs.pop("input_ids").shape[1]
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn((1, heads, n, 8), generator=generator).bfloat16() for heads in (4, 2, 2)]
-    module = SimpleNamespace(is_causal=True)
-    rest = dict(attention_mask=None, scaling=0.3, sliding_window=window) | inputs
-    expected, _ = data.packed_attention(module, *(x.float() for x in qkv), **rest)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    found, _ = data.packed_attention(module, *qkv, **rest)
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
-    assert called == [expected_window]
