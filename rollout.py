@@ -33,9 +33,9 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -1063,14 +1063,12 @@ class Pool:
         self.n_members = self.group_size + self.greedy
         self.n_engines = dist.get_world_size() // args.tp
         self.step_first = self.first  # the first prompt of this step's batch
-        self.drawn = self.first  # with --deterministic: all prompts below it are drawn
-        self.counter_start = self.first  # the prompt for which the shared counter says 0
+        self.prompts = self._prompts(self.first)  # those that this rank starts
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
         self.room = asyncio.Semaphore(self._slots())  # for rollouts
         self.groups = {}  # prompt -> Group, on this rank
         self.n_alike = 0  # groups alike, over all ranks, in the batches handed out so far
-        self.n_ended = None  # groups ended on all ranks, as last read from the store
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
         self.seconds = 0.0
@@ -1109,15 +1107,14 @@ class Pool:
 
     # -- background thread
 
-    def _draw(self) -> int:
-        """Returns the next prompt for this rank; all ranks together draw each prompt once."""
+    def _prompts(self, first: int) -> Iterator[int]:
+        """Yields this rank's prompts; all ranks together start each prompt from the first once."""
         if self.args.deterministic:  # timing must not decide which rank runs a prompt
             mine = dist.get_rank() // self.args.tp
-            prompt = self.drawn + (mine - self.drawn) % self.n_engines
-            self.drawn = prompt + 1
-            return prompt
-        # Work is shared: the rank that has room takes the next prompt.
-        return self.counter_start + self.store.add("next", 1) - 1
+            n = self.n_engines
+            yield from itertools.count(first + (mine - first) % n, n)
+        while True:  # work is shared: the rank that has room takes the next prompt
+            yield first + self.store.add("next", 1) - 1
 
     async def _work(self):
         """Starts rollouts as room and limit allow. Ends when it is cancelled."""
@@ -1125,7 +1122,7 @@ class Pool:
             async with asyncio.TaskGroup() as self.tasks:
                 while self.engine.leader:
                     await self.room.acquire()  # first: a drawn prompt is this rank's
-                    prompt = self._draw()
+                    prompt = next(self.prompts)
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
                         self.limit_changed.clear()
@@ -1252,16 +1249,16 @@ class Pool:
         self._set_limit(capacity)
 
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
-        with self._working(self.title, self.batch):
-            while self.engine.leader and not self._is_full(states):
-                if not self._wait_for_a_group():
-                    break
-                states = self._poll(states)
-                if not self._is_full(states):
-                    self._start_replacements(len(states), capacity)
-        stopped = self.engine.leader and not self._is_full(states)
+
+        def are_enough():
+            self._poll(states)
+            if not self._is_full(states):
+                self._start_replacements(len(states), capacity)
+            return self._is_full(states)
+
+        finished = self._work_until(are_enough, self.title, self.batch)
         # The followers of a --tp team have no states.
-        states = gather_unless_stopped(states, stopped)[0]
+        states = gather_unless_stopped(states, not finished)[0]
 
         alike = [prompt for prompt, state in enumerate(states, self.first) if state == ALIKE]
         self.n_alike += len(alike)
@@ -1273,16 +1270,13 @@ class Pool:
         without a signal are not counted."""
         return len(states) - min(states.count(ALIKE), self.replacements) >= self.batch
 
-    def _poll(self, states: list[int]) -> list[int]:
-        """Returns the states, extended by those of the next groups that have ended. Stops at a full
-        batch."""
-        states = [*states]
+    def _poll(self, states: list[int]):
+        """Appends the states of the next groups that have ended, up to a full batch."""
         while not self._is_full(states):
             state = self.store.add(str(self.first + len(states)), 0)
             if state == RUNNING:
                 break
             states.append(state)
-        return states
 
     def _start_replacements(self, n_ended: int, capacity: int):
         """Lets one prompt more than `capacity` start for each group without a signal.
@@ -1294,22 +1288,21 @@ class Pool:
             n_alike = self.store.add("alike", 0) - self.n_alike
             self._set_limit(capacity + min(n_alike, self.replacements))
 
-    @contextmanager
-    def _working(self, title: str, total: int):
-        """Counts seconds and statistics of its block, which makes the engine step.
+    def _work_until(self, is_done: Callable[[], bool], title: str, total: int) -> bool:
+        """Lets the engine generate until is_done(), and counts seconds and statistics.
 
-        A follower of a --tp team carries out its leader's commands instead, before the block."""
+        Returns False if the run is told to stop before. A follower of a --tp team carries out
+        its leader's commands, and returns True. Raises what ended the pool."""
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
         loop_started = self.background.cpu_s
-        self.n_ended = None
-        self.n_ended_before = self.store.add("ended", 0)
         try:
-            if not engine.leader:
-                engine.follow()
-            with Bar(None, title, total=total, unit="prompt") as self.bar:
-                yield
+            if engine.leader:
+                with Bar(None, title, total=total, unit="prompt") as bar:
+                    return self._step_until(is_done, bar)
+            engine.follow()
+            return True
         finally:
             if engine.leader:
                 engine.dismiss()
@@ -1318,18 +1311,20 @@ class Pool:
             self.statistics += engine.statistics - statistics_before
             self.statistics["loop_s"] += self.background.cpu_s - loop_started
 
-    def _wait_for_a_group(self) -> bool:
-        """Steps the engine until a group has ended on some rank.
+    def _step_until(self, is_done: Callable[[], bool], bar: Bar) -> bool:
+        """Steps the engine until is_done(), or returns False: see `_work_until`.
 
-        The first call returns at once, so that the caller looks once before any step. Returns
-        False if the run is told to stop meanwhile. Raises what ended the pool."""
+        It asks before the first step, and whenever a group has ended on some rank."""
+        n_before = self.store.add("ended", 0)
+        n_seen = None
         while not self.stop.requested:
             # Usually the only access to the store between two steps of the engine.
             n_ended = self.store.add("ended", 0)
-            if n_ended != self.n_ended:
-                self.n_ended = n_ended
-                self.bar.update(n_ended - self.n_ended_before - self.bar.n)
-                return True
+            if n_ended != n_seen:
+                n_seen = n_ended
+                bar.update(n_ended - n_before - bar.n)
+                if is_done():
+                    return True
             if self.future.done():
                 self.future.result()
             if self.engine.state == "awake":
@@ -1387,10 +1382,8 @@ class Pool:
         def are_done():
             return not any(group.unfinished for group in groups)
 
-        with self._working("before the evaluation", len(groups)):
-            while self.engine.leader and not are_done() and self._wait_for_a_group():
-                pass
-        gather_unless_stopped(None, self.engine.leader and not are_done())
+        finished = self._work_until(are_done, "before the evaluation", len(groups))
+        gather_unless_stopped(None, not finished)
 
     def _set_limit(self, limit: int):
         """Lets prompts below the limit start. After it returns, no other prompt starts."""
