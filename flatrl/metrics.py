@@ -65,18 +65,17 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds of a rollout.
     rollout/segments: outputs of a rollout."""
     n = len(outputs)
-    rollouts = {(output.extra["prompt"], output.extra["sample"]) for output in outputs}
+    rollouts = [(output.extra["prompt"], output.extra["sample"]) for output in outputs]
+    n_rollouts = len(set(rollouts))
     rewards = units.rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
     num_turns = [output.num_turns for output in outputs]
-    own_metrics = [numeric_entries(output.metrics) for output in outputs]
-    seconds = {"generate_s": Counter(), "tool_s": Counter()}  # of each rollout
-    for output, metrics in zip(outputs, own_metrics):
-        for name, of_rollout in seconds.items():
-            rollout = output.extra["prompt"], output.extra["sample"]
-            of_rollout[rollout] += metrics.pop(name, 0.0)
     sums = Counter()
-    for output, metrics in zip(outputs, own_metrics):
+    seconds = {"generate_s": Counter(), "tool_s": Counter()}  # of each rollout
+    for output, rollout in zip(outputs, rollouts):
+        metrics = numeric_entries(output.metrics)
+        for name, of_rollout in seconds.items():
+            of_rollout[rollout] += metrics.pop(name, 0.0)
         sums[f"stop_reason/{output.stop_reason}"] += 1
         for name, value in metrics.items():
             sums[f"rollout/{name}"] += value
@@ -93,8 +92,8 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         "response_length/clipped_ratio": sums["stop_reason/length"] / n,
         "num_turns/mean": fmean(num_turns),
         "num_turns/max": max(num_turns),
-        "rollout/trajectories": len(rollouts),
-        "rollout/segments": n / len(rollouts),
+        "rollout/trajectories": n_rollouts,
+        "rollout/segments": n / n_rollouts,
     }
     rewards_of_name = grouped(units.names, rewards)
     rewards_of_name.pop("", None)
