@@ -49,6 +49,7 @@ import torch.distributed as dist
 import data
 from agent_loop import (
     RESPONSE_LISTS,
+    AgentLoopBase,
     AgentLoopOutput,
     BadInput,
     Demonstration,
@@ -664,7 +665,7 @@ class Rollouts:
 
     def sort(self):
         """Puts outputs and errors into the order of prompts, samples and segments."""
-        self.outputs.sort(key=lambda output: (*_key(output), output.extra["segment"]))
+        self.outputs.sort(key=lambda output: (*data.rollout_of(output), output.extra["segment"]))
         self.errors.sort(key=lambda error: (error["prompt"], error["sample"]))
 
     def require(self, condition, problem: str):
@@ -726,11 +727,6 @@ class Rollouts:
             metrics["rollout/missing_baselines"] = len(prompts - baselines)
             metrics["reward/greedy"] = data.by_unit(self.greedy).rewards.mean().item()
         return metrics
-
-
-def _key(output: AgentLoopOutput) -> tuple[int, int]:
-    """Returns the (prompt, sample) of the rollout that an output belongs to."""
-    return output.extra["prompt"], output.extra["sample"]
 
 
 # ---------------------------------------------------------------- one rollout: loop, then reward
@@ -838,10 +834,12 @@ async def run_agent_loop(
         sampling_params["temperature"] = 0.0
 
     oldest_version = engine.version
-    turns_left = list(member.demonstration)
+    demonstration = None
     if member.demonstration:
         oldest_version = -1
-        session.engine = Demonstration(turns_left, loop, set(engine.stop_token_ids))
+        turns = list(member.demonstration)
+        demonstration = Demonstration(turns, loop, set(engine.stop_token_ids))
+        session.engine = demonstration
 
     # A tool_agent ends at trajectory_timeout by itself, and keeps its tokens. Any other loop is
     # cancelled after four more tool timeouts.
@@ -849,25 +847,16 @@ async def run_agent_loop(
     if patience:
         patience += 4 * args.tool_timeout
     try:
-        outputs = await in_time(member.name, patience, loop.run(sampling_params, **row))
+        returned = await in_time(member.name, patience, loop.run(sampling_params, **row))
     finally:
         session.close()
-    if turns_left:
-        raise ValueError(f"the agent loop ended with {len(turns_left)} turns left to demonstrate")
+    if demonstration and demonstration.turns:
+        n = len(demonstration.turns)
+        raise ValueError(f"the agent loop ended with {n} turns left to demonstrate")
 
-    outputs = [*outputs] if isinstance(outputs, list | tuple) else [outputs]
-    if len(set(map(id, outputs))) < len(outputs):
-        raise ValueError(f"{loop_class.__name__}.run returned one output twice")
-    for output in outputs:
-        if not isinstance(output, AgentLoopOutput):
-            raise TypeError(
-                f"{loop_class.__name__}.run returned {type(output)}, no AgentLoopOutput"
-            )
-        check_output(output, engine.vocab_size, oldest_version, engine.version, args.window)
-        check_images(output, context.processor)
     outputs = [
         complete_output(output, segment, context, member, row)
-        for segment, output in enumerate(outputs)
+        for segment, output in enumerate(checked_outputs(returned, context, loop, oldest_version))
     ]
     for output in outputs:
         if args.hints:
@@ -876,6 +865,27 @@ async def run_agent_loop(
             output.extra.pop("told_prompt_ids", None)
     if outputs:
         outputs[-1].metrics["generate_s"] = session.generate_s
+    return outputs
+
+
+def checked_outputs(
+    returned, context: Context, loop: AgentLoopBase, oldest_version: int
+) -> list[AgentLoopOutput]:
+    """Returns what an agent loop returned as a list of outputs.
+
+    oldest_version: of the weights that sampled its tokens. Raises ValueError or TypeError if it
+    can't be trained."""
+    engine = context.engine
+    name = type(loop).__name__
+    outputs = [*returned] if isinstance(returned, list | tuple) else [returned]
+    if len(set(map(id, outputs))) < len(outputs):
+        raise ValueError(f"{name}.run returned one output twice")
+    for output in outputs:
+        if not isinstance(output, AgentLoopOutput):
+            raise TypeError(f"{name}.run returned {type(output)}, no AgentLoopOutput")
+        window = context.args.window
+        check_output(output, engine.vocab_size, oldest_version, engine.version, window)
+        check_images(output, context.processor)
     return outputs
 
 
@@ -905,6 +915,14 @@ def complete_output(
 
 
 GRADED = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
+
+
+@dataclass
+class Grade:
+    """What became of a rollout's reward."""
+
+    fields: Sequence[dict] = ()  # for each output, the values of the fields GRADED
+    error: dict | None = None  # if the reward failed: an entry of Rollouts.errors
 
 
 async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
@@ -1193,17 +1211,17 @@ class Pool:
             output.reward = None
             group.outputs.append(compact(output))
 
-    async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> list[dict] | dict:
-        """Returns the result of `grade_rollout`, or the failure, a dict, if it raised."""
+    async def _grade(self, member: Member, outputs: list[AgentLoopOutput]) -> Grade:
+        """Returns the result of `grade_rollout`, or the failure if it raised."""
         try:
             row = copy_containers(self.row_of(member.prompt))
             if "images" in row:  # a grader may draw on them
                 row["images"] = deepcopy(row["images"])
-            return await grade_rollout(self.context, outputs, row)
+            return Grade(await grade_rollout(self.context, outputs, row))
         except BaseException:
             if self.future.cancelled():
                 raise
-            return self._failure("failed_reward", member)
+            return Grade(error=self._failure("failed_reward", member))
 
     async def _is_alike(self, group: Group) -> bool:
         """Returns whether there is nothing to learn from the group: all members have the same
@@ -1214,8 +1232,8 @@ class Pool:
         outcomes are 0."""
         if not self.replacements:
             return False
-        results = await _results(group.graders)
-        graded = Rollouts(_with_rewards(group.outputs, results))
+        grades = await _grades(group.graders)
+        graded = Rollouts(_with_rewards(group.outputs, grades))
         units = data.by_unit(graded.sampled)
         values = units.outcomes if units.outcomes.any() else units.rewards
         return not data.groups_with_signal(units, values)
@@ -1406,22 +1424,20 @@ class Pool:
         self.engine.dismiss()
 
 
-async def _results(graders: dict) -> dict:
-    """Awaits graders, {(prompt, sample): task}. Returns their results by the same keys.
-
-    A failed reward is a dict with its error. Nothing is raised."""
+async def _grades(graders: dict) -> dict[tuple, Grade]:
+    """Awaits graders, {(prompt, sample): task}. Returns their results by the same keys."""
     return dict(zip(graders, await asyncio.gather(*graders.values())))
 
 
-def _with_rewards(outputs: list[AgentLoopOutput], results: dict) -> list[AgentLoopOutput]:
-    """Writes graders' results to the outputs, and returns those whose grader did not fail.
+def _with_rewards(outputs: list[AgentLoopOutput], grades: dict) -> list[AgentLoopOutput]:
+    """Writes the fields of {(prompt, sample): Grade} to the outputs.
 
-    results: (prompt, sample) -> a dict of the fields GRADED for each segment, or an error."""
+    Returns the outputs whose grader did not fail."""
     graded = []
     for output in outputs:
-        result = results[_key(output)]
-        if isinstance(result, list):
-            vars(output).update(result[output.extra["segment"]])
+        grade = grades[data.rollout_of(output)]
+        if not grade.error:
+            vars(output).update(grade.fields[output.extra["segment"]])
             graded.append(output)
     return graded
 
@@ -1432,16 +1448,16 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
 
     A rollout whose reward failed is dropped and counted. Raises Stopped, and NothingLeft if nothing
     is left."""
-    future = background.submit(_results(rollouts.graders))
+    future = background.submit(_grades(rollouts.graders))
     while not future.done() and not stop.requested:
         wait([future], timeout=0.2)
     stopped = not future.done()
     mine = None if stopped else future.result()
-    results = {}
-    for results_of_rank in gather_unless_stopped(mine, stopped):
-        results |= results_of_rank
-    rollouts.outputs = _with_rewards(rollouts.outputs, results)
-    rollouts.errors += [result for result in results.values() if isinstance(result, dict)]
+    grades = {}
+    for grades_of_rank in gather_unless_stopped(mine, stopped):
+        grades |= grades_of_rank
+    rollouts.outputs = _with_rewards(rollouts.outputs, grades)
+    rollouts.errors += [grade.error for grade in grades.values() if grade.error]
     rollouts.sort()
     rollouts.require(rollouts.trained, "no rollout has a reward")
 
