@@ -27,7 +27,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import pickle
 import sys
 import threading
@@ -38,7 +37,6 @@ from concurrent.futures import wait
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 from typing import Any
@@ -79,11 +77,14 @@ from flatrl.signals import refusing_signals
 from flatrl.terminal import Bar, shown
 from flatrl.vision import check_images
 from flatrl.vllm_engine import (
+    free_tokens,
+    keep_loaded,
     load_into,
     never_sample,
     prepare_vllm,
     reuse_block_hashes,
     sampling_params,
+    unlink_shared_memory,
     vllm_arguments,
 )
 
@@ -154,15 +155,11 @@ class Engine:
         with refusing(f"--engine_args {args.engine_args}: vLLM's engine does not start"):
             self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         self.core = self.llm.llm_engine
-        # Whether `sleep` frees no memory: vLLM's own argument.
-        self.stays_loaded = json.loads(args.engine_args).get("enable_sleep_mode") is False
-        self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
+        if json.loads(args.engine_args).get("enable_sleep_mode") is False:
+            keep_loaded(self.core)
         if device.type == "cpu" and args.tp > 1:
-            # Every rank has mapped the team's shared memory. Without its file, the kernel frees
-            # it with the last process.
-            dist.barrier()
-            for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
-                file.unlink(missing_ok=True)
+            unlink_shared_memory()
+        self.vocab_size = vocab_size or self.core.model_config.get_vocab_size()
         never = [slice(self.vocab_size, None)]
         if image_token_id is not None:
             never.append(image_token_id)
@@ -173,19 +170,19 @@ class Engine:
         if args.tp > 1:
             self.team, _ = dist.new_subgroups(args.tp, timeout=PATIENCE, backend="gloo")
 
-        # Both threads use these three, under the lock.
+        # Both threads use these, under the lock.
         self.lock = threading.Condition()
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
+        self.left = []  # trajectories that have ended since the last command
         self.poked = False  # whether a waiting `step` should return
-        # Of the background thread; `sleep` empties them when no trajectory is under way.
-        self.turns = Counter()  # trajectory -> calls so far
+        # Only the background thread uses these.
+        self.last_calls = {}  # trajectory -> the _Request of its last `generate`
         self.score_numbers = itertools.count()
-        self.last_prompts = {}  # trajectory -> the prompt of its last call
-        self.last_requests = reuse_block_hashes(self.core)  # trajectory -> vLLM's last request
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
+        self.hashed = reuse_block_hashes(self.core)  # trajectory -> vLLM's request of its last call
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
@@ -219,8 +216,7 @@ class Engine:
                 f"the engine takes {needed / 1e9:.1f} GB of a GPU, the trainer leaves "
                 f"{free / 1e9:.1f}: lower --gpu_memory_utilization, or give --offload all",
             )
-        if not self.stays_loaded:
-            self.core.wake_up(tags=["weights"])
+        self.core.wake_up(tags=["weights"])
         self._become("weights")
 
     @torch.no_grad()
@@ -252,8 +248,7 @@ class Engine:
     def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
         self._require("synced")
-        # The last of vLLM's tags to wake; a paused engine has only this one.
-        self.core.wake_up(tags=["scheduling" if self.stays_loaded else "kv_cache"])
+        self.core.wake_up(tags=["kv_cache"])
         self.poked = False  # an earlier rollout may have left it set
         self._become("awake")
 
@@ -275,16 +270,10 @@ class Engine:
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
-        else:
-            self.turns.clear()
-            self.last_prompts.clear()
-            self.last_requests.clear()
-        mode = "keep" if keep else "abort"
-        if self.stays_loaded:
-            self.core.renderer.clear_mm_cache()
-            self.core.engine_core.engine_core.pause_scheduler(mode)  # resets the caches
-        else:
-            self.core.sleep(level, mode)
+        else:  # no trajectory is under way
+            self.last_calls.clear()
+            self.hashed.clear()
+        self.core.sleep(level, "keep" if keep else "abort")
         self._become("asleep")
 
     def mark_versions(self):
@@ -305,8 +294,7 @@ class Engine:
 
     def close(self):
         """Ends vLLM, and with it the process group of this process. A run does it last."""
-        frees_memory = torch.cuda.is_available() and not self.stays_loaded
-        if frees_memory and self.state == "asleep":
+        if torch.cuda.is_available() and self.state == "asleep":
             # vLLM unmaps all its memory now, and would print an error for each part of it that
             # sleep has unmapped.
             torch.cuda.empty_cache()
@@ -332,12 +320,11 @@ class Engine:
         parameter)."""
         prompt_ids = list(prompt_ids)
         # A prompt nearly always extends the one before: only what is new is checked.
-        checked = self.last_prompts.get(request_id, [])
+        last = self.last_calls.get(request_id)
+        checked = last.prompt_ids if last else []
         n_checked = len(checked) if prompt_ids[: len(checked)] == checked else 0
         check_ids(prompt_ids[n_checked:], self.vocab_size, "prompt_ids")
-        self.last_prompts[request_id] = prompt_ids
-        turn = self.turns[request_id]
-        self.turns[request_id] += 1
+        turn = self._next_turn(request_id)
         # Agent loops give a smaller max_tokens. Without any, vLLM would stop after 16 tokens.
         room = self.args.window - len(prompt_ids)
         params = {
@@ -351,6 +338,7 @@ class Engine:
         request = _Request(
             f"{request_id}#{turn}", request_id, turn, prompt_ids, params, image_data, future
         )
+        self.last_calls[request_id] = request
         return await self._answer(request)
 
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
@@ -360,13 +348,18 @@ class Engine:
         request_id names, so that sampling seeds stay as they are."""
         prompt_ids = list(prompt_ids)
         check_ids(prompt_ids, self.vocab_size, "the ids to score")
-        turn = self.turns[request_id]
+        turn = self._next_turn(request_id)
         future = asyncio.get_running_loop().create_future()
         call_id = f"{request_id}#score{next(self.score_numbers)}"
         params = {"max_tokens": 1}  # vLLM samples at least one
         return await self._answer(
             _Request(call_id, request_id, turn, prompt_ids, params, None, future, is_score=True)
         )
+
+    def _next_turn(self, trajectory):
+        """Returns how often a trajectory has called `generate` so far."""
+        last = self.last_calls.get(trajectory)
+        return last.turn + 1 if last else 0
 
     async def _answer(self, request):
         """Posts a request, and returns its result; raises it if it is an exception."""
@@ -388,10 +381,9 @@ class Engine:
         """Records that a trajectory has ended."""
         with self.lock:
             self.live.pop(trajectory, None)
-            self.turns.pop(trajectory, None)
-            self.last_prompts.pop(trajectory, None)
-            self.last_requests.pop(trajectory, None)
+            self.left.append(trajectory)
             self.lock.notify()
+        self.last_calls.pop(trajectory, None)
 
     def poke(self):
         """Makes a waiting `step` return, so that its caller checks again for ended groups."""
@@ -452,13 +444,8 @@ class Engine:
         fitting = []
         if not waiting:
             return fitting
-        cache = self.core.vllm_config.cache_config
-        scheduler = self.core.engine_core.engine_core.scheduler
-        # Tokens that fit into the KV cache. A share stays free, because requests still grow.
-        free_share = KV_FULL - scheduler.kv_cache_manager.usage
-        room = free_share * cache.num_gpu_blocks * cache.block_size
-        # Requests that an update has suspended come back first.
-        room -= sum(request.num_tokens for request in scheduler.waiting)
+        # A share of the KV cache stays free, because requests still grow.
+        room = free_tokens(self.core, KV_FULL)
         # The cached tokens of trajectories whose tools run are to stay.
         asking = {request.trajectory for request in (*waiting, *self.running.values())}
         with self.lock:
@@ -486,8 +473,11 @@ class Engine:
             for call_id, request in self.running.items()
             if aborts_all or request.is_given_up
         ]
-        command = Command(aborted, list(added), steps and bool(added or self.running))
-        if not (command.aborted or command.added or command.steps):
+        with self.lock:
+            left = self.left
+            self.left = []
+        command = Command(aborted, list(added), left, steps and bool(added or self.running))
+        if not (aborted or command.added or left or command.steps):
             return
         self._send(command)
         results = self._carry_out(command)
@@ -548,6 +538,8 @@ class Engine:
                 if output.finished:
                     request = self.running.pop(output.request_id)
                     results.append((request, self._result(request, output)))
+        for trajectory in command.left:
+            self.hashed.pop(trajectory, None)
         return results
 
     def _admit(self, request):
@@ -599,6 +591,7 @@ class Command:
 
     aborted: list[str] = field(default_factory=list)  # call_ids
     added: list[_Request] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # trajectories that have ended
     steps: bool = False  # whether a model step follows
     is_last: bool = False  # the rollout is over: followers return
 

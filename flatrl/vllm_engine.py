@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -410,6 +411,36 @@ def reuse_block_hashes(llm_engine) -> dict:
     if hash_blocks:  # there is a prefix cache
         core.request_block_hasher = hash_new_blocks
     return last
+
+
+def keep_loaded(llm_engine):
+    """Makes the engine keep its memory when it sleeps (enable_sleep_mode false).
+
+    vLLM would raise an error. All else that sleep and waking up do stays."""
+    executor = llm_engine.engine_core.engine_core.model_executor
+    executor.sleep = lambda level: None
+    executor.wake_up = lambda tags: None
+
+
+def unlink_shared_memory():
+    """Removes the files of a --tp team's shared memory on CPUs, which all ranks have mapped.
+
+    Without them, the kernel frees the memory with the last process, however that ends."""
+    dist.barrier()
+    for file in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
+        file.unlink(missing_ok=True)
+
+
+def free_tokens(llm_engine, share: float) -> float:
+    """Returns how many more tokens may enter the KV cache until this share of it is in use.
+
+    vLLM's scheduler alone knows its blocks, and the requests that an update has suspended. These
+    come back first."""
+    cache = llm_engine.vllm_config.cache_config
+    scheduler = llm_engine.engine_core.engine_core.scheduler
+    free_share = share - scheduler.kv_cache_manager.usage
+    free = free_share * cache.num_gpu_blocks * cache.block_size
+    return free - sum(request.num_tokens for request in scheduler.waiting)
 
 
 def never_sample(model, never):

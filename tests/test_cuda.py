@@ -252,19 +252,14 @@ def test_cuda_graphs_are_captured_for_all_batches(args, monkeypatch, flags, conf
     assert {name: arguments[name] for name in names if name in arguments} == expected
 
 
-@pytest.mark.parametrize("state, stays, calls", [
-    ("asleep", False, ["wake", "end"]),
-    ("asleep", True, ["end"]),
-    ("awake", False, ["end"]),
-])  # fmt: skip
-def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, stays, calls):
+@pytest.mark.parametrize("state, calls", [("asleep", ["wake", "end"]), ("awake", ["end"])])
+def test_an_engine_that_sleeps_is_woken_before_its_end(monkeypatch, state, calls):
     """vLLM 0.32 prints a CUDA error for each part of the memory that sleep has unmapped."""
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = object.__new__(rollout.Engine)
     engine.state = state
-    engine.stays_loaded = stays
     core = types.SimpleNamespace(shutdown=lambda: found.append("end"))
     engine.core = types.SimpleNamespace(wake_up=lambda: found.append("wake"), engine_core=core)
     engine.close()
@@ -282,7 +277,6 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(process_group, monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[-1], 80_000_000_000))
     engine = object.__new__(rollout.Engine)
     engine.state = "asleep"
-    engine.stays_loaded = False
     engine.memory = {}
     engine.core = types.SimpleNamespace(wake_up=lambda tags: woken.append(tags))
     said = "the engine takes 40.0 GB of a GPU, the trainer leaves 39.9: lower --gpu_memory_util"

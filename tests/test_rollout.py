@@ -102,7 +102,7 @@ def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_m
 
     def hashes_of(prompt):
         (out,) = generate(engine, background, [prompt], max_tokens=10, ignore_eos=True)
-        hashes = engine.last_requests["r0"].block_hashes[: len(prompt) // size]
+        hashes = engine.hashed["r0"].block_hashes[: len(prompt) // size]
         return out.token_ids, list(hashes)
 
     prompt = list(range(3, 70))
@@ -111,15 +111,15 @@ def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_m
     other = [4, *longer[1:]]
     _, reused = hashes_of(longer)
     _, changed = hashes_of(other)
-    engine.last_requests.clear()
+    engine.hashed.clear()
     assert hashes_of(longer)[1] == reused
-    engine.last_requests.clear()
+    engine.hashed.clear()
     assert hashes_of(other)[1] == changed
     assert reused[: len(first)] == first
     assert len(reused) > len(first) > 0
     assert not {*changed} & {*reused}
     engine.sleep()
-    assert not engine.last_requests
+    assert not engine.hashed
 
 
 def test_stop_reasons_stop_tokens_and_stop_strings(engine, background, tiny_model, tokenizer):
