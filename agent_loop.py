@@ -1773,7 +1773,7 @@ class Trajectory:
         self.group = ""
         self.assistant_turns = 0
         self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
-        self.stop = None  # the stop token that ended the last assistant turn
+        self.stop_id = None  # the stop token that ended the last assistant turn
         self.recent = None  # what the next suffix depends on: a Recent
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
@@ -2015,39 +2015,45 @@ class AgentLoopBase:
             return False
         images = [_load_row_image(image) for image in images]
         talk = self.conversation(stops)
-        history = trajectory.messages
-        if not trajectory.recent:
-            trajectory.recent = Recent(talk.kind)
-
-        def suffix(new):
-            return talk.suffix(history, new, trajectory.stop, tools, trajectory.recent)
-
         try:
-            engine_ids = suffix(messages)
-            rewritten = False
+            fits = self._append_suffix(trajectory, talk, messages, tools, images)
         except RewritesHistory:
-            engine_ids = talk.render(history + messages, tools, trajectory.trusted)
-            rewritten = True
-        if rewritten:
-            ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
-            room = self.room(trajectory, used=len(ids))
-        else:
-            ids = expand(engine_ids, images, self.processor)
-            room = self.room(trajectory) - len(ids)
-        if room < 1:
+            fits = self._fork_with(trajectory, talk, messages, tools, images)
+        if not fits:
             trajectory.stop_reason = "length"
             return False
-        if rewritten:
-            trajectory.fork(ids, engine_ids)
-        else:
-            said = []
-            if self.args.observation_coef:
-                said = said_in(
-                    ids, messages, lambda new: expand(suffix(new), images, self.processor))
-            trajectory.add_given(ids, engine_ids, said)
         trajectory.images += images
         trajectory.messages += messages
         trajectory.user_turns += 1
+        return True
+
+    def _append_suffix(self, trajectory, talk, messages, tools, images):
+        """Appends the tokens of messages, if they fit. Raises RewritesHistory."""
+        if not trajectory.recent:
+            trajectory.recent = Recent(talk.form_of)
+
+        def suffix(new):
+            return talk.suffix(
+                trajectory.messages, new, trajectory.stop_id, tools, trajectory.recent)
+
+        engine_ids = suffix(messages)
+        ids = expand(engine_ids, images, self.processor)
+        if self.room(trajectory) - len(ids) < 1:
+            return False
+        said = []
+        if self.args.observation_coef:
+            said = said_in(ids, messages, lambda new: expand(suffix(new), images, self.processor))
+        trajectory.add_given(ids, engine_ids, said)
+        return True
+
+    def _fork_with(self, trajectory, talk, messages, tools, images):
+        """Forks the trajectory: the new prompt is its history with messages, if they fit."""
+        chat = trajectory.messages + messages
+        engine_ids = talk.render(chat, tools, trajectory.trusted)
+        ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
+        if self.room(trajectory, used=len(ids)) < 1:
+            return False
+        trajectory.fork(ids, engine_ids)
         return True
 
     async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
@@ -2081,9 +2087,9 @@ class AgentLoopBase:
         trajectory.stop_reason = out.stop_reason
         content_ids = out.token_ids
         stops = self.stop_token_ids(sampling_params)
-        trajectory.stop = None
+        trajectory.stop_id = None
         if content_ids and content_ids[-1] in stops:
-            *content_ids, trajectory.stop = content_ids
+            *content_ids, trajectory.stop_id = content_ids
         message, text = self._read_turn(before, content_ids)
         trajectory.messages.append(message)
         return text if out.stop_reason == "stop" else None
@@ -2364,15 +2370,14 @@ def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
     ]
 
 
-def _as_user(messages):
-    """Returns one user message with the contents of several messages."""
-    contents = [message["content"] for message in messages]
+def _join_contents(contents, separator):
+    """Returns one content of a message for several, each a text or a list of parts."""
     if all(isinstance(content, str) for content in contents):
-        return {"role": "user", "content": "\n".join(contents)}
+        return separator.join(contents)
     parts = []
     for content in contents:
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {"role": "user", "content": parts}
+    return parts
 
 
 def _own_copy(message):
@@ -2398,34 +2403,20 @@ class ToolAgentLoop(AgentLoopBase):
     `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
     model reads a message about it, and a metric counts it."""
 
-    def __init__(self, engine, tokenizer, processor, task, args):
-        super().__init__(engine, tokenizer, processor, task, args)
-        # `run` sets these for its row.
-        self.sampling_params = {}
-        self.tools = {}  # by name
-        self.tools_kwargs = {}
-        self.schemas = []  # of the tools
-        self.interaction = None
-        self.interaction_kwargs = {}
-        self.user_answers = 0  # answers of the simulated user so far
-        self.is_last = False  # whether the final answer was asked for
-        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
-        self.n_left_out = 0  # calls of the last turn that are not in its message
-
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
 
         Returns one output, or a list of several if the template rewrote the history."""
         self.sampling_params = sampling_params
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
-        self.tools = task_tools(self.task, self.tools_kwargs)
+        self.tools = task_tools(self.task, self.tools_kwargs)  # by name
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.interaction_kwargs = dict(row_kwargs(row, "interaction_kwargs"))
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
-        self.user_answers = 0
-        self.is_last = False
-        self.create_tasks = {}
+        self.user_answers = 0  # answers of the simulated user so far
+        self.is_last = False  # whether the final answer was asked for
+        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)
@@ -2560,13 +2551,10 @@ class ToolAgentLoop(AgentLoopBase):
         template shows the message. Else they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         message = trajectory.messages[-1]
-        self.n_left_out = 0
-        if self._max_calls() == 1:  # then the message has one, too
-            self.n_left_out = len(calls[1:])
-            calls = calls[:1]
-        if any(tool_call["name"] for tool_call in calls):
+        shown, _ = self._left_out(calls)
+        if any(tool_call["name"] for tool_call in shown):
             called = dict(message)
-            set_tool_calls(called, content, calls, trajectory.assistant_turns)
+            set_tool_calls(called, content, shown, trajectory.assistant_turns)
             if self.talk.shows(called, self.schemas):
                 message.update(called)
         return calls
@@ -2575,6 +2563,11 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns how many tool calls of a turn are executed."""
         return self.args.max_parallel_calls if self.talk.takes_two_calls else 1
 
+    def _left_out(self, calls):
+        """Returns (the calls that the turn's message has, the number of its others)."""
+        n = 1 if self._max_calls() == 1 else len(calls)
+        return calls[:n], len(calls[n:])
+
     @property
     def talk(self) -> Conversation:
         """What the chat template does."""
@@ -2582,7 +2575,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def processing_tools(self, trajectory):
         """Executes the turn's tool calls concurrently, and appends the responses in order."""
-        calls = trajectory.tool_calls
+        calls, n_left_out = self._left_out(trajectory.tool_calls)
         limit = self._max_calls()
         for tool_call in calls[limit:]:
             tool_call["error"] = f"only {limit} tool calls at a time are executed"
@@ -2599,9 +2592,9 @@ class ToolAgentLoop(AgentLoopBase):
             name = tool_call["name"]
             n_images = len(trajectory.images) + len(images)
             response = self._record_response(trajectory, name, response, n_images)
-            if self.n_left_out:
-                trajectory.count("tool_errors", self.n_left_out)
-                response.text += f"\nError: your {self.n_left_out} other calls were not executed: "
+            if n_left_out:
+                trajectory.count("tool_errors", n_left_out)
+                response.text += f"\nError: your {n_left_out} other calls were not executed: "
                 response.text += "call one tool at a time"
             messages.append({
                 "role": "tool",
@@ -2611,7 +2604,8 @@ class ToolAgentLoop(AgentLoopBase):
             })
             images += response.images
         if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
-            messages = [_as_user(messages)]
+            contents = [message["content"] for message in messages]
+            messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
         return self.answer(trajectory, messages, images)
 
     def _record_response(self, trajectory, name, response, n_images):
@@ -2795,7 +2789,7 @@ class CompactingLoop(ToolAgentLoop):
             return super().answer(trajectory, messages, images)
         *others, last = messages
         # Part of the last message, because some templates refuse one more user's.
-        last = {**last, "content": _with_paragraph(last["content"], self.SUMMARISE)}
+        last = {**last, "content": _join_contents([last["content"], self.SUMMARISE], "\n\n")}
         fits = super().answer(trajectory, [*others, last], images)
         return self.compacting if fits else None
 
@@ -2818,10 +2812,3 @@ class CompactingLoop(ToolAgentLoop):
             trajectory.stop_reason = "max_turns"
             return None
         return self.generating
-
-
-def _with_paragraph(content, text):
-    """Returns a message's content, a text or a list of parts, with one more paragraph."""
-    if isinstance(content, str):
-        return f"{content}\n\n{text}"
-    return [*content, {"type": "text", "text": text}]

@@ -1458,12 +1458,12 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
 def rollout(
     run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
 ) -> Rollouts:
-    """Runs group_size rollouts of each row in a pool of its own, and returns them with rewards.
+    """Runs group_size rollouts of each row, and returns them with rewards: an evaluation.
 
-    All ranks pass the same rows and get the same result. The engine must be awake, and no other
-    pool at work. A rollout whose agent loop or reward raises is dropped and counted, and so is
-    one whose loop returns []. Raises Stopped, and NothingLeft if nothing was sampled or nothing has
-    a reward."""
+    They are the only batch of a pool of their own. All ranks pass the same rows and get the same
+    result. The engine must be awake, and no other pool at work. A rollout whose agent loop or
+    reward raises is dropped and counted, and so is one whose loop returns []. Raises Stopped, and
+    NothingLeft if nothing was sampled or nothing has a reward."""
     pool = Pool(
         context=context_of(run),
         background=run.background,

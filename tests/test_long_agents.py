@@ -24,7 +24,7 @@ from test_agent_loop import (
 )
 from test_rollout import PROMPTS, TwoTurns, hf_logprobs, hf_model, make_rows, play, wake
 
-from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, _with_paragraph, register
+from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, _join_contents, register
 
 close = torch.testing.assert_close
 play_real = play  # a fixture: rolls out rows on a real engine
@@ -323,4 +323,4 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
 
 def test_the_request_for_notes_follows_images():
     image = {"type": "image"}
-    assert _with_paragraph([image], "Notes?") == [image, {"type": "text", "text": "Notes?"}]
+    assert _join_contents([[image], "Notes?"], "\n\n") == [image, {"type": "text", "text": "Notes?"}]

@@ -133,7 +133,7 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
         if talk.tokenizer.decode(trajectory.engine_ids).endswith("<think>\n"):
             ids = encode(talk.tokenizer, "</think>") + ids
         trajectory.add_given(ids)
-        trajectory.stop = ids[-1]
+        trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[n])
         n += 1
         new = []
@@ -164,7 +164,7 @@ def test_observations_are_what_was_said_without_the_templates_tokens(name, token
         trajectory = loop.start({"prompt": chat[:1]})
         ids = player.turn_ids(chat[1])
         trajectory.add_given(ids)
-        trajectory.stop = ids[-1]
+        trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[1])
         assert loop.append(trajectory, new, None, talk.stops)
         output = trajectory.output()
