@@ -4,7 +4,11 @@ An agent loop gets a row of the data set and an engine, and returns tokens: thos
 policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, the
 template's own). One rule governs this file: *token in, token out*. Sampled ids are appended
 verbatim and never tokenised again. The text between two sampled turns is the difference of
-two renderings of the chat template (`turn_suffix`).
+two renderings of the chat template (`Conversation.suffix`).
+
+In this order: settings and results; the conversation (`Conversation`: a fifth of the file, all
+that depends on a model's chat template, which it learns by trying it); images; tools and
+interactions; agent loops, from `Trajectory` and `AgentLoopBase` to `ToolAgentLoop`.
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -495,56 +499,71 @@ def _dry_chat(messages):
 
 
 class Recent:
-    """The part of a growing chat that its next messages can depend on (`Conversation.suffix`).
+    """The recent part of a growing chat. What comes next can't depend on more of it.
 
-    That is: the messages before the assistant's first; of each kind of round the last one; the
-    latest round. A round is a message of the assistant with what answers it.
+    A turn must not cost the whole history, which a template renders anew each time. So
+    `Conversation.suffix` shows the template less of it: enough to look back at the system message,
+    say, or at the last turn that had reasoning. These are
+    - the messages before the assistant's first,
+    - the latest round, which is a message of the assistant with what answers it,
+    - of each form of earlier rounds the last one.
 
-    kind: a function that tells what a template can see in a message, but for its words."""
+    Two rounds have one form if the template can't distinguish them, except by words that it only
+    copies. Dry chats show whether this is enough for a template
+    (`Conversation.needs_only_recent`); otherwise it is shown all.
 
-    def __init__(self, kind: Callable):
-        self.kind = kind
-        self.n_messages = 0
-        self.last = None
-        self.start = []
-        self.rounds = {}  # by kind, in the order in which they came last
-        self.latest = []
+    form_of: returns the form of a message (`Conversation.form_of`)."""
+
+    def __init__(self, form_of: Callable):
+        self.form_of = form_of
+        self._clear()
+
+    def _clear(self):
+        """Forgets all messages."""
+        self.n_seen = 0  # messages so far
+        self.last_seen = None  # the last of them
+        self.start = []  # the messages before the assistant's first
+        self.rounds = {}  # the last round of each form, the latest one excluded
+        self.latest = []  # the latest round
 
     def update(self, messages: list[dict]) -> list[dict]:
-        """Returns the part of a chat. Looks only at messages that it has not seen."""
-        last_seen = messages[self.n_messages - 1 : self.n_messages]
-        if self.n_messages and not (last_seen and last_seen[0] is self.last):
-            self.__init__(self.kind)  # it is another history
-        for message in messages[self.n_messages :]:
+        """Returns the recent part of a chat. Looks only at messages that it has not seen."""
+        n = self.n_seen
+        if n and (len(messages) < n or messages[n - 1] is not self.last_seen):
+            self._clear()  # it is another history
+        for message in messages[self.n_seen :]:
             if message["role"] == "assistant":
-                self._close_round()
+                self._end_round()
                 self.latest = [message]
             elif self.latest:
                 self.latest.append(message)
             else:
                 self.start.append(message)
-        self.n_messages = len(messages)
-        self.last = messages[-1] if messages else None
+            self.last_seen = message
+        self.n_seen = len(messages)
         return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
 
-    def _close_round(self):
-        """Files the latest round, in place of an earlier one of its kind."""
+    def _end_round(self):
+        """Puts the latest round behind the others, in place of an earlier one of its form."""
         if self.latest:
-            kind = tuple(map(self.kind, self.latest))
-            self.rounds.pop(kind, None)
-            self.rounds[kind] = self.latest
+            form = tuple(map(self.form_of, self.latest))
+            self.rounds.pop(form, None)
+            self.rounds[form] = self.latest
 
 
 class Conversation:
     """What a model's chat template does in a conversation.
 
-    It learns this from dry conversations of neutral words, in milliseconds:
+    It learns this from dry chats, of neutral words, in milliseconds:
         answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
         ends                    the texts that the template writes behind a turn
         takes(name)             whether it takes one of the ROUNDS
         shows_reasoning         whether it knows reasoning_content
         writes_date             whether it writes today's date
-        is_local                whether a suffix depends on the chat's `Recent` part alone
+        needs_only_recent       whether a suffix depends on the `Recent` part of a chat alone
+
+    Its methods are in five sections: rendering a chat; the suffix of a turn; control tokens; what
+    dry chats tell; how far back the template looks.
 
     tokenizer: with the variables of the template (`with_template_variables`).
     stops: the ids that end a turn. The attribute has the template's as well.
@@ -553,6 +572,7 @@ class Conversation:
     Raises BadInput if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = "<think> </think>"):
+        """Renders dry chats to learn what ends a turn. All else is learned when it is asked for."""
         if not tokenizer.chat_template:
             raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
         self.tokenizer = tokenizer
@@ -569,11 +589,10 @@ class Conversation:
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.problems = {}  # by the name of a round, see `problem_of`
         self.checked = set()  # the forms of prompts that `check_prompt` has seen
-        self.stops = set(stops)
-        self.answer_end = self._turn_end(ANSWERS, ASKS)
-        self.stops |= {self.answer_end} - {None}
-        self.call_end = self._turn_end(*ROUNDS["a tool's answer"])
-        self.stops |= {self.call_end} - {None}
+        given = {*stops}
+        self.answer_end = self._turn_end(ANSWERS, ASKS, given)
+        self.call_end = self._turn_end(*ROUNDS["a tool's answer"], {*given, self.answer_end})
+        self.stops = {*given, self.answer_end, self.call_end} - {None}
 
     # -- rendering
 
@@ -585,8 +604,13 @@ class Conversation:
         **variables,
     ) -> str:
         """Returns a chat as the template writes it. Raises whatever the template raises."""
+        messages = [self.as_shown(message) for message in messages]
+        return self._written(messages, tools, add_generation_prompt, **variables)
+
+    def _written(self, messages, tools=None, add_generation_prompt=False, **variables):
+        """Returns what the template makes of messages in which reasoning is where it looks."""
         return self.tokenizer.apply_chat_template(
-            [self.as_shown(message) for message in messages],
+            messages,
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -602,26 +626,6 @@ class Conversation:
             content = shown.get("content") or ""
             shown["content"] = f"{self.think_start}{reasoning}{self.think_end}{content}"
         return shown
-
-    @functools.cached_property
-    def shows_reasoning(self) -> bool:
-        """Whether the template knows reasoning_content."""
-        self.shows_reasoning = True  # for `text`, which is asked now
-        return not self.problem_with([ASKS, REASONS])
-
-    @functools.cached_property
-    def shows_calls(self) -> bool:
-        """Whether the template shows tool_calls in a message without text."""
-        return not self.problem_with([ASKS, _calls(1)])
-
-    def shows(self, message: dict, tools: list[dict]) -> bool:
-        """Returns whether the template takes a message with calls, and shows all that it says."""
-        said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
-        said += [call["function"]["name"] for call in message["tool_calls"]]
-        with suppress(Exception):  # templates raise whatever they like
-            text = self.text([ASKS, message], tools)
-            return all(each in text for each in said)
-        return False
 
     def render(
         self,
@@ -652,6 +656,8 @@ class Conversation:
             self.prompts[key] = ids
         return list(self.prompts[key])
 
+    # -- the suffix of a turn
+
     def suffix(
         self,
         messages: list[dict],
@@ -670,12 +676,13 @@ class Conversation:
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the end-of-turn token.
         recent: what an earlier call for the same chat was given; saves a walk over the chat.
+            Without one, it is made from the whole chat.
 
         Raises RewritesHistory if the tokens so far, including the stop token, are not how the
         template writes this chat: Qwen3 drops earlier reasoning, for example. Raises ValueError
         if the template writes nothing for the new messages."""
-        if self.is_local:
-            messages = (recent or Recent(self.kind)).update(messages)
+        if self.needs_only_recent:
+            messages = (recent or Recent(self.form_of)).update(messages)
         n = len(messages)
 
         def ids_of(chat, tools):
@@ -702,10 +709,6 @@ class Conversation:
             raise RewritesHistory("the policy ended its turn with another token than the template")
         return ids[1:]
 
-    def end_of(self, text: str) -> str | None:
-        """Returns which of `ends` a text has at its end, or None."""
-        return next((end for end in self.ends if text.endswith(end)), None)
-
     def _added(self, before, after, messages):
         """Returns the text of `after` behind `before`, which may lose empty blocks of reasoning.
 
@@ -728,23 +731,57 @@ class Conversation:
             return after[end:]
         raise RewritesHistory("the chat template is not append-only: it changed a message")
 
+    def end_of(self, text: str) -> str | None:
+        """Returns which of `ends` a text has at its end, or None."""
+        return next((end for end in self.ends if text.endswith(end)), None)
+
+    @functools.cached_property
+    def ends(self) -> list[str]:
+        """The texts that the template writes behind a turn, from its stop token on; longest first.
+
+        One of them is empty if a turn ends at the marker of the next speaker, or nowhere."""
+        stops = _any_of(self.tokenizer.decode([stop]) for stop in self.stops)
+        ends = set()
+        for turn, *_ in ROUNDS.values():
+            text = self._behind(turn)
+            if text is not None:
+                text = text.removesuffix(self.closing)
+                stop = stops.search(text)
+                ends.add(text[stop.start() :] if stop else "")
+        return sorted(ends, key=len, reverse=True)
+
+    @functools.cached_property
+    def closing(self) -> str:
+        """What the template writes behind a whole chat, and not between turns: Phi-3's EOS."""
+        alone = self._behind(ANSWERS) or ""
+        answered = self._behind(ANSWERS, ASKS) or ""
+        if answered.startswith(alone):
+            return ""
+        starts = [match.start() for match in self.special.finditer(alone)]
+        fitting = [start for start in starts if answered.startswith(alone[:start])]
+        return alone[max(fitting, default=len(alone)) :]
+
     # -- control tokens
 
     def _without_forged_tokens(self, ids_of, depends_on, messages, tools, trusted=()):
         """Returns the ids of a chat, in which no text of the world has become a control token.
 
-        Which control tokens the template writes is seen in a neutral chat: the same messages
-        and tools with neutral words in place of texts. Any further one is forged: a text spells
-        it, perhaps only after the template has changed or joined texts. Such texts are then
-        tokenised in pieces, divided where they spell a token, or else everywhere.
+        If a tool answers "so<|im_end|>", for example, that must not end its message. Such a token
+        is forged: the template has not written it, but a text spells it, perhaps only after the
+        template has changed or joined texts. Three ways to tokenise texts are tried, of which the
+        first nearly always succeeds:
+            as they are                            so, <|im_end|>
+            divided where they spell a token       so, <, |im_end|>
+            divided everywhere                     s, o, <, |, i, m, ...
+        One succeeds if the chat then has the control tokens of a neutral chat, and no others: the
+        same messages and tools with neutral words in place of texts.
 
         ids_of: a function of (messages, tools) that renders and tokenises a chat.
         depends_on: what else ids_of reads. Neutral chats of rollouts are often the same, so their
             control tokens are kept.
         trusted: messages whose texts stay as they are.
 
-        Raises ValueError if a token is forged even so."""
-        controls = _control_tokens(self.tokenizer)
+        Raises ValueError if no way succeeds."""
         written_tools = json.dumps(tools, default=repr)
         neutral_tools, plain_tools, words = self._edited_tools(tools, written_tools)
 
@@ -754,54 +791,31 @@ class Conversation:
                 for message in messages
             ]
 
-        def controls_of(ids):
-            return [token for token in ids if token in controls]
-
-        def divide_tokens(text):
-            return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
-
-        def divide_everywhere(text):
-            return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
-
         neutral_chat = edited(self._neutral_edit(dict(words)))
         key = hash((json.dumps([depends_on, neutral_chat], default=repr), written_tools))
         if key not in self.neutral_controls:
             _make_room(self.neutral_controls, 1024)
-            self.neutral_controls[key] = controls_of(ids_of(neutral_chat, neutral_tools))
-        for edit in (str, divide_tokens, divide_everywhere):
+            neutral_ids = ids_of(neutral_chat, neutral_tools)
+            self.neutral_controls[key] = self._controls_in(neutral_ids)
+        for edit in (str, self._divide_tokens, self._divide_everywhere):
             edited_tools = plain_tools if edit is str else self._edit_tools(tools, edit)
             ids = ids_of(edited(edit), edited_tools)
-            if controls_of(ids) == self.neutral_controls[key]:
+            if self._controls_in(ids) == self.neutral_controls[key]:
                 return ids
         raise ValueError("the chat template makes control tokens of what messages say")
 
-    def _neutral_edit(self, words):
-        """Returns an edit that puts neutral words in place of texts.
+    def _controls_in(self, ids):
+        """Returns the control tokens among ids."""
+        controls = _control_tokens(self.tokenizer)
+        return [token for token in ids if token in controls]
 
-        words: the word for each text so far. Equal texts stay equal: Mistral's template compares
-        messages. It also wants ids of nine characters."""
+    def _divide_tokens(self, text):
+        """Returns a text in which the first character of each control token stands alone."""
+        return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
 
-        def neutral_word(text):
-            return words.setdefault(text, f"x{len(words):08d}")
-
-        # A flag in a text, as "/no_think", may decide which tokens the template writes.
-        _, flags = self._texts_looked_for
-        return functools.partial(self._edit_around, flags, neutral_word)
-
-    def _edit_tools(self, tools, edit):
-        """Returns the tools with edit(text) in place of their texts."""
-        return _edit_values(tools, functools.partial(self._edit_value, edit))
-
-    def _edited_tools(self, tools, key):
-        """Returns (neutral tools, clean tools, words), which are kept for all rollouts.
-
-        key: the tools as a text."""
-        if key not in self.tools:
-            _make_room(self.tools, 64)
-            words = {}
-            neutral_tools = self._edit_tools(tools, self._neutral_edit(words))
-            self.tools[key] = (neutral_tools, self._edit_tools(tools, str), words)
-        return self.tools[key]
+    def _divide_everywhere(self, text):
+        """Returns a text in which each character stands alone."""
+        return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
 
     def _edited(self, message, edit):
         """Returns a message with edit(text) in place of its texts.
@@ -832,49 +846,36 @@ class Conversation:
         is_plain = re.fullmatch(r"\w+", text) and not self.control.search(text)
         return text if is_plain else edit(clean(text))
 
-    # -- what dry conversations tell
+    def _neutral_edit(self, words):
+        """Returns an edit that puts neutral words in place of texts.
 
-    def problem_with(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        """Returns why the template does not take dry messages, or "" if it does."""
-        chat, words = _dry_chat(messages)
-        try:
-            text = self.text(chat, tools)
-        except Exception as error:  # templates raise whatever they like
-            return f"it raises {error!r:.200}"
-        for word, role in words.items():
-            if word not in text:
-                return f"it leaves out what a message of role {role!r} says"
-        return ""
+        words: the word for each text so far. Equal texts stay equal: Mistral's template compares
+        messages. It also wants ids of nine characters."""
 
-    @property
-    def takes_two_calls(self) -> bool:
-        """Whether the template takes two calls in a turn, and their answers."""
-        if self.shows_calls:
-            return self.takes("two calls in a turn")
-        return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
+        def neutral_word(text):
+            return words.setdefault(text, f"x{len(words):08d}")
 
-    def takes(self, name: str) -> bool:
-        """Returns whether the template takes the round of this name."""
-        return not self.problem_of(name)
+        # A flag in a text, as "/no_think", may decide which tokens the template writes.
+        _, flags = self._texts_looked_for
+        return functools.partial(self._edit_around, flags, neutral_word)
 
-    def problem_of(self, name: str) -> str:
-        """Returns why the template does not take the round of this name, or ""."""
-        if name not in self.problems:
-            # Some templates take an answer, and refuse the turn after it.
-            self.problems[name] = self.problem_with([ASKS, *ROUNDS[name], ANSWERS, ASKS])
-        return self.problems[name]
+    def _edited_tools(self, tools, key):
+        """Returns (neutral tools, clean tools, words), which are kept for all rollouts.
 
-    def forks_at(self, name: str) -> bool:
-        """Returns whether the template rewrites the history in the round of this name."""
-        chat, _ = _dry_chat([ASKS, *ROUNDS[name]])
-        stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
-        try:
-            self._suffix_ids(chat[:2], chat[2:], stop, [DRY_TOOL])
-        except RewritesHistory:
-            return True
-        except Exception:  # the template does not take this round
-            return False
-        return False
+        words: {text: the neutral word in its place}, see `_neutral_edit`. key: the tools as a
+        text."""
+        if key not in self.tools:
+            _make_room(self.tools, 64)
+            words = {}
+            neutral_tools = self._edit_tools(tools, self._neutral_edit(words))
+            self.tools[key] = (neutral_tools, self._edit_tools(tools, str), words)
+        return self.tools[key]
+
+    def _edit_tools(self, tools, edit):
+        """Returns the tools with edit(text) in place of their texts."""
+        return _edit_values(tools, functools.partial(self._edit_value, edit))
+
+    # -- what dry chats tell
 
     def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
         """Checks a task's conversation: a prompt, calls of tools, answers of a simulated user.
@@ -937,61 +938,70 @@ class Conversation:
                 raise BadInput(f"the model's chat template does not take this prompt: {problem}")
             self.checked.add(form)
 
-    def _behind(self, turn, *replies):
-        """Returns the text behind the last word of a dry turn, or None if there is none."""
-        _, words = _dry_chat([ASKS, turn])
-        with suppress(Exception):
-            chat, _ = _dry_chat([ASKS, turn, *replies])
-            _, found, text = self.text(chat).rpartition([*words][-1])
-            if found:
-                return text
-        return None
+    def problem_with(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """Returns why the template does not take dry messages, or "" if it does."""
+        chat, words = _dry_chat(messages)
+        try:
+            text = self.text(chat, tools)
+        except Exception as error:  # templates raise whatever they like
+            return f"it raises {error!r:.200}"
+        for word, role in words.items():
+            if word not in text:
+                return f"it leaves out what a message of role {role!r} says"
+        return ""
+
+    def problem_of(self, name: str) -> str:
+        """Returns why the template does not take the round of this name, or ""."""
+        if name not in self.problems:
+            # Some templates take an answer, and refuse the turn after it.
+            self.problems[name] = self.problem_with([ASKS, *ROUNDS[name], ANSWERS, ASKS])
+        return self.problems[name]
+
+    def takes(self, name: str) -> bool:
+        """Returns whether the template takes the round of this name."""
+        return not self.problem_of(name)
+
+    @property
+    def takes_two_calls(self) -> bool:
+        """Whether the template takes two calls in a turn, and their answers."""
+        if self.shows_calls:
+            return self.takes("two calls in a turn")
+        return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
 
     @functools.cached_property
-    def closing(self) -> str:
-        """What the template writes behind a whole chat, and not between turns: Phi-3's EOS."""
-        alone = self._behind(ANSWERS) or ""
-        answered = self._behind(ANSWERS, ASKS) or ""
-        if answered.startswith(alone):
-            return ""
-        starts = [match.start() for match in self.special.finditer(alone)]
-        fitting = [start for start in starts if answered.startswith(alone[:start])]
-        return alone[max(fitting, default=len(alone)) :]
+    def shows_reasoning(self) -> bool:
+        """Whether the template knows reasoning_content."""
+        chat, words = _dry_chat([ASKS, REASONS])
+        with suppress(Exception):  # templates raise whatever they like
+            text = self._written(chat)
+            return all(word in text for word in words)
+        return False
 
     @functools.cached_property
-    def ends(self) -> list[str]:
-        """The texts that the template writes behind a turn, from its stop token on; longest first.
+    def shows_calls(self) -> bool:
+        """Whether the template shows tool_calls in a message without text."""
+        return not self.problem_with([ASKS, _calls(1)])
 
-        One of them is empty if a turn ends at the marker of the next speaker, or nowhere."""
-        stops = _any_of(self.tokenizer.decode([stop]) for stop in self.stops)
-        ends = set()
-        for turn, *_ in ROUNDS.values():
-            text = self._behind(turn)
-            if text is not None:
-                text = text.removesuffix(self.closing)
-                stop = stops.search(text)
-                ends.add(text[stop.start() :] if stop else "")
-        return sorted(ends, key=len, reverse=True)
+    def shows(self, message: dict, tools: list[dict]) -> bool:
+        """Returns whether the template takes a message with calls, and shows all that it says."""
+        said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
+        said += [call["function"]["name"] for call in message["tool_calls"]]
+        with suppress(Exception):  # templates raise whatever they like
+            text = self.text([ASKS, message], tools)
+            return all(each in text for each in said)
+        return False
 
-    def _turn_end(self, turn, reply):
-        """Returns the id of the token that ends a dry turn in the template, or None."""
-        alone = self._behind(turn)
-        answered = self._behind(turn, reply)
-        if alone is None:
-            return None
-        special = self._special_in(alone)
-        found = [token for token in special if token in self.stops]
-        if turn is ANSWERS:
-            found += special
-        if answered and answered.startswith(alone) and not special:
-            marker = self.special.match(answered[len(alone) :])  # of the next speaker
-            if marker:
-                found += self._special_in(marker[0])
-        return next(iter(found), None)
-
-    def _special_in(self, text):
-        """Returns the ids of the special tokens in a text."""
-        return [self.tokenizer.convert_tokens_to_ids(token) for token in self.special.findall(text)]
+    def forks_at(self, name: str) -> bool:
+        """Returns whether the template rewrites the history in the round of this name."""
+        chat, _ = _dry_chat([ASKS, *ROUNDS[name]])
+        stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
+        try:
+            self._suffix_ids(chat[:2], chat[2:], stop, [DRY_TOOL])
+        except RewritesHistory:
+            return True
+        except Exception:  # the template does not take this round
+            return False
+        return False
 
     @functools.cached_property
     def writes_date(self) -> bool:
@@ -1004,26 +1014,60 @@ class Conversation:
             return "today" in self.text(chat, strftime_now=lambda form: "today")
         return False
 
+    def _turn_end(self, turn, reply, stops):
+        """Returns the id of the token that ends a dry turn in the template, or None.
+
+        stops: the ids that are known to end turns."""
+        alone = self._behind(turn)
+        answered = self._behind(turn, reply)
+        if alone is None:
+            return None
+        special = self._special_in(alone)
+        found = [token for token in special if token in stops]
+        if turn is ANSWERS:
+            found += special
+        if answered and answered.startswith(alone) and not special:
+            marker = self.special.match(answered[len(alone) :])  # of the next speaker
+            if marker:
+                found += self._special_in(marker[0])
+        return next(iter(found), None)
+
+    def _behind(self, turn, *replies):
+        """Returns the text behind the last word of a dry turn, or None if there is none."""
+        _, words = _dry_chat([ASKS, turn])
+        with suppress(Exception):
+            chat, _ = _dry_chat([ASKS, turn, *replies])
+            _, found, text = self.text(chat).rpartition([*words][-1])
+            if found:
+                return text
+        return None
+
+    def _special_in(self, text):
+        """Returns the ids of the special tokens in a text."""
+        return [self.tokenizer.convert_tokens_to_ids(token) for token in self.special.findall(text)]
+
+    # -- how far back the template looks
+
     @functools.cached_property
-    def is_local(self) -> bool:
-        """Whether suffixes depend on a chat's `Recent` part alone, in chats of up to 33 rounds."""
+    def needs_only_recent(self) -> bool:
+        """Whether suffixes depend on the `Recent` part alone, in dry chats of up to 33 rounds."""
         rounds = [round for round in ROUNDS.values() if self._behind(*round) is not None]
         random_numbers = random.Random(0)
         for n in (3, 9, 33):
             chats = [[round] * n for round in rounds]
             if rounds:
                 chats.append(random_numbers.choices(rounds, k=n))
-            if not all(map(self._is_local_in, chats)):
+            if not all(map(self._needs_only_recent_in, chats)):
                 return False
         return True
 
-    def _is_local_in(self, rounds):
+    def _needs_only_recent_in(self, rounds):
         """Returns whether the suffix of the last round depends on the `Recent` part alone."""
         chat, _ = _dry_chat([ASKS, *itertools.chain(*rounds)])
         chat[len(chat) // 3]["content"] += " and so on" * 100  # a template may look for long texts
         n_new = len(rounds[-1]) - 1
         history, new = chat[:-n_new], chat[-n_new:]
-        part = Recent(self.kind).update(history)
+        part = Recent(self.form_of).update(history)
         return self._suffix_or_error(history, new) == self._suffix_or_error(part, new)
 
     def _suffix_or_error(self, messages, new):
@@ -1033,9 +1077,11 @@ class Conversation:
         except Exception as error:
             return type(error)
 
-    def kind(self, message: dict) -> tuple:
-        """Returns what the template can see in a message, but for the words that it only copies:
-        its form, and which texts that the template may look for it has."""
+    def form_of(self, message: dict) -> tuple:
+        """Returns what the template can tell from a message, except words that it only copies.
+
+        That is its role, keys and calls, and which texts it has of those that the template may
+        look for: with Qwen3, for example, an answer with "</think>" has a form of its own."""
         keys = tuple(key for key, value in message.items() if value)
         n_calls = len(message.get("tool_calls") or ())
         looked_for, _ = self._texts_looked_for
@@ -1044,8 +1090,11 @@ class Conversation:
 
     @functools.cached_property
     def _texts_looked_for(self):
-        """Regular expressions of the texts that the template may look for (all in its code but
-        roles and keys), and of those without control tokens."""
+        """Two regular expressions: of the texts that the template may look for in a message, and of
+        those without control tokens, such as "/no_think".
+
+        They are the texts in the template's code but for roles, keys and those that are looked for
+        without a consequence (`_is_without_consequence`)."""
         from jinja2 import Environment, nodes
 
         template = self.tokenizer.chat_template
@@ -1063,15 +1112,19 @@ class Conversation:
         others = {*map(id, [*keys, *roles])}
         constants = [each for each in tree.find_all(nodes.Const) if id(each) not in others]
         texts = {each.value for each in constants if isinstance(each.value, str)}
-        texts = {text for text in texts if text.strip() and not self._is_ignored(text)}
+        texts = {text for text in texts if text.strip() and not self._is_without_consequence(text)}
         flags = {text for text in texts if not self.control.search(text)}
         return _any_of(texts, re.IGNORECASE), _any_of(flags, re.IGNORECASE)
 
-    def _is_ignored(self, text):
-        """Returns whether a common text makes no difference in the middle of a dry chat.
+    def _is_without_consequence(self, text):
+        """Returns whether a common text in messages does not change the suffix of a later turn.
 
-        Common are words, punctuation, and all of 2 characters. Others are never ignored: two of
-        them may matter together, as <tool_response> and </tool_response> do for Qwen3."""
+        Tried in a dry chat: its suffix stays if all messages with the text are left out of the
+        middle. Otherwise nearly every message would have a form of its own.
+
+        Common are words, punctuation, and all of 2 characters. Others are never without
+        consequence: two of them may matter together, as <tool_response> and </tool_response> do
+        for Qwen3."""
         if len(text) > 2 and not re.fullmatch(r"[\w\s]+|\W+", text):
             return False
         rounds = []
@@ -1774,7 +1827,7 @@ class Trajectory:
         self.assistant_turns = 0
         self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
         self.stop_id = None  # the stop token that ended the last assistant turn
-        self.recent = None  # what the next suffix depends on: a Recent
+        self.recent = None  # the Recent part of messages, on which the next suffix depends
         self.tool_calls = []  # in the last assistant turn, not executed yet
         self.finished = []  # AgentLoopOutputs of the sequences before the last fork
         self.begin(prompt_ids, engine_ids)

@@ -323,4 +323,5 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
 
 def test_the_request_for_notes_follows_images():
     image = {"type": "image"}
-    assert _join_contents([[image], "Notes?"], "\n\n") == [image, {"type": "text", "text": "Notes?"}]
+    text = {"type": "text", "text": "Notes?"}
+    assert _join_contents([[image], "Notes?"], "\n\n") == [image, text]

@@ -185,7 +185,7 @@ def test_what_a_dry_conversation_tells(name, tokenizer):
     assert talk.tokenizer.decode([talk.answer_end]) == of.answer_end
     if talk.call_end is not None:
         assert talk.tokenizer.decode([talk.call_end]) == of.call_end
-    assert talk.is_local
+    assert talk.needs_only_recent
     assert talk.writes_date == (name in ("llama3.2", "gpt-oss"))
     task = SimpleNamespace(TOOLS=[calculator.calculator])
     row = {"prompt": PROMPT}
@@ -460,8 +460,8 @@ def assert_recent_is_whole(tokenizer):
         random_numbers = random.Random(seed)
         talk = Conversation(tokenizer, {tokenizer.eos_token_id})
         whole = Conversation(tokenizer, {tokenizer.eos_token_id})
-        whole.is_local = False
-        recent = Recent(talk.kind)
+        whole.needs_only_recent = False
+        recent = Recent(talk.form_of)
         chat = [{"role": "user", "content": "Hello."}]
         for _ in range(20):
             chat.append({"role": "assistant", "content": random_numbers.choice(TEXTS)})
