@@ -61,24 +61,27 @@ def _try_attentions(policy, probe, args) -> tuple[str, bool]:
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     packed = policy.pack(PROBE, probe)
-    # Rounding to bfloat16 would hide a difference.
-    weights = {name: p.float() for name, p in policy.named_parameters()}
-    with nn.utils.stateless._reparametrize_module(policy, weights, tie_weights=True):
-        logits = model(**packed["inputs"], use_cache=False).logits.flatten(0, 1)
-        logits = logits[packed["source"], : policy.vocab_size] / args.temperature
-        logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
-        expected = logprobs[packed["pair"], 0]
-        for attention, is_packed in (("packed", True), (own_attention, False)):
-            model.set_attn_implementation(attention)
-            policy.packed = is_packed
-            with contextlib.suppress(Exception):  # a model may raise what it likes
-                found = policy(policy.pack(PROBE, probe))[0].flatten()
-                if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
-                    return attention, is_packed
+    logits = _in_float32(model, **packed["inputs"], use_cache=False).logits.flatten(0, 1)
+    logits = logits[packed["source"], : policy.vocab_size] / args.temperature
+    logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
+    expected = logprobs[packed["pair"], 0]
+    for attention, is_packed in (("packed", True), (own_attention, False)):
+        model.set_attn_implementation(attention)
+        policy.packed = is_packed
+        with contextlib.suppress(Exception):  # a model may raise what it likes
+            found = _in_float32(policy, policy.pack(PROBE, probe))[0].flatten()
+            if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
+                return attention, is_packed
     raise BadInput(
         f"--model {args.model} makes logits in a way that token_logprobs doesn't "
         "implement: only a product, a scale and a soft cap are"
     )
+
+
+def _in_float32(net, *args, **settings):
+    """Calls a network with float32 weights: rounding to bfloat16 would hide a difference."""
+    weights = {name: p.float() for name, p in net.named_parameters()}
+    return torch.func.functional_call(net, weights, args, settings)
 
 
 def set_master_dtype(net: nn.Module, args):
