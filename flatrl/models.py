@@ -29,28 +29,40 @@ HEAD = "lm_head.weight"  # the output head's name in a checkpoint
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    The folder's name has a hash of all that the model depends on, the source of the task file
-    among them. The model is built in a temporary folder that is then renamed, so that a
-    half-built one is never used. Of two jobs that build at once, the first to finish wins.
-
     With --resume it is the run's own: another one may belong to the present number of threads,
     which `accelerate launch` sets to 1."""
+    folder = _cached_folder(task, args.seed)
+    if args.resume:
+        about = json.loads(Path(args.output_dir, "args.json").read_text())
+        before = Path(about["args"]["model"])
+        if before.parent == folder.parent and before.is_dir():
+            folder = before
+    if not folder.is_dir():
+        print(f"building the task's model, once: {folder}")
+        _build(task, args, folder)
+    return str(folder)
+
+
+def _cached_folder(task, seed) -> Path:
+    """Returns the folder in the cache that the task's model has, or will have.
+
+    Its name has a hash of all that the model depends on."""
     # Tasks that import build_model from another task share its model.
     source = Path(inspect.getsourcefile(task.build_model))
     shared = Path(__file__).parents[1].glob("examples/tiny_models.py")  # tasks import it
     texts = [file.read_text() for file in (source, *shared)]
-    key = [texts, args.seed, torch.get_num_threads(), torch.cuda.is_available(), versions()]
+    key = [texts, seed, torch.get_num_threads(), torch.cuda.is_available(), versions()]
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flatrl"
-    folder = cache / f"{source.stem}-{digest}"
-    if args.resume:
-        about = json.loads(Path(args.output_dir, "args.json").read_text())
-        before = Path(about["args"]["model"])
-        if before.parent == cache and before.is_dir():
-            folder = before
-    if folder.is_dir():
-        return str(folder)
-    print(f"building the task's model, once: {folder}")
+    return cache / f"{source.stem}-{digest}"
+
+
+def _build(task, args, folder: Path):
+    """Lets the task write its model to a folder.
+
+    It is built in a temporary folder that is then renamed, so that a half-built one is never used.
+    Of two jobs that build at once, the first to finish wins."""
+    cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     for left in cache.glob(".building-*"):  # by a job that was killed
         if time.time() - left.stat().st_mtime > DAY:
@@ -63,7 +75,6 @@ def task_model(task: ModuleType, args) -> str:
             task.build_model(str(temporary))
         with contextlib.suppress(OSError):  # another job was first
             os.rename(temporary, folder)
-    return str(folder)
 
 
 def from_pretrained(auto_class: str, args, problem: str, **settings):
