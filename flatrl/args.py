@@ -207,7 +207,8 @@ class Args(LoopArgs):
         None, "recompute activations: a third slower, much less memory; default: on CUDA")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
-        "over those of a host; always on in bfloat16 on CUDA, and by accelerate's FSDP config",
+        "over those of a host; always on in bfloat16 on CUDA, even on one GPU, and by accelerate's "
+        "FSDP config",
         nargs="?", const=True)
     offload: str = flag(
         "none", "to host memory while the engine is awake: the optimisers' states; all: critic "

@@ -110,7 +110,7 @@ def _lock(folder):
 def prepare_folder(args) -> tuple[Path | None, dict]:
     """Makes the run's folder ready, and finds the checkpoint to resume from.
 
-    With --resume, returns the latest whole checkpoint and what `_read_step` returns of it;
+    With --resume, returns the latest whole checkpoint and what `_read_whole` returns of it;
     broken checkpoints are moved aside. Otherwise an earlier run in the folder is moved aside,
     unless it failed before it had logged anything, and (None, {}) is returned."""
     folder = Path(args.output_dir)
@@ -122,7 +122,7 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
         return None, {}
     for path in reversed(checkpoints(folder)):
         try:
-            return path, _read_step(path)
+            return path, _read_whole(path)
         except Exception as error:  # json and pickle raise many kinds
             print(
                 f"{path} is broken: {type(error).__name__}: {error}; moved to {_move_aside(path)}",
@@ -131,10 +131,10 @@ def prepare_folder(args) -> tuple[Path | None, dict]:
     raise BadInput(f"--resume: no checkpoint in {folder} is whole; start without --resume")
 
 
-def _read_step(checkpoint):
+def _read_whole(checkpoint):
     """Returns a checkpoint's step.json and, as "estimator", the state of the estimator.
 
-    Raises if one of its files is missing or cut off."""
+    Raises unless the checkpoint is whole: if one of its files is missing or cut off."""
     from torch.distributed.checkpoint import FileSystemReader
 
     state = json.loads((checkpoint / "step.json").read_text())
@@ -230,6 +230,8 @@ def training_state(run, saved: Sequence[str] = ()) -> dict:
 @shown("saving a checkpoint")
 def save_checkpoint(run):
     """Saves the training state after run.done steps, unless it is saved already.
+
+    Returns whether it is saved (`or_warn`).
 
     A kill never leaves half a checkpoint: a new one gets its name last, and an old one is
     renamed before it is deleted."""

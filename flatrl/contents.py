@@ -20,7 +20,7 @@ BLOCKS = 1024
 
 
 def contents_of(args, task: ModuleType, rows: dict) -> dict[str, str]:
-    """Returns {name of an input: a text that is another one if its contents are}.
+    """Returns {name of an input: a text that identifies its contents}.
 
     rows: by split, without overlong ones."""
     contents = {

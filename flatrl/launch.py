@@ -65,6 +65,7 @@ class Stream(io.TextIOWrapper):
         super().__init__(stream.detach(), stream.encoding, "backslashreplace", **settings)
 
     def write(self, text: str) -> int:
+        """Writes a text, or drops it if the reader is gone. Raises OSError for a full disk."""
         try:
             return super().write(text)
         except OSError:
@@ -72,6 +73,7 @@ class Stream(io.TextIOWrapper):
             return len(text)
 
     def flush(self):
+        """Writes what is left. If the reader is gone, it and all that follows are dropped."""
         try:
             super().flush()
         except OSError as error:

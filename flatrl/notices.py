@@ -44,7 +44,10 @@ class Notices:
         self.is_learning = True  # whether the last step taught something
 
     def start(self, rows: dict, rows_read: dict, network, device):
-        """Prints the plan of the run, and warns if training rows are evaluated.
+        """Prints the plan of the run, and warns of what is likely a mistake in rows and flags.
+
+        That is: columns with images that are not read, a high learning rate, and training rows
+        among the validation rows.
 
         rows: by split, "train" and "val"; rows_read: the same with overlong ones; network: the
         policy; device: where it will be."""

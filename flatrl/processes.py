@@ -151,6 +151,7 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
 
     def _leave_signals(self):
+        """Gives the signals back their usual effect, in a process that user code has forked."""
         for number in SIGNALS:
             if signal.getsignal(number) == self._signalled:
                 signal.signal(number, signal.SIG_DFL)

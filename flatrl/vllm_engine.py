@@ -324,6 +324,10 @@ def load_into(model, named_tensors, config):
 class _Arrivals:
     """The tensors of one sync, and the engine's parameters at which they arrive.
 
+    A tensor k_proj.bias comes, vLLM passes it to the loader of its parameter qkv_proj.bias, and
+    n_elements["k_proj.bias"] grows by its size (names without their path). A part that got
+    nothing by the end is missing; a tensor for which no loader was called is not loaded.
+
     fused: `fused_parts` of the engine's model."""
 
     def __init__(self, fused):
