@@ -240,7 +240,7 @@ class Run:
     def nothing_is_left(self) -> None:
         engine = self.engine
         assert not (engine.running or engine.waiting or engine.inbox)
-        assert not (engine.live or engine.last_calls)
+        assert not (engine.live or engine.last_calls or engine.hashed)
         assert not engine.core.has_unfinished_requests()
         assert sorted(self.task.created) == sorted(self.task.released)
 
