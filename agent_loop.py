@@ -6,8 +6,8 @@ template's own). One rule governs this file: *token in, token out*. Sampled ids 
 verbatim and never tokenised again. The text between two sampled turns is the difference of
 two renderings of the chat template (`Conversation.suffix`).
 
-In this order: settings and results; the conversation (`Conversation`: a fifth of the file, all
-that depends on a model's chat template, which it learns by trying it); images; tools and
+In this order: settings and results; the conversation, which is all that depends on a model's
+chat template (`Conversation` learns it by trying, and is the longest class); images; tools and
 interactions; agent loops, from `Trajectory` and `AgentLoopBase` to `ToolAgentLoop`.
 
 The words that code, documents, log and flags share:
