@@ -625,13 +625,17 @@ def openai_agents(api="responses", stream=False, form=None, **settings):
     return agent
 
 
-def langgraph(form=None, **how):
+def langgraph(form=None, choice=None, **how):
     pytest.importorskip("langgraph")
-    chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
+    langchain = pytest.importorskip("langchain_openai")
     from examples import langgraph_math
 
+    class Model(langchain.ChatOpenAI):
+        def bind_tools(self, tools, **more):
+            return super().bind_tools(tools, **{"tool_choice": choice} | more)
+
     async def agent(base_url, api_key, row):
-        make = functools.partial(chat_openai, **how)
+        make = functools.partial(Model, **how)
         if form:
             model = make(base_url=base_url, api_key=api_key, model="policy", max_retries=0)
             return await model.with_structured_output(Answer, method=form).ainvoke(QUESTION)
@@ -651,7 +655,9 @@ CELLS = [
     (openai_agents, dict(api="chat", stream=False), (PARALLEL, ANSWER), ANSWER),
     (openai_agents, dict(api="responses", form=Answer), [SUM, JSON], TWO),
     (openai_agents, dict(api="responses", **FREELY), (SUM, ANSWER), ANSWER),
+    (langgraph, dict(use_responses_api=True, streaming=True), (SUM, ANSWER), ANSWER),
     (langgraph, dict(streaming=True), (SUM, ANSWER), ANSWER),
+    (langgraph, dict(choice="any"), (PARALLEL, ANSWER), ANSWER),
     (langgraph, dict(form="function_calling"), (call("Answer", answer=2),), TWO),
     (langgraph, dict(form="json_schema"), [JSON], TWO),
 ]
