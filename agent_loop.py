@@ -4,7 +4,7 @@ An agent loop gets a row of the data set and an engine, and returns tokens: thos
 policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, the
 template's own). One rule governs this file: *token in, token out*. Sampled ids are appended
 verbatim and never tokenised again. The text between two sampled turns is the difference of
-two renderings of the chat template (`turn_suffix`).
+two renderings of the chat template (`Conversation.suffix`).
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -1118,26 +1118,6 @@ def render(
 
     An empty chat has no tokens. Its rollout begins with an Interaction's message."""
     return conversation(tokenizer).render(messages, tools, trusted, add_generation_prompt)
-
-
-def turn_suffix(
-    tokenizer,
-    messages: list[dict],
-    new: list[dict],
-    stop_token_ids: set[int],
-    ended: bool,
-    tools: list[dict] | None = None,
-) -> list[int]:
-    """Returns the tokens that `new` messages add after an assistant turn (`Conversation.suffix`).
-
-    ended: whether the policy sampled a stop token, which the suffix must not repeat."""
-    talk = conversation(tokenizer, stop_token_ids)
-    ids = talk.suffix(messages, new, None, tools)
-    if not ended:
-        return ids
-    if ids[0] not in talk.stops:
-        raise RewritesHistory("the template ends the turn without a stop token")
-    return ids[1:]
 
 
 def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
