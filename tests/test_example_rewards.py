@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import openai
 import pytest
-from conftest import HANGS, REPO, output_of
+from conftest import REPO, output_of
 
 from agent_loop import BadInput
 from data import load_task
@@ -22,25 +22,9 @@ def conversation(*contents: str):
     return output_of([1], messages=messages)
 
 
-class Judge(ThreadingHTTPServer):
-    """An endpoint that gives its replies in turn, the last one for ever: a text, or a status.
-
-    together: how many requests must be open before any is answered."""
-
-    daemon_threads = True
-
-    def __init__(self, *replies, together: int = 1):
-        self.replies = list(replies)
-        self.together = threading.Barrier(together)
-        self.requests: list[tuple[str, str, dict]] = []  # path, Authorization, body
-        self.open = 0
-        self.most_open = 0
-        self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True, args=(0.02,)).start()
-
-
 class Handler(BaseHTTPRequestHandler):
+    """Answers with the judge's replies in turn, the last one for ever: a text, or a status."""
+
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_): ...
@@ -48,20 +32,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         judge = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with judge.lock:
-            judge.requests.append((self.path, self.headers["Authorization"], body))
-            reply = judge.replies[min(len(judge.requests), len(judge.replies)) - 1]
-            judge.open += 1
-            judge.most_open = max(judge.most_open, judge.open)
-        judge.together.wait(HANGS)
-        with judge.lock:
-            judge.open -= 1
-        status = 200 if isinstance(reply, str) else reply
+        judge.requests.append((self.path, self.headers["Authorization"], body))
+        reply = judge.replies[min(len(judge.requests), len(judge.replies)) - 1]
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         head = {"id": "1", "object": "chat.completion", "created": 0, "model": "j"}
         data = json.dumps(head | {"choices": [choice]}).encode()
-        self.send_response(status)
+        self.send_response(200 if isinstance(reply, str) else reply)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -70,11 +47,16 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """judged(*replies, together=) -> (the task, its judge)."""
+    """judged(*replies) -> (the task, its judge). The judge's requests: path, key, body."""
     judges = []
 
-    def judged(*replies, together: int = 1):
-        judges.append(judge := Judge(*replies, together=together))
+    def judged(*replies):
+        judge = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        judges.append(judge)
+        judge.replies = replies
+        judge.requests = []
+        judge.daemon_threads = True
+        threading.Thread(target=judge.serve_forever, daemon=True, args=(0.02,)).start()
         monkeypatch.setenv("JUDGE_BASE_URL", f"http://127.0.0.1:{judge.server_port}/v1")
         monkeypatch.setenv("JUDGE_MODEL", "a-judge")
         monkeypatch.setenv("JUDGE_API_KEY", "secret")
@@ -107,18 +89,6 @@ def test_judge_is_not_asked_about_nothing(judged):
     for output in (conversation("Hi", "  "), conversation("Hi", "Ho", "Hm")):
         assert asyncio.run(task.reward(output, {})) == {"score": 0.0, "grade": 0}
     assert judge.requests == []
-
-
-def test_judge_requests_in_flight_are_bounded(judged):
-    task, judge = judged("Grade: 5", together=3)
-    task.IN_FLIGHT = 3
-
-    async def many():
-        outputs = [conversation("Hi", f"answer {i}") for i in range(12)]
-        return await asyncio.gather(*(task.reward(output, {}) for output in outputs))
-
-    assert asyncio.run(many()) == [{"score": 0.5, "grade": 5}] * 12
-    assert (judge.most_open, len(judge.requests)) == (3, 12)
 
 
 def test_a_judge_that_fails_twice_costs_the_trajectory(judged):

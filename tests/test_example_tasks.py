@@ -53,10 +53,8 @@ def test_rows_are_disjoint_and_fit_the_tiny_model(task, tokenizer):
 
 @pytest.mark.parametrize("text, number", [
     ("so\n####  72 apples, not 80\n", "72"),
-    ("#### 1,234,567", "1234567"),
     ("#### $1,234.50", "1234.50"),
     ("#### -$5", "-5"),
-    ("<answer> $1,072 in all </answer>", "1072"),
     ("#### <answer>72</answer>", "72"),  # verl's interaction prompts say "#### <answer>"
     ("#### 70\nNo, wait.\n#### 72", "72"),
     ("The answer is 72.", None),
@@ -114,27 +112,18 @@ def user():
     assert user.tries == {}
 
 
-def problem() -> dict:
-    return load_rows(gsm8k_user, "train")[0]  # 63
-
-
 @pytest.mark.parametrize("lines, replies, rewards, right", [
     (["#### 63"], [], [1.0], 1.0),
     (["hm", "#### 62", "#### 63"], [NO_ANSWER, WRONG], [0.0, 0.0, 1 / 3], 1.0),
     (["#### 60", "#### 61", "#### 62"], [WRONG, WRONG], [0.0, 0.0, 0.0], 0.0),
 ])  # fmt: skip
 def test_the_user_answers_and_pays_by_turn(play, user, lines, replies, rewards, right):
-    output = play(gsm8k_user, problem(), *lines)
+    output = play(gsm8k_user, load_rows(gsm8k_user, "train")[0], *lines)  # 63
     assert said_by(output, "user")[1:] == replies
     assert rewards_of_turns(output) == pytest.approx(rewards)
     assert output.reward == {"score": 0.0, "right": right}
     assert output.stop_reason == "stop"  # three wrong answers are an end, not a cut
     assert output.metrics["interaction/gsm8k/tries"] == len(lines)
-
-
-def test_the_users_state_is_dropped_when_the_trajectory_fails(play, user):
-    with pytest.raises(RuntimeError, match="engine"):
-        play(gsm8k_user, problem(), "#### 1", RuntimeError("engine"))
 
 
 # ---------------------------------------------------------------- environments.py
@@ -160,35 +149,23 @@ class Room:
         self.log.append("close")
 
 
-@pytest.fixture
-def room():
-    """room(log, step, ..., slow=) -> (a task, its row); in the end no environment is left."""
-    made = []
-
-    def room(log, *steps, slow=False):
-        make = lambda **kwargs: Room(log, *steps)
-        made.append(environments.EnvInteraction("room", make, slow=slow))
-        row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "room", "seed": 3}}}
-        return SimpleNamespace(INTERACTIONS=[made[-1]], reward=lambda output, row: 0.0), row
-
-    yield room
-    assert all(interaction.envs == {} for interaction in made)
-
-
 def refuse():
     raise environments.IllegalAction("no.")
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_an_environments_life(play, room, slow):
+def test_an_environments_life(play, slow):
     log = []
     steps = [
         lambda: ("more", 0.25, False, {"steps": 1, "note": "no number"}),
         refuse,
         lambda: ("bye", 1, True, {"steps": 1}),
     ]
-    task, row = room(log, *steps, slow=slow)
+    room = environments.EnvInteraction("room", lambda **kwargs: Room(log, *steps), slow=slow)
+    row = {"prompt": [], "extra_info": {"interaction_kwargs": {"name": "room", "seed": 3}}}
+    task = SimpleNamespace(INTERACTIONS=[room], reward=lambda output, row: 0.0)
     output = play(task, row, " a ", "b", "c")
+    assert room.envs == {}
     taken = [("step", action, not slow) for action in (" a ", "b", "c")]
     assert log == [("reset", 3), *taken, "close"]
     assert rewards_of_turns(output) == [0.25, -0.1, 1.0]
@@ -196,11 +173,3 @@ def test_an_environments_life(play, room, slow):
     assert said_by(output, "user") == environments.seen_before_turns(output) == seen
     assert output.metrics["interaction/room/steps"] == 2
     assert output.metrics["interaction/room/illegal"] == 1
-
-
-def test_an_environments_own_error_is_no_illegal_action(play, room):
-    log = []
-    task, row = room(log, lambda: int("x"), slow=True)
-    with pytest.raises(ValueError, match="invalid literal"):
-        play(task, row, "a")
-    assert log[-1] == "close"

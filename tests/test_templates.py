@@ -48,7 +48,6 @@ from agent_loop import (
     RewritesHistory,
     SingleTurnLoop,
     _dry_chat,
-    as_tool,
     conversation,
     render,
     with_template_variables,
@@ -63,18 +62,6 @@ from train import Args, check_args, parse_args
 ONE_ANSWER = (True, "", 0.5, {})
 AGAIN = (False, "And again?", 0.25, {})
 
-
-# How often `test_tool_turns_and_user_turns` forks. Mistral's template wants users and assistants to
-# take turns: the answer to a call after a thought is a user's.
-FORKS = {"qwen3": 1, "llama3.1": 0, "mistral0.3": 2, "gpt-oss": 1, "glm4": 1}
-
-
-@pytest.fixture(params=list(FORKS))
-def family(request, tokenizer):
-    """Returns a tokenizer, the tokens that end a call and an answer, and the number of forks."""
-    of = FAMILIES[request.param]
-    other = chat_templates.tokenizer_for(request.param, tokenizer)
-    return other, of.call_end, of.answer_end, FORKS[request.param]
 
 
 @pytest.fixture
@@ -92,21 +79,6 @@ def play(tokenizer, task, row, stop_ids, *lines, **flags):
     flags = {"tool_timeout": HANGS} | flags
     run = loop_of(engine, task, row, {"stop_token_ids": stop_ids}, **flags)
     return as_list(asyncio.run(run)), engine
-
-
-def sampled_turns(output) -> list[tuple[list[int], list[int]]]:
-    """Returns for each sampled turn the tokens before it, and its own."""
-    turns = []
-    ids = list(output.prompt_ids)
-    was_sampled = 0
-    for token, is_sampled in zip(output.response_ids, output.response_mask):
-        if is_sampled and not was_sampled:
-            turns.append((list(ids), []))
-        if is_sampled:
-            turns[-1][1].append(token)
-        ids.append(token)
-        was_sampled = is_sampled
-    return turns
 
 
 # ---------------------------------------------------------------- the whole chat at once
@@ -203,43 +175,6 @@ def test_what_a_dry_conversation_tells(name, tokenizer):
         check_tokenizer(talk.tokenizer, talk.tokenizer, row, task)
 
 
-def test_tool_turns_and_user_turns(family):
-    other, call_end, answer_end, forks = family
-    stops = [other.convert_tokens_to_ids(token) for token in {call_end, answer_end}]
-    task = quiz_task(Quiz(AGAIN, ONE_ANSWER), calculator.calculator)
-    said = [
-        "<think>sum</think>\n" + call(expression="1+1") + call_end,
-        "<think>easy</think>\n" + ANSWER + answer_end,
-        "It is 2" + answer_end,
-    ]
-    lines = [(words, "stop") for words in said]
-    outputs, engine = play(other, task, quiz_row(), stops, *lines)
-
-    # Every sampled token is in exactly one output, verbatim and in order. Each turn continues
-    # what the engine saw and said before in its own output.
-    turns = [turn for output in outputs for turn in sampled_turns(output)]
-    assert [before for before, _ in turns] == engine.prompts
-    assert [sampled for _, sampled in turns] == [encode(other, words) for words in said]
-
-    # Between the turns stands what the template puts there.
-    whole = render(other, outputs[-1].messages[:-1], [as_tool(calculator.calculator).schema])
-    rewards = [[reward for _, reward in output.turn_rewards] for output in outputs]
-    if forks:
-        *_, first, second = outputs
-        assert len(outputs) == 1 + forks
-        assert engine.prompts[2] == whole == second.prompt_ids
-        assert first.messages == second.messages[: len(first.messages)]
-        assert second.metrics["forks"] == forks
-        assert first.metrics == {}
-        assert rewards[-2:] == [[0.25], [0.5]]
-    else:
-        start = len(engine.prompts[1]) + len(encode(other, said[1]))
-        between = other.decode(engine.prompts[2][start:])
-        assert other.decode(whole).endswith(between)
-        assert "And again?" in between
-        assert rewards == [[0.25, 0.5]]
-
-
 NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
 # name: (a turn of the policy, what it is answered)
 ANSWERED = {
@@ -251,12 +186,14 @@ ANSWERED = {
 }
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "mistral0.3", "gpt-oss", "glm4"])
 @pytest.mark.parametrize("turn, reply", ANSWERED.values(), ids=ANSWERED)
-def test_each_turn_is_answered(family, turn, reply):
+def test_each_turn_is_answered(name, turn, reply, tokenizer):
     """Mistral's template requires an id of every tool message, and drops the text beside a call."""
-    other, call_end, answer_end, _ = family
-    stops = [other.convert_tokens_to_ids(token) for token in {call_end, answer_end}]
-    lines = (turn + call_end, "stop"), (ANSWER + answer_end, "stop")
+    of = FAMILIES[name]
+    other = chat_templates.tokenizer_for(name, tokenizer)
+    stops = chat_templates.stop_ids(name, other)
+    lines = (turn + of.call_end, "stop"), (ANSWER + of.answer_end, "stop")
     outputs, engine = play(other, CALCULATOR, {}, stops, *lines, max_response_tokens=4000)
     assert reply in other.decode(engine.prompts[1])[-500:]
     assert outputs[-1].metrics.get("tool_errors", 0) == (reply != "25")
@@ -379,6 +316,9 @@ def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(
         engine.prompts[2] + encode(qwen3, "It is 2" + END),
     ]
     assert (outputs[-1].metrics["tool_calls"], outputs[-1].metrics["forks"]) == (1, 1)
+    assert outputs[0].metrics == {}
+    paid = [[reward for _, reward in output.turn_rewards] for output in outputs]
+    assert paid == [[0.25], [0.5]]  # by the user
     _, calling, _, answering, _, last = outputs[-1].messages
     assert calling == {
         "role": "assistant",
