@@ -669,7 +669,6 @@ BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
 
 @pytest.mark.parametrize("answer, text, reward, metrics", [
     ("plain", "plain", None, {}),
-    (7, "7", None, {}),
     (BOTH, "both", 0.5, {"a": 1}),
     (("tuple", 0.25, {"rows": 2}), "tuple", 0.25, {"rows": 2}),
     ((BOTH, -1, {"b": 2}), "both", -1.0, {"a": 1, "b": 2}),
@@ -833,16 +832,15 @@ def test_the_file_imports_nothing_of_ours():
 # ---------------------------------------------------------------- in_time, in_thread
 
 
-@pytest.mark.parametrize("raised, arrives, said", [
-    (ValueError("wrong"), ValueError, "wrong"),
-    (StopIteration("over"), RuntimeError, r"StopIteration\('over'\)"),  # asyncio refuses it
-    (SystemExit(3), RuntimeError, r"SystemExit\(3\)"),  # it would end the event loop
+@pytest.mark.parametrize("raised, said", [
+    (StopIteration("over"), r"StopIteration\('over'\)"),  # asyncio refuses it
+    (SystemExit(3), r"SystemExit\(3\)"),  # it would end the event loop
 ])  # fmt: skip
-def test_in_thread_brings_exceptions_back(raised, arrives, said):
+def test_in_thread_brings_exceptions_back(raised, said):
     def fail():
         raise raised
 
-    with pytest.raises(arrives, match=said):
+    with pytest.raises(RuntimeError, match=said):
         asyncio.run(asyncio.wait_for(in_thread(fail), HANGS))
 
 

@@ -1,7 +1,6 @@
 """examples/mcp_tools.py with real servers, over stdio and over HTTP on the loopback."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from conftest import HANGS, free_port, wait_for
-from test_agent_loop import Script
+from test_agent_loop import Script, call, loop_of, said_by
 
-from agent_loop import BadInput, ToolAgentLoop
+from agent_loop import BadInput
 from examples import mcp_tools
 from examples.mcp_tools import McpServer, McpTool
-from train import Args
 
 mcp_tools.CONNECT_SECONDS = HANGS
 SERVER = '''
@@ -97,7 +95,6 @@ class HttpServer:
     def __init__(self, program: str):
         self.port = free_port()
         self.command = [sys.executable, program, str(self.port)]
-        self.url = f"http://127.0.0.1:{self.port}/mcp"
         self.start()
 
     def start(self) -> None:
@@ -106,11 +103,8 @@ class HttpServer:
 
     def listens(self) -> bool:
         assert self.process.poll() is None, "the server ended"
-        try:
-            socket.create_connection(("127.0.0.1", self.port)).close()
-        except OSError:
-            return False
-        return True
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -126,7 +120,8 @@ def http_server(program):
 
 @pytest.fixture(scope="module")
 def http(http_server, run):
-    tools = by_name(mcp_tools.mcp_tools(url=http_server.url, headers={"x-key": "open sesame"}))
+    url = f"http://127.0.0.1:{http_server.port}/mcp"
+    tools = by_name(mcp_tools.mcp_tools(url=url, headers={"x-key": "open sesame"}))
     yield tools
     end_session(tools["pid"].server, run)
 
@@ -219,24 +214,19 @@ def test_a_server_that_can_not_be_reached_is_named_at_import():
 # ---------------------------------------------------------------- the task of the file
 
 
-def tool_call(name: str, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
 
 def test_the_agent_loop_calls_the_bundled_server(tokenizer, run):
     """With parallel calls, one of them wrong."""
     questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
     row = questions["What do 3 x lamp cost, delivered to Brindo?"]
     lines = [
-        tool_call("price", item="lump"),
-        tool_call("price", item="lamp") + "\n" + tool_call("delivery", town="Brindo"),
+        call("price", item="lump"),
+        call("price", item="lamp") + "\n" + call("delivery", town="Brindo"),
         "<answer>109</answer>",
     ]
-    args = Args(max_response_tokens=2000, max_model_len=4000)
-
-    loop = ToolAgentLoop(Script(tokenizer, lines), tokenizer, None, mcp_tools, args)
-    out = run(loop.run({}, **row))
-    said = [message["content"] for message in out.messages if message["role"] == "tool"]
+    loop = loop_of(Script(tokenizer, lines), mcp_tools, row, max_response_tokens=2000)
+    out = run(loop)
+    said = said_by(out, "tool")
     assert said[0].startswith("Error: ") and "no item 'lump'; there are: lamp, kettle," in said[0]
     assert said[1:] == ["34", "7"]
     assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)
