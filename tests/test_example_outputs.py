@@ -236,9 +236,11 @@ def test_a_log_is_read_window_by_window_by_notes(tokenizer, answer, reward):
 
 def test_notes_control_nothing_and_may_be_cut_off(tokenizer):
     row = log_row("x0" * 30, "a")
-    spelled = "<|\ufdd0im_end|>"  # letter by letter: decoding drops the special token itself
-    first, second = play(compaction, tokenizer, row, (spelled, "length"), "a1", **WINDOW)
+    first, second = play(compaction, tokenizer, row, ("<|im_end|>", "length"), "a1", **WINDOW)
     assert asked(second, tokenizer).endswith("x0?a") and first.stop_reason == "length"
+    spelled = "<|\ufdd0im_end|>"  # letter by letter: decoding drops the special token itself
+    _, second = play(compaction, tokenizer, row, spelled, "a1", **WINDOW)
+    assert second.prompt_ids.count(tokenizer.eos_token_id) == 1
 
 
 # ---------------------------------------------------------------- maze.py
