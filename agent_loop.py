@@ -1173,26 +1173,6 @@ def render(
     return conversation(tokenizer).render(messages, tools, trusted, add_generation_prompt)
 
 
-def turn_suffix(
-    tokenizer,
-    messages: list[dict],
-    new: list[dict],
-    stop_token_ids: set[int],
-    ended: bool,
-    tools: list[dict] | None = None,
-) -> list[int]:
-    """Returns the tokens that `new` messages add after an assistant turn (`Conversation.suffix`).
-
-    ended: whether the policy sampled a stop token, which the suffix must not repeat."""
-    talk = conversation(tokenizer, stop_token_ids)
-    ids = talk.suffix(messages, new, None, tools)
-    if not ended:
-        return ids
-    if ids[0] not in talk.stops:
-        raise RewritesHistory("the template ends the turn without a stop token")
-    return ids[1:]
-
-
 def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
     """Returns where a suffix has what its messages say: (start, end) of each text in ids.
 

@@ -1,4 +1,4 @@
-"""Chat templates of fourteen models, rebuilt in small, with their special tokens and stop ids.
+"""Chat templates of thirteen models, rebuilt in small, with their special tokens and stop ids.
 
 They raise, trim, drop and rewrite like the originals, and write calls, answers, reasoning and
 dates in the same places. Only the fixed instructions about tools are shorter, and gpt-oss gets
@@ -184,33 +184,7 @@ MISTRAL03 = r"""
 {%- endfor %}
 """
 
-# Raises unless roles alternate: no system prompt, no tool role. There is no generation prompt.
-MISTRAL01 = r"""
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-    {%- if m.role == 'user' %}
-        {{- '[INST] ' + m.content + ' [/INST]' }}
-    {%- elif m.role == 'assistant' %}
-        {{- m.content + eos_token }}
-    {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported!') }}
-    {%- endif %}
-{%- endfor %}
-"""
-
-# Raises for a system prompt, and unless roles alternate. Trims contents.
-GEMMA2 = r"""
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
-    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
-"""
-
-# The same, but the system prompt becomes part of the first question.
+# Raises unless roles alternate. The system prompt becomes part of the first question. Trims contents.
 GEMMA3 = r"""
 {{- bos_token }}
 {%- set system = '' %}
@@ -401,7 +375,7 @@ CALL = "<tool_call> </tool_call>"
 LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
 LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
 MISTRAL3 = "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
-GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn>"
+GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image>"
 
 FAMILIES = {
     "qwen2.5": family(QWEN25, IM, "<|im_end|> <|endoftext|>", markup=CALL),
@@ -415,11 +389,7 @@ FAMILIES = {
     "llama3.2": family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
     "llama2": family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
     "mistral0.3": family(MISTRAL03, "<s> </s> " + MISTRAL3, "</s>", bos="<s>"),
-    "mistral0.1": family(MISTRAL01, "<s> </s>", "</s>", bos="<s>"),
-    "gemma2": family(GEMMA2, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
-    "gemma3": family(
-        GEMMA3, GEMMA + " <start_of_image>", "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"
-    ),
+    "gemma3": family(GEMMA3, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
     "phi3": family(
         PHI3,
         "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>",

@@ -17,28 +17,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import HANGS, for_ever, output_of, too_late, wait_for
+from conftest import HANGS, for_ever, output_of, too_late
 
 import agent_loop
 from agent_loop import (
     AgentLoopOutput,
     BadInput,
-    CallTimeoutError,
-    Conversation,
     Interaction,
     LoopArgs,
-    RewritesHistory,
     SingleTurnLoop,
     TokenOutput,
     Tool,
     ToolAgentLoop,
     ToolResponse,
     agent_loop_class,
-    as_tool,
     in_thread,
     render,
     task_interaction,
-    turn_suffix,
 )
 from examples import calculator
 
@@ -191,7 +186,7 @@ def play(tokenizer):
 
 
 class Records:
-    """Writes down what is done with it, and for which rollouts."""
+    """Writes down what is done with it, and for which rollouts; then spoils what it was given."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -199,7 +194,7 @@ class Records:
         self.request_ids: set[str] = set()
 
     def note(self, request_id: str, *event) -> None:
-        self.log.append(event)
+        self.log.append(copy.deepcopy(event))
         self.request_ids.add(request_id)
 
     def next_answer(self):
@@ -229,8 +224,8 @@ class Notes(Records, Tool):
         self.note(request_id, "create", kwargs)
 
     async def execute(self, request_id, arguments, **kwargs):
-        self.note(request_id, "execute", dict(arguments), kwargs)
-        arguments.clear()  # they are a copy, and so are the messages below
+        self.note(request_id, "execute", arguments, kwargs)
+        arguments.clear()
         return self.next_answer()
 
     async def calc_reward(self, request_id, **kwargs):
@@ -252,8 +247,11 @@ class Quiz(Records, Interaction):
         return self.opening
 
     async def generate_response(self, request_id, messages, **kwargs):
-        self.note(request_id, "generate_response", list(messages), kwargs)
-        messages.clear()
+        self.note(request_id, "generate_response", messages, kwargs)
+        for message in messages:
+            for tool_call in message.get("tool_calls", ()):
+                tool_call["function"]["arguments"].clear()
+            message.clear()
         return self.next_answer()
 
     async def finalize(self, request_id):
@@ -277,53 +275,9 @@ def with_template(tokenizer, template: str):
     return other
 
 
-def test_render_is_the_template_and_nothing_else(tokenizer):
-    schemas = [as_tool(calculator.calculator).schema]
-    system = f"<|im_start|>system\nTools: calculator{END}\n"
-    assert render(tokenizer, PROMPT, schemas) == encode(tokenizer, system + ASKED)
-    assert render(tokenizer, PROMPT) == encode(tokenizer, ASKED)
+def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     with pytest.raises(BadInput, match="no chat template"):
         render(with_template(tokenizer, None), PROMPT)
-
-
-ANSWERED = [*PROMPT, {"role": "assistant", "content": ANSWER}]
-SURE = [{"role": "user", "content": "Sure?"}]
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_template_may_end_turns_without_a_token(tokenizer, ended):
-    messages = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    prompt = "{% if add_generation_prompt %}[assistant]{% endif %}"
-    plain = with_template(tokenizer, messages + prompt)
-    if ended:  # the policy has sampled what the template does not write
-        with pytest.raises(RewritesHistory):
-            turn_suffix(plain, ANSWERED, SURE, {tokenizer.eos_token_id}, ended)
-    else:
-        suffix = turn_suffix(plain, ANSWERED, SURE, {tokenizer.eos_token_id}, ended)
-        assert tokenizer.decode(suffix) == "[user]Sure?[assistant]"
-
-
-def test_a_template_that_leaves_a_message_out_is_named(tokenizer):
-    shown = "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
-    template = "{% for m in messages %}" + shown + "{% endfor %}"
-    new = [{"role": "tool", "content": "85"}]
-    with pytest.raises(ValueError, match="writes nothing for a message of role 'tool'"):
-        turn_suffix(with_template(tokenizer, template), ANSWERED, new, set(), True)
-
-
-def test_a_fork_keeps_what_start_trusted(tokenizer):
-    """Messages that were not trusted at the start can't forge tokens later either."""
-    other = with_template(tokenizer, "{{ messages | length }}" + str(tokenizer.chat_template))
-    loop = SingleTurnLoop(None, other, None, None, LoopArgs(max_response_tokens=1000))
-    system = {"role": "system", "content": f"a {END} b"}
-    user = {"role": "user", "content": f"c {END} d"}
-    trajectory = loop.start({"prompt": [system, user]}, trusted=[system])
-    assert trajectory.prompt_ids.count(other.eos_token_id) == 3  # two turns, and the system's own
-    trajectory.messages.append({"role": "assistant", "content": "ok"})
-    assert loop.append(trajectory, SURE, None, {other.eos_token_id})
-    assert len(trajectory.finished) == 1
-    assert trajectory.prompt_ids.count(other.eos_token_id) == 3 + 2
-    assert user["content"] in other.decode(trajectory.prompt_ids)
 
 
 # ---------------------------------------------------------------- one turn, and its limits
@@ -339,19 +293,18 @@ def test_single_turn(play, tokenizer):
     assert engine.params == [{"temperature": 0.5, "max_tokens": 1000}]
 
 
-@pytest.mark.parametrize("loop", ["single_turn", "tool_agent"])
-def test_the_smallest_limit_cuts_the_turn(play, loop):
-    length = len(play("x", agent=loop)[0].prompt_ids)
+def test_the_smallest_limit_cuts_the_turn(play):
+    length = len(play("x")[0].prompt_ids)
     for limits in (
         dict(sampling={"max_tokens": 3}),
         dict(sampling={"max_tokens": 9}, max_response_tokens=3),
         dict(max_model_len=length + 3),
     ):
-        output, engine = play("12345", agent=loop, **limits)
+        output, engine = play("12345", **limits)
         assert_response(output, engine, "123")
         assert output.messages[-1] == {"role": "assistant", "content": "123"}
         assert (output.stop_reason, output.truncated) == ("length", True)
-    output, engine = play(agent=loop, max_model_len=length)  # it is not sampled at all
+    output, engine = play(max_model_len=length)  # it is not sampled at all
     assert_response(output, engine)
     assert output.stop_reason == "length"
 
@@ -441,7 +394,6 @@ def raw_call(text: str) -> str:
 ERRORS = {
     "unknown tool": (call("subtract", a=1), None, r"subtract.*ask"),
     "malformed JSON": (raw_call('{"name": "ask", "arguments": {"a": 1'), None, "JSON"),
-    "no arguments": (raw_call('{"name": "ask"}'), None, "missing a required.*'function'"),
     "a list": (raw_call('{"name": "ask", "arguments": [1]}'), None, "arguments.*object"),
     "a missing argument": (call("ask", n=1), None, "ask: missing a required argument: 'function'"),
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
@@ -495,55 +447,24 @@ def test_a_call_past_its_deadline(play):
     assert "tool_errors" not in output.metrics
 
 
-@pytest.mark.parametrize("n, limit, side, said", [
-    (10, 10, "middle", "0123456789"),  # fits
-    (20, 10, "middle", "01234...56789"),
-    (20, 9, "middle", "01234...6789"),  # the odd token goes to the front
-    (20, 10, "left", "0123456789..."),
-    (20, 10, "right", "...0123456789"),
+@pytest.mark.parametrize("text, limit, side, said", [
+    ("0123456789", 10, "middle", "0123456789"),  # fits
+    ("0123456789" * 2, 9, "middle", "01234...6789"),  # the odd token goes to the front
+    ("0123456789" * 2, 10, "left", "0123456789..."),
+    ("0123456789" * 2, 10, "right", "...0123456789"),
+    ("01234" + "x" * 10**6 + "56789", 10, "middle", "01234...56789"),
 ])  # fmt: skip
-def test_a_long_tool_response_is_cut(play, n, limit, side, said):
-    notes = Notes("0123456789" * (n // 10))
+def test_a_long_tool_response_is_cut(play, text, limit, side, said):
+    notes = Notes(text)
     flags = dict(max_tool_response_tokens=limit, tool_response_truncate_side=side)
     output, engine = play(call("notes"), "ok", task=task_of(notes), **flags)
     assert_response(output, engine, call("notes") + END, tool_turn(said), "ok" + END)
 
 
-def test_of_a_huge_tool_response_only_the_ends_are_tokenised(play, monkeypatch):
-    seen = []
-    tokenise = agent_loop._tokenise
-
-    def spy(tokenizer, text, **how):
-        seen.append(len(text))
-        return tokenise(tokenizer, text, **how)
-
-    monkeypatch.setattr(agent_loop, "_tokenise", spy)
-    notes = Notes("01234" + "x" * 10**6 + "56789")
-    output, _ = play(call("notes"), "ok", task=task_of(notes), max_tool_response_tokens=10)
-    assert said_by(output, "tool") == ["01234...56789"]
-    assert max(seen) < 2000
-
-
-def test_a_huge_user_turn_is_not_rendered(play, monkeypatch):
-    rendered = []
-    text = Conversation.text
-
-    def spy(self, messages, *how, **variables):
-        if "dry" not in str(messages):
-            rendered.append(len(str(messages)))
-        return text(self, messages, *how, **variables)
-
-    monkeypatch.setattr(Conversation, "text", spy)
-    task = quiz_task(Quiz((False, "word " * 10**5, 0.0, {})))
-    output, _ = play("hello", task=task, row=quiz_row(), max_model_len=600)
-    assert output.stop_reason == "length"
-    assert max(rendered, default=0) < 1000
-
-
 # ---------------------------------------------------------------- limits on several turns
 
 
-@pytest.mark.parametrize("room", [-1, 0, 1])
+@pytest.mark.parametrize("room", [0, 1])
 @pytest.mark.parametrize("limit", ["max_response_tokens", "max_model_len"])
 def test_a_suffix_without_room_for_a_reply_is_not_appended(play, tokenizer, limit, room):
     """room: tokens left after the tool turn."""
@@ -590,13 +511,7 @@ ROLLOUTS = {
         "max_turns",
         None,
     ),
-    "an answer in the last turn": (
-        [SUM, ANSWER],
-        {"max_assistant_turns": 2},
-        [SUM + END, tool_turn("2"), ANSWER + END],
-        "stop",
-        None,
-    ),
+
     "no limit on turns": (
         [SUM] * 12 + ["2"],
         {"max_assistant_turns": 0},
@@ -611,12 +526,12 @@ ROLLOUTS = {
         "max_turns",
         [SURE_ANSWER, SURE_ANSWER],
     ),
-    "a user's words that do not fit": (
+    "a user's words that are far too long": (
         ["3"],
-        {"max_response_tokens": 20},
+        {"max_model_len": 60},
         ["3" + END],
         "length",
-        [(False, "Sure? " * 5, 1, {})],
+        [(False, "Sure? " * 10**5, 1, {})],
     ),
     "tools and a user": (  # a turn of a tool is no turn of the user
         [SUM, "3", ANSWER],
@@ -643,8 +558,10 @@ def test_a_rollout(play, lines, flags, parts, reason, answers):
     assert output.metrics.get("tool_errors", 0) == text.count("Error")
     assert [reward for _, reward in output.turn_rewards] == [a[2] for a in answers or ()]
     assert not answers or quiz.events[-1] == "finalize"
-    made = [each["id"] for m in output.messages for each in m.get("tool_calls", ())]
-    assert [m["tool_call_id"] for m in output.messages if m["role"] == "tool"] == made[:n_calls]
+    made = [each for m in output.messages for each in m.get("tool_calls", ())]
+    assert all(each["function"]["arguments"] for each in made)  # the user has a copy
+    answered = [m["tool_call_id"] for m in output.messages if m["role"] == "tool"]
+    assert answered == [each["id"] for each in made][:n_calls]
 
 
 def test_a_rollout_past_its_budget_keeps_what_it_has(play):
@@ -671,10 +588,10 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
         "calc_reward_kwargs": {"scale": 2},
         "release_kwargs": {"force": True},
     }
-    notes = Notes("one", "two", "three", calc_reward=0.75)
-    row = {"extra_info": {"tools_kwargs": {"notes": kwargs}}}
+    notes, other = Notes("one", "two", "three", calc_reward=0.75), Notes(name="other")
+    row = {"extra_info": {"tools_kwargs": {"notes": kwargs, "other": {}}}}
     third = call("notes", text="c")
-    output, engine = play(TWO_NOTES, third, "bye", task=task_of(notes), row=row)
+    output, engine = play(TWO_NOTES, third, "bye", task=task_of(notes, other), row=row)
     assert notes.log == [
         ("create", {"size": 1}),
         ("execute", {"text": "a"}, {"user": "u"}),
@@ -684,24 +601,12 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
         ("release", {"force": True}),
     ]
     assert notes.request_ids == engine.request_ids  # one, the same everywhere
+    assert other.log == []  # a tool that is not called is left alone
     parts = [TWO_NOTES + END, tool_turn("one", "two"), third + END, tool_turn("three"), "bye" + END]
     assert_response(output, engine, *parts)
     assert output.turn_rewards == [(len(output.response_ids) - 1, 0.75)]
     calls = ("notes", {"text": "a"}), ("notes", {"text": "b"})
     assert output.messages[1]["tool_calls"] == called(*calls)  # the tool has copies
-
-
-def test_two_rollouts_share_a_tool_but_not_its_life(tokenizer):
-    notes, other = Notes(), Notes(name="other")
-
-    async def both():
-        engines = [Script(tokenizer, (call("notes"), "bye")) for _ in range(2)]
-        await asyncio.gather(*(loop_of(engine, task_of(notes, other)) for engine in engines))
-
-    asyncio.run(both())
-    assert sorted(notes.events) == sorted(["create", "execute", "calc_reward", "release"] * 2)
-    assert len(notes.request_ids) == 2
-    assert other.log == []  # a tool that is not called is left alone
 
 
 def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
@@ -715,16 +620,6 @@ def test_a_tool_that_could_not_be_created_is_not_used_but_released(play):
     assert notes.events == ["create", "release"]
     assert said_by(output, "tool") == ["Error: no space left"] * 3
     assert output.metrics["tool_errors"] == 3
-
-
-def test_a_deadline_in_calc_reward_names_the_tool(play):
-    class Late(Notes):
-        calc_reward = staticmethod(too_late)
-
-    notes = Late()
-    with pytest.raises(CallTimeoutError, match=f"^calc_reward of tool 'notes' took .* {HANGS} sec"):
-        play(call("notes"), "bye", task=task_of(notes), tool_timeout=HANGS)
-    assert notes.events == ["create", "execute", "release"]
 
 
 @pytest.mark.parametrize("where", ["create", "generate_response"])
@@ -774,7 +669,6 @@ BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
 
 @pytest.mark.parametrize("answer, text, reward, metrics", [
     ("plain", "plain", None, {}),
-    (7, "7", None, {}),
     (BOTH, "both", 0.5, {"a": 1}),
     (("tuple", 0.25, {"rows": 2}), "tuple", 0.25, {"rows": 2}),
     ((BOTH, -1, {"b": 2}), "both", -1.0, {"a": 1, "b": 2}),
@@ -813,46 +707,6 @@ def test_tools_kwargs_choose_the_tools_of_a_row(play, tokenizer):
 # ---------------------------------------------------------------- interactions
 
 
-def test_interaction_until_it_is_done(play, tokenizer):
-    quiz = Quiz((False, "Sure?", -0.5, {"asked": 1}), (True, "Good.", 1.0, {"asked": 1}))
-    output, engine = play("3", "2", task=quiz_task(quiz), row=quiz_row(truth="2"))
-    assert_response(output, engine, "3" + END, SURE_TURN, "2" + END)
-    assert output.messages == [
-        *PROMPT,
-        {"role": "assistant", "content": "3"},
-        {"role": "user", "content": "Sure?"},
-        {"role": "assistant", "content": "2"},
-    ]
-    assert quiz.log == [
-        ("start", {"truth": "2"}),
-        ("generate_response", output.messages[:2], {"truth": "2"}),
-        ("generate_response", output.messages[:4], {"truth": "2"}),
-        ("finalize",),
-    ]
-    assert quiz.request_ids == engine.request_ids
-    first = len(encode(tokenizer, "3" + END))
-    assert output.turn_rewards == [(first - 1, -0.5), (len(output.response_ids) - 1, 1.0)]
-    assert output.metrics == {"interaction/quiz/asked": 2, "interaction_reward/quiz": 0.5}
-    assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
-
-
-def test_what_an_interaction_gets_is_its_own_copy(play):
-    class Spoils(Quiz):
-        async def generate_response(self, request_id, messages, **kwargs):
-            for message in messages:
-                for tool_call in message.get("tool_calls", ()):
-                    tool_call["function"]["arguments"].clear()
-                message.clear()
-            return self.next_answer()
-
-    task = quiz_task(Spoils(SURE_ANSWER, GOOD_ANSWER), calculator.calculator)
-    output, _ = play(SUM, "3", "2", task=task, row=quiz_row())
-    calls = called(("calculator", {"expression": "1+1"}))
-    assert output.messages[len(PROMPT)]["tool_calls"] == calls
-    assert said_by(output, "user")[1:] == ["Sure?"]
-    assert said_by(output, "assistant") == ["", "3", "2"]
-
-
 def test_plain_methods_run_in_threads_and_may_return_a_coroutine(play):
     class Plain(Notes):
         def execute(self, request_id, arguments, **kwargs):
@@ -867,20 +721,37 @@ def test_plain_methods_run_in_threads_and_may_return_a_coroutine(play):
     assert tool.events == ["create", "calc_reward", "release"]
 
 
-def test_start_may_open_the_conversation(play, tokenizer):
+def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, tokenizer):
     prompt = [{"role": "system", "content": "Be <|im_end|>brief."}]
-    opening = {"role": "user", "content": "Hello! <|im_end|>"}  # no end of a turn: words
-    quiz = Quiz(SURE_ANSWER, GOOD_ANSWER)
+    opening = user("Hello! <|im_end|>")  # no end of a turn: words
+    quiz = Quiz((False, "Sure?", -0.5, {"asked": 1}), (True, "Good.", 1.0, {"asked": 1}))
     quiz.opening = opening["content"]
-    row = {"prompt": prompt} | quiz_row()
+    row = {"prompt": prompt} | quiz_row(truth="2")
     output, engine = play("3", "2", task=quiz_task(quiz), row=row)
-    assert output.messages[: len(prompt) + 1] == [*prompt, opening]
-    plain = render(tokenizer, [*prompt, {"role": "user", "content": "Hello!"}])
-    end = tokenizer.eos_token_id
+
     assert output.prompt_ids == render(tokenizer, [*prompt, opening], trusted=prompt)
+    plain = render(tokenizer, [*prompt, user("Hello!")])
+    end = tokenizer.eos_token_id
     assert output.prompt_ids.count(end) == plain.count(end)
     assert_response(output, engine, "3" + END, SURE_TURN, "2" + END)
-    assert quiz.log[1][1] == output.messages[: len(prompt) + 2]
+    assert output.messages == [
+        *prompt,
+        opening,
+        {"role": "assistant", "content": "3"},
+        user("Sure?"),
+        {"role": "assistant", "content": "2"},
+    ]
+    assert quiz.log == [
+        ("start", {"truth": "2"}),
+        ("generate_response", output.messages[:3], {"truth": "2"}),
+        ("generate_response", output.messages[:5], {"truth": "2"}),
+        ("finalize",),
+    ]
+    assert quiz.request_ids == engine.request_ids
+    first = len(encode(tokenizer, "3" + END))
+    assert output.turn_rewards == [(first - 1, -0.5), (len(output.response_ids) - 1, 1.0)]
+    assert output.metrics == {"interaction/quiz/asked": 2, "interaction_reward/quiz": 0.5}
+    assert output.extra == {"unread": "Good."}  # its last words, which the policy does not read
 
 
 @pytest.mark.parametrize("answer, said", [
@@ -961,26 +832,15 @@ def test_the_file_imports_nothing_of_ours():
 # ---------------------------------------------------------------- in_time, in_thread
 
 
-def test_a_deadline_that_is_over_is_not_its_callers():
-    async def scenario():
-        async with asyncio.timeout(HANGS) as mine:
-            agent_loop.DEADLINE.set(mine)
-            await agent_loop.in_time("start", HANGS, asyncio.sleep(0))
-            assert agent_loop.DEADLINE.get() is mine
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("raised, arrives, said", [
-    (ValueError("wrong"), ValueError, "wrong"),
-    (StopIteration("over"), RuntimeError, r"StopIteration\('over'\)"),  # asyncio refuses it
-    (SystemExit(3), RuntimeError, r"SystemExit\(3\)"),  # it would end the event loop
+@pytest.mark.parametrize("raised, said", [
+    (StopIteration("over"), r"StopIteration\('over'\)"),  # asyncio refuses it
+    (SystemExit(3), r"SystemExit\(3\)"),  # it would end the event loop
 ])  # fmt: skip
-def test_in_thread_brings_exceptions_back(raised, arrives, said):
+def test_in_thread_brings_exceptions_back(raised, said):
     def fail():
         raise raised
 
-    with pytest.raises(arrives, match=said):
+    with pytest.raises(RuntimeError, match=said):
         asyncio.run(asyncio.wait_for(in_thread(fail), HANGS))
 
 
@@ -996,27 +856,3 @@ def test_in_thread_blocks_neither_the_loop_nor_each_other():
 
     *places, in_time = asyncio.run(scenario())
     assert sorted(places) == [0, 1] and in_time
-
-
-@pytest.mark.parametrize("loop_is_closed", [False, True])
-def test_the_late_result_of_a_thread_does_no_harm(monkeypatch, loop_is_closed):
-    release = threading.Event()
-    complaints = []
-    monkeypatch.setattr(threading, "excepthook", complaints.append)
-    agent_loop._IDLE_THREADS.clear()
-
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: complaints.append(context))
-        waiting = asyncio.ensure_future(in_thread(release.wait))
-        await asyncio.sleep(0)
-        waiting.cancel()  # as a deadline does
-        if not loop_is_closed:
-            release.set()
-            wait_for(lambda: agent_loop._IDLE_THREADS)
-            await in_thread(int)  # by the same thread
-
-    asyncio.run(scenario())
-    release.set()
-    wait_for(lambda: agent_loop._IDLE_THREADS)
-    assert complaints == []

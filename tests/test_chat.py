@@ -1,4 +1,4 @@
-"""Agents written for the OpenAI client: flatrl/chat/client.py, and endpoint.py over HTTP.
+"""Agents written for the OpenAI client, in process: flatrl/chat/client.py.
 
 The engine says its lines (see test_agent_loop.py) and keeps what it was asked and what it said, so
 that each output can be compared with it, token by token. All runs on one Background, as in a run.
@@ -6,15 +6,10 @@ that each output can be compared with it, token by token. All runs on one Backgr
 
 import asyncio
 import copy
-import dataclasses
 import json
-import os
 import random
-import socket
 from types import SimpleNamespace
 
-import httpx
-import openai
 import pytest
 from conftest import HANGS, for_ever, too_late
 from test_agent_loop import (
@@ -22,6 +17,7 @@ from test_agent_loop import (
     ASSISTANT,
     END,
     PROMPT,
+    ROW,
     SUM,
     Script,
     assert_output,
@@ -36,8 +32,7 @@ from test_agent_loop import (
 
 from agent_loop import AgentLoopOutput, as_tool
 from examples import calculator
-from flatrl.chat import endpoint as chat_endpoint
-from flatrl.chat.client import ChatAgentLoop, ChatClient, OutOfBudget
+from flatrl.chat.client import ChatAgentLoop, OutOfBudget
 from flatrl.processes import Background
 from rollout import set_rewards
 from train import Args
@@ -49,7 +44,6 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMET
 FIRST = f"<|im_start|>user\nWhat is 1+1?{END}\n{ASSISTANT}"
 FIRST_WITH_TOOLS = f"<|im_start|>system\nTools: calculator{END}\n{FIRST}"
 NEVER = object()  # a line of the script: the engine never answers
-LATE = object()  # nor here, and deadlines of up to HANGS seconds are over
 
 
 def run(coroutine):
@@ -70,10 +64,10 @@ class Engine(Script):
     async def generate(self, **request):
         async with self.turn:
             n = len(self.prompts) + 1
-            if n <= len(self.lines) and self.lines[n - 1] in (NEVER, LATE):
+            if n <= len(self.lines) and self.lines[n - 1] is NEVER:
                 self.prompts.append(list(request["prompt_ids"]))
                 try:
-                    await (too_late() if self.lines[n - 1] is LATE else for_ever())
+                    await for_ever()
                 except asyncio.CancelledError:
                     self.cancelled.append(n)
                     raise
@@ -82,35 +76,25 @@ class Engine(Script):
             return out
 
 
-@pytest.fixture(scope="module")
-def make(tokenizer):
-    """make(agent, lines, base=, row=, sampling=, **args) -> (a coroutine that runs it, its engine).
+def player(tokenizer, base=ChatAgentLoop, method="chat"):
+    """Returns play(agent, line, line, ..., row=, sampling=, **args) -> (the outputs, the engine).
 
-    `agent` becomes the loop's method `chat` (or `agent`, with base=EndpointLoop), without self."""
+    `agent` becomes this method of the loop, without self."""
 
-    def make(
-        agent, lines=(), base=ChatAgentLoop, row=None, sampling=None, tokenizer=tokenizer, **args
-    ):
-        name = "agent" if issubclass(base, chat_endpoint.EndpointLoop) else "chat"
-        loop_class = type("Loop", (base,), {name: staticmethod(agent)})
-        engine = Engine(tokenizer, tuple(lines))
+    def play(agent, *lines, row=None, sampling=None, tokenizer=tokenizer, **args):
+        loop_class = type("Loop", (base,), {method: staticmethod(agent)})
+        engine = Engine(tokenizer, lines)
         args = Args(**{"max_response_tokens": 2000, "max_assistant_turns": 0} | args)
         loop = loop_class(engine, tokenizer, None, SimpleNamespace(), args)
-        of_run = {"step": 3, "index": 0, "rollout_n": 1, "validate": False}
-        return loop.run(sampling or {}, **{"prompt": PROMPT} | of_run | (row or {})), engine
+        row = ROW | (row or {})
+        return run(loop.run(sampling or {}, **row)), engine
 
-    return make
+    return play
 
 
 @pytest.fixture(scope="module")
-def play(make):
-    """play(agent, line, line, ..., **how as in make) -> (the loop's outputs, its engine)."""
-
-    def play(agent, *lines, **how) -> tuple[list[AgentLoopOutput], Engine]:
-        running, engine = make(agent, lines, **how)
-        return run(running), engine
-
-    return play
+def play(tokenizer):
+    return player(tokenizer)
 
 
 def assert_exact(outputs: list[AgentLoopOutput], engine: Engine):
@@ -163,8 +147,13 @@ async def solves(client, prompt, **row):
 
 
 def test_a_conversation_is_one_output(play, tokenizer):
+    completions = []
+
     async def chat(client, prompt, **row):
-        await solve(client, prompt)
+        completions.append(await client.create(messages=prompt, tools=[CALCULATOR]))
+        first = completions[0].choices[0].message
+        answer = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
+        await solve(client, [*prompt, first, answer])
         return 0.5
 
     second = call(expression="2*3")
@@ -179,26 +168,16 @@ def test_a_conversation_is_one_output(play, tokenizer):
     assert output.messages[5] == {"role": "assistant", "content": ANSWER}
     assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
 
-
-def test_a_completion(play, tokenizer):
-    seen = []
-
-    async def chat(client, prompt, **row):
-        completion = await client.chat.completions.create(messages=prompt, tools=[CALCULATOR])
-        seen.append(completion)
-
-    _, engine = play(chat, SUM)
-    (completion,) = seen
+    (completion,) = completions
     (choice,) = completion.choices
-    ids = encode(tokenizer, SUM + END)
-    assert completion.prompt_token_ids == engine.prompts[0] == encode(tokenizer, FIRST_WITH_TOOLS)
+    ids = encode(tokenizer, "First " + SUM + END)
+    assert completion.prompt_token_ids == engine.prompts[0]
     assert (choice.token_ids, choice.finish_reason) == (ids, "tool_calls")
-    assert (choice.message.role, choice.message.content) == ("assistant", "")
     (made,) = choice.message.tool_calls
     assert (made.id, made.type, made.function.name) == ("000001000", "function", "calculator")
     assert made.function.arguments == '{"expression": "1+1"}'
-    assert completion.usage.prompt_tokens == len(engine.prompts[0])
-    assert completion.usage.completion_tokens == len(ids)
+    usage = completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(engine.prompts[0]), len(ids))
 
 
 MALFORMED_CALL = '<tool_call>\n{"name": "calc\n</tool_call>'
@@ -222,11 +201,10 @@ def test_a_malformed_call_or_one_without_tools_is_text(play, text, how):
 # ---------------------------------------------------------------- what continues, and what forks
 
 
-def with_calls(message, **changes) -> dict:
-    """The message as a dict, whose calls are changed."""
+def with_other_ids(message) -> dict:
     message = message.model_dump()
     for made in message["tool_calls"] or ():
-        made |= changes
+        made |= {"id": "call_1", "index": 0}
     return message
 
 
@@ -236,10 +214,9 @@ def in_parts(message) -> dict:
 
 BACK = {
     "pydantic": lambda message: message,
-    "all keys": lambda message: message.model_dump(),
     "content in parts": in_parts,
     "extra keys": lambda message: message.model_dump() | {"refusal": None, "name": "solver"},
-    "ids of its own": lambda message: with_calls(message, id="call_1", index=0),
+    "ids of its own": with_other_ids,
 }
 
 
@@ -257,25 +234,6 @@ def test_the_reply_as_clients_send_it_back_continues(play, back):
     assert_output(output, engine, *parts, (3, ANSWER + END))
 
 
-@pytest.mark.parametrize("back", BACK.values(), ids=BACK)
-def test_a_message_is_read_once(play, monkeypatch, back):
-    read = []
-    plain = ChatClient._plain
-    monkeypatch.setattr(
-        ChatClient, "_plain", lambda self, *args: read.append(args[0]) or plain(self, *args)
-    )
-
-    async def chat(client, **row):
-        history = [*PROMPT]
-        for text in ("Sure?", "Really?", "Why?"):
-            history += [back(await ask(client, *history)), user(text)]
-        read.clear()
-        await ask(client, *history)
-        assert read == history[-2:]  # the last reply, and what is new
-
-    play(chat, "1", "2", "3", "4")
-
-
 def test_messages_that_the_agent_made_up_are_given(play):
     async def chat(client, prompt, **row):
         message = await ask(client, *prompt)
@@ -287,20 +245,12 @@ def test_messages_that_the_agent_made_up_are_given(play):
     assert_output(output, engine, (1, "3" + END), given, (2, "2" + END))
 
 
-def changed_reply(history):
-    history[2].content = "Hm."
-
-
-def changed_call(history):
-    history[2].tool_calls[0].function.arguments = '{"expression": "1+2"}'
-
-
 # In place: the client got the same objects in an earlier call.
 CHANGES = {
     "the user's": lambda history: history[1].update(content="What is 1+2?"),
     "the role": lambda history: history[1].update(role="tool"),
-    "the reply": changed_reply,
-    "the call": changed_call,
+    "the reply": lambda history: setattr(history[2], "content", "Hm."),
+    "the call": lambda history: setattr(history[2].tool_calls[0].function, "arguments", "{}"),
     "cut": lambda history: history.pop(0),
     "tools": lambda history: None,
 }
@@ -384,21 +334,19 @@ def test_a_template_that_rewrites_history_forks_inside_a_trajectory(play, tokeni
     assert [output.metrics.get("forks", 0) for output in outputs] == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_an_agent_does_each_token_is_in_one_output(make, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_an_agent_does_each_token_is_in_one_output(play, seed):
     """It continues any point of any conversation, alone or in parallel, with any tools."""
     draw = random.Random(seed)
     system = {"role": "system", "content": "S"}
     histories = [([system, user("0")], []), ([user("1")], [CALCULATOR])]
+    completions = []
 
     async def one(client, number):
         history, tools = draw.choice(histories)
         history = [*history[: draw.randint(1, len(history))], user(str(number))]
-        completion = await client.chat.completions.create(messages=history, tools=tools)
-        said = completion.choices[0]
-        assert completion.prompt_token_ids in engine.prompts
-        assert said.token_ids in engine.said.values()
-        histories.append(([*history, said.message], tools))
+        completions.append(await client.create(messages=history, tools=tools))
+        histories.append(([*history, completions[-1].choices[0].message], tools))
 
     async def chat(client, **row):
         for number in range(10):
@@ -406,11 +354,13 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(make, seed):
             await asyncio.gather(*(one(client, 10 * number + k) for k in range(n)))
 
     texts = [SUM, ANSWER, "", "é", (SUM, "stop"), ("cut", "length")]
-    running, engine = make(chat, [draw.choice(texts) for _ in range(30)])
-    outputs = run(running)
+    outputs, engine = play(chat, *(draw.choice(texts) for _ in range(30)))
     assert len(engine.said) >= 10
     assert_exact(outputs, engine)
     assert max(engine.said) == max(outputs[-1].response_versions)  # who spoke last is last
+    for completion in completions:
+        assert completion.prompt_token_ids in engine.prompts
+        assert completion.choices[0].token_ids in engine.said.values()
 
 
 # ---------------------------------------------------------------- sampling parameters, refusals
@@ -418,12 +368,10 @@ def test_whatever_an_agent_does_each_token_is_in_one_output(make, seed):
 
 @pytest.mark.parametrize("how, expected", [
     (dict(), dict(max_tokens=50)),
-    (dict(max_tokens=10), dict(max_tokens=10)),
     (dict(max_completion_tokens=20), dict(max_tokens=20)),
-    (dict(max_tokens=99), dict(max_tokens=50)),
+    (dict(max_tokens=99, temperature=0.1, seed=7), dict(max_tokens=50)),
     (dict(stop="x"), dict(max_tokens=50, stop=["x"])),
     (dict(stop=[], max_tokens=None, n=None, tool_choice=None, tools=None), dict(max_tokens=50)),
-    (dict(temperature=0.1, top_p=0.5, seed=7, frequency_penalty=1.0), dict(max_tokens=50)),
 ])  # fmt: skip
 def test_max_tokens_and_stop_are_the_agents_and_the_rest_is_the_runs(play, how, expected):
     async def chat(client, prompt, **row):
@@ -471,21 +419,21 @@ def test_nothing_continues_a_call_that_was_cancelled(play):
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 FORCED = {"type": "function", "function": {"name": "calculator"}}
-REFUSED = {
-    "n": dict(n=2),
-    "stream": dict(stream=True),
-    "forced": dict(tools=[CALCULATOR], tool_choice=FORCED),
-    "image": dict(messages=[{"role": "user", "content": [IMAGE]}]),
-    "max_tokens 0": dict(max_tokens=0),
-    "response_format": dict(response_format={"type": "json_object"}),
-}
+REFUSED = [
+    dict(n=2),
+    dict(stream=True),
+    dict(tools=[CALCULATOR], tool_choice=FORCED),
+    dict(messages=[{"role": "user", "content": [IMAGE]}]),
+    dict(max_tokens=0),
+    dict(response_format={"type": "json_object"}),
+]
 
 
-@pytest.mark.parametrize("how", REFUSED.values(), ids=REFUSED)
-def test_what_is_not_supported_is_refused_and_costs_nothing(play, how):
+def test_what_is_not_supported_is_refused_and_costs_nothing(play):
     async def chat(client, prompt, **row):
-        with pytest.raises(ValueError, match="supported|max_tokens must"):
-            await client.chat.completions.create(**{"messages": prompt} | how)
+        for how in REFUSED:
+            with pytest.raises(ValueError, match="supported|max_tokens must"):
+                await client.create(**{"messages": prompt} | how)
         await ask(client, *prompt)
 
     (output,), engine = play(chat, "2")
@@ -560,17 +508,14 @@ def test_an_error_about_a_reply_that_took_the_last_token_is_the_end(play):
     assert (output.stop_reason, output.reward) == ("length", None)
 
 
-@pytest.mark.parametrize("survived", [False, True])
-@pytest.mark.parametrize("error", [KeyError("a bug"), TimeoutError("a bug")])
-def test_another_exception_of_the_agent_is_raised(play, error, survived):
+def test_another_exception_of_the_agent_is_raised(play):
     async def chat(client, prompt, **row):
-        if survived:
-            with pytest.raises(OutOfBudget):
-                await ask(client, user("x" * 5000))
+        with pytest.raises(OutOfBudget):  # which the agent has survived
+            await ask(client, user("x" * 5000))
         await ask(client, *prompt)
-        raise error
+        raise TimeoutError("a bug")
 
-    with pytest.raises(type(error), match="a bug"):
+    with pytest.raises(TimeoutError, match="a bug"):
         play(chat, "2", max_model_len=1000, trajectory_timeout=HANGS)
 
 
@@ -619,25 +564,6 @@ def test_calls_that_outlive_the_agent_are_ended(play):
     assert_output(outputs[-1], engine, (1, "2" + END), user_turn("And?"))
 
 
-def test_a_template_that_refuses_a_message_loses_nothing(play, tokenizer):
-    """Many raise an error where the roles are in an order that they do not like."""
-    strict = copy.deepcopy(tokenizer)
-    strict.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-        "{{ raise_exception('it must be the first') }}{% endif %}{{ m.content }}<|im_end|>"
-        "{% endfor %}"
-    )
-
-    async def chat(client, prompt, **row):
-        first = await ask(client, *prompt)
-        with pytest.raises(Exception, match="must be the first"):
-            await ask(client, *prompt, first, {"role": "system", "content": "Be brief."})
-        await ask(client, *prompt, first, user("Be brief."))
-
-    outputs, engine = play(chat, "one", "two", tokenizer=strict)
-    assert_exact(outputs, engine)
-
-
 def test_an_agent_that_asks_nothing_or_has_no_room_is_skipped(play, tokenizer):
     async def chat(client, **row):
         return 1.0
@@ -645,237 +571,3 @@ def test_an_agent_that_asks_nothing_or_has_no_room_is_skipped(play, tokenizer):
     assert play(chat)[0] == []
     outputs, engine = play(asks_once, max_model_len=len(encode(tokenizer, FIRST)))
     assert (outputs, engine.prompts) == ([], [])
-
-
-# ---------------------------------------------------------------- over HTTP
-
-
-@pytest.fixture
-def endpoint(monkeypatch):
-    """A fresh endpoint, closed in the end; no proxy in between."""
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    endpoint = chat_endpoint.ChatEndpoint()
-    monkeypatch.setattr(chat_endpoint, "ENDPOINT", endpoint)
-    yield endpoint
-    if endpoint.started is not None:
-        # Its task sees this in a moment.
-        endpoint.server.should_exit = endpoint.server.force_exit = True
-
-
-@pytest.fixture(scope="module")
-def openai_client():
-    """One connection pool for all tests; `with_options` gives a trajectory its url and key."""
-    return openai.AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def play_http(play, endpoint, openai_client):
-    """As `play`, but the agent is called with (client, row, base_url, api_key)."""
-
-    def play_http(agent, *lines, **how):
-        async def connected(base_url, api_key, row):
-            client = openai_client.with_options(base_url=base_url, api_key=api_key)
-            return await agent(client, row, base_url, api_key)
-
-        outputs, engine = play(connected, *lines, base=chat_endpoint.EndpointLoop, **how)
-        assert endpoint.clients == {}
-        return outputs, engine
-
-    return play_http
-
-
-def test_no_proxy_gets_calls_to_loopback(monkeypatch):
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("NO_PROXY", "mine.org")
-    chat_endpoint._bypass_proxies()
-    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "mine.org,127.0.0.1"
-
-
-async def post(url: str, body, headers: dict) -> httpx.Response:
-    """Sends a request as it is; returns the answer, whatever its status."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=HANGS) as client:
-        return await client.post(url, content=content, headers=headers)
-
-
-def bearer(key: str) -> dict:
-    return {"Authorization": f"Bearer {key}".encode("latin-1")}
-
-
-def test_http_gives_the_same_outputs_as_in_process(play, play_http):
-    async def agent(client, prompt):
-        history = await solve(client, prompt)
-        await ask(client, user("Is that right?"), max_tokens=4)
-        await ask(client, *history, user("Sure?"), tools=[CALCULATOR], temperature=0.3)
-        return 0.5
-
-    async def chat(client, prompt, **row):
-        return await agent(client, prompt)
-
-    async def over_http(client, row, base_url, api_key):
-        return await agent(client, row["prompt"])
-
-    lines = ("Hm. é " + SUM, ANSWER, "certainly", "yes")
-    here, engine = play(chat, *lines)
-    there, remote = play_http(over_http, *lines)
-    assert list(map(dataclasses.asdict, there)) == list(map(dataclasses.asdict, here))
-    assert (remote.prompts, remote.params) == (engine.prompts, engine.params)
-    assert_exact(there, remote)
-
-
-def test_only_the_key_lets_in(play_http):
-    async def agent(client, row, base_url, api_key):
-        mine = base_url.split("/")[-2]
-        another = base_url.replace(mine, "0" * len(mine))
-        strangers = [(base_url, bearer(key)) for key in ("wrong", "\xe9", api_key[:-1])]
-        strangers += [(base_url, {}), (base_url, {"Authorization": "Bearer"})]
-        strangers += [(another, {}), (another, bearer(api_key))]
-        for url, headers in strangers:
-            for path, body in (
-                ("chat/completions", {"messages": PROMPT}),
-                ("responses", {"input": "Hi"}),
-                ("reward", {"reward": 9.0}),
-            ):
-                answer = await post(f"{url}/{path}", body, headers)
-                assert answer.status_code == 401
-                assert answer.json()["error"]["code"] == "invalid_api_key"
-        await ask(client, *row["prompt"])
-
-    (output,), engine = play_http(agent, "2")
-    assert_output(output, engine, (1, "2" + END))
-    assert output.reward is None
-
-
-def test_one_trajectory_has_no_key_to_another(make, endpoint, openai_client):
-    async def agent(base_url, api_key, row):
-        known.append((base_url, api_key))
-        await both.wait()
-        other_url = next(url for url, key in known if key != api_key)
-        client = openai_client.with_options(base_url=other_url, api_key=api_key)
-        with pytest.raises(openai.AuthenticationError):
-            await ask(client, *row["prompt"])
-
-    async def scenario():
-        runs = [make(agent, base=chat_endpoint.EndpointLoop)[0] for _ in range(2)]
-        return await asyncio.gather(*runs)
-
-    known = []
-    both = asyncio.Barrier(2)
-    assert run(scenario()) == [[], []]
-
-
-def test_the_server_listens_on_loopback_only(play_http, endpoint):
-    async def agent(client, row, base_url, api_key):
-        for server in endpoint.server.servers:
-            bound.extend(sock.getsockname() for sock in server.sockets)
-
-    bound = []
-    play_http(agent)
-    ((host, port),) = bound
-    assert host == "127.0.0.1"
-    assert endpoint.url == f"http://127.0.0.1:{port}"
-    with pytest.raises(ConnectionRefusedError):  # an address of this machine as well
-        socket.create_connection(("127.0.0.2", port)).close()
-
-
-def test_a_budget_over_http(play_http):
-    async def agent(client, row, *_):
-        try:
-            await solve(client, row["prompt"])
-        except openai.BadRequestError as error:
-            raised.append((error.status_code, error.code))
-            raise
-
-    raised = []
-    (output,), engine = play_http(agent, SUM, max_assistant_turns=1)
-    assert raised == [(400, "context_length_exceeded")]
-    assert_output(output, engine, (1, SUM + END))
-    assert output.stop_reason == "max_turns"
-
-
-MALFORMED = {
-    "not JSON": b"{",
-    "a list": [],
-    "nothing": {},
-    "no role": {"messages": [{"content": "hi"}]},
-    "content 5": {"messages": [{"role": "user", "content": 5}]},
-    "no function": {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-    "max_tokens a text": {"messages": PROMPT, "max_tokens": "many"},
-}
-
-
-@pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_request_is_told_so_and_the_server_stays_up(play_http, body):
-    async def agent(client, row, base_url, api_key):
-        answer = await post(f"{base_url}/chat/completions", body, bearer(api_key))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
-        await ask(client, *row["prompt"])
-
-    (output,), engine = play_http(agent, "2")
-    assert_output(output, engine, (1, "2" + END))
-
-
-def test_roles_and_ids_are_words(play_http):
-    """A template prints them as they are. A developer is the system."""
-    function = {"name": "f", "arguments": "{}"}
-    made = {"type": "function", "id": "1<|im_end|>", "function": function}
-
-    async def agent(client, row, *_):
-        with pytest.raises(openai.BadRequestError, match="role must be a word"):
-            await ask(client, {"role": "user<|im_end|>", "content": "x"})
-        developer = {"role": "developer", "content": "Be brief."}
-        called = {"role": "assistant", "content": "", "tool_calls": [made]}
-        answer = {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"}
-        await ask(client, developer, *row["prompt"], called, answer)
-
-    (output,), _ = play_http(agent, "2")
-    system, _, called, answer, _ = output.messages
-    assert system == {"role": "system", "content": "Be brief."}
-    assert called["tool_calls"][0]["id"] == answer["tool_call_id"] == "1__im_end__"
-
-
-@pytest.mark.parametrize("returned, expected", [(None, 0.75), (0.25, 0.25), (0.0, 0.0)])
-def test_a_posted_reward_is_used_unless_the_agent_returns_one(play_http, returned, expected):
-    async def agent(client, row, base_url, api_key):
-        await ask(client, *row["prompt"])
-        for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):
-            answer = await post(f"{base_url}/reward", body, bearer(api_key))
-            assert answer.status_code == (200 if isinstance(body.get("reward"), float) else 400)
-        return returned
-
-    (output,), _ = play_http(agent, "2")
-    assert output.reward == expected
-
-
-def test_a_plain_agent_runs_in_a_thread(play, endpoint):
-    def agent(base_url, api_key, row):
-        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            create = client.chat.completions.create
-            first = create(model="policy", messages=row["prompt"]).choices[0].message
-            create(model="policy", messages=[*row["prompt"], first, user("Sure?")])
-        return 0.5
-
-    (output,), engine = play(agent, "2", "Yes", base=chat_endpoint.EndpointLoop)
-    assert_output(output, engine, (1, "2" + END), user_turn("Sure?"), (2, "Yes" + END))
-    assert (output.reward, endpoint.clients) == (0.5, {})
-
-
-def test_a_failing_agent_is_raised_and_removed(play_http, endpoint):
-    async def agent(client, row, *_):
-        await ask(client, *row["prompt"])
-        raise KeyError("lost")
-
-    with pytest.raises(KeyError, match="lost"):
-        play_http(agent, "2")
-    assert endpoint.clients == {}
-
-
-def test_a_timeout_over_http_while_the_engine_samples(play_http):
-    async def agent(client, row, *_):
-        await solve(client, row["prompt"])
-
-    (output,), engine = play_http(agent, SUM, LATE, trajectory_timeout=HANGS)
-    assert_output(output, engine, (1, SUM + END), tool_turn("2"))
-    assert (output.stop_reason, engine.cancelled) == ("timeout", [2])

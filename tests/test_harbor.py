@@ -1,7 +1,6 @@
 """examples/harbor.py: a task in Harbor's format, with a folder in place of its container."""
 
 import asyncio
-import json
 import shutil
 
 import pytest
@@ -132,8 +131,6 @@ def test_what_is_not_supported_is_refused_before_the_run(harbor, tmp_path, confi
 def test_every_eighth_task_is_held_out(harbor, tmp_path):
     for i in range(8):
         write_task(tmp_path / f"tasks/more/{i}")
-    split = {name: data.load_rows(harbor, name) for name in ("train", "val")}
-    folders = {name: [row["extra_info"]["folder"] for row in rows] for name, rows in split.items()}
-    assert [folder.split("/")[-1] for folder in folders["val"]] == ["hello", "7"]
-    assert len({*folders["train"]} - {*folders["val"]}) == 7
-    assert json.dumps(split)
+    rows = [row["extra_info"]["folder"] for row in data.load_rows(harbor, "val")]
+    assert [folder.split("/")[-1] for folder in rows] == ["hello", "7"]
+    assert len(data.load_rows(harbor, "train")) == 7

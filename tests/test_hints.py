@@ -173,14 +173,10 @@ def test_hints_need_a_hint_or_a_loop_that_may_tell():
             require_hints(rows, calculator, args)
 
 
-def test_the_examples_rows_have_hints():
-    row = data.load_rows(hints, "train")[0]
-    question = row["prompt"][-1]["content"]
-    assert told_prompt(row)[-1]["content"] == f"{question}\n\nCall {question[8:-1]}."
-
-
 def test_the_examples_teacher_is_told_where_the_answer_was_wrong(tokenizer):
     row = data.load_rows(hints, "train")[0]
+    question = row["prompt"][-1]["content"]
+    assert row["hint"] == f"Call {question[8:-1]}."
     answer = row["reward_model"]["ground_truth"]
     args = LoopArgs(max_response_tokens=200)
     for said, is_told in ((answer, False), ("0", True)):

@@ -24,7 +24,7 @@ from test_agent_loop import (
 )
 from test_rollout import PROMPTS, TwoTurns, hf_logprobs, hf_model, make_rows, play, wake
 
-from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, _join_contents, register
+from agent_loop import AgentLoopBase, CompactingLoop, LoopArgs, register
 
 close = torch.testing.assert_close
 play_real = play  # a fixture: rolls out rows on a real engine
@@ -72,23 +72,6 @@ def test_a_rollout_that_scores_its_turns_samples_the_same_ones(play_real, engine
         close(torch.tensor(output.extra["scores"]), torch.tensor([*logprobs]), atol=1e-4, rtol=0)
 
 
-def test_a_demonstration_is_scored_by_the_engine(play_real, tiny_model):
-    @register("test_scores_one")
-    class One(AgentLoopBase):
-        async def run(self, sampling_params, **row):
-            trajectory = self.start(row)
-            await self.assistant_turn(trajectory, sampling_params)
-            start = len(trajectory.prompt_ids)
-            trajectory.extra["scores"] = await self.score(trajectory.engine_ids, start)
-            return trajectory.output()
-
-    (row,) = make_rows("x", agent="test_scores_one")
-    row["demonstration"] = [{"role": "assistant", "content": "46"}]
-    (output,) = play_real(lambda *_: 1.0, [row]).outputs
-    expected = hf_logprobs(hf_model(tiny_model), output.prompt_ids, output.response_ids)
-    close(torch.tensor(output.extra["scores"]), expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("start, error", [
     (0, "from 1 to 2"), (3, "from 1 to 2"), (1, "engine Script has no method `score`"),
 ])  # fmt: skip
@@ -121,11 +104,9 @@ NO_TOOLS = {"task": task_of(), "agent": "tool_agent"}
 
 # name -> lines of the engine, settings, parts of the response, stop reason, metric
 CUT_TURNS = {
-    "before a call": ([LONG, SUM, ANSWER], {}, ["abcdef", cut(6), *CALLED, DONE], "stop", 1),
     "after a call": ([SUM, LONG, ANSWER], {}, [*CALLED, "abcdef", cut(6), DONE], "stop", 1),
     "twice": ([LONG, LONG, "ok"], {}, ["abcdef", cut(6)] * 2 + ["ok" + END], "stop", 2),
     "a call in it": ([SUM + LONG, ANSWER], {}, [SUM + "a", cut(6), DONE], "stop", 1),
-    "not at all": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
     "without tools": ([LONG, "ok"], NO_TOOLS, ["abcdef", cut(6, ""), "ok" + END], "stop", 1),
     "by the other limit": (
         [LONG, ANSWER], {"sampling": {"max_tokens": 4}}, ["abcd", cut(4), DONE], "stop", 1,
@@ -169,18 +150,12 @@ ONE_TURN = {"max_assistant_turns": 1}
 
 # name -> lines of the engine, settings, parts of the response, stop reason, metric
 FINAL_ANSWERS = {
-    "a call in the last turn": (
-        [SUM, ANSWER], ONE_TURN, [SUM + END, ASKED_TOOL, DONE], "stop", 1,
-    ),
     "another call is not executed": (
         [SUM, SUM], ONE_TURN, [SUM + END, ASKED_TOOL, SUM + END], "stop", 1,
     ),
     "two calls": (
         [SUM * 2, "a"], ONE_TURN,
         [SUM * 2 + END, tool_turn(REQUEST, REQUEST), "a" + END], "stop", 1,
-    ),
-    "the budget ends a turn": (
-        [LONG, "a"], {"max_response_tokens": 25}, ["abcde", ASKED_USER, "a" + END], "stop", 1,
     ),
     "the budget ends the answer, too": (
         [LONG, LONG], {"max_response_tokens": 25}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
@@ -201,9 +176,6 @@ FINAL_ANSWERS = {
         [LONG, "a"], ONE_TURN | {"max_turn_tokens": 4}, ["abcd", ASKED_USER, "a" + END], "stop", 1,
     ),
     "not needed": ([SUM, ANSWER], {}, [*CALLED, DONE], "stop", 0),
-    "not wanted": (
-        [SUM], ONE_TURN | {"final_answer_tokens": 0}, [SUM + END], "max_turns", None,
-    ),
 }  # fmt: skip
 
 
@@ -319,9 +291,3 @@ def test_compaction_of_a_talk_with_a_user(tokenizer, short_words):
     assert first == [start, "2" + END, user_turn("Sure?\n\nNotes?"), NOTES + END]
     assert second == [start + NOTES + END + user_turn("Go."), "3" + END]
     assert [output.turn_rewards for output in outputs] == [[(1, 1.0)], [(1, 2.0)]]
-
-
-def test_the_request_for_notes_follows_images():
-    image = {"type": "image"}
-    text = {"type": "text", "text": "Notes?"}
-    assert _join_contents([[image], "Notes?"], "\n\n") == [image, text]

@@ -1,37 +1,28 @@
 """examples/mcp_tools.py with real servers, over stdio and over HTTP on the loopback."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import HANGS, free_port, wait_for
-from test_agent_loop import Script
+from test_agent_loop import Script, call, loop_of, said_by
 
-from agent_loop import BadInput, ToolAgentLoop
+from agent_loop import BadInput
 from examples import mcp_tools
 from examples.mcp_tools import McpServer, McpTool
-from train import Args
 
 mcp_tools.CONNECT_SECONDS = HANGS
 SERVER = '''
-import asyncio, os, signal, sys
+import asyncio, os, sys
 from pathlib import Path
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.types import TextContent
 
-def stacks(*_):
-    for task in asyncio.all_tasks():
-        task.print_stack(file=sys.stderr)
-
-signal.signal(signal.SIGUSR1, stacks)
 server = MCPServer("test", log_level="CRITICAL")
 
 @server.tool()
@@ -75,34 +66,8 @@ def program(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(background):
-    """Runs a coroutine to its end on the run's background loop. A hang is a failure with stacks."""
-
-    async def in_time(coroutine):
-        task = asyncio.create_task(coroutine)
-        await asyncio.wait([task], timeout=HANGS)
-        if not task.done():
-            await print_stacks()
-            task.cancel()
-        return await task
-
-    return lambda coroutine: background.submit(in_time(coroutine)).result()
-
-
-async def print_stacks() -> None:
-    """Prints the stacks of all tasks and threads of this process, and of its servers' tasks.
-
-    One of these tests has hung in a whole suite three times, and never with other tests."""
-    for task in asyncio.all_tasks():
-        print(task, file=sys.stderr)
-        task.print_stack(file=sys.stderr)
-    for ident, frame in sys._current_frames().items():
-        print("thread", ident, *traceback.format_stack(frame), sep="\n", file=sys.stderr)
-    for process in psutil.Process().children():
-        command = process.cmdline()
-        print(process.pid, process.status(), *command, file=sys.stderr)
-        if any(word.endswith("server.py") for word in command):
-            process.send_signal(signal.SIGUSR1)
-    await asyncio.sleep(1)
+    """Runs a coroutine to its end on the run's background loop."""
+    return lambda coroutine: background.submit(asyncio.wait_for(coroutine, HANGS)).result()
 
 
 def end_session(server: McpServer, run) -> None:
@@ -129,23 +94,17 @@ class HttpServer:
 
     def __init__(self, program: str):
         self.port = free_port()
-        self.program = program
-        self.url = f"http://127.0.0.1:{self.port}/mcp"
+        self.command = [sys.executable, program, str(self.port)]
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, self.program, str(self.port)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, **quiet)
+        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
         wait_for(self.listens)
 
     def listens(self) -> bool:
         assert self.process.poll() is None, "the server ended"
-        try:
-            socket.create_connection(("127.0.0.1", self.port)).close()
-        except OSError:
-            return False
-        return True
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -161,7 +120,8 @@ def http_server(program):
 
 @pytest.fixture(scope="module")
 def http(http_server, run):
-    tools = by_name(mcp_tools.mcp_tools(url=http_server.url, headers={"x-key": "open sesame"}))
+    url = f"http://127.0.0.1:{http_server.port}/mcp"
+    tools = by_name(mcp_tools.mcp_tools(url=url, headers={"x-key": "open sesame"}))
     yield tools
     end_session(tools["pid"].server, run)
 
@@ -198,21 +158,18 @@ async def under_way(n: int, folder: Path, call: asyncio.Task) -> None:
 def test_a_call_cancelled_by_its_deadline_leaves_the_session_usable(tools, run, tmp_path):
     async def calls():
         before = await tools["pid"].execute("r", {})
-        session = tools["pid"].server.session
         slow = asyncio.create_task(tools["add"].execute("a", {"a": 1, "held": str(tmp_path)}))
-        for i in range(5):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(None) as deadline:
-                    held = {"a": 10 + i, "held": str(tmp_path)}
-                    call = asyncio.ensure_future(tools["add"].execute("b", held))
-                    await under_way(2 + i, tmp_path, call)
-                    deadline.reschedule(0)  # which has passed
-                    await call
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(None) as deadline:
+                held = {"a": 10, "held": str(tmp_path)}
+                call = asyncio.ensure_future(tools["add"].execute("b", held))
+                await under_way(2, tmp_path, call)
+                deadline.reschedule(0)  # which has passed
+                await call
         assert not slow.done()
         (tmp_path / "open").touch()
         assert await slow == "1"
         assert await tools["pid"].execute("r", {}) == before
-        assert tools["pid"].server.session is session
 
     run(calls())
 
@@ -257,24 +214,19 @@ def test_a_server_that_can_not_be_reached_is_named_at_import():
 # ---------------------------------------------------------------- the task of the file
 
 
-def tool_call(name: str, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
 
 def test_the_agent_loop_calls_the_bundled_server(tokenizer, run):
     """With parallel calls, one of them wrong."""
     questions = {row["prompt"][0]["content"]: row for row in mcp_tools.load("train")}
     row = questions["What do 3 x lamp cost, delivered to Brindo?"]
     lines = [
-        tool_call("price", item="lump"),
-        tool_call("price", item="lamp") + "\n" + tool_call("delivery", town="Brindo"),
+        call("price", item="lump"),
+        call("price", item="lamp") + "\n" + call("delivery", town="Brindo"),
         "<answer>109</answer>",
     ]
-    args = Args(max_response_tokens=2000, max_model_len=4000)
-
-    loop = ToolAgentLoop(Script(tokenizer, lines), tokenizer, None, mcp_tools, args)
-    out = run(loop.run({}, **row))
-    said = [message["content"] for message in out.messages if message["role"] == "tool"]
+    loop = loop_of(Script(tokenizer, lines), mcp_tools, row, max_response_tokens=2000)
+    out = run(loop)
+    said = said_by(out, "tool")
     assert said[0].startswith("Error: ") and "no item 'lump'; there are: lamp, kettle," in said[0]
     assert said[1:] == ["34", "7"]
     assert (out.metrics["tool_calls"], out.metrics["tool_errors"]) == (3, 1)

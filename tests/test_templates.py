@@ -1,4 +1,4 @@
-"""Conversations under the chat templates of fifteen models (tests/chat_templates.py).
+"""Conversations under the chat templates of thirteen models (tests/chat_templates.py).
 
 A rollout is what the whole chat is when it is rendered at once; or it forks, where a template
 rewrites the history; or the template is refused before the run.
@@ -18,8 +18,13 @@ from chat_templates import FAMILIES
 from conftest import HANGS, too_late
 from test_agent_loop import (
     ANSWER,
+    ASKED,
+    ASSISTANT,
     CALCULATOR,
+    END,
     PROMPT,
+    ROW,
+    SUM,
     Quiz,
     Script,
     call,
@@ -43,31 +48,20 @@ from agent_loop import (
     RewritesHistory,
     SingleTurnLoop,
     _dry_chat,
-    as_tool,
     conversation,
     render,
-    turn_suffix,
     with_template_variables,
 )
+from data import filter_overlong
 from examples import calculator
+from flatrl.chat.client import ChatAgentLoop
 from flatrl.models import stop_token_ids
 from flatrl.rows import check_tokenizer
+from train import Args, check_args, parse_args
 
 ONE_ANSWER = (True, "", 0.5, {})
 AGAIN = (False, "And again?", 0.25, {})
 
-
-# How often `test_tool_turns_and_user_turns` forks. Mistral's template wants users and assistants to
-# take turns: the answer to a call after a thought is a user's.
-FORKS = {"qwen3": 1, "llama3.1": 0, "mistral0.3": 2, "gpt-oss": 1, "glm4": 1}
-
-
-@pytest.fixture(params=list(FORKS))
-def family(request, tokenizer):
-    """Returns a tokenizer, the tokens that end a call and an answer, and the number of forks."""
-    of = FAMILIES[request.param]
-    other = chat_templates.tokenizer_for(request.param, tokenizer)
-    return other, of.call_end, of.answer_end, FORKS[request.param]
 
 
 @pytest.fixture
@@ -87,24 +81,9 @@ def play(tokenizer, task, row, stop_ids, *lines, **flags):
     return as_list(asyncio.run(run)), engine
 
 
-def sampled_turns(output) -> list[tuple[list[int], list[int]]]:
-    """Returns for each sampled turn the tokens before it, and its own."""
-    turns = []
-    ids = list(output.prompt_ids)
-    was_sampled = 0
-    for token, is_sampled in zip(output.response_ids, output.response_mask):
-        if is_sampled and not was_sampled:
-            turns.append((list(ids), []))
-        if is_sampled:
-            turns[-1][1].append(token)
-        ids.append(token)
-        was_sampled = is_sampled
-    return turns
-
-
 # ---------------------------------------------------------------- the whole chat at once
 
-WITHOUT_TOOLS = ("llama2", "mistral0.1", "gemma2", "gemma3", "phi3")
+WITHOUT_TOOLS = ("llama2", "gemma3", "phi3")
 
 
 def talk_of(name, tokenizer) -> Conversation:
@@ -112,7 +91,7 @@ def talk_of(name, tokenizer) -> Conversation:
     return conversation(other, chat_templates.stop_ids(name, other))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
     """The policy says each turn as the template writes it. Empty blocks of thought may stay."""
@@ -148,7 +127,7 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
     assert n_appended or name in ("gpt-oss", "qwen3", "glm4")
 
 
-SAID = ["hello x", "0 is it", "x", '{"a": 1}', "<|im_end|>", "a\n\na", "  na\u00efve \U0001f642\n"]
+SAID = ["hello x", "0 is it", '{"a": 1}', "<|im_end|>", "  na\u00efve \U0001f642\n"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -196,43 +175,6 @@ def test_what_a_dry_conversation_tells(name, tokenizer):
         check_tokenizer(talk.tokenizer, talk.tokenizer, row, task)
 
 
-def test_tool_turns_and_user_turns(family):
-    other, call_end, answer_end, forks = family
-    stops = [other.convert_tokens_to_ids(token) for token in {call_end, answer_end}]
-    task = quiz_task(Quiz(AGAIN, ONE_ANSWER), calculator.calculator)
-    said = [
-        "<think>sum</think>\n" + call(expression="1+1") + call_end,
-        "<think>easy</think>\n" + ANSWER + answer_end,
-        "It is 2" + answer_end,
-    ]
-    lines = [(words, "stop") for words in said]
-    outputs, engine = play(other, task, quiz_row(), stops, *lines)
-
-    # Every sampled token is in exactly one output, verbatim and in order. Each turn continues
-    # what the engine saw and said before in its own output.
-    turns = [turn for output in outputs for turn in sampled_turns(output)]
-    assert [before for before, _ in turns] == engine.prompts
-    assert [sampled for _, sampled in turns] == [encode(other, words) for words in said]
-
-    # Between the turns stands what the template puts there.
-    whole = render(other, outputs[-1].messages[:-1], [as_tool(calculator.calculator).schema])
-    rewards = [[reward for _, reward in output.turn_rewards] for output in outputs]
-    if forks:
-        *_, first, second = outputs
-        assert len(outputs) == 1 + forks
-        assert engine.prompts[2] == whole == second.prompt_ids
-        assert first.messages == second.messages[: len(first.messages)]
-        assert second.metrics["forks"] == forks
-        assert first.metrics == {}
-        assert rewards[-2:] == [[0.25], [0.5]]
-    else:
-        start = len(engine.prompts[1]) + len(encode(other, said[1]))
-        between = other.decode(engine.prompts[2][start:])
-        assert other.decode(whole).endswith(between)
-        assert "And again?" in between
-        assert rewards == [[0.25, 0.5]]
-
-
 NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
 # name: (a turn of the policy, what it is answered)
 ANSWERED = {
@@ -244,34 +186,30 @@ ANSWERED = {
 }
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "mistral0.3", "gpt-oss", "glm4"])
 @pytest.mark.parametrize("turn, reply", ANSWERED.values(), ids=ANSWERED)
-def test_each_turn_is_answered(family, turn, reply):
+def test_each_turn_is_answered(name, turn, reply, tokenizer):
     """Mistral's template requires an id of every tool message, and drops the text beside a call."""
-    other, call_end, answer_end, _ = family
-    stops = [other.convert_tokens_to_ids(token) for token in {call_end, answer_end}]
-    lines = (turn + call_end, "stop"), (ANSWER + answer_end, "stop")
+    of = FAMILIES[name]
+    other = chat_templates.tokenizer_for(name, tokenizer)
+    stops = chat_templates.stop_ids(name, other)
+    lines = (turn + of.call_end, "stop"), (ANSWER + of.answer_end, "stop")
     outputs, engine = play(other, CALCULATOR, {}, stops, *lines, max_response_tokens=4000)
     assert reply in other.decode(engine.prompts[1])[-500:]
     assert outputs[-1].metrics.get("tool_errors", 0) == (reply != "25")
     assert outputs[-1].stop_reason == "stop"
 
 
-CALLS = "{%- for c in m.tool_calls or [] %}{{- '<tool_call>' + ARGUMENTS + '</tool_call>' }}"
-
-
-@pytest.mark.parametrize("arguments", [
-    "c.function.arguments",  # as DeepSeek's, which wants a text
-    "c.function.arguments.expression + c.function.arguments.n",  # for texts only
-])  # fmt: skip
-def test_calls_that_the_template_does_not_take_stay_in_the_text(arguments, tokenizer):
-    said = "m.content }}" + CALLS.replace("ARGUMENTS", arguments) + "{%- endfor %}{{- ''"
+def test_calls_that_the_template_does_not_take_stay_in_the_text(tokenizer):
+    """This one can write arguments that are texts, and 2 is none."""
+    arguments = "c.function.arguments.expression + c.function.arguments.n"
+    shown = "{%- for c in m.tool_calls or [] %}{{- " + arguments + " }}{%- endfor %}"
+    said = "m.content }}" + shown + "{{- ''"
     other = with_template(tokenizer, CHAT.replace("SAID", said) + PROMPTS)
-    for words in call(expression="1", n=2), call("a" * 9 + " <|im_start|>", expression="1", n=2):
-        lines = (words + "<|im_end|>", "stop"), (ANSWER + "<|im_end|>", "stop")
-        ((output,), engine) = play(other, CALCULATOR, {}, [], *lines)
-        assert "Error: " in other.decode(engine.prompts[1])
-        assert set(output.messages[1]) == {"role", "content"}
-        assert output.metrics["tool_errors"] == 1
+    (output,), engine = play(other, CALCULATOR, {}, [], call(expression="1", n=2), ANSWER)
+    assert "Error: " in other.decode(engine.prompts[1])
+    assert set(output.messages[1]) == {"role", "content"}
+    assert output.metrics["tool_errors"] == 1
 
 
 THINKS = "{{- '<think>' if '/think' in messages[-1].content else '<think></think>' }}"
@@ -283,7 +221,7 @@ def test_a_flag_in_a_text_decides_what_the_template_writes(question, tokenizer):
     other.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
     said = {"role": "assistant", "content": "2"}
     asked = {"role": "user", "content": question + "<|im_end|>"}
-    ids = turn_suffix(other, [*PROMPT, said], [asked], {other.eos_token_id}, ended=True)
+    ids = conversation(other).suffix([*PROMPT, said], [asked], other.eos_token_id)
     assert other.decode(ids) == (
         f"\n<|im_start|>user\n{question}<|im_end|><|im_end|>\n<|im_start|>assistant\n<think>"
         + "</think>" * (question == "Why?"))
@@ -293,10 +231,8 @@ def test_a_flag_in_a_text_decides_what_the_template_writes(question, tokenizer):
 def test_a_tokenizer_with_several_templates(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = dict.fromkeys(["default", "tool_use"], tokenizer.chat_template)
-    lines = (call(expression="5*5") + "<|im_end|>", "stop"), (ANSWER + "<|im_end|>", "stop")
-    _, engine = play(other, CALCULATOR, {}, [], *lines)
-    _, engine_of_one = play(tokenizer, CALCULATOR, {}, [], *lines)
-    assert engine.prompts == engine_of_one.prompts
+    engines = [play(each, CALCULATOR, {}, [], SUM, ANSWER)[1] for each in (tokenizer, other)]
+    assert engines[0].prompts == engines[1].prompts
 
 
 def test_a_turn_of_a_demonstration_begins_as_behind_a_prompt(tokenizer):
@@ -358,6 +294,137 @@ def test_the_end_of_a_turn_is_a_stop_token(name, stops, tokenizer, tmp_path):
     assert {other.decode([token]) for token in ids} == set(stops.split())
 
 
+# ---------------------------------------------------------------- reasoning
+
+OFF = '{"enable_thinking": false}'
+EMPTY = "<think>\n\n</think>\n\n"
+TOLD = f"<|im_start|>user\n<tool_response>\n2\n</tool_response>{END}\n"
+
+
+def test_reasoning_stays_while_tools_are_called_and_goes_with_the_next_question(qwen3):
+    """A call inside the block is not made; the one after it is. The second question forks."""
+    task = quiz_task(Quiz(AGAIN, ONE_ANSWER), calculator.calculator)
+    first = f"<think>\nperhaps {SUM}\n</think>\n\n{SUM}"
+    second = f"<think>\nit is 2\n</think>\n\n{ANSWER}"
+    outputs, engine = play(qwen3, task, quiz_row(), [], first, second, "It is 2")
+    start, called_prompt, asked_prompt = map(qwen3.decode, engine.prompts)
+    assert called_prompt == f"{start}{first}{END}\n{TOLD}{ASSISTANT}"
+    again = f"<|im_start|>user\nAnd again?{END}\n{ASSISTANT}"
+    assert asked_prompt == f"{start}\n\n\n{SUM}{END}\n{TOLD}{ASSISTANT}\n\n{ANSWER}{END}\n{again}"
+    assert [output.prompt_ids + output.response_ids for output in outputs] == [
+        engine.prompts[1] + encode(qwen3, second + END),
+        engine.prompts[2] + encode(qwen3, "It is 2" + END),
+    ]
+    assert (outputs[-1].metrics["tool_calls"], outputs[-1].metrics["forks"]) == (1, 1)
+    assert outputs[0].metrics == {}
+    paid = [[reward for _, reward in output.turn_rewards] for output in outputs]
+    assert paid == [[0.25], [0.5]]  # by the user
+    _, calling, _, answering, _, last = outputs[-1].messages
+    assert calling == {
+        "role": "assistant",
+        "content": "\n\n",
+        "reasoning_content": f"\nperhaps {SUM}\n",
+        "tool_calls": called(("calculator", {"expression": "1+1"})),
+    }
+    assert answering["content"] == f"\n\n{ANSWER}"
+    assert answering["reasoning_content"] == "\nit is 2\n"
+    assert last == {"role": "assistant", "content": "It is 2"}
+
+
+def test_reasoning_is_turned_off_in_every_rendering(qwen3):
+    """Qwen3 takes the empty block out of a turn that is not the last. That is no fork."""
+    (output,), engine = play(qwen3, CALCULATOR, {}, [], SUM, ANSWER, chat_template_args=OFF)
+    start, second = map(qwen3.decode, engine.prompts)
+    assert start.endswith(ASSISTANT + EMPTY)
+    assert second == f"{start}{SUM}{END}\n{TOLD}{ASSISTANT}{EMPTY}"
+    assert output.messages[-1] == {"role": "assistant", "content": ANSWER}
+
+    # The length of a prompt is that of what is sent.
+    args = Args(max_prompt_tokens=len(engine.prompts[0]), chat_template_args=OFF)
+    rows = [{"prompt": PROMPT}]
+    assert filter_overlong(rows, qwen3, CALCULATOR, args) == rows
+    args.max_prompt_tokens -= 1
+    with pytest.raises(BadInput, match="no prompt left"):
+        filter_overlong(rows, qwen3, CALCULATOR, args)
+
+
+@pytest.mark.parametrize("said, reasoning, content", [
+    (SUM, SUM, ""),  # the prompt has opened it, and it is never closed
+    (f"hm</think>{SUM}", "hm", SUM),  # the template shows no calls, so they stay in the text
+    (f"hm</think>now <think>{SUM}", f"hm{SUM}", "now "),  # opened again
+    (f"a</think>b<think>c</think>{SUM}", "a</think>b<think>c", SUM),  # the last one counts
+])  # fmt: skip
+def test_a_block_that_the_prompt_opened(said, reasoning, content, tokenizer):
+    other = chat_templates.tokenizer_for("deepseek-r1", tokenizer)
+    n_calls = int(content == SUM)
+    words = [said, f"</think>{ANSWER}"][: 1 + n_calls]
+    lines = [(each + other.eos_token, "stop") for each in words]
+    outputs, engine = play(other, CALCULATOR, {}, [], *lines)
+    output = outputs[-1]
+    assert len(outputs) == len(lines)  # the template leaves out what was thought: a fork
+    assert other.decode(engine.prompts[0]).endswith("<think>\n")
+    message = output.messages[1]
+    assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+    assert output.metrics["tool_calls"] == n_calls
+    assert "tool_calls" not in message
+    if n_calls:
+        assert output.messages[-1]["content"] == ANSWER
+        assert output.messages[-1]["reasoning_content"] == ""
+
+
+def test_other_tags_also_where_they_are_special_tokens(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    tags = [AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")]
+    other.add_tokens(tags)
+    said = f"[THINK]{SUM}[/THINK]{ANSWER}"
+    (output,), _ = play(other, CALCULATOR, {}, [], said, think_tags="[THINK] [/THINK]")
+    thought = {"role": "assistant", "content": ANSWER, "reasoning_content": SUM}
+    assert output.messages[1:] == [thought]
+    assert output.metrics["tool_calls"] == 0
+    (output,), _ = play(other, CALCULATOR, {}, [], said, ANSWER)  # no block of the default tags
+    assert output.metrics["tool_calls"] == 1
+    with pytest.raises(BadInput, match="think_tags <think> must be two different tags"):
+        check_args(parse_args(["--agent_args", '{"think_tags": "<think>"}']))
+
+
+def test_a_chat_agent_may_turn_reasoning_off_in_a_request(qwen3):
+    """And gets the reasoning; a history in another mode is a token sequence of its own."""
+    seen = []
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    history = [*PROMPT, {"role": "assistant", "content": "No"}, *PROMPT]
+    thought = [*PROMPT, {"role": "assistant", "content": "2", "reasoning_content": "sum"}]
+
+    class Agent(ChatAgentLoop):
+        async def chat(self, client, **row):
+            for messages, how in (
+                (PROMPT, {}),
+                (PROMPT, {"extra_body": off}),
+                (history, off),
+                (history, {}),
+                (thought, {}),
+            ):
+                completion = await client.create(messages=messages, tools=[{}], **how)
+                seen.append(completion.choices[0].message)
+
+    lines = [f"<think>\nhm {SUM}\n</think>\n\nYes", "No", "Sure", "Well", "Two"]
+    engine = Script(qwen3, lines)
+    loop = Agent(engine, qwen3, None, SimpleNamespace(), LoopArgs(max_response_tokens=1000))
+    outputs = asyncio.run(loop.run({}, **ROW))
+    assert (seen[0].reasoning_content, seen[0].content) == (f"\nhm {SUM}\n", "\n\nYes")
+    assert not seen[0].tool_calls
+    assert not hasattr(seen[1], "reasoning_content")
+    assert len(outputs) == 4  # the third request continues the second
+    start = qwen3.decode(engine.prompts[0])
+    question = ASKED.removesuffix(ASSISTANT)
+    assert [qwen3.decode(prompt).removeprefix(start) for prompt in engine.prompts] == [
+        "",
+        EMPTY,
+        f"{EMPTY}No{END}\n{question}{ASSISTANT}{EMPTY}",
+        f"No{END}\n{question}{ASSISTANT}",
+        f"<think>\nsum\n</think>\n\n2{END}\n{ASSISTANT}",
+    ]
+
+
 # ---------------------------------------------------------------- what is refused or said before
 
 BODY = "{{- '<|im_start|>' + m.role + '\n' + SAID + '<|im_end|>\n' }}"
@@ -375,8 +442,7 @@ TWO_CALLS = [ADDS, {**FEW_SHOT[1], "tool_calls": called(("add", {"a": 1}), ("sub
 REFUSED = {
     "no developer": ("(m.content if m.role != 'developer' else '')",
                      [{"role": "developer", "content": "Add."}, ADDS], "role 'developer' says"),
-    "a system message in the middle": ("(m.content if m.role != 'system' or loop.first else '')",
-                                       [ADDS, {"role": "system", "content": "Add."}], "'system'"),
+
     "calls of a prompt": ("m.content", FEW_SHOT, "role 'assistant' says"),
     "two calls of a prompt": ("(raise_exception('two') if (m.tool_calls or [])[1:] else m.content)",
                               TWO_CALLS, "does not take this prompt: it raises .*two"),
@@ -427,8 +493,6 @@ LOOKS = {
     "a word": "m.content.startswith('forget')",
     "in any case": "'loud' in m.content | lower",
     "the whole text": "m.content == 'reset'",
-    "a beginning": "m.content[:6] == 'forget'",
-    "a word of a list": "m.content.split(' ')[-1] in ['again']",
     "a variable": "flag in m.content",
     "a long text": "m.content | length > 100",
     "many messages": "loop.index > 20",
@@ -446,7 +510,6 @@ def test_the_recent_part_of_a_chat_decides_as_the_whole(test, tokenizer):
 
 @pytest.mark.parametrize("said", [
     "(loop.index ~ m.content)",
-    "(m.content if loop.revindex < 8 else 'old')",
     "(m.content if m.role != 'tool' or loop.revindex < 30 else 'old')",
     "(m.content if m.content != messages[-1].content else 'again')",
 ])  # fmt: skip

@@ -36,10 +36,6 @@ class Colour(enum.Enum):
     BLUE = "blue"
 
 
-class Level(enum.IntEnum):
-    LOW = 1
-
-
 @dataclasses.dataclass
 class Point:
     x: int
@@ -106,11 +102,6 @@ class Box:
     def method(self, x: str):
         return x
 
-    @staticmethod
-    @documented
-    def static(x: str):
-        return x
-
 
 @dataclasses.dataclass
 class Shout:
@@ -129,33 +120,21 @@ def decorated(function):
     return wrapper
 
 
-def names(self: str, request_id: str) -> str:
-    """Show that a tool's arguments may have any name.
-
-    Args:
-        self: A thing.
-        request_id: Another.
-    """
-    return self + request_id
+def any_names(x: str, request_id: str) -> str:
+    return x + request_id
 
 
-WORK = {
-    "method": (Box().method, ["x"], {"x": "a"}, "a"),
-    "static": (Box.static, ["x"], {"x": "a"}, "a"),
-    "Shout": (Shout(), ["x"], {"x": "a"}, "aa"),
-    "pair": (functools.lru_cache(pair), ["x", "y"], {"x": "a"}, "a2"),
-    "waits": (decorated(waits), ["x"], {"x": "a"}, "a"),
-    "names": (names, ["self", "request_id"], {"self": "a", "request_id": "b"}, "ab"),
-}
-PARTIALS = [
-    (functools.partial(pair, "b"), ["y"], {"y": 3}, "b3"),
-    (functools.partial(pair, y=3), ["x"], {"x": "a"}, "a3"),
-    (functools.partial(pair, x="b", y=3), [], {}, "b3"),
-]
+any_names.__doc__ = DOC.replace("y:", "request_id:")
 
 
 @pytest.mark.parametrize("name, function, names, arguments, said", [
-    *((name, *case) for name, case in WORK.items()), *(("pair", *case) for case in PARTIALS),
+    ("method", Box().method, ["x"], {"x": "a"}, "a"),
+    ("Shout", Shout(), ["x"], {"x": "a"}, "aa"),
+    ("pair", functools.lru_cache(pair), ["x", "y"], {"x": "a"}, "a2"),
+    ("waits", decorated(waits), ["x"], {"x": "a"}, "a"),
+    ("any_names", any_names, ["x", "request_id"], {"x": "a", "request_id": "b"}, "ab"),
+    ("pair", functools.partial(pair, "b"), ["y"], {"y": 3}, "b3"),
+    ("pair", functools.partial(pair, y=3), ["x"], {"x": "a"}, "a3"),
 ])  # fmt: skip
 def test_callables_that_work(name, function, names, arguments, said):
     tool = as_tool(function)
@@ -171,10 +150,6 @@ def positional(x: str, /): ...
 
 @documented
 def variadic(*x: str): ...
-
-
-@documented
-def keywords(x: str, **rest: str): ...
 
 
 @documented
@@ -196,11 +171,6 @@ def yields(x: str):
     yield x
 
 
-@documented
-async def yields_later(x: str):
-    yield x
-
-
 @functools.wraps(pair)
 def takes_no_names(*args): ...
 
@@ -212,17 +182,15 @@ def takes_more(database, **kwargs): ...
 REFUSED = {
     "positional": (positional, "`x: str` is positional-only"),
     "variadic": (variadic, r"`\*x: str` is variadic positional.* a list"),
-    "keywords": (keywords, r"`\*\*rest: str` is variadic keyword"),
     "untyped": (untyped, "Argument x is missing a type hint"),
     "numpy_doc": (numpy_doc, "no description for the argument 'x'.*Google-style"),
     "yields": (yields, "generator, so return a list"),
-    "yields_later": (yields_later, "generator, so return a list"),
+
     "pair": (takes_no_names, "unexpected keyword argument 'x'"),
     "pair ": (takes_more, "missing a required argument: 'database'"),
     "method": (Box.method, "missing a required argument: 'self'"),
     "show": (functools.cache(taking(list[int])), "hashable 'x'"),
     "waits": (functools.cache(waits), "coroutine"),
-    "len": (len, "positional-only"),
 }
 
 
@@ -267,9 +235,7 @@ COLOURS = {"type": "string", "enum": ["red", "blue"]}
     (float, {"type": "number"}, 3, 3),  # JSON's own values are not touched
     (Colour, COLOURS, "red", Colour.RED),
     ("Colour", COLOURS, "red", Colour.RED),
-    (Level, {"type": "integer", "enum": [1]}, 1, Level.LOW),
     (Colour | None, {**COLOURS, "nullable": True}, None, None),
-    (Colour | None, {**COLOURS, "nullable": True}, "blue", Colour.BLUE),
     (list[Colour], {"type": "array", "items": COLOURS}, ["red"], [Colour.RED]),
     (dict[str, Colour], {"type": "object", "additionalProperties": COLOURS}, {"a": "red"},
      {"a": Colour.RED}),
@@ -286,8 +252,8 @@ def test_arguments_become_what_the_hint_names(hint, schema, value, got):
 
 
 @pytest.mark.parametrize("hint", [
-    Point, Query, Row, list[Point], Query | None, dict[str, Row], datetime.date, set[int],
-    np.ndarray, torch.Tensor, object, Literal[Colour.RED], tuple[int, ...],
+    Point, Query | None, dict[str, Row], datetime.date, set[int], torch.Tensor, object,
+    Literal[Colour.RED], tuple[int, ...],
 ])  # fmt: skip
 def test_hints_without_a_schema(hint):
     said = "^the function 'show' can't be a tool: .*([Uu]se .*list|Literal)"
@@ -295,20 +261,10 @@ def test_hints_without_a_schema(hint):
         as_tool(taking(hint))
 
 
-def test_the_type_of_a_result_needs_no_schema():
-    def everything() -> set[str]:
-        """List all."""
-        return {"a"}
-
-    assert "return" not in as_tool(everything).schema["function"]
-    assert read(everything) == '["a"]'
-
-
 @pytest.mark.parametrize("function, arguments, said", [
     (pair, {}, r"^pair: missing a required argument: 'x' \(its arguments: x, y\)$"),
     (pair, {"x": "a", "z": 1}, r"^pair: got an unexpected keyword argument 'z' \(its"),
     (functools.partial(pair, y=3), {"x": "a", "y": 1}, "^pair: got an unexpected.*'y'"),
-    (taking(Colour), {"x": "green"}, "^show: x: Input should be 'red' or 'blue'$"),
     (taking(list[Colour]), {"x": ["red", 1]}, "^show: x.1: Input should be 'red' or 'blue'$"),
     (taking(tuple[int, int]), {"x": ["a"]}, "^show: x.0: .*integer.*; x.1: Field required$"),
 ])  # fmt: skip
@@ -333,18 +289,12 @@ def test_a_call_without_arguments(tokenizer, arguments):
     ({"ok": True, "wind": None, "say": ["it's", "é"]},
      '{"ok": true, "wind": null, "say": ["it\'s", "é"]}'),
     ([Point(np.int64(1)), Query(text="a")], '[{"x": 1}, {"text": "a"}]'),
-    ((1, "a"), '[1, "a"]'),
     ((1, 2, 3), "[1, 2, 3]"),
-    (("text", 0.5, {}), "text"),
     (({"a": 1}, 0.5, None), '{"a": 1}'),
-    (7, "7"),
-    (0.5, "0.5"),
     (True, "true"),
-    (np.int64(7), "7"),
     (torch.tensor(0.5), "0.5"),
     (Colour.RED, '"red"'),
     ({"days": {datetime.date(2020, 1, 1)}, 1: None}, '{"days": ["2020-01-01"], "1": null}'),
-    (ToolResponse({"a": 1}), '{"a": 1}'),
     (ToolResponse(None), ""),
 ])  # fmt: skip
 def test_what_the_model_reads(result, text):
@@ -357,14 +307,8 @@ def test_a_reward_is_not_read_as_json():
 
 
 @pytest.mark.parametrize("result, kind", [
-    (b"text", "builtins.bytes"),
-    (np.arange(3), "numpy.ndarray"),
     ({"a": [torch.zeros(2)]}, "torch.Tensor"),
-    (Image.new("RGB", (2, 2)), "PIL.Image.Image"),
     ([Image.new("RGB", (2, 2))], "PIL.Image.Image"),
-    ((i for i in "ab"), "builtins.generator"),
-    (object(), "builtins.object"),
-    ({"a": [b"text"]}, "builtins.bytes"),
     (Point(map(str, "ab")), "builtins.map"),
     (ToolResponse(b"text"), "builtins.bytes"),
 ])  # fmt: skip

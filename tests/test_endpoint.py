@@ -1,0 +1,743 @@
+"""Agents over HTTP, flatrl/chat/: the clients of OpenAI and Anthropic, and frameworks, unpatched.
+
+The engine says its lines (see test_chat.py). The constraints of response_format on the real engine
+stand last. A framework that is not installed is skipped."""
+
+import dataclasses
+import functools
+import json
+import socket
+from types import SimpleNamespace
+from unittest import mock
+
+import anthropic
+import httpx
+import openai
+import pytest
+from conftest import HANGS, REPO, make_run
+from pydantic import BaseModel
+from test_agent_loop import ANSWER, END, PROMPT, SUM, call, encode, tool_turn, user, user_turn
+from test_chat import (
+    CALCULATOR,
+    FIRST_WITH_TOOLS,
+    FORCED,
+    OTHER,
+    Engine,
+    ask,
+    assert_exact,
+    assert_output,
+    player,
+    run,
+    solve,
+)
+from test_rollout import hf_model, wake
+
+import agent_loop
+from agent_loop import total_reward
+from data import load_task
+from examples import calculator
+from flatrl.chat import anthropic_api, openai_api
+from flatrl.chat import endpoint as chat_endpoint
+from flatrl.chat.endpoint import EndpointLoop
+from rollout import rollout, set_rewards
+from train import Args
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+FUNCTION = CALCULATOR["function"]
+WITH_SYSTEM = FIRST_WITH_TOOLS.replace("Tools:", "Be brief.\nTools:")
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """A fresh endpoint, closed in the end. A proxy that is not there stands in the environment."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    endpoint = chat_endpoint.ChatEndpoint()
+    monkeypatch.setattr(chat_endpoint, "ENDPOINT", endpoint)
+    yield endpoint
+    if endpoint.started is not None:
+        # Its task sees this in a moment.
+        endpoint.server.should_exit = endpoint.server.force_exit = True
+
+
+def player_of(client_class, endpoint, tokenizer):
+    """Returns play(agent, line, ...); the agent is called with (a client, the row's prompt)."""
+    play = player(tokenizer, EndpointLoop, "agent")
+
+    def play_http(agent, *lines, **how):
+        async def connected(base_url, api_key, row):
+            async with client_class(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                return await agent(client, row["prompt"])
+
+        outputs, engine = play(connected, *lines, **how)
+        assert endpoint.clients == {}
+        return outputs, engine
+
+    return play_http
+
+
+@pytest.fixture
+def play(endpoint, tokenizer):
+    return player_of(openai.AsyncOpenAI, endpoint, tokenizer)
+
+
+@pytest.fixture
+def play_anthropic(endpoint, tokenizer):
+    return player_of(anthropic.AsyncAnthropic, endpoint, tokenizer)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    monkeypatch.setattr(openai_api, "warned", set())
+    return openai_api.warned
+
+
+def bearer(key: str) -> dict:
+    return {"Authorization": f"Bearer {key}".encode("latin-1")}
+
+
+async def post(client, path: str, body, headers: dict | None = None, place="") -> httpx.Response:
+    """Sends a request as it is; returns the answer, whatever its status.
+
+    headers: by default with the client's key. place: another rollout's, in the URL."""
+    url = str(client.base_url).rstrip("/")
+    if place:
+        url = url.replace(url.split("/")[-2], place)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = bearer(client.api_key) if headers is None else headers
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=HANGS) as http:
+        return await http.post(f"{url}/{path}", content=content, headers=headers)
+
+
+# ---------------------------------------------------------------- the server
+
+
+def test_http_gives_the_same_outputs_as_in_process(play, tokenizer):
+    async def agent(client, prompt, **row):
+        history = await solve(client, prompt)
+        await ask(client, user("Is that right?"), max_tokens=4)
+        await ask(client, *history, user("Sure?"), tools=[CALCULATOR], temperature=0.3)
+        return 0.5
+
+    lines = ("Hm. é " + SUM, ANSWER, "certainly", "yes")
+    here, engine = player(tokenizer)(agent, *lines)
+    there, remote = play(agent, *lines)
+    assert list(map(dataclasses.asdict, there)) == list(map(dataclasses.asdict, here))
+    assert (remote.prompts, remote.params) == (engine.prompts, engine.params)
+    assert_exact(there, remote)
+
+
+def test_only_the_key_lets_in(play, endpoint):
+    async def agent(client, prompt):
+        (mine,) = endpoint.clients
+        endpoint.clients["another"] = endpoint.clients[mine][0], "its key"
+        strangers = [(mine, bearer(key)) for key in ("wrong", "\xe9", client.api_key[:-1])]
+        strangers += [(mine, {}), (mine, {"Authorization": "Bearer"})]
+        strangers += [("another", bearer(client.api_key)), ("nobodys", {})]
+        for place, headers in strangers:
+            for path, body in (
+                ("chat/completions", {"messages": PROMPT}),
+                ("reward", {"reward": 9.0}),
+            ):
+                answer = await post(client, path, body, headers, place)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        del endpoint.clients["another"]
+        await ask(client, *prompt)
+
+    (output,), engine = play(agent, "2")
+    assert_output(output, engine, (1, "2" + END))
+    assert output.reward is None
+
+
+def test_the_server_listens_on_loopback_only(play, endpoint):
+    async def agent(client, prompt):
+        for server in endpoint.server.servers:
+            bound.extend(sock.getsockname() for sock in server.sockets)
+
+    bound = []
+    play(agent)
+    ((host, port),) = bound
+    assert (host, endpoint.url) == ("127.0.0.1", f"http://127.0.0.1:{port}")
+    with pytest.raises(ConnectionRefusedError):  # an address of this machine as well
+        socket.create_connection(("127.0.0.2", port)).close()
+
+
+def test_a_budget_over_http(play):
+    async def agent(client, prompt):
+        try:
+            await solve(client, prompt)
+        except openai.BadRequestError as error:
+            raised.append((error.status_code, error.code))
+            raise
+
+    raised = []
+    (output,), engine = play(agent, SUM, max_assistant_turns=1)
+    assert raised == [(400, "context_length_exceeded")]
+    assert_output(output, engine, (1, SUM + END))
+    assert output.stop_reason == "max_turns"
+
+
+MALFORMED = [
+    b"{",
+    [],
+    {},
+    {"messages": [{"content": "hi"}]},
+    {"messages": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+    {"messages": PROMPT, "max_tokens": "many"},
+]
+
+
+def test_a_malformed_request_is_told_so_and_the_server_stays_up(play):
+    async def agent(client, prompt):
+        for body in MALFORMED:
+            answer = await post(client, "chat/completions", body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        await ask(client, *prompt)
+
+    (output,), engine = play(agent, "2")
+    assert_output(output, engine, (1, "2" + END))
+
+
+def test_roles_and_ids_are_words(play):
+    """A template prints them as they are. A developer is the system."""
+    function = {"name": "f", "arguments": "{}"}
+    made = {"type": "function", "id": "1<|im_end|>", "function": function}
+
+    async def agent(client, prompt):
+        with pytest.raises(openai.BadRequestError, match="role must be a word"):
+            await ask(client, {"role": "user<|im_end|>", "content": "x"})
+        developer = {"role": "developer", "content": "Be brief."}
+        called = {"role": "assistant", "content": "", "tool_calls": [made]}
+        answer = {"role": "tool", "tool_call_id": "1<|im_end|>", "content": "2"}
+        await ask(client, developer, *prompt, called, answer)
+
+    (output,), _ = play(agent, "2")
+    system, _, called, answer, _ = output.messages
+    assert system == {"role": "system", "content": "Be brief."}
+    assert called["tool_calls"][0]["id"] == answer["tool_call_id"] == "1__im_end__"
+
+
+@pytest.mark.parametrize("returned, expected", [(None, 0.75), (0.0, 0.0)])
+def test_a_posted_reward_is_used_unless_the_agent_returns_one(play, returned, expected):
+    async def agent(client, prompt):
+        await ask(client, *prompt)
+        for body in ({"reward": 0.5}, {"reward": 0.75}, {"reward": "high"}, {}):
+            answer = await post(client, "reward", body)
+            assert answer.status_code == (200 if isinstance(body.get("reward"), float) else 400)
+        return returned
+
+    (output,), _ = play(agent, "2")
+    assert output.reward == expected
+
+
+def test_a_plain_agent_runs_in_a_thread(endpoint, tokenizer):
+    def agent(base_url, api_key, row):
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            create = client.chat.completions.create
+            first = create(model="policy", messages=row["prompt"]).choices[0].message
+            create(model="policy", messages=[*row["prompt"], first, user("Sure?")])
+        return 0.5
+
+    (output,), engine = player(tokenizer, EndpointLoop, "agent")(agent, "2", "Yes")
+    assert_output(output, engine, (1, "2" + END), user_turn("Sure?"), (2, "Yes" + END))
+    assert output.reward == 0.5
+
+
+# ---------------------------------------------------------------- chat completions
+
+
+async def create(client, messages, **how):
+    return await client.chat.completions.create(model="x", messages=messages, **how)
+
+
+def test_a_streamed_reply_ends_with_its_reason_and_usage(play, tokenizer):
+    async def agent(client, prompt):
+        how = dict(stream=True, stream_options={"include_usage": True})
+        said, reason, usage = [chunk async for chunk in await create(client, prompt, **how)]
+        assert said.choices[0].delta.content == ANSWER
+        assert reason.choices[0].finish_reason == "stop"
+        assert usage.usage.completion_tokens == len(encode(tokenizer, ANSWER + END))
+
+    (output,), engine = play(agent, ANSWER)
+    assert_output(output, engine, (1, ANSWER + END))
+
+
+def test_n_replies_are_n_sequences(play, tokenizer):
+    async def agent(client, prompt):
+        one = await ask(client, *prompt)
+        three = await create(client, [*prompt, one, user("Sure?")], n=3)
+        said = [(choice.index, choice.message.content) for choice in three.choices]
+        assert said == [(0, "yes"), (1, "no"), (2, "well")]
+        sampled = sum(len(encode(tokenizer, text + END)) for text in ("yes", "no", "well"))
+        assert three.usage.completion_tokens == sampled
+
+    outputs, engine = play(agent, "2", "yes", "no", "well")
+    assert_output(outputs[0], engine, (1, "2" + END), user_turn("Sure?"), (2, "yes" + END))
+    assert_output(outputs[1], engine, (3, "no" + END))
+    assert_output(outputs[2], engine, (4, "well" + END))
+    assert_exact(outputs, engine)
+
+
+def test_only_the_first_of_parallel_calls_where_they_are_refused(play):
+    async def agent(client, prompt):
+        how = dict(tools=[CALCULATOR], parallel_tool_calls=False)
+        first = await ask(client, *prompt, **how)
+        assert [made.id for made in first.tool_calls] == ["000001000"]
+        answer = {"role": "tool", "tool_call_id": "000001000", "content": "2"}
+        await ask(client, *prompt, first, answer, **how)
+
+    turn = SUM + "\n" + call(expression="2*3")
+    (output,), engine = play(agent, turn, ANSWER)
+    assert_output(output, engine, (1, turn + END), tool_turn("2"), (2, ANSWER + END))
+    assert output.metrics == {"turns": 2, "tool_calls": 1, "tool_calls/calculator": 1}
+
+
+def test_a_free_loop_trains_a_format(play, monkeypatch, warnings):
+    async def agent(client, prompt):
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+        await create(client, prompt, response_format=form)
+
+    monkeypatch.setattr(EndpointLoop, "constrains", False)
+    (output,), engine = play(agent, "2")
+    assert_output(output, engine, (1, "2" + END))
+    assert engine.params[0].keys() == {"max_tokens"} and not warnings
+
+
+REFUSED = [
+    (dict(top_logprobs=3, functions=[{"name": "f"}]), "functions, top_logprobs"),
+    (dict(tools=[OTHER], tool_choice=FORCED), "does not match any"),
+    (dict(response_format={"type": "xml"}), "response_format"),
+]
+REFUSED_RESPONSES = [
+    (dict(input="Hi", previous_response_id="resp_1"), "previous_response_id"),
+    (dict(input="Hi", tools=[{"type": "web_search"}]), "not web_search"),
+    (dict(input=[{"type": "item_reference", "id": "msg_1"}]), "input"),
+]
+
+
+def test_what_is_not_supported_is_told_and_costs_nothing(play):
+    async def agent(client, prompt):
+        for how, said in REFUSED:
+            with pytest.raises(openai.BadRequestError, match=said):
+                await create(client, prompt, **how)
+        for how, said in REFUSED_RESPONSES:
+            with pytest.raises(openai.BadRequestError, match=said):
+                await client.responses.create(model="policy", **how)
+
+    outputs, engine = play(agent)
+    assert (outputs, engine.prompts) == ([], [])
+
+
+# ---------------------------------------------------------------- Responses
+
+
+def reply_of(response) -> list[tuple]:
+    items = response.output
+    return [(item.type, getattr(item, "arguments", "") or item.content[0].text) for item in items]
+
+
+async def respond(client, **how):
+    """Returns a response and the events of its stream."""
+    stream = await client.responses.create(model="policy", stream=True, **how)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events[-1].response, events
+
+
+def test_responses_continue_as_one_output(play, tokenizer):
+    turns = [
+        [("message", "Hm."), ("function_call", '{"expression": "1+1"}')],
+        [("message", ANSWER)],
+    ]
+
+    async def agent(client, prompt):
+        tool = {"type": "function"} | FUNCTION
+        how = dict(instructions="Be brief.", tools=[tool], store=False)
+        text = {"type": "input_text", "text": "What is 1+1?"}
+        items = [{"role": "user", "content": [text]}]
+        for line, expected in zip(("Hm." + SUM, ANSWER), turns):
+            response, events = await respond(client, input=items, **how)
+            assert reply_of(response) == expected and response.status == "completed"
+            assert response.usage.output_tokens == len(encode(tokenizer, line + END))
+            deltas = [event.delta for event in events if event.type.endswith(".delta")]
+            assert deltas == [text for _, text in expected]
+            items += [item.model_dump() for item in response.output]
+            for made in response.output[1:]:
+                answer = {"type": "function_call_output", "call_id": made.call_id, "output": "2"}
+                items.append(answer)
+
+    (output,), engine = play(agent, "Hm." + SUM, ANSWER)
+    assert output.prompt_ids == encode(tokenizer, WITH_SYSTEM)
+    assert_output(output, engine, (1, "Hm." + SUM + END), tool_turn("2"), (2, ANSWER + END))
+
+
+def test_a_response_that_was_cut_is_incomplete(play):
+    async def agent(client, prompt):
+        response, events = await respond(client, input="Count.", max_output_tokens=3)
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert reply_of(response) == [("message", "123")]
+        assert response.status == "incomplete" and events[-1].type == "response.incomplete"
+
+    (output,), engine = play(agent, "12345")
+    assert_output(output, engine, (1, "123"))
+
+
+def test_a_response_has_reasoning_and_a_format(play):
+    async def agent(client, prompt):
+        form = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+        first, _ = await respond(client, input="Hi", include=["reasoning.encrypted_content"])
+        assert reply_of(first) == [("reasoning", "Hm"), ("message", "2")]
+        items = [user("Hi"), *(item.model_dump() for item in first.output), user("In JSON")]
+        await client.responses.create(input=items, text={"format": form})
+
+    thought = "<think>Hm</think>2"
+    (output,), engine = play(agent, thought, '{"n": 2}')
+    given = user_turn("In JSON") + '{"n": 2}' + END
+    assert_output(output, engine, (1, thought + END), given)
+    assert engine.params[1]["structured_outputs"].json == SCHEMA
+
+
+# ---------------------------------------------------------------- Messages
+
+TOOL = {
+    "name": FUNCTION["name"],
+    "description": FUNCTION["description"],
+    "input_schema": FUNCTION["parameters"],
+}
+
+
+async def send(client, messages=PROMPT, **how):
+    how = {"max_tokens": 1000} | how
+    return await client.messages.create(model="policy", messages=messages, **how)
+
+
+def parts_of(message) -> list[tuple]:
+    """A message's blocks: their types, and what they hold."""
+    keys = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+    return [(block.type, getattr(block, keys[block.type])) for block in message.content]
+
+
+@anthropic.beta_async_tool(name="calculator")
+async def calculate(expression: str) -> str:
+    """Evaluates an expression."""
+    return calculator.calculator(expression)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_agent_is_one_output(play_anthropic, tokenizer, stream):
+    lines = ("Hm. é " + SUM + "\n" + call(expression="2*3"), ANSWER)
+    # Claude Code's line, which differs from request to request, and a mark that moves.
+    changing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    brief = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+
+    async def agent(client, prompt):
+        runner = client.beta.messages.tool_runner(
+            model="policy",
+            max_tokens=1000,
+            messages=prompt,
+            system=[changing, brief],
+            tools=[calculate],
+            stream=stream,
+        )
+        replies = []
+        async for reply in runner:
+            replies.append(await reply.get_final_message() if stream else reply)
+        used, ended = replies
+        calls = [("tool_use", {"expression": text}) for text in ("1+1", "2*3")]
+        assert parts_of(used) == [("text", "Hm. é "), *calls]
+        assert used.stop_reason == "tool_use"
+        assert parts_of(ended) == [("text", ANSWER)] and ended.stop_reason == "end_turn"
+        assert ended.usage.output_tokens == len(encode(tokenizer, ANSWER + END))
+        return 0.5
+
+    (output,), engine = play_anthropic(agent, *lines)
+    assert output.prompt_ids == encode(tokenizer, WITH_SYSTEM)
+    answers = tool_turn("2", "6")
+    assert_output(output, engine, (1, lines[0] + END), answers, (2, ANSWER + END))
+    counted = {"turns": 2, "tool_calls": 2, "tool_calls/calculator": 2}
+    assert (output.reward, output.metrics) == (0.5, counted)
+
+
+def test_reasoning_goes_back_and_forth(play_anthropic):
+    async def agent(client, prompt):
+        how = dict(model="policy", max_tokens=1000, messages=prompt)
+        async with client.messages.stream(**how) as events:
+            kinds = [event.type async for event in events]
+            first = await events.get_final_message()
+        assert kinds.count("thinking") == kinds.count("text") == 1
+        assert parts_of(first) == [("thinking", "Hm"), ("text", "2")]
+        await send(client, [*prompt, first.to_param(), user("Sure?")])
+
+    thought = "<think>Hm</think>2"
+    (output,), engine = play_anthropic(agent, thought, "yes")
+    assert_output(output, engine, (1, thought + END), user_turn("Sure?"), (2, "yes" + END))
+
+
+@pytest.mark.parametrize("how, line, said, reason, stopped_by", [
+    (dict(max_tokens=3), "12345", "123", "max_tokens", None),
+    (dict(stop_sequences=["x", ".", "3."]), ("123.", "stop"), "12", "stop_sequence", "3."),
+    (dict(tools=[TOOL], tool_choice={"type": "none"}), SUM, SUM, "end_turn", None),
+])  # fmt: skip
+def test_why_a_reply_ends(play_anthropic, how, line, said, reason, stopped_by):
+    async def agent(client, prompt):
+        reply = await send(client, **how)
+        assert parts_of(reply) == [("text", said)]
+        assert (reply.stop_reason, reply.stop_sequence) == (reason, stopped_by)
+
+    _, engine = play_anthropic(agent, line)
+    assert engine.params[0].get("stop") == how.get("stop_sequences")
+
+
+def test_what_is_the_runs_own_is_ignored_with_a_warning(play_anthropic, warnings):
+    async def agent(client, prompt):
+        forced = {"type": "any", "disable_parallel_tool_use": True}
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        how = dict(tools=[TOOL], tool_choice=forced, thinking=thinking, extra_body={"top_k": 3})
+        reply = await send(client, **how)
+        assert parts_of(reply) == [("tool_use", {"expression": "1+1"})]
+        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        await send(client, output_config=form)
+
+    line = SUM + "\n" + call(expression="2*3")
+    outputs, engine = play_anthropic(agent, line, '{"n": 2}')
+    assert_output(outputs[0], engine, (1, line + END))
+    assert sum(outputs[1].response_mask) == 0
+    assert engine.params[1]["structured_outputs"].json == SCHEMA
+    for name in ("thinking", "top_k", "tool_choice", "response_format"):
+        assert any(name in warning for warning in warnings)
+
+
+def test_tokens_are_counted(play_anthropic, tokenizer):
+    async def agent(client, prompt):
+        how = dict(messages=prompt, system="Be brief.", tools=[TOOL])
+        count = await client.messages.count_tokens(model="policy", **how)
+        assert count.input_tokens == len(encode(tokenizer, WITH_SYSTEM))
+        how["messages"] = [{"role": "system", "content": how.pop("system")}, *prompt]
+        reply = await send(client, **how)
+        assert reply.usage.input_tokens == count.input_tokens
+
+    (output,), engine = play_anthropic(agent, "2")
+    assert_exact([output], engine)
+
+
+def test_a_tool_result_and_images_as_chat_messages():
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    blocks = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+    text = {"type": "text", "text": "And?"}
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert anthropic_api.chat_of({"messages": [user([text, result])]})["messages"] == [
+        {"role": "tool", "tool_call_id": "1", "content": [blocks[0], url]},
+        {"role": "user", "content": [text]},
+    ]
+
+
+BROWSER = {"type": "web_search_20250305", "name": "web_search"}
+PREFILLED = [*PROMPT, {"role": "assistant", "content": "The"}]
+DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x", "media_type": "text/plain"}}
+REFUSED_MESSAGES = [
+    (dict(tools=[BROWSER]), "not 'web_search_20250305'"),
+    (dict(messages=PREFILLED), "prefills the reply"),
+    (dict(messages=[user([DOCUMENT])]), "not 'document'"),
+    (dict(messages=[]), "IndexError"),
+    (dict(container="c"), "not supported: container"),
+]
+
+
+def test_what_messages_do_not_support_is_refused(play_anthropic):
+    async def agent(client, prompt):
+        for how, said in REFUSED_MESSAGES:
+            with pytest.raises(anthropic.BadRequestError, match=said) as raised:
+                await send(client, **how)
+            assert raised.value.body["error"]["type"] == "invalid_request_error"
+
+    outputs, engine = play_anthropic(agent)
+    assert (outputs, engine.prompts) == ([], [])
+
+
+def test_keys_and_budgets_of_messages(play_anthropic):
+    """The key comes in either header; without room the error is the one that agents compact at."""
+
+    async def agent(client, prompt):
+        body = {"messages": prompt, "max_tokens": 9}
+        wrong = {"x-api-key": "wrong"}
+        for path in ("messages", "v1/messages/count_tokens"):
+            for headers in ({}, wrong, bearer("wrong")):
+                answer = await post(client, path, body, headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["type"] == "authentication_error"
+        for headers in ({"x-api-key": client.api_key}, bearer(client.api_key) | wrong):
+            assert (await post(client, "v1/messages", body, headers)).status_code == 200
+        body["messages"] = [user("x" * 5000)]
+        answer = await post(client, "messages", body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("prompt is too long")
+
+    outputs, engine = play_anthropic(agent, "2", "3", max_model_len=1000)
+    assert_exact(outputs, engine)
+
+
+# ---------------------------------------------------------------- frameworks
+# Each returns a coroutine function of (base_url, api_key), which returns the agent's answer.
+
+QUESTION = PROMPT[0]["content"]
+JSON = '{"answer": 2}'
+PARALLEL = SUM + "\n" + call(expression="2*3")
+
+
+class Answer(BaseModel):
+    """The answer."""
+
+    answer: int
+
+
+def openai_agents(api="responses", stream=False, form=None, **settings):
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    kinds = {
+        "responses": agents.OpenAIResponsesModel,
+        "chat": agents.OpenAIChatCompletionsModel,
+    }
+
+    async def agent(base_url, api_key, row):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        agent = agents.Agent(
+            "a",
+            tools=[agents.function_tool(calculator.calculator)],
+            output_type=form,
+            model=kinds[api]("policy", client),
+            model_settings=agents.ModelSettings(**settings),
+        )
+        if not stream:
+            return (await agents.Runner.run(agent, QUESTION)).final_output
+        result = agents.Runner.run_streamed(agent, QUESTION)
+        assert len([event async for event in result.stream_events()]) > 2
+        return result.final_output
+
+    return agent
+
+
+def langgraph(form=None, choice=None, **how):
+    pytest.importorskip("langgraph")
+    langchain = pytest.importorskip("langchain_openai")
+    from examples import langgraph_math
+
+    class Model(langchain.ChatOpenAI):
+        def bind_tools(self, tools, **more):
+            return super().bind_tools(tools, **{"tool_choice": choice} | more)
+
+    async def agent(base_url, api_key, row):
+        make = functools.partial(Model, **how)
+        if form:
+            model = make(base_url=base_url, api_key=api_key, model="policy", max_retries=0)
+            return await model.with_structured_output(Answer, method=form).ainvoke(QUESTION)
+        with mock.patch.object(langgraph_math, "ChatOpenAI", make):
+            graph = langgraph_math.build_agent(base_url, api_key)
+        return (await graph.ainvoke({"messages": PROMPT}))["messages"][-1].text
+
+    return agent
+
+
+TWO = Answer(answer=2)
+FREELY = dict(tool_choice="required", parallel_tool_calls=False, temperature=0.5, max_tokens=99)
+# The framework, how it is used, what the policy says (a list: in a format, so not trained), and
+# what the agent returns.
+CELLS = [
+    (openai_agents, dict(api="responses", stream=True), (SUM, ANSWER), ANSWER),
+    (openai_agents, dict(api="chat", stream=False), (PARALLEL, ANSWER), ANSWER),
+    (openai_agents, dict(api="responses", form=Answer), [SUM, JSON], TWO),
+    (openai_agents, dict(api="responses", **FREELY), (SUM, ANSWER), ANSWER),
+    (langgraph, dict(use_responses_api=True, streaming=True), (SUM, ANSWER), ANSWER),
+    (langgraph, dict(streaming=True), (SUM, ANSWER), ANSWER),
+    (langgraph, dict(choice="any"), (PARALLEL, ANSWER), ANSWER),
+    (langgraph, dict(form="function_calling"), (call("Answer", answer=2),), TWO),
+    (langgraph, dict(form="json_schema"), [JSON], TWO),
+]
+
+
+@pytest.mark.parametrize("framework, how, lines, expected", CELLS)
+def test_a_feature_of_a_framework(framework, how, lines, expected, endpoint, tokenizer):
+    found = []
+    framework_agent = framework(**how)
+
+    async def agent(*connection):
+        found.append(await framework_agent(*connection))
+
+    outputs, engine = player(tokenizer, EndpointLoop, "agent")(agent, *lines)
+    assert found == [expected] and len(engine.prompts) == len(lines)
+    constrained = ["structured_outputs" in params for params in engine.params]
+    if isinstance(lines, list):
+        assert not any(sum(output.response_mask) for output in outputs)
+        assert all(constrained)
+    else:
+        assert_exact(outputs, engine)
+        assert not any(constrained)
+
+
+@pytest.mark.parametrize("answer, reward", [("50", 1.0), ("51", 0.0)])
+def test_langgraphs_example_is_rewarded_after_more_turns_than_its_own_limit(
+    endpoint, tokenizer, answer, reward
+):
+    pytest.importorskip("langgraph")
+    pytest.importorskip("langchain_openai")
+    task = load_task(str(REPO / "examples/langgraph_math.py"))
+    row = task.load("val")[0]  # What is 15+35?
+    lines = [call(expression="15+35")] * 12 + [f"<answer>{answer}</answer>"]
+    engine = Engine(tokenizer, tuple(lines))
+    args = Args(max_response_tokens=2000, max_assistant_turns=0)
+    loop = agent_loop.AGENT_LOOPS["langgraph"](engine, tokenizer, None, task, args)
+    (output,) = run(loop.run({}, **row, step=0, index=0, rollout_n=0, validate=False))
+    run(set_rewards(task, [output], row))
+    assert total_reward(output) == reward
+    parts = []
+    for n in range(1, 13):
+        parts += [(n, lines[0] + END), tool_turn("50")]
+    assert_output(output, engine, *parts, (13, lines[-1] + END))
+
+
+# ---------------------------------------------------------------- on vLLM
+
+
+def test_vllm_keeps_to_a_format(
+    engine, background, tokenizer, tiny_model, args, endpoint, monkeypatch
+):
+    """A random model, whose free replies are garbage: only these are trained."""
+    answers = ('"yes"', '"no"')
+    said = {"schema": [], "schema or tool": [], "object": [], "free": []}
+    schema = {"name": "x", "schema": {"enum": ["yes", "no"]}}
+    form = {"type": "json_schema", "json_schema": schema}
+    wanted = [
+        dict(response_format=form),
+        dict(response_format=form, tools=[CALCULATOR]),
+        dict(response_format={"type": "json_object"}),
+        dict(response_format={"type": "text"}),
+    ]
+
+    class Agent(EndpointLoop):
+        async def agent(self, base_url, api_key, row):
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+                for texts, how in zip(said.values(), wanted, strict=True):
+                    reply = await ask(client, *row["prompt"], max_tokens=9, **how)
+                    texts.append(reply.content)
+
+    monkeypatch.setitem(agent_loop.AGENT_LOOPS, "in_a_format", Agent)
+    wake(engine, hf_model(tiny_model), 0)
+    task = SimpleNamespace(reward=lambda output, row: 0.0)
+    run = make_run(engine, background, task, tokenizer, args)
+    row = {"prompt": PROMPT, "agent_name": "in_a_format"}
+    rollouts = rollout(run, [row], 0, 2, {"temperature": 1.0})
+    assert not rollouts.errors
+    assert {*said["schema"]} <= {*answers}
+    for text in said["schema or tool"]:
+        assert text in answers or text.startswith("<tool_cal")
+    assert all(text.lstrip().startswith("{") for text in said["object"])
+    is_trained = [sum(output.response_mask) > 0 for output in rollouts.trained]
+    assert is_trained == [False, False, False, True] * 2
