@@ -18,6 +18,7 @@ mini-batches are computed globally. Then each rank works on its own rows. The le
 are those of losses.py, and L is the number of tokens of the longest sequence."""
 
 import functools
+import hashlib
 import inspect
 import itertools
 import math
@@ -370,13 +371,21 @@ def unit_of(output: AgentLoopOutput) -> tuple:
     return *rollout_of(output), output.unit
 
 
+def stable_hash(*parts) -> int:
+    """Returns an integer in [0, 2^63) that depends on the reprs of the parts alone.
+
+    All ranks and a resumed run get the same one, unlike Python's `hash`, which is salted."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 def _group_label(output):
     """Returns the integer label of an output's group.
 
     By default it is the prompt's number, so all rollouts of a prompt are compared."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
-    return hash((prompt, name)) if name else prompt
+    return stable_hash(prompt, name) if name else prompt
 
 
 def last_outputs(outputs: Outputs) -> Outputs:
@@ -741,7 +750,7 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
         if len(states) != n_turns:
             raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
         group = _group_label(output)
-        labels += [hash((group, repr(state))) for state in states]
+        labels += [stable_hash(group, state) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
 

@@ -221,6 +221,14 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     assert alike(outputs, turns) == [0, 1, 0, 3, 0, 5, 6]
 
 
+def test_labels_of_groups_and_states_are_those_of_every_process():
+    """A salted hash would give other labels on other ranks, and after a resume."""
+    outputs = with_states([output(4, 0, "1", 0.0), output(4, 1, "1", 0.0, unit="x")], ["a"], ["a"])
+    assert data.by_unit(outputs).groups.tolist() == [4, 2310197171976935481]
+    states = [3488426769146211866, 1000554072742208668]
+    assert data.turn_states(outputs, [1, 1]).tolist() == states
+
+
 def test_states_are_compared_by_value():
     """A repr leaves out most of a large array."""
     one, other = np.zeros(5000), np.zeros(5000)
