@@ -909,7 +909,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
 
     rows: all rows, by split. Returns tokenizer, processor, rows by split. Raises BadInput if the
     model, the teacher and the rows don't fit together."""
-    processor, tokenizer = models.load_tokenizer(args)
+    tokenizer, processor = models.load_tokenizer(args)
     models.check_teacher(args, tokenizer)
     rows = {
         split: data.filter_overlong(rows[split], tokenizer, task, args, processor) for split in rows
