@@ -87,7 +87,7 @@ def test_long_responses_cost_rewards_and_token_rewards_alike():
     expected[0, 1], expected[0, 4] = 0.5, 1.0
     expected[2, 2] = -3.0 + 0.25  # a unit's terminal reward stands at the end of its last output
     expected[3, 0], expected[4, 7] = 2.0, -1.0  # on the last sampled token
-    close(batch.layout.to_outputs(batch.rewards), expected)
+    close(batch.layout.to_outputs(batch.token_rewards), expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(-0.0625)}
     outputs = [output(0, 0, "1" * 7, 0.5)]
     batch, _ = batch_with_rewards(outputs, Args(max_response_tokens=10, overlong_buffer=0.4))
@@ -102,7 +102,7 @@ def test_kl_in_the_reward_by_hand():
     close(batch.unit_rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
     plain = rewards_of_tokens(OUTPUTS)
     plain[1, 1] = 0  # the unit does not end there
-    close(batch.layout.to_outputs(batch.rewards), plain - 0.05 * MASK)
+    close(batch.layout.to_outputs(batch.token_rewards), plain - 0.05 * MASK)
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1
     _, metrics = batch_with_rewards(OUTPUTS, Args(kl_in="loss", **flags), **tensors)
     assert "actor/kl" not in metrics
