@@ -1,4 +1,4 @@
-"""The algorithm on one screen: multi-turn GRPO in one process, with the parts of train.py.
+"""The algorithm in 160 lines: multi-turn GRPO in one process, with the parts of train.py.
 
     python examples/minimal_loop.py              # less than a minute on two CPU cores
     python examples/minimal_loop.py --steps 40
