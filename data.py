@@ -18,6 +18,7 @@ mini-batches are computed globally. Then each rank works on its own rows. The le
 are those of losses.py, and L is the number of tokens of the longest sequence."""
 
 import functools
+import hashlib
 import inspect
 import itertools
 import math
@@ -243,6 +244,7 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
         return len(templates.encode(text, add_special_tokens=False))
 
     def cut(number: int) -> dict:
+        """Returns row `number`, cut in place: a row in memory is cut only once."""
         row = rows[number]
         texts = _texts(row["prompt"])
         while texts and (excess := _prompt_length([row], 0, *context) - limit) > 0:
@@ -370,13 +372,21 @@ def unit_of(output: AgentLoopOutput) -> tuple:
     return *rollout_of(output), output.unit
 
 
+def stable_hash(*parts) -> int:
+    """Returns an integer in [0, 2^63) that depends on the reprs of the parts alone.
+
+    All ranks and a resumed run get the same one, unlike Python's `hash`, which is salted."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 def _group_label(output):
     """Returns the integer label of an output's group.
 
     By default it is the prompt's number, so all rollouts of a prompt are compared."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
-    return hash((prompt, name)) if name else prompt
+    return stable_hash(prompt, name) if name else prompt
 
 
 def last_outputs(outputs: Outputs) -> Outputs:
@@ -515,9 +525,10 @@ class Batch(dict):
         outputs   the B outputs
         units     their N units, see `by_unit`
         layout    the tokens of each unit as one sequence, see `EndToEnd`
-        rewards   (N, S) the shaped rewards at their tokens, set by train.set_token_rewards"""
+        token_rewards
+                  (N, S) the shaped rewards at their tokens, set by train.set_token_rewards"""
 
-    rewards: NS
+    token_rewards: NS
 
     def __init__(self, outputs: Outputs, tensors: dict):
         super().__init__(tensors)
@@ -532,17 +543,18 @@ class Batch(dict):
         return EndToEnd(self)
 
     def select(self, rows: list[int]) -> "Batch":
-        """Returns the batch of these rows alone, with the rewards that the outputs have now."""
-        if rows == list(range(len(self.outputs))):  # no tensor need be copied
-            return Batch(self.outputs, self)
+        """Returns the batch of these rows alone. Its units have the rewards that are there now."""
+        tensors = self
+        if rows != list(range(len(self.outputs))):  # otherwise no tensor need be copied
+            tensors = select_rows(self, rows)
         outputs = [self.outputs[row] for row in rows]
-        return Batch(outputs, select_rows(self, rows))
+        return Batch(outputs, tensors)
 
     @property
     def unit_rewards(self) -> N:
         """The shaped reward of each unit."""
         # In float64, because a float32 sum may differ between units that have equal rewards.
-        return self.rewards.double().sum(1).float()
+        return self.token_rewards.double().sum(1).float()
 
     @property
     def n_sampled_units(self) -> int:
@@ -550,9 +562,8 @@ class Batch(dict):
         last = last_outputs(self.outputs)
         return sum("demonstration" not in output.extra for output in last)
 
-    @property
-    def unit_tokens(self) -> B:
-        """The number of mask-1 tokens in the whole unit of each row."""
+    def count_unit_tokens(self) -> B:
+        """Returns the number of mask-1 tokens in the whole unit of each row."""
         return losses.group_sum(self["response_mask"].sum(-1), self.units.index)
 
 
@@ -741,7 +752,7 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
         if len(states) != n_turns:
             raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
         group = _group_label(output)
-        labels += [hash((group, repr(state))) for state in states]
+        labels += [stable_hash(group, state) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
 
@@ -754,8 +765,11 @@ def reward_parts(outputs: Outputs) -> dict[str, N]:
         is_dict = isinstance(output.reward, dict)
         parts.append(numeric_entries(output.reward) if is_dict else {})
     names = sorted(set().union(*parts) - {"score"})
-    columns = {name: [part.get(name, math.nan) for part in parts] for name in names}
-    return {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
+    columns = {}
+    for name in names:
+        column = [part.get(name, math.nan) for part in parts]
+        columns[name] = torch.tensor(column, dtype=torch.float32)
+    return columns
 
 
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
@@ -773,7 +787,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         "lengths": layout.mask.sum(1),
         "truncated": torch.tensor([output.truncated for output in last_outputs(batch.outputs)]),
         "mask": layout.mask,
-        "token_rewards": batch.rewards,
+        "token_rewards": batch.token_rewards,
     }
     for name in takes:
         if name not in inputs and name in batch:
@@ -825,6 +839,15 @@ def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]
         for part in present[order].tensor_split(n):
             if len(part):
                 yield torch.isin(prompts, part).nonzero().flatten().tolist()
+
+
+def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -> dict:
+    """Returns the named columns of a micro-batch's rows, on a device; all 0 for a filler."""
+    columns = to_device({name: batch[name][micro.rows] for name in names}, device)
+    if micro.is_filler:
+        for column in columns.values():
+            column.zero_()
+    return columns
 
 
 def count_globally(
@@ -898,17 +921,22 @@ class MicroBatch:
 def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
     """Returns some rows of a batch as one MicroBatch, which is in prefix order."""
     ids = batch.get("prefix_ids", batch["input_ids"])  # (B, L)
-    # Row by row, because the longest may be many times as long as the others.
-    tokens_of = {row: ids[row, : batch["lengths"][row]].int().numpy() for row in rows}
+    tokens_of = {}  # row -> its tokens, without padding: other rows may be many times as long
+    for row in rows:
+        tokens = ids[row, : batch["lengths"][row]]
+        tokens_of[row] = tokens.int().numpy()
+
     # Any order of token ids will do, and bytes compare fast.
     rows = sorted(rows, key=lambda row: tokens_of[row].tobytes())
+    sequences = [tokens_of[row] for row in rows]
     shared = [0]
-    for before, after in itertools.pairwise(tokens_of[row] for row in rows):
+    for before, after in itertools.pairwise(sequences):
         # Neighbours share the tokens before the first difference or the end of the shorter one.
         n = min(len(before), len(after))
         differs = before[:n] != after[:n]
         shared.append(int(differs.argmax()) if differs.any() else n)
-    return MicroBatch(rows, [len(tokens_of[row]) for row in rows], shared)
+    lengths = [len(tokens) for tokens in sequences]
+    return MicroBatch(rows, lengths, shared)
 
 
 def balance(lengths: list[int], n: int) -> list[list[int]]:
@@ -1018,9 +1046,10 @@ def micro_batches_of_this_rank(
     with fewer gets fillers."""
     n_ranks = dist.get_world_size()
     whole = in_prefix_order(batch, rows)
+    fill = _fill_packed
     if not packed:
+        fill = _fill_padded
         whole.shared = [0] * len(whole.rows)
-    fill = _fill_packed if packed else _fill_padded
     parts = _equal_parts(whole, max_tokens, n_ranks, fill)
     shares = balance([part.n_tokens for part in parts], n_ranks)
     # The largest first: the smaller ones fit into the memory that it leaves.
@@ -1044,7 +1073,8 @@ def _equal_parts(
     n_needed = len(fill(whole, max_tokens))
     at_most = math.ceil(n_needed / n_ranks) * n_ranks  # the same number for each rank
 
-    # The smallest budget that needs no more parts than that makes them about equal.
+    # A small budget that needs no more parts than that makes them about equal. Bisection finds
+    # one, if not always the smallest: a larger budget may need more parts.
     low = longest
     high = max_tokens
     while low < high:
@@ -1127,10 +1157,6 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
     return inputs, pad_sequence(places, batch_first=True)
 
 
-# Token ids and places are smaller, so a pair of them, place * ID_LIMIT + id, fits one int64.
-ID_LIMIT = 2**32
-
-
 def pack_rows(
     batch: dict,
     micro: MicroBatch,
@@ -1141,21 +1167,14 @@ def pack_rows(
 
     S tokens go through the network for R rows. If they are packed, a prefix that a row shares
     with the row before it counts once. A token's place is its position among these S: see the
-    example of `_pack_shared_prefixes`. n of the rows' tokens were sampled (or demonstrated, or are
-    observations to be predicted).
+    example of `_pack_shared_prefixes`.
 
     Returns a dict:
         inputs    of the model, see below
-        source    (M,) places of the tokens whose hidden states predict sampled tokens
-        targets   (M,) ids of the predicted tokens. No pair (source, target) comes twice: rows that
-                  agree up to and including a sampled token share its prediction. With
-                  batch["top_ids"], (B, T, K): (n, 1 + K) the same and K other ids for each token;
-                  then M is n, because teachers that are told something differ by rows
-        pair      (n,) the index among the M pairs of each sampled token
-        at        (row, column) of each sampled token in the (R, T) matrices, (n,) each
-        shape     (R, T)
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
         top_k     how many of the likeliest ids a Policy gives for each token: batch["top_k"] or 0
+        source, targets, pair, at, shape
+                  which tokens are predicted, and from where: see `_predictions`
 
     Packed inputs:
         input_ids, position_ids, cu_seqlens, max_seqlen   from `pack`, of the tokens that rows add
@@ -1172,32 +1191,61 @@ def pack_rows(
         inputs = {"input_ids": ids}
         places = torch.arange(ids.numel()).view(ids.shape)
 
+    result = {
+        "inputs": inputs,
+        "images": _images_of_rows(batch, micro),
+        "top_k": batch.get("top_k", 0),
+    }
+    result |= _predictions(batch, micro, ids, places)
+    return to_device(result, device)
+
+
+# Token ids and places are smaller, so a pair of them, place * ID_LIMIT + id, fits one int64.
+ID_LIMIT = 2**32
+
+
+def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
+    """Returns which tokens of a micro-batch are predicted, and from where.
+
+    ids: the token ids of its rows. places: their places (`pack_rows`). n of these tokens were
+    sampled (or demonstrated, or are observations to be predicted). A prediction is a pair: the
+    place of the token before, and the predicted id. Rows that agree up to and including a sampled
+    token share its prediction, so there are M <= n of them.
+
+        source    (M,) places of the tokens whose hidden states predict
+        targets   (M,) ids of the predicted tokens
+        pair      (n,) the index among the M predictions of each sampled token
+        at        (row, column) of each sampled token in the (R, T) matrices, (n,) each
+        shape     (R, T)
+
+    With batch["top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then no
+    prediction is shared, because rows that agree may have other ids: their teachers may have been
+    told different hints."""
     mask = batch["response_mask"][micro.rows]
     for name in ("imitation_mask", "observation_mask"):
         if name in batch:
             mask = mask + batch[name][micro.rows]
     row, column = mask.nonzero(as_tuple=True)  # (n,) each
     index = batch["prompt_lengths"][micro.rows][row] + column  # of the token in its sequence
-    # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
-    all_pairs = places[row, index - 1] * ID_LIMIT + ids[row, index]  # (n,)
-    pairs, pair = all_pairs.unique(return_inverse=True)  # (M,), (n,)
-    targets = pairs % ID_LIMIT
+    sources = places[row, index - 1]  # (n,)
+    targets = ids[row, index]  # (n,)
     if "top_ids" in batch:
-        pairs, pair = all_pairs, torch.arange(len(all_pairs))
         top_ids = batch["top_ids"][micro.rows][row, column]  # (n, K)
-        targets = torch.cat([pairs[:, None] % ID_LIMIT, top_ids], 1)
-
-    result = {
-        "inputs": inputs,
-        "source": pairs // ID_LIMIT,
+        targets = torch.cat([targets[:, None], top_ids], 1)
+        pair = torch.arange(len(row))
+    else:
+        # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
+        pairs = sources * ID_LIMIT + targets
+        pairs, pair = pairs.unique(return_inverse=True)  # (M,), (n,)
+        sources = pairs // ID_LIMIT
+        targets = pairs % ID_LIMIT
+    return {
+        "source": sources,
         "targets": targets,
         "pair": pair,
         "at": (row, column),
         "shape": mask.shape,
-        "images": _images_of_rows(batch, micro),
-        "top_k": batch.get("top_k", 0),
     }
-    return to_device(result, device)
 
 
 def _images_of_rows(batch: dict, micro: MicroBatch) -> list[tuple]:

@@ -6,7 +6,7 @@
     aggregate(loss, mask, "token-mean", n_tokens=tokens_in_the_global_batch).backward()
 
 Three words have a fixed meaning:
-    output             one token sequence; a rollout has one or more of them
+    output             one token sequence, a row of (B, T); a rollout has one or more of them
     unit               the outputs of a rollout that share one reward; by default all of them
     group              the units that are compared; by default all those of one prompt
 
@@ -243,11 +243,8 @@ def gae(
     mask, rewards, values = _masked(mask, rewards, values)
     advantages = torch.zeros_like(rewards + values)
 
-    # gamma * turn_discount where the next token has mask 0, that is at the end of a turn. `roll`
-    # gives the last column the mask of the first. That is harmless, because V and A are 0 after
-    # the last column, whatever their discount.
-    gammas = torch.full_like(advantages, gamma * turn_discount)
-    gammas.masked_fill_(mask.roll(-1, 1), gamma)
+    gammas = torch.full_like(advantages, gamma)
+    gammas.masked_fill_(turn_ends(mask), gamma * turn_discount)
 
     next_value = advantages.new_zeros(len(mask))  # (B,)
     next_advantage = advantages.new_zeros(len(mask))  # (B,)
@@ -396,6 +393,13 @@ def turn_starts(mask: BT) -> BT:
     mask = mask.bool()
     previous = torch.nn.functional.pad(mask, (1, -1))  # the mask, shifted right by one
     return mask & ~previous
+
+
+def turn_ends(mask: BT) -> BT:
+    """Returns a bool mask of the last token of each turn."""
+    mask = mask.bool()
+    following = torch.nn.functional.pad(mask, (-1, 1))  # the mask, shifted left by one
+    return mask & ~following
 
 
 @no_grad
@@ -667,59 +671,17 @@ def _reinforce(logprobs, advantages):
 
 
 # ---- Importance weights: from the engine's policy to the trainer's -------------------------
-# A kind combines a ratio with a rule that turns it into weights. The ratio is that of a token,
-# the product over a row, or the geometric mean of a row.
-
-
-def _token_ratio(difference, mask):
-    return _ratio(difference)
-
-
-def _row_ratio(difference, mask):
-    return _ratio(difference.sum(-1, keepdim=True))
-
-
-def _mean_ratio(difference, mask):
-    return _ratio(_row_mean(difference, mask))
-
-
-# A rule takes ratios, (B, T) or (B, 1), and `alone`: True if no other kind is combined with it.
-# It returns (factor, is_clipped, is_dropped): what the weights are multiplied by, where a ratio
-# was cut to a bound, and where the weight becomes 0.
-
-
-def _keep(ratio, mask, low, high, alone):
-    no_tokens = torch.zeros_like(mask)
-    return 1.0, no_tokens, no_tokens
-
-
-def _truncate(ratio, mask, low, high, alone):
-    return ratio.clamp(max=high), ratio > high, torch.zeros_like(mask)
-
-
-def _drop_outside(ratio, mask, low, high, alone):
-    factor = ratio if alone else 1.0
-    is_outside = (ratio < low) | (ratio > high)
-    return factor, torch.zeros_like(mask), mask & is_outside
-
-
-def _drop_rows(ratio, mask, low, high, alone):
-    """Drops all rows that have a token outside the bounds."""
-    _, no_tokens, is_outside = _drop_outside(ratio, mask, low, high, alone)
-    return 1.0, no_tokens, is_outside.any(-1, keepdim=True)
-
-
-# Kind -> ratio, rule, default of low, default of high.
+# Kind -> what a ratio is of, what happens outside the bounds, default of low, default of high.
 _CORRECTIONS = {
-    "none": (_token_ratio, _keep, 0.0, 1.0),
-    "bypass": (_token_ratio, _keep, 0.0, 1.0),
-    "tis": (_token_ratio, _truncate, 0.0, 2.0),
-    "icepop": (_token_ratio, _drop_outside, 0.5, 5.0),
-    "seq_tis": (_row_ratio, _truncate, 0.0, 2.0),
-    "seq_mask": (_row_ratio, _drop_outside, 0.0, 3.0),
-    "geo_tis": (_mean_ratio, _truncate, 0.0, 2.0),
-    "geo_mask": (_mean_ratio, _drop_outside, 0.999, 1.002),
-    "veto": (_token_ratio, _drop_rows, 1e-4, 1e4),
+    "none": ("token", "nothing", 0.0, 1.0),
+    "bypass": ("token", "nothing", 0.0, 1.0),
+    "tis": ("token", "truncate", 0.0, 2.0),
+    "icepop": ("token", "drop", 0.5, 5.0),
+    "seq_tis": ("row", "truncate", 0.0, 2.0),
+    "seq_mask": ("row", "drop", 0.0, 3.0),
+    "geo_tis": ("row mean", "truncate", 0.0, 2.0),
+    "geo_mask": ("row mean", "drop", 0.999, 1.002),
+    "veto": ("token", "drop row", 1e-4, 1e4),
 }
 # Kind -> default (low, high).
 ROLLOUT_CORRECTIONS = {kind: (low, high) for kind, (_, _, low, high) in _CORRECTIONS.items()}
@@ -752,12 +714,6 @@ def rollout_correction(
     their weight. For decoupled PPO (arXiv 2505.24298), multiply policy_loss by icepop weights
     with low 0.
 
-    If both logprobs of a token are -inf, its rho is NaN:
-        none, bypass, veto             ignore that
-        icepop, *_mask among several   ignore that
-        tis, icepop alone              give the token a weight of NaN
-        seq_*, geo_* otherwise         give the whole row a weight of NaN
-
     stats:
         rollout_kl          -log rho of the token: the k1 estimate of KL(rollout, old)
         rollout_ratio       rho; if there are several kinds, that of the last one
@@ -784,6 +740,15 @@ def rollout_correction(
     return _zero_where_masked(mask, weights, stats)
 
 
+def _ratio_of(what, difference, mask):
+    """Returns the ratio of each token, (B, T), or of each row, (B, 1): a product or its mean."""
+    if what == "row":
+        difference = difference.sum(-1, keepdim=True)
+    elif what == "row mean":
+        difference = _row_mean(difference, mask)
+    return _ratio(difference)
+
+
 def _combine(corrections, difference, mask):
     """Multiplies the weights of some (kind, low, high).
 
@@ -791,15 +756,20 @@ def _combine(corrections, difference, mask):
     weights = torch.ones_like(difference)
     clipped = torch.zeros_like(mask)
     dropped = torch.zeros_like(mask)
-    alone = len(corrections) == 1
     for kind, low, high in corrections:
-        ratio_of, rule, _, _ = _CORRECTIONS[kind]
-        ratio = ratio_of(difference, mask)
-        factor, is_clipped, is_dropped = rule(ratio, mask, low, high, alone)
-        weights = torch.where(is_dropped, 0, weights * factor)
-        clipped = clipped | is_clipped
-        dropped = dropped | is_dropped
-    return weights, ratio, clipped, dropped
+        what, rule, _, _ = _CORRECTIONS[kind]
+        ratio = _ratio_of(what, difference, mask)
+        is_outside = mask & ((ratio < low) | (ratio > high))
+        if rule == "truncate":
+            weights = weights * ratio.clamp(max=high)
+            clipped = clipped | (ratio > high)
+        elif rule == "drop":
+            dropped = dropped | is_outside
+            if len(corrections) == 1:  # among several it is a mask
+                weights = weights * ratio
+        elif rule == "drop row":
+            dropped = dropped | is_outside.any(-1, keepdim=True)
+    return torch.where(dropped, 0, weights), ratio, clipped, dropped
 
 
 def _parse_corrections(kind, low, high):
@@ -887,12 +857,12 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
                                        (straight-through estimator)
     For k3, d is clamped to +-20 and the result to 10. Beyond that the gradient is 0.
 
+    There is no mask, because `aggregate` applies it to the result. A d that is not finite gets no
+    gradient, which the mask could not stop. It keeps its value: a NaN at mask 1 must be noticed.
+
     Raises ValueError for an unknown kind."""
     _check_choice("KL estimate", kind, KL_ESTIMATES)
     difference = logprobs - logprobs_ref.detach()
-    # The mask is applied later, in `aggregate`. It would not stop 0 * NaN in the backward pass,
-    # so a difference that is not finite gets no gradient. It keeps its value, because a NaN at
-    # mask 1 must be noticed.
     finite = difference.isfinite()
     k1 = torch.where(finite, difference, 0)
     k2 = 0.5 * k1.square()
@@ -964,10 +934,9 @@ def aggregate(
     how its rows are cut into micro-batches. By default the counts are those of this mask, and
     max_len is its width.
 
-    unit_tokens: the number of mask-1 tokens in the whole unit of each row.
-
-    A sequence is a row or, with unit_tokens, a unit, which may have several rows. A "row mean"
-    is then the mean over the unit, and the rows of a unit together weigh as much as one row.
+    unit_tokens: the number of mask-1 tokens in the whole unit of each row. With them a sequence is
+    a unit, otherwise a row. A "row mean" is then the mean over the unit, and the rows of a unit
+    together weigh as much as one row.
 
     Raises ValueError for an unknown mode."""
     _check_choice("aggregation", mode, AGGREGATIONS)
@@ -1205,27 +1174,25 @@ class _TokenLogprobs(torch.autograd.Function):
         sum_of_g = g.sum(1, keepdim=True)
         temperature, softcap = ctx.scale
         for start, stop in ctx.blocks:
-            # To save memory, one tensor holds first z, then log p, then dz.
-            work, block_weight = _block(hidden, weight, temperature, softcap, start, stop)
+            z, block_weight = _block(hidden, weight, temperature, softcap, start, stop)
             inside, column = _in_block(targets, start, stop)
-            tanh = work * (temperature / softcap) if softcap else None
-            work -= lse[:, None]
+            tanh = z * (temperature / softcap) if softcap else None
+            # To save memory, log p takes the place of z, and dz that of log p.
+            logp = z.sub_(lse[:, None])
             if grad_entropy is None:
-                work.exp_().mul_(-sum_of_g)
+                dz = logp.exp_().mul_(-sum_of_g)
             else:
-                p = work.exp()
-                work.add_(entropy[:, None])
-                work.mul_(grad_entropy[:, None])
-                work.add_(sum_of_g)
-                work.mul_(p).neg_()
+                p = logp.exp()
+                dz = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+                dz.add_(sum_of_g).mul_(p).neg_()
                 del p
-            work.scatter_add_(1, column, torch.where(inside, g, 0))
+            dz.scatter_add_(1, column, torch.where(inside, g, 0))
             if temperature != 1:
-                work /= temperature
+                dz /= temperature
             if softcap:
-                work *= 1 - tanh.square_()
-            dz = work.to(hidden.dtype)
-            del work, tanh  # or more blocks than necessary are alive
+                dz *= 1 - tanh.square_()
+            dz = dz.to(hidden.dtype)
+            del z, logp, tanh  # or more blocks than necessary are alive
             if needs_hidden:
                 grad_hidden += _matmul(dz, block_weight)
             if needs_weight:

@@ -23,7 +23,6 @@ loops, and the others follow its steps."""
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -97,8 +96,7 @@ def seed_of(*parts) -> int:
     """Returns a sampling seed in [0, 2^63) that depends on the parts alone.
 
     Parts are anything with a repr, for example (--seed, name of the trajectory, turn)."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return data.stable_hash(*parts)
 
 
 # ---------------------------------------------------------------- the engine

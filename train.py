@@ -20,14 +20,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 
 import data
 import losses
@@ -40,12 +39,13 @@ from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints, seen_by
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
-from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean
+from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
     Background, Stop, Stopped, all_sum, on_main, raise_if_stopped, run_as_script)
 from flatrl.terminal import Bar, quiet_libraries, shown
 from flatrl.vision import Vision
 from flatrl.vllm_engine import NEUTRAL_SAMPLING, check_model
+from losses import BT, LossAndStats, N
 from rollout import Engine, Pool, Rollouts, rollout, seed_of, training_pool, wait_for_rewards
 
 VALUE_CLIP = 0.5  # clip of the critic's value loss (PPO)
@@ -81,7 +81,7 @@ def main(args: Args):
 
             # ---- 3. rewards -> advantages: change these lines for a method of your own
             metrics |= set_token_rewards(run, batch, step)
-            batch["advantages"] = estimate_advantages(batch, rollouts, args, run.state)  # (B, T)
+            batch["advantages"] = estimate_advantages(batch, rollouts, args, run.estimator_state)
             run.clock.lap("advantages")
             if args.mask_truncated:
                 mask_truncated(batch)
@@ -105,7 +105,9 @@ def main(args: Args):
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
             del rollouts, batch  # free the images of a step before those of the next one come
-            args.end_if_reached(metrics)  # --stop_at_reward
+            if args.is_reached_by(metrics):  # --stop_at_reward
+                args.num_steps = run.done  # so that the run counts as complete
+                break
     finish(run)
 
 
@@ -129,11 +131,12 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
         return run.pool.rollout(step)
     with awake(run) as sync_s:
         rollouts = run.pool.rollout(step)
+    put_to_sleep(run)
     rollouts.sync_s = sync_s
     return rollouts
 
 
-def named_weights(policy: "Policy") -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(policy: "Policy") -> Iterator[tuple[str, Tensor]]:
     """Yields the unsharded weights for the engine, one at a time, by their checkpoint names."""
     return models.checkpoint_weights(policy.model, policy.dtype)
 
@@ -150,12 +153,12 @@ def sync(engine: Engine, policy: "Policy", version: int) -> float:
 
 
 @contextlib.contextmanager
-def awake(run: "Run", stays: bool = False) -> Iterator[float]:
-    """Keeps the engine awake inside the with-block, with the current weights.
+def awake(run: "Run") -> Iterator[float]:
+    """Wakes the engine, with the current weights. It stays awake until `put_to_sleep`.
 
     What --offload names is in host memory meanwhile. Yields the seconds of the weight sync, 0 if
-    the engine had these weights already. stays: the engine stays awake after the block. After
-    Stopped or an error it sleeps in any case, so that a checkpoint can be saved."""
+    the engine had these weights already. After Stopped or an error in the block the engine
+    sleeps, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
         # Without cached prompts, an evaluation can't change the rounding of the next rollout.
@@ -168,8 +171,6 @@ def awake(run: "Run", stays: bool = False) -> Iterator[float]:
     except BaseException:
         put_to_sleep(run, keep=True)
         raise
-    if not stays:
-        put_to_sleep(run)
 
 
 def put_to_sleep(run: "Run", keep: bool = False):
@@ -191,32 +192,35 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     Sets batch["logprobs_old"], batch["logprobs_ref"] and batch["values"], (B, T) each, and
     batch["entropy"] if the estimator asks for it. With --kl_kind topK it also sets (B, T, K)
     batch["top_ids"], which the reference finds likeliest, and batch["top_logprobs"]. A step with
-    a single update needs no old logprobs, unless the estimator asks for them: see
-    `update_policy`."""
+    a single update may need no old logprobs: see `update_policy`."""
     args = run.args
     if args.rollout_only:
         return
     run.clock.lap("batch")
-    has_several_updates = args.updates_per_rollout > 1
+    has_several_updates = args.updates_per_step > 1
     only_critic_learns = step < args.critic_warmup
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
-        names = ["logprobs_old", "entropy"] if "entropy" in asked else ["logprobs_old"]
-        batch.update(zip(names, token_scores(run.policy.net, batch, args, len(names))))
+        if "entropy" in asked:
+            batch["logprobs_old"], batch["entropy"] = token_scores(run.policy.net, batch, args, 2)
+        else:
+            batch["logprobs_old"] = score_tokens(run.policy.net, batch, args)
         run.clock.lap("logprobs_old")
     if run.reference:
-        names = ["logprobs_ref", "entropy_ref", "top_logprobs", "top_ids"]
-        seen = seen_by("logprobs_ref", batch) | {"top_k": args.kl_top}
-        scores = token_scores(run.reference, seen, args, 4 if args.kl_top else 1)
-        batch.update(zip(names, scores))
+        seen = seen_by("logprobs_ref", batch)
+        if args.kl_top:
+            scores = token_scores(run.reference, seen | {"top_k": args.kl_top}, args, 4)
+            batch["logprobs_ref"], _, batch["top_logprobs"], batch["top_ids"] = scores
+        else:
+            batch["logprobs_ref"] = score_tokens(run.reference, seen, args)
         run.clock.lap("logprobs_ref")
     if run.critic:
         batch["values"] = score_tokens(run.critic.net, batch, args)
         run.clock.lap("values")
 
 
-def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
+def score_tokens(net: "Net", batch: dict, args: Args) -> BT:
     """Returns a Policy's logprobs or a Critic's values of all sampled tokens, (B, T), 0 elsewhere.
 
     Each rank scores a share, and gets the scores of all."""
@@ -224,20 +228,27 @@ def score_tokens(net: "Net", batch: dict, args: Args) -> losses.BT:
 
 
 @torch.no_grad()
-def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[losses.BT]:
-    """Returns the first n scores of a network, as `score_tokens` does."""
+def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[BT]:
+    """Returns the first n scores of a network, in the order of `Net.forward`, as `score_tokens`."""
     mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(mask)), args.tokens_per_micro_batch, net.packed
     )
     # Scores stay on the device until all are computed, because reading them would wait for it.
-    scores = [net(net.pack(batch, micro))[:n] for micro in Bar(micro_batches, "scoring")]
-    results = [torch.zeros(*mask.shape, *x.shape[2:], dtype=x.dtype) for x in scores[0]]
-    for micro, computed in zip(micro_batches, scores):
+    scores = []  # of each micro-batch
+    for micro in Bar(micro_batches, "scoring"):
+        packed = net.pack(batch, micro)
+        scores.append(net(packed)[:n])
+    return [all_sum(collected(mask.shape, micro_batches, each)) for each in zip(*scores)]
+
+
+def collected(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
+    """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
+    result = torch.zeros(*shape, *scores[0].shape[2:], dtype=scores[0].dtype)
+    for micro, values in zip(micro_batches, scores):
         if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
-            for result, values in zip(results, computed):
-                result[micro.rows] = values.cpu()
-    return [all_sum(result) for result in results]
+            result[micro.rows] = values.cpu()
+    return result
 
 
 def add_rewards(
@@ -259,7 +270,7 @@ def add_rewards(
 # ---------------------------------------------------------------- 3. rewards -> advantages
 
 
-def shape_rewards(units: data.Units, args: Args) -> losses.N:
+def shape_rewards(units: data.Units, args: Args) -> N:
     """Returns the shaped terminal reward of each unit, (N,); by default a unit is a rollout.
 
     Change the shape of the reward here: every estimator, and ReMax's greedy baseline, gets it."""
@@ -272,20 +283,21 @@ def shape_rewards(units: data.Units, args: Args) -> losses.N:
 
 
 def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
-    """Sets batch.rewards, (N, S): the shaped rewards at their tokens.
+    """Sets batch.token_rewards, (N, S): the shaped rewards at their tokens.
 
     With --kl_in reward, each token's KL is subtracted; with --kl_target, the mean KL over units
     adapts its coefficient. Returns metrics."""
     args = run.args
     metrics = {}
-    rewards = data.place_rewards(batch, shape_rewards(batch.units, args))
-    batch.rewards = args.reward_coef * rewards
-    mask = batch["response_mask"]
+    outcomes = shape_rewards(batch.units, args)
+    batch.token_rewards = args.reward_coef * data.place_rewards(batch, outcomes)
     if args.kl_coef and args.kl_in == "reward":
-        kl = losses.kl_estimate(batch["logprobs_old"], batch["logprobs_ref"], args.kl_kind)
-        kl = torch.where(mask.bool(), kl, 0)  # (B, T)
-        batch.rewards = batch.rewards - run.kl.coef * batch.layout.to_units(kl)
-        mean_kl = losses.aggregate(kl, mask, "seq-mean-token-mean", unit_tokens=batch.unit_tokens)
+        logprobs = batch["logprobs_old"], batch["logprobs_ref"]
+        kl = losses.kl_estimate(*logprobs, args.kl_kind)  # (B, T)
+        batch.token_rewards -= run.kl.coef * batch.layout.to_units(kl)
+        mask = batch["response_mask"]
+        unit_tokens = batch.count_unit_tokens()
+        mean_kl = losses.aggregate(kl, mask, "seq-mean-token-mean", unit_tokens=unit_tokens)
         metrics["actor/kl"] = mean_kl.item()
         metrics["actor/kl_coef"] = run.kl.coef
         if args.kl_target and step >= args.critic_warmup:
@@ -295,24 +307,25 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
     return metrics
 
 
-def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> losses.N:
+def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> N:
     """Returns the shaped reward of each unit's greedy rollout, (N,); NaN where there is none."""
     greedy = data.by_unit(rollouts.greedy)
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
-    baseline_of = dict(zip(greedy.groups.tolist(), rewards.tolist()))
-    return rewards.new_tensor([baseline_of.get(group, math.nan) for group in units.groups.tolist()])
+    greedy_groups = greedy.groups.tolist()
+    baseline_of = dict(zip(greedy_groups, rewards.tolist()))
+    baselines = [baseline_of.get(group, math.nan) for group in units.groups.tolist()]
+    return rewards.new_tensor(baselines)
 
 
 def estimate_advantages(
     batch: data.Batch, rollouts: Rollouts, args: Args, state: dict | None = None
-) -> losses.BT:
+) -> BT:
     """Returns the advantages by --adv_estimator, (B, T).
 
     The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
     as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
     unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. state:
-    the estimator's own (Run.state). Raises ValueError for advantages of another shape, NaN or
-    infinity."""
+    Run.estimator_state. Raises ValueError for advantages of another shape, NaN or infinity."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     units = batch.units
     layout = batch.layout
@@ -353,52 +366,42 @@ def mask_truncated(batch: data.Batch):
 def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     """Trains policy and critic: epochs x mini-batches x packed micro-batches.
 
-    Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over the optimiser
-    steps."""
+    Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over updates."""
     args = run.args
-    batch["unit_tokens"] = batch.unit_tokens  # counted after mask_truncated
+    batch["unit_tokens"] = batch.count_unit_tokens()  # after mask_truncated
     prompts = batch.units.prompts[batch.units.index]  # (B,)
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if run.critic:
         run.critic.set_lr(step)
 
-    all_metrics = defaultdict(list)  # name -> its values in the optimiser steps that have it
+    updates = []  # the metrics of each
     seeds = [seed_of(args.seed, step, epoch) for epoch in range(args.epochs)]
-    for rows in data.mini_batches(prompts, args.updates_per_rollout // args.epochs, seeds):
-        metrics = {"actor/lr": lr, "batch/tokens": batch["lengths"][rows].sum().item()}
+    for rows in data.mini_batches(prompts, args.updates_per_epoch, seeds):
+        n_tokens = batch["lengths"][rows].sum().item()
+        metrics = {"actor/lr": lr, "batch/tokens": n_tokens}
         if step >= args.critic_warmup:
             metrics |= update_policy(run, batch, rows)
             run.clock.lap("policy")
         if run.critic:
             metrics |= update_critic(run, batch, rows)
             run.clock.lap("critic")
-        for name, value in metrics.items():
-            all_metrics[name].append(value)
-
-    metrics = {name: fmean(values) for name, values in all_metrics.items()}
-    metrics["actor/adam_steps"] = models.adam_steps(run.policy.optimizer)
-    if run.critic:
-        metrics["critic/explained_var"] = losses.explained_variance(
-            batch["values"], batch["returns"], batch["response_mask"]
-        ).item()
-    return metrics
+        updates.append(metrics)
+    return means(updates) | {"actor/adam_steps": models.adam_steps(run.policy.optimizer)}
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
     """Makes one optimiser step of the policy on these rows. Returns metrics."""
     args = run.args
-    columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
-    if run.reference:
-        columns.append("logprobs_ref")
-    columns += {"versions"} & {*args.objective_takes}
-    columns += {"imitation_mask", "observation_mask", "top_logprobs"} & batch.keys()
-    if args.updates_per_rollout > 1:
+    columns = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
+    optional = {"logprobs_ref", "top_logprobs", "imitation_mask", "observation_mask"}
+    columns += optional & batch.keys()
+    if args.updates_per_step > 1:
         columns.append("logprobs_old")
     # A single update takes them from its own forward pass: the ratio to them is exactly 1.
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
     )
-    if "logprobs_old" not in batch:
+    if "logprobs_old" not in batch:  # after the only update: for the metrics of the step
         batch["logprobs_old"] = all_sum(logprobs)
     return metrics
 
@@ -415,7 +418,7 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     return metrics
 
 
-def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
+def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStats:
     """Returns the policy's loss per token, (b, T), and its stats.
 
     That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
@@ -426,7 +429,7 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
     old = columns.get("logprobs_old", logprobs.detach())
     kind, low, high = args.correction
     anchor = columns["logprobs_rollout"] if kind == "bypass" else old
-    more = {"logprobs_rollout", "logprobs_ref", "versions"} & {*args.objective_takes}
+    more = {"logprobs_rollout", "logprobs_ref", "versions"} & columns.keys()
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
@@ -440,6 +443,7 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
         args,
         **{name: columns[name] for name in more},
     )
+    # Its stats are logged for the batch as a whole, by metrics.batch_metrics.
     weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
@@ -456,7 +460,7 @@ def policy_objective(scores: list[losses.BT], columns: dict, args: Args) -> loss
     return loss, stats
 
 
-def value_objective(scores: list[losses.BT], columns: dict, args: Args) -> losses.LossAndStats:
+def value_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStats:
     """Returns the critic's loss per token, (b, T), and its stats."""
     return losses.value_loss(
         scores[0], columns["values"], columns["returns"], columns["response_mask"], VALUE_CLIP
@@ -472,7 +476,7 @@ def optimise(
     args: Args,
     accelerator,
     loss_agg: str = "token-mean",
-) -> tuple[dict, losses.BT]:
+) -> tuple[dict, BT]:
     """Makes one optimiser step on some rows. All ranks pass the same rows; each computes a share.
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
@@ -489,52 +493,39 @@ def optimise(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed
     )
     # Both stay on the device, because reading a number there would wait for the whole pass.
-    n_unique = 0
     sums = defaultdict(float)  # name of a metric -> its sum over micro-batches
-    computed = []  # (rows, scores)
+    own_scores = []  # of each micro-batch
+    n_unique = 0
     for i, micro in enumerate(Bar(micro_batches, "update")):
         packed = learner.net.pack(batch, micro)
-        of_rows = {name: batch[name][micro.rows] for name in columns}
-        of_rows = data.to_device(of_rows, accelerator.device)
-        if micro.is_filler:
-            for column in of_rows.values():
-                column.zero_()
-
-        # Ranks average their gradients once, after the last micro-batch. FSDP does it every
-        # time, because delaying it would need unsharded gradients on every rank.
+        of_rows = data.columns_of(batch, micro, columns, accelerator.device)
         is_last = i == len(micro_batches) - 1
-        averaging = contextlib.nullcontext()
-        if not is_last and not args.shard:
-            averaging = accelerator.no_sync(learner.wrapped)
-        with averaging:
+        with learner.averaging(accelerator, is_last):
             scores = learner.wrapped(packed)
             loss, shares = micro_batch_loss(objective, scores, of_rows, counts, args, loss_agg)
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
+        own_scores.append(scores[0].detach())
         for name, share in shares.items():
             sums[f"{learner.name}/{name}"] += share
         if not micro.is_filler:
             n_unique += packed["inputs"]["input_ids"].numel()
-            computed.append((micro.rows, scores[0].detach()))
 
     grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
-    own_scores = torch.zeros_like(batch["response_mask"])
-    for micro_rows, scores in computed:
-        own_scores[micro_rows] = scores.cpu()
     sums["batch/unique_tokens"] = n_unique
     totals = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
     metrics = dict(zip(sums, totals))
     metrics[f"{learner.name}/grad_norm"] = grad_norm
-    return metrics, own_scores
+    return metrics, collected(batch["response_mask"].shape, micro_batches, own_scores)
 
 
 def micro_batch_loss(
     objective: Callable,
-    scores: list[losses.BT],
+    scores: list[BT],
     columns: dict,
     counts: dict,
     args: Args,
     loss_agg: str,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a micro-batch's share of the loss, a scalar, and of each metric, detached.
 
     The shares add up over micro-batches and ranks. See `optimise`."""
@@ -544,10 +535,10 @@ def micro_batch_loss(
         loss_of_tokens,
         mask,
         loss_agg,
-        counts["tokens"],
-        counts["units"],
-        args.max_response_tokens,
-        columns["unit_tokens"],
+        n_tokens=counts["tokens"],
+        n_seqs=counts["units"],
+        max_len=args.max_response_tokens,
+        unit_tokens=columns["unit_tokens"],
     )
     shares = {}
     for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
@@ -581,7 +572,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
         run.log.warn_once(problem)
         run.mismatch_is_known = True
         return
-    close(run)
+    close(run)  # all ranks end together, so that none says that another is gone
     raise BadInput(f"{problem}; --allow_mismatch trains all the same")
 
 
@@ -592,7 +583,7 @@ def evaluate(run: "Run") -> dict:
     args = run.args
     if not run.rows["val"]:
         return {}
-    with awake(run, stays=True):
+    with awake(run):
         # Rollouts for training must not sample meanwhile.
         if run.done == args.num_steps:
             run.pool.end()
@@ -638,10 +629,11 @@ class Net(nn.Module):
         device = next(self.parameters()).device
         return data.pack_rows(batch, micro, device, self.packed)
 
-    def forward(self, packed: dict) -> list[torch.Tensor]:
+    def forward(self, packed: dict) -> list[Tensor]:
         """Returns the scores of each sampled token of R rows, a list of (R, T), 0 elsewhere.
 
-        A Policy gives logprobs and entropies, and perhaps (R, T, K) more, a Critic values.
+        A Critic gives values, a Policy logprobs, entropies and, with --kl_kind topK, (R, T, K)
+        each, the logprobs of K other ids, and these ids if it has chosen them itself.
         packed: `data.pack_rows` of these rows. Everything happens in here, because a call that
         bypasses DDP's wrapper would skip the averaging of gradients."""
         backbone = self.model.base_model
@@ -671,7 +663,8 @@ class Policy(Net):
         auto_class = "AutoModelForCausalLM"
         if vision:
             auto_class = "AutoModelForImageTextToText"
-        super().__init__(auto_class, args, vision, packed=bool(vision))  # a text model: see below
+        # A text model begins with its own attention, and packed attention is tried below.
+        super().__init__(auto_class, args, vision, packed=bool(vision))
         # It is a parameter of self.model; in a list it is not registered a second time.
         self.head = [self.model.get_output_embeddings()]
         need(
@@ -682,11 +675,14 @@ class Policy(Net):
         text = self.model.config.get_text_config()
         # Some models multiply their logits by this.
         scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
-        self.temperature = args.temperature / scale
-        self.dtype = getattr(torch, args.dtype, torch.float32)  # of the engine
+        self.logits = {  # as losses.token_logprobs takes them
+            "vocab_size": vocab_size,
+            "temperature": args.temperature / scale,
+            "softcap": getattr(text, "final_logit_softcapping", None),
+            "banned": [vision.image_token_id] if vision else [],  # the engine never samples it
+        }
         self.vocab_size = vocab_size
-        self.softcap = getattr(text, "final_logit_softcapping", None)
-        self.banned = [vision.image_token_id] if vision else []  # the engine never samples it
+        self.dtype = getattr(torch, args.dtype, torch.float32)  # of the engine
         if not vision:
             probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
             attention, self.packed = layers.choose_attention(self, probe, args)
@@ -695,15 +691,15 @@ class Policy(Net):
             layers.add_adapters(self.model, args)
 
     def scores_from_hidden(self, hidden, packed):
-        """Returns log-probabilities and entropies of the targets, (M,) each; then, (M, K) each,
-        those and ids of the likeliest top_k, or those of the other targets, if there are any."""
-        head = hidden, self.head[0].weight
-        of_model = dict(vocab_size=self.vocab_size, banned=self.banned, softcap=self.softcap)
-        of_model["temperature"] = self.temperature
-        targets = packed["targets"]
-        logprobs, entropy = losses.token_logprobs(*head, targets, entropy=True, **of_model)
+        """Returns logprobs and entropies of the targets, (M,) each, and perhaps more, (M, K) each:
+        logprobs and ids of the likeliest top_k, or logprobs of the targets' other ids."""
+        weight = self.head[0].weight
+        logprobs, entropy = losses.token_logprobs(
+            hidden, weight, packed["targets"], entropy=True, **self.logits
+        )
         if packed["top_k"]:
-            return logprobs, entropy, *losses.top_logprobs(*head, packed["top_k"], **of_model)
+            top = losses.top_logprobs(hidden, weight, packed["top_k"], **self.logits)
+            return logprobs, entropy, *top
         if logprobs.ndim == 2:
             return logprobs[:, 0], entropy, logprobs[:, 1:]
         return logprobs, entropy
@@ -722,7 +718,8 @@ class Critic(Net):
 
     def scores_from_hidden(self, hidden, packed):
         """Returns the values, (M,), computed in float32."""
-        return ((hidden.float() * self.head.weight).sum(-1) + self.head.bias,)
+        values = (hidden.float() * self.head.weight).sum(-1) + self.head.bias
+        return (values,)
 
 
 class Learner:
@@ -748,6 +745,7 @@ class Learner:
             schedule = "constant_with_warmup"
         scheduler = get_scheduler(schedule, self.optimizer, args.warmup_steps, num_steps)
         (self.lr_factor,) = scheduler.lr_lambdas
+        self.is_sharded = bool(args.shard)
 
     def set_lr(self, step: int) -> float:
         """Sets and returns the learning rate of a step, counted from 0."""
@@ -755,6 +753,14 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
+
+    def averaging(self, accelerator, is_last: bool) -> contextlib.AbstractContextManager:
+        """Returns a context for a backward pass: ranks average their gradients in the last one.
+
+        FSDP does it every time, because delaying it would need unsharded gradients."""
+        if is_last or self.is_sharded:
+            return contextlib.nullcontext()
+        return accelerator.no_sync(self.wrapped)
 
     def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
         """Makes an optimiser step with the current gradients, clipped to max_norm, and clears them.
@@ -800,7 +806,7 @@ class Run:
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     # For a task's sampler, by prompt: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
-    state: dict = field(default_factory=dict)  # the estimator's own, the same on all ranks
+    estimator_state: dict = field(default_factory=dict)  # the same on all ranks
     clock: Clock = field(default_factory=Clock)  # of the parts of a step
     done: int = 0  # steps finished
     saved: int = 0  # steps finished at the last checkpoint
@@ -889,7 +895,10 @@ def check_input(args: Args) -> tuple:
     check_registered(args)
     args.task = task.__file__
     keys = args.prompt_key, args.image_key
-    rows = {"train": data.load_rows(task, "train", args.train_files, *keys), "val": []}
+    rows = {
+        "train": data.load_rows(task, "train", args.train_files, *keys),
+        "val": [],
+    }
     if args.evaluates:
         rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
     no_goal = args.num_steps and args.stop_at_reward is None
@@ -909,7 +918,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
 
     rows: all rows, by split. Returns tokenizer, processor, rows by split. Raises BadInput if the
     model, the teacher and the rows don't fit together."""
-    processor, tokenizer = models.load_tokenizer(args)
+    tokenizer, processor = models.load_tokenizer(args)
     models.check_teacher(args, tokenizer)
     rows = {
         split: data.filter_overlong(rows[split], tokenizer, task, args, processor) for split in rows
@@ -952,8 +961,7 @@ def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
 def finish(run: Run):
     """Saves the last checkpoint and, if training is complete, the policy in Hugging Face format.
 
-    Prints a summary and ends the run. Raises Stopped if the run was stopped, and BadInput if
-    nothing could be saved."""
+    Prints a summary and ends the run. Raises Stopped after a stop, BadInput if nothing is saved."""
     args = run.args
     say = run.log.say
     put_to_sleep(run)

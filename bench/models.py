@@ -279,7 +279,7 @@ def compare(name: str, options) -> dict:
         if is_eager:
             tokenizer = models.from_pretrained("AutoTokenizer", args, "has no tokenizer")
         else:
-            _, tokenizer = models.load_tokenizer(args)
+            tokenizer, _ = models.load_tokenizer(args)
         vocab_size = max(tokenizer.get_vocab().values()) + 1
         eos = [tokenizer.eos_token_id]
         engine = Engine(folder, args, accelerator.device, eos, vocab_size)

@@ -184,7 +184,7 @@ FAULTS = {
     ),
     "a rollout weighed by its outputs": Fault(
         "weighs more than one",
-        "data.Batch.unit_tokens",
+        "data.Batch.count_unit_tokens",
         "a[0]['response_mask'].sum(-1)",
         "--agent two_outputs --algo gspo",
     ),

@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
     task = data.load_task(args.task)
     accelerator, _ = devices.start_processes(args)
     train.complete_flags(args, accelerator.device.type == "cuda")
-    processor, tokenizer = models.load_tokenizer(args)
+    tokenizer, processor = models.load_tokenizer(args)
     vocab_size = models.vocab_size(tokenizer)
     check_model(args, accelerator.device)
     vision = Vision(processor) if processor else None

@@ -1,11 +1,11 @@
-"""The algorithm on one screen: multi-turn GRPO in one process, with the parts of train.py.
+"""The algorithm in 160 lines: multi-turn GRPO in one process, with the parts of train.py.
 
     python examples/minimal_loop.py              # less than a minute on two CPU cores
     python examples/minimal_loop.py --steps 40
 
 It trains the calculator task (examples/calculator.py). The first start also builds the task's
-tiny model, which takes about a minute, and caches it. In 15 steps the reward rises from 0.50 to
-0.98: the model learns to rely on its tool. Watch the reward: the loss of a policy gradient does
+tiny model, which takes about a minute, and caches it. In 20 steps the reward rises from 0.52 to
+0.99: the model learns to rely on its tool. Watch the reward: the loss of a policy gradient does
 not measure progress.
 
 Left out, to keep it short, and where to find it:
@@ -36,8 +36,8 @@ import losses
 from agent_loop import AgentLoopOutput, ToolAgentLoop
 from examples import calculator
 from flatrl import devices, models, terminal
-from rollout import Engine, seed_of
-from train import Args, Policy
+from rollout import Engine, Session
+from train import Args, Policy, sync
 
 GROUP_SIZE = 8  # rollouts of one prompt, which are compared with each other
 LEARNING_RATE = 3e-4
@@ -64,7 +64,7 @@ def main() -> None:
         prompts = list(itertools.islice(rows, flags.prompts_per_step))
 
         # 1. Rollout: the engine gets the present weights, and samples groups of rollouts.
-        wake(engine, policy, version=step)
+        sync(engine, policy, version=step)
         rollouts = asyncio.run(sample(engine, tokenizer, args, prompts, step))
         engine.sleep()
 
@@ -97,20 +97,13 @@ def load(model: str | None) -> tuple:
     args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     if not args.model:
         args.model = models.task_model(calculator, args)  # builds it, or finds it in the cache
-    _, tokenizer = models.load_tokenizer(args)
+    tokenizer, _ = models.load_tokenizer(args)
     vocab_size = models.vocab_size(tokenizer)
     data.register_packed_attention()
     policy = accelerator.prepare_model(Policy(args, vocab_size))
     stops = models.stop_token_ids(args, tokenizer)
     engine = Engine(args.model, args, device, stops, vocab_size)
     return args, device, tokenizer, policy, engine
-
-
-def wake(engine: Engine, policy: Policy, version: int) -> None:
-    """Wakes the engine with the policy's weights. It can't sample from any others."""
-    engine.wake_weights()
-    engine.load_weights(models.checkpoint_weights(policy.model, policy.dtype), version)
-    engine.wake_kv()
 
 
 async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput]:
@@ -123,11 +116,10 @@ async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput
     agents = []
     for index, row in enumerate(prompts):
         for number in range(GROUP_SIZE):
-            # The seed makes runs repeatable.
-            seed = seed_of(args.seed, step, index, number)
-            sampling = {"temperature": 1.0, "seed": seed}
-            loop = ToolAgentLoop(engine, tokenizer, None, calculator, args)
-            agents.append(loop.run(sampling, prompt=[system, *row["prompt"]]))
+            # The seed of each turn follows from this name, so runs can be repeated.
+            session = Session(engine, f"step {step}, prompt {index}, sample {number}", engine)
+            loop = ToolAgentLoop(session, tokenizer, None, calculator, args)
+            agents.append(loop.run({"temperature": 1.0}, prompt=[system, *row["prompt"]]))
     rollouts = asyncio.gather(*agents)
     while not rollouts.done():
         engine.step(timeout=0)

@@ -62,7 +62,7 @@ def demonstrations(run: Path, min_reward: float, per_row: int) -> list[dict]:
     by_index = {row["index"]: row for row in rows}
     if len(by_index) < len(rows):
         raise BadInput("several rows have the same index in extra_info")
-    _, tokenizer = models.load_tokenizer(args)
+    tokenizer, _ = models.load_tokenizer(args)
     stops = set(models.stop_token_ids(args, tokenizer))
 
     chosen = collections.defaultdict(list)

@@ -18,7 +18,7 @@ from flatrl.files import absolute
 from flatrl.flags import (
     ANY, DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
 from flatrl.log import steps_to_replay
-from flatrl.processes import Stopped, on_main
+from flatrl.processes import on_main
 from flatrl.trackers import check_account
 from flatrl.vllm_engine import check_arguments
 
@@ -354,7 +354,7 @@ class Args(LoopArgs):
         measured from the engine's policy instead."""
         if not self.max_staleness:
             return "none"
-        if self.policy_loss == "ppo" and self.updates_per_rollout == 1:
+        if self.policy_loss == "ppo" and self.updates_per_step == 1:
             return "bypass"
         return "icepop:0:5"
 
@@ -386,14 +386,10 @@ class Args(LoopArgs):
         """The inputs of the function behind --policy_loss; see losses.objective."""
         return losses.OBJECTIVES[self.policy_loss].takes
 
-    def end_if_reached(self, metrics: dict):
-        """Ends the run, by Stopped on all ranks, if its evaluation has reached --stop_at_reward.
-
-        num_steps becomes the present step, so that the run counts as complete."""
+    def is_reached_by(self, metrics: dict) -> bool:
+        """Returns whether an evaluation has reached --stop_at_reward."""
         goal = self.stop_at_reward
-        if goal is not None and metrics.get("eval/reward", -math.inf) >= goal:
-            self.num_steps = metrics["step"]
-            raise Stopped
+        return goal is not None and metrics.get("eval/reward", -math.inf) >= goal
 
     @property
     def evaluates(self) -> bool:
@@ -412,10 +408,14 @@ class Args(LoopArgs):
         return bool(self.kl_coef or self.ref_model)
 
     @property
-    def updates_per_rollout(self) -> int:
-        """The number of optimiser steps that learn from a rollout."""
-        mini_batch = self.prompts_per_mini_batch or self.prompts_per_step
-        return self.epochs * (self.prompts_per_step // mini_batch)
+    def updates_per_epoch(self) -> int:
+        """The number of mini-batches of a step: each is an update in every epoch."""
+        return self.prompts_per_step // (self.prompts_per_mini_batch or self.prompts_per_step)
+
+    @property
+    def updates_per_step(self) -> int:
+        """The number of optimiser steps that learn from the rollouts of a step."""
+        return self.epochs * self.updates_per_epoch
 
 
 def parse_args(argv: list[str] | None = None) -> Args:

@@ -257,9 +257,9 @@ def save_checkpoint(run):
             "next_prompt": run.pool.next_prompt(run.done) if run.pool else 0,
         }
         (temporary / "step.json").write_text(json.dumps(about))
-        if run.state:  # pickled, because JSON would turn integer keys into texts
+        if run.estimator_state:  # pickled, because JSON would turn integer keys into texts
             with refusing("the estimator's state can't be pickled"):
-                (temporary / STATE_FILE).write_bytes(pickle.dumps(run.state))
+                (temporary / STATE_FILE).write_bytes(pickle.dumps(run.estimator_state))
         temporary.rename(folder / f"step_{run.done:06d}")
         old = checkpoints(run.folder)[: -run.args.keep_checkpoints]
         for path in {*old} - {best_checkpoint(run.folder)}:
@@ -305,7 +305,7 @@ def resume(run, checkpoint: Path, state: dict, changed: dict):
     run.done = state["step"]
     run.saved = run.done
     run.history = state["history"]
-    run.state = state["estimator"]
+    run.estimator_state = state["estimator"]
     if run.args.kl_target and "kl_coef" not in changed:
         run.kl.coef = state["kl_coef"]
     load_checkpoint(run, checkpoint, state["parts"])

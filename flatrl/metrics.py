@@ -105,11 +105,11 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
         result[f"timing/{name}_min"] = min(values)
         result[f"timing/{name}_mean"] = fmean(values)
         result[f"timing/{name}_max"] = max(values)
-    result |= reward_parts(outputs)
+    result |= mean_reward_parts(outputs)
     return {name: float(value) for name, value in result.items()}
 
 
-def reward_parts(outputs: Outputs) -> dict[str, float]:
+def mean_reward_parts(outputs: Outputs) -> dict[str, float]:
     """Returns the mean of each number in the rewards that are dicts, except "score"."""
     parts = defaultdict(list)
     for output in outputs:
@@ -169,6 +169,15 @@ def mean(x: Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
+def means(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the rows that have it."""
+    values = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: fmean(of_name) for name, of_name in values.items()}
+
+
 def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
     """Returns how far the trainer's and the engine's logprobs differ, and where they must not.
 
@@ -195,7 +204,7 @@ def worst_token(outputs: Outputs, batch: dict, version: int, tokenizer) -> str:
 
 
 def batch_metrics(batch, version: int, args) -> dict[str, float]:
-    """Returns metrics of a trained batch: agreement, staleness, rollout correction.
+    """Returns metrics of a trained batch: agreement, critic, staleness, rollout correction.
 
     version: of the weights at the start of the rollout."""
     mask = batch["response_mask"].bool()
@@ -208,6 +217,9 @@ def batch_metrics(batch, version: int, args) -> dict[str, float]:
     for name in ("advantages", "returns", "values"):
         if name in batch:
             metrics |= _spread(name, batch[name][mask])
+    if "returns" in batch:
+        explained = losses.explained_variance(batch["values"], batch["returns"], mask)
+        metrics["critic/explained_var"] = explained.item()
     if args.max_staleness:
         versions = batch["versions"][mask.any(-1)]
         # The oldest token of each row that has sampled ones. Other tokens have version -1.

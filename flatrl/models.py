@@ -186,7 +186,7 @@ def vocab_size(tokenizer) -> int:
 
 
 def load_tokenizer(args) -> tuple:
-    """Returns the model's processor (None for a text model) and its tokenizer.
+    """Returns the model's tokenizer and its processor (None for a text model).
 
     Raises BadInput if args.model can't be trained here."""
     config = load_config(args)
@@ -200,13 +200,13 @@ def load_tokenizer(args) -> tuple:
         f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
         "vocab_size: it is another model's, or was added to",
     )
-    return processor, tokenizer
+    return tokenizer, processor
 
 
 def check_teacher(args, tokenizer):
     """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
     if args.ref_model:
-        _, tokenizer_of_teacher = load_tokenizer(replace(args, model=args.ref_model))
+        tokenizer_of_teacher, _ = load_tokenizer(replace(args, model=args.ref_model))
         need(
             tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
             f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "

@@ -153,10 +153,10 @@ def step_line(args) -> str:
         step = f"{n} demonstrations a step"
     if args.rollout_only:
         return f"{step}, and no update"
-    updates = f"{args.updates_per_rollout} update(s) each"
+    updates = f"{args.updates_per_step} update(s) each"
     if args.correction[0] == "bypass":
         updates += " (clips bound the ratio to the engine's policy)"
-    elif args.updates_per_rollout == 1:
+    elif args.updates_per_step == 1:
         updates += " (so the ratio is 1, and clips have no effect)"
     return f"{step}, {updates}, lr {args.lr:g}"
 

@@ -87,7 +87,7 @@ def test_long_responses_cost_rewards_and_token_rewards_alike():
     expected[0, 1], expected[0, 4] = 0.5, 1.0
     expected[2, 2] = -3.0 + 0.25  # a unit's terminal reward stands at the end of its last output
     expected[3, 0], expected[4, 7] = 2.0, -1.0  # on the last sampled token
-    close(batch.layout.to_outputs(batch.rewards), expected)
+    close(batch.layout.to_outputs(batch.token_rewards), expected)
     assert metrics == {"reward/shaped_mean": pytest.approx(-0.0625)}
     outputs = [output(0, 0, "1" * 7, 0.5)]
     batch, _ = batch_with_rewards(outputs, Args(max_response_tokens=10, overlong_buffer=0.4))
@@ -102,7 +102,7 @@ def test_kl_in_the_reward_by_hand():
     close(batch.unit_rewards, REWARDS - 0.05 * torch.tensor([4, 5, 1, 7]))
     plain = rewards_of_tokens(OUTPUTS)
     plain[1, 1] = 0  # the unit does not end there
-    close(batch.layout.to_outputs(batch.rewards), plain - 0.05 * MASK)
+    close(batch.layout.to_outputs(batch.token_rewards), plain - 0.05 * MASK)
     assert metrics["actor/kl"] == pytest.approx(0.5) and metrics["actor/kl_coef"] == 0.1
     _, metrics = batch_with_rewards(OUTPUTS, Args(kl_in="loss", **flags), **tensors)
     assert "actor/kl" not in metrics
@@ -219,6 +219,14 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     assert alike(outputs, turns) == [0, 1, 2, 0, 1, 5, 6]
     with_states(outputs, ["a", "b"], ["a"], [["b", 1], "a"], ["a"], ["a"])
     assert alike(outputs, turns) == [0, 1, 0, 3, 0, 5, 6]
+
+
+def test_labels_of_groups_and_states_are_those_of_every_process():
+    """A salted hash would give other labels on other ranks, and after a resume."""
+    outputs = with_states([output(4, 0, "1", 0.0), output(4, 1, "1", 0.0, unit="x")], ["a"], ["a"])
+    assert data.by_unit(outputs).groups.tolist() == [4, 2310197171976935481]
+    states = [3488426769146211866, 1000554072742208668]
+    assert data.turn_states(outputs, [1, 1]).tolist() == states
 
 
 def test_states_are_compared_by_value():

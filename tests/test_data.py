@@ -422,7 +422,7 @@ def test_an_observation_counts_once_in_a_rollout():
     batch = data.make_batch(outputs, with_observations=True)
     mask = batch["observation_mask"]
     assert mask.sum(1).tolist() == [4, 1, 1, 3, 0]
-    batch["unit_tokens"] = batch.unit_tokens
+    batch["unit_tokens"] = batch.count_unit_tokens()
     counts = data.count_globally(batch, [0, 3], ["observation_mask"])
     assert counts["tokens"] == 3 and counts["observation_mask"] == 7
     assert data.count_globally(batch, [0, 3], [])["observation_mask"] == 0

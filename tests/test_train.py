@@ -426,7 +426,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
     assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
-    assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_rollout == 12
+    assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_step == 12
 
 
 @pytest.mark.parametrize("flags, said", [

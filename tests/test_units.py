@@ -87,7 +87,7 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
         mask,
         args.loss_agg,
         max_len=args.max_response_tokens,
-        unit_tokens=batch.unit_tokens,
+        unit_tokens=batch.count_unit_tokens(),
     )
     total.backward()
     return logprobs.grad[mask.bool()]

@@ -31,7 +31,7 @@ def batch_of(outputs=OUTPUTS, **tensors) -> data.Batch:
     batch["advantages"] = train.estimate_advantages(batch, Rollouts(outputs=outputs), Args())
     batch = copy.copy(batch)
     batch.update(tensors)
-    batch["unit_tokens"] = tensors.get("unit_tokens", batch.unit_tokens)
+    batch["unit_tokens"] = tensors.get("unit_tokens", batch.count_unit_tokens())
     return batch
 
 

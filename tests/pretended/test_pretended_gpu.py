@@ -25,8 +25,7 @@ IMAGES = [
 # All that a run waits for, from its first step on: function and reason. Scores, the sums of the
 # metrics and the norm are read when everything else has been queued.
 WAITS = {
-    ("token_scores", "a copy to the host"),
-    ("optimise", "a copy to the host"),
+    ("collected", "a copy to the host"),
     ("optimise", "item"),
     ("Learner.step", "item"),
     ("adam_steps", "item"),
@@ -103,7 +102,7 @@ def test_ppo_resumes_and_every_fault_is_seen(pretended):
     assert seen["start"]["places"]["start"] == dict.fromkeys(["policy", *moved], ["cuda"])
 
     assert waits_of(seen["item"]) - waits_of(clean) == {("micro_batch_loss", "item")}
-    pageable = {(name, "a copy of pageable memory") for name in ("optimise", "pack_rows")}
+    pageable = {(name, "a copy of pageable memory") for name in ("columns_of", "pack_rows")}
     assert waits_of(seen["pageable"]) - waits_of(clean) == pageable
     after_rollout = clean["places"]["update"]
     assert seen["forgotten"]["places"]["update"] == after_rollout | {"reference": ["pinned"]}
