@@ -128,7 +128,7 @@ if __name__ == "__main__":
     model, out = sys.argv[1:]
     accelerator, _ = devices.start_processes(train.Args())
     results = {}
-    for tokens in (60, 130, 4096):
+    for tokens in (60, 4096):
         for loss_agg, flags in (
             ("token-mean", {"policy_loss": "ppo"}),
             ("seq-mean-token-mean", {"policy_loss": "gspo", "observation_coef": 0.3}),

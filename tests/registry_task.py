@@ -2,7 +2,6 @@
 
 import torch
 
-from examples import methods  # noqa: F401  (registers them)
 from losses import estimator, gae, objective
 from tests.tiny_task import build_model, load, reward  # noqa: F401
 

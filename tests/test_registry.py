@@ -2,12 +2,11 @@
 
 import json
 import math
-import pickle
 import re
 
 import pytest
 import torch
-from conftest import REPLAY, REPO, TINY, metrics_of, run, two_ranks, wait_for
+from conftest import REPLAY, REPO, TINY, metrics_of, run
 from test_algos import MASK, estimated, output
 
 from agent_loop import BadInput
@@ -189,24 +188,3 @@ def test_a_task_file_trains_by_its_own_estimator_and_objective(cache, tmp_path):
     assert first["actor/distance"] == 0 < second["actor/distance"]
     assert 0 < first["actor/mismatch"] < 1e-3
     assert "actor/kl" not in first
-
-
-def test_an_estimators_state_survives_a_kill_to_the_last_digit(cache, tmp_path):
-    whole, killed, blocked = (tmp_path / name for name in ("whole", "killed", "blocked"))
-    flags = [*TINY, *TASK, "--deterministic", "--num_steps", "3", "--save_every", "1"]
-    flags += ["--adv_estimator", "rae", "--policy_loss", "ppo_rollout"]
-    run(*flags, "--output_dir", whole, by="ranks", cache=cache)
-    flags += ["--output_dir", killed]
-    blocks = {"TINY_TASK_BLOCKS": blocked, "TINY_TASK_BLOCKS_FROM": 2}
-    with two_ranks(*flags, cache=cache, **blocks) as processes:
-        wait_for(blocked.exists)  # in the third step
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert len(metrics_of(killed)) == 3  # of steps 0, 1 and 2
-    run(*flags, "--resume", by="ranks", cache=cache)
-    assert metrics_of(killed) == metrics_of(whole)
-
-    path = "checkpoints/step_000003/estimator.pkl"
-    state, other = (pickle.loads((folder / path).read_bytes()) for folder in (whole, killed))
-    assert state == other and 0 < state[""] < 1  # the baseline of the only role

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def safetensors(folder: Path) -> dict:
 # ---------------------------------------------------------------- runs that repeat
 
 PPO = [
-    *[*TINY, "--deterministic", "--algo", "ppo", "--num_steps", "3", "--eval_every", "2"],
+    *[*REPLAY, "--algo", "ppo", "--num_steps", "3", "--eval_every", "2"],
     *["--lr_schedule", "linear", "--warmup_steps", "2", "--gradient_checkpointing"],
 ]
 
@@ -74,16 +75,19 @@ def check_log(folder: Path, largest_difference: float, first_update: int = 1) ->
     return rows
 
 
-def test_a_run_by_accelerate(cache, tmp_path):
+def test_a_run_by_accelerate_and_its_replay_without_an_engine(cache, tmp_path):
     """accelerate launches this run, the zygote others: they are no different."""
-    out = tmp_path / "run"
+    out, again = tmp_path / "run", tmp_path / "again \u2713"  # no letter of the terminal
     flags = [*PPO, "--prompts_per_mini_batch", "2", "--kl_coef", "0.01", "--critic_warmup", "1"]
-    printed = run(*flags, "--output_dir", out, by="accelerate", cache=cache)
+    flags += ["--observation_coef", "0.05", "--output_dir"]
+    printed = run(*TINY, *flags, out, by="accelerate", cache=cache)
     rows = check_log(out, 1e-3, first_update=2)
     assert "rollout/logp_diff_max" not in rows[0] and "actor/pg_loss" not in rows[1]
     # The policy's schedule waits for the critic, too, and has a step less.
     assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0, 0, 1.5e-4])
     assert [row["actor/adam_steps"] for row in rows[1:]] == [0, 2, 4]
+    # A random model does not know yet what is said between its turns.
+    assert all(3 < row["actor/observation_loss"] < 9 for row in rows[2:])
     assert "logp_diff" in printed and "What is" in printed and "   3/3" in printed
 
     about = json.loads((out / "args.json").read_text())
@@ -91,32 +95,51 @@ def test_a_run_by_accelerate(cache, tmp_path):
     assert about["args"]["model"].startswith("/") and about["args"]["dtype"] == "float32"
     assert about["args"]["max_model_len"] == 64 and about["args"]["lr"] == 3e-4
 
+    # A vLLM that can't be imported: it is not needed.
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
+    env = {"PYTHONPATH": tmp_path, "PYTHONIOENCODING": "latin-1"}
+    printed = run(*flags, again, "--replay", out, by="python", cache=cache, **env)
+    assert f"the trained policy is in {tmp_path}/again \\u2713/final" in printed
+    for row, repeated in zip(metrics_of(out)[1:], metrics_of(again), strict=True):
+        same = {name: x for name, x in row.items() if not name.startswith("eval/")}
+        assert {name: repeated[name] for name in same} == same
+    weights, others = safetensors(out / "final"), safetensors(again / "final")
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
 
 SAMPLED = f"""
 import json, random, sys
 sys.path.insert(0, {str(REPO / "tests")!r})
+from losses import estimator, gae
 from tiny_task import *
 
 def sampler(history):
     return random.Random(json.dumps(history)).randrange(24)
+
+@estimator("growing")
+def growing(token_rewards, values, mask, state):
+    state["steps"] = state.get("steps", 0) + 1
+    advantages, returns = gae(token_rewards, values, mask, 1.0, 1.0)
+    return advantages * state["steps"], returns
 """
 
 
 def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
     cache, tmp_path, tiny_model
 ):
-    """As on GPUs, with a sampler, which chooses replacements, too.
+    """As on GPUs, with a sampler, which chooses replacements, too, and an estimator's state.
 
     Ranks have different numbers of micro-batches, and checkpoints keep more."""
     (tmp_path / "sampled.py").write_text(SAMPLED)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(shutil.copytree(tiny_model, tmp_path / "model"))
     flags = [
-        *[*PPO, "--task", tmp_path / "sampled.py"],
+        *[*TINY, *PPO, "--deterministic", "--task", tmp_path / "sampled.py"],
         *["--model", tmp_path / "model", "--dtype", "bfloat16", "--shard"],
         *["--lr", "3e-4", "--critic_lr", "1e-3", "--tokens_per_micro_batch", "64"],
         *["--kl_coef", "0.05", "--kl_in", "reward", "--kl_kind", "k1", "--kl_target", "0.001"],
         *["--max_gen_batches", "3", "--overlong_buffer", "0.5"],
+        *["--adv_estimator", "growing", "--whiten_advantages", "false"],
     ]
     whole, killed, blocked = (tmp_path / name for name in ("whole", "killed", "blocked"))
     env = {"TINY_TASK_REWARD": "any", "cache": cache}
@@ -142,8 +165,12 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
     assert [row["actor/adam_steps"] for row in rows] == [1, 2, 3]
     assert any(abs(row["reward/shaped_mean"] - row["reward/mean"]) > 0.01 for row in rows)
     assert sum(row["rollout/filtered_groups"] for row in rows) > 0
-    path = "checkpoints/step_000003/step.json"
-    state, other = (json.loads((folder / path).read_text()) for folder in (whole, killed))
+    path = Path("checkpoints/step_000003")
+    for folder in (whole, killed):
+        assert pickle.loads((folder / path / "estimator.pkl").read_bytes()) == {"steps": 3}
+    state, other = (
+        json.loads((folder / path / "step.json").read_text()) for folder in (whole, killed)
+    )
     assert state == other and state["next_prompt"] > 12
     for rollout in rollouts_of(whole, 3):
         row, _, *rewards = state["history"][rollout["extra"]["prompt"]]
@@ -154,26 +181,6 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
         change = min(max(row["actor/kl"] / 0.001 - 1, -0.2), 0.2) * 16 / 10_000
         expected = row["actor/kl_coef"] * (1 + change)
         assert after["actor/kl_coef"] == pytest.approx(expected, rel=1e-9)
-
-
-def test_replay_repeats_a_run_without_an_engine_to_the_last_digit(cache, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second \u2713"  # no letter of the terminal
-    flags = ["--num_steps", "2", "--algo", "ppo", "--kl_coef", "0.01"]
-    flags += ["--prompts_per_mini_batch", "2", "--observation_coef", "0.05", "--output_dir"]
-    run(*TINY, *flags, first, cache=cache)
-    # A vLLM that can't be imported: it is not needed.
-    (tmp_path / "vllm.py").write_text("raise RuntimeError('vLLM was imported')")
-    env = {"PYTHONPATH": tmp_path, "PYTHONIOENCODING": "latin-1"}
-    printed = run(*REPLAY, *flags, second, "--replay", first, by="python", cache=cache, **env)
-    assert f"the trained policy is in {tmp_path}/second \\u2713/final" in printed
-
-    for row, again in zip(metrics_of(first)[1:], metrics_of(second), strict=True):
-        same = {name: x for name, x in row.items() if not name.startswith("eval/")}
-        assert {name: again[name] for name in same} == same
-        # A random model does not know yet what is said between its turns.
-        assert 3 < row["actor/observation_loss"] < 9
-    weights, others = safetensors(first / "final"), safetensors(second / "final")
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
@@ -346,7 +353,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, cache, t
         out = tmp_path / by
         run(tiny_model, out, script="tests/gradient_worker.py", by=by, cache=cache)
         results |= {(ranks, *case): result for case, result in torch.load(out).items()}
-    assert len(results) == 24
+    assert len(results) == 16
     for (_, _, *kind), result in results.items():
         whole = results[1, 4096, *kind]
         check_gradients(result["gradients"], whole["gradients"], 1e-5)
@@ -530,7 +537,7 @@ def test_command_line_shows_one_line_and_exits_with_2(cache, tmp_path):
     assert "Traceback" not in printed
     last = printed.splitlines()[-1]
     assert last.startswith("train.py: error: no rollout has a reward: ")
-    assert last.endswith(f"{task}, line 11: ZeroDivisionError: division by zero")
+    assert last.endswith(f"{task}, line 18: ZeroDivisionError: division by zero")
 
 
 def test_help_and_a_wrong_flag_do_not_wait_for_slow_imports():
