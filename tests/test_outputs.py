@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_agent_loop import PROMPT, Script
 
-from agent_loop import AgentLoopBase, BadInput, Trajectory, register
-from rollout import Context, Member, grade_rollout, run_agent_loop, training_pool
+from agent_loop import AgentLoopBase, Trajectory, register
+from rollout import Context, Member, grade_rollout, run_agent_loop
 from train import Args
 
 VERSION = 1  # of the scripted engine's weights; the window is 128 tokens
@@ -127,46 +127,3 @@ def test_states_are_one_for_each_turn(play, states, is_good):
     else:
         with pytest.raises(ValueError, match="has 2 states for 1 turns"):
             asyncio.run(grade)
-
-
-def raises(error):
-    raise error
-
-
-@pytest.mark.parametrize("answer, said", [
-    (lambda: 4, "its result has 4: must be int in [0, 3]"),
-    (lambda: None, "has None"),
-    (lambda: raises(ZeroDivisionError("mine")), "ZeroDivisionError: mine"),
-])  # fmt: skip
-def test_a_sampler_is_named_and_gets_a_copy(answer, said, monkeypatch):
-    def sampler(history):
-        if len(history) == 2:
-            return answer()
-        for entry in history:
-            entry.clear()
-        history.clear()
-        return 3
-
-    rows_of = []
-    monkeypatch.setattr("rollout.Pool", lambda **given: rows_of.append(given["row_of"]))
-    run = SimpleNamespace(
-        engine=None,
-        tokenizer=None,
-        processor=None,
-        background=None,
-        stop=None,
-        store=None,
-        args=Args(),
-        rows={"train": [{"n": i} for i in range(4)]},
-        history=[],
-        done=0,
-        task=SimpleNamespace(sampler=sampler),
-    )
-    training_pool(run, 0)
-    (row_of,) = rows_of
-    assert [row_of(0), row_of(1)] == [{"n": 3}] * 2
-    assert run.history == [[3, 0], [3, 0]]
-    with pytest.raises(BadInput, match="^the task's sampler failed") as error:
-        row_of(2)
-    assert said in str(error.value)
-    assert len(run.history) == 2

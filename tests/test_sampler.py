@@ -45,7 +45,11 @@ def test_rows_are_the_samplers_and_rewards_reach_it(sampled, staleness):
 
     def sampler(history):
         told.append(json.loads(json.dumps(history)))
-        return choose(history)
+        row = choose(history)
+        for entry in history:  # it is a copy
+            entry.clear()
+        history.clear()
+        return row
 
     run = sampled(sampler, max_staleness=staleness)
     rows = []
@@ -75,9 +79,18 @@ def test_rows_of_replacements_are_chosen_at_the_start(sampled):
     run = sampled(lambda history: len(history) % 7, task, max_staleness=0, max_gen_batches=3)
     assert drawn(run.step(0)) == [(0, 0), (1, 1)]  # none was replaced
     assert run.run.history == [[row, 0] for row in range(2 + 2 * 2)]
-    run = sampled(lambda history: 7, max_staleness=0)
-    with pytest.raises(BadInput, match=r"the task's sampler failed: its result has 7"):
+
+
+@pytest.mark.parametrize("sampler, said", [
+    (lambda history: 7, "its result has 7: must be int in [0, 6]"),
+    (lambda history: None, "its result has None"),
+    (lambda history: 1 // len(history), "ZeroDivisionError"),
+])  # fmt: skip
+def test_a_sampler_that_fails_is_named(sampled, sampler, said):
+    run = sampled(sampler, max_staleness=0)
+    with pytest.raises(BadInput, match="^the task's sampler failed") as error:
         run.step(0)
+    assert said in str(error.value) and run.run.history == []
 
 
 def test_a_row_that_can_not_be_read_costs_its_prompt_alone(make_run):  # noqa: F811
