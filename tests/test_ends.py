@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
-from conftest import HANGS, REPO, clean_env
+from conftest import HANGS, run
 
 from agent_loop import BadInput
 from flatrl import processes
@@ -15,6 +14,7 @@ from flatrl import processes
 # Each case is a process forked from one that has imported everything.
 CASES = """
 import concurrent.futures, json, multiprocessing, os, signal, sys, threading, time
+sys.path.insert(0, os.getcwd())
 import torch.distributed as dist
 from agent_loop import BadInput
 from flatrl import processes
@@ -63,19 +63,19 @@ print(json.dumps(codes))
 """
 
 
-def test_exit_codes():
+def test_exit_codes(cache, tmp_path):
     """Only a run that came to its end returns 0. It ends, whatever threads are left.
 
     A process that a grader forked ends by its parent's SIGTERM."""
-    command = [sys.executable, "-c", CASES]
-    done = subprocess.run(
-        command, cwd=REPO, env=clean_env(), capture_output=True, text=True, timeout=HANGS)
-    codes = json.loads(done.stdout)
+    script = tmp_path / "cases.py"
+    script.write_text(CASES)
+    printed = run(script=str(script), cache=cache)
+    codes = json.loads(printed.splitlines()[-1])
     ended = {"grader": 0, "end": 0, "pool": 0, "thread": 0}
-    assert codes == ended | {"stopped": 130, "Ctrl-C": 130, "input": 2, "error": 1}, done.stderr
-    assert "train.py: error: no" in done.stderr
+    assert codes == ended | {"stopped": 130, "Ctrl-C": 130, "input": 2, "error": 1}, printed
+    assert "train.py: error: no" in printed
     # Of Ctrl-C before the run began; a run says itself where it stopped.
-    assert done.stderr.count("train.py: stopped") == 1
+    assert printed.count("train.py: stopped") == 1
 
 
 def test_sys_exit_in_a_task_does_not_end_the_loop():
