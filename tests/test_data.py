@@ -105,9 +105,12 @@ def rows_of(rows, files=None, key="prompt", **task) -> list[dict]:
 def test_calls_in_a_prompt_get_one_form():
     bare = {"name": "add", "arguments": '{"a": 1}'}
     whole = {"type": "function", "function": dict(bare)}
-    prompt = [{"role": "assistant", "content": "", "tool_calls": [bare, whole]}]
+    from_parquet = whole | {"index": None}
+    prompt = [{"role": "assistant", "content": "", "tool_calls": [bare, from_parquet]}]
     prompt.append({"role": "user", "content": "hello", "tool_calls": []})
+    before = copy.deepcopy(prompt)
     (row,) = rows_of([{"prompt": prompt}])
+    assert prompt == before  # the task's rows stay as they are
     assert row["prompt"][1:] == HELLO
     assert row["prompt"][0]["tool_calls"] == [
         {"function": {"name": "add", "arguments": {"a": 1}}},
@@ -425,6 +428,7 @@ def test_an_observation_counts_once_in_a_rollout():
     batch["truncated"][1] = True  # its unit has three outputs
     mask_truncated(batch)
     assert mask.sum(1).tolist() == [0, 0, 0, 3, 0]
+    assert batch["response_mask"].sum(1).tolist() == [0, 0, 0, 1, 3]
 
 
 @pytest.mark.parametrize("mask, turn_rewards, reward, expected", [
