@@ -65,16 +65,6 @@ def test_turns_are_texts_or_messages():
     assert loaded(demonstration=[CALL, "yes"])["demonstration"] == [CALL, yes]
 
 
-def test_arguments_of_calls_become_dicts_and_what_parquet_adds_goes():
-    turn = copy.deepcopy(CALL) | {"reasoning_content": None}
-    function = turn["tool_calls"][0]["function"]
-    function["arguments"] = json.dumps(function["arguments"])
-    turn["tool_calls"][0]["index"] = None
-    before = copy.deepcopy(turn)
-    assert loaded(demonstration=[turn])["demonstration"] == [CALL]
-    assert turn == before  # the task's own row stays as it is
-
-
 @pytest.mark.parametrize("turns", [
     5,
     [],

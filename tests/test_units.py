@@ -231,21 +231,17 @@ def test_what_a_unit_can_not_have_is_refused():
     ("setitimer", (signal.ITIMER_REAL, 0.1)),
 ])  # fmt: skip
 def test_a_reward_that_hides_its_use_of_signals_fails(name, arguments):
-    """... in a thread. An alarm there would end this process."""
-
-    def use_signals():
-        getattr(signal, name)(*arguments)
+    """Also in a thread. An alarm there would end this process."""
 
     def reward(output, row):
         with contextlib.suppress(Exception):
-            use_signals()
-            return 1.0
-        return 0.0
+            getattr(signal, name)(*arguments)
+        return 1.0
 
     async def in_a_pool(output, row):
         return await asyncio.to_thread(reward, output, row)
 
-    line = use_signals.__code__.co_firstlineno + 1
+    line = reward.__code__.co_firstlineno + 2
     for grader in reward, in_a_pool:
         with pytest.raises(RuntimeError) as error:
             graded(played(0, 0, 0, None), reward=grader)
