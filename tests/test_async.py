@@ -313,16 +313,11 @@ def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_
             check_versions(models, output)
 
 
-def test_failures_fill_the_batch(make_run):
-    task = Task(fails=[1], skips=[2], outcome=lambda n, j: None if n == 4 else 1.0)
-    run = make_run(task, prompts_per_step=5, max_staleness=0, num_steps=2)
-    rollouts = run.step(0)
-    assert +rollouts.lost == {"failed_agent_loop": 2, "skipped": 2, "failed_reward": 2}
-    assert prompts(rollouts) == [0, 3]
-    task.fails = range(100)
-    said = "step 2 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
+def test_a_step_without_any_output_ends_the_run_with_the_reason(make_run):
+    run = make_run(Task(fails=[0], skips=[1]), max_staleness=0)
+    said = "step 1 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
     with pytest.raises(BadInput, match=said):
-        run.step(1)
+        run.step(0)
 
 
 # ---------------------------------------------------------------- dynamic sampling
