@@ -137,21 +137,6 @@ GAMES = [
 ]
 
 
-@pytest.mark.parametrize("estimator, expected", [
-    ("grpo", 2**-0.5),
-    ("drgrpo", 1.0),
-    ("rloo", 2.0),
-    ("opo", 1.0),
-    ("gigpo", 2 * 2**-0.5),
-    ("reinforce_pp", 1.0),
-    ("gae", 1.0),
-])  # fmt: skip
-def test_both_sides_of_a_game_get_their_own_sign(estimator, expected):
-    flags = dict(adv_estimator=estimator, gamma=1.0, lam=1.0, turn_discount=1.0)
-    signs = torch.tensor([1.0, -1, 1, -1, -1, 1, -1, 1])
-    close(torch.tensor(advantages_of(GAMES, **flags)), expected * signs, atol=1e-5, rtol=0)
-
-
 def test_describe_by_hand():
     first = played(0, 0, 0, {"score": 1.0, "style": 3, "note": "fine"})
     first.metrics = {"tool_calls": 2, "tool_s": 1.5, "who": "x"}
