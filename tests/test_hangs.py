@@ -35,7 +35,7 @@ def test_a_task_that_blocks_the_loop_is_named_once_with_its_stack(background, mo
         while "in blocks" not in shown and time.monotonic() < deadline:
             time.sleep(0.01)
             shown += capfd.readouterr().err
-        time.sleep(1)
+        time.sleep(0.3)  # it is not named again
 
     on_a_loop(background, in_time("the tool", HANGS, blocks()))
     shown += capfd.readouterr().err
