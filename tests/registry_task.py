@@ -12,13 +12,6 @@ def quarter(rewards, groups):
     return torch.full_like(rewards, 0.25)
 
 
-@estimator("half_gae")
-def half_gae(token_rewards, values, mask, args):
-    """One that has a critic."""
-    advantages, returns = gae(token_rewards, values, mask, args.gamma, args.lam)
-    return advantages / 2, returns
-
-
 @objective("mine")
 def mine(ratio, entropy, advantages, clip_high):
     """Clips the ratio from above only. Its stats show its inputs."""
@@ -28,7 +21,17 @@ def mine(ratio, entropy, advantages, clip_high):
 
 @estimator("everything")
 def everything(
-    parts, entropy, logprobs_old, logprobs_rollout, logprobs_ref, versions, state, mask, rewards
+    parts,
+    entropy,
+    logprobs_old,
+    logprobs_rollout,
+    logprobs_ref,
+    versions,
+    state,
+    mask,
+    token_rewards,
+    values,
+    args,
 ):
     """Checks its inputs in a real run, in which the reference is the first policy."""
     is_token = mask.bool()
@@ -40,7 +43,7 @@ def everything(
     assert (entropy[is_token] > 0).all()
     assert (versions[is_token] == step - 1).all()
     assert parts == {}  # the tiny task's reward is a number
-    return rewards
+    return gae(token_rewards, values, mask, args.gamma, args.lam)
 
 
 @objective("everything")

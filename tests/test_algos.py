@@ -96,7 +96,7 @@ def test_kl_in_the_reward_by_hand():
     assert "actor/kl" not in metrics
 
 
-def estimated(greedy=(), values=None, state=None, **flags) -> tuple[torch.Tensor, dict]:
+def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     """The advantages (B, T), and the batch. Tensors among the flags are the batch's."""
     tensors = {"values": torch.zeros_like(MASK) if values is None else values}
     for name in ("logprobs_old", "logprobs_ref"):
@@ -106,7 +106,7 @@ def estimated(greedy=(), values=None, state=None, **flags) -> tuple[torch.Tensor
     for baseline in greedy:
         baseline.extra["greedy"] = True
     rollouts = Rollouts(outputs=[*OUTPUTS, *greedy])
-    return train.estimate_advantages(batch, rollouts, args, state), batch
+    return train.estimate_advantages(batch, rollouts, args), batch
 
 
 # ---------------------------------------------------------------- estimators
