@@ -4,13 +4,15 @@ torchrun --nproc_per_node 2 tests/sharding_worker.py gradients | sync | tp OUT M
 
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
 from conftest import SMALL_CACHE, generate, output_of
-from gradient_worker import gradients, whole
+from fixed_batch import gradients, whole
 from torch.distributed.tensor import DTensor
 
 import data
@@ -20,23 +22,29 @@ from flatrl import devices, processes, vllm_engine
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 240 for j in range(5 + 6 * i)] for i in range(4)]
 
-# Tokens in a micro-batch, and further arguments. 60 and 130 need fillers on both ranks.
+# Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
 CASES = {
-    "60": (60, {}),
-    "130": (130, {"observation_coef": 0.3}),
-    "clipped": (130, {"max_grad_norm": 0.5}),
-    "checkpointing": (60, {"gradient_checkpointing": True}),
+    "ppo": (60, "token-mean", {}),
+    "gspo": (130, "seq-mean-token-mean", {"policy_loss": "gspo", "observation_coef": 0.3}),
+    "gmpo": (
+        60,
+        "seq-mean-token-sum-norm",
+        {"policy_loss": "gmpo", "demonstrated": range(0, 19, 5)},
+    ),
+    "top4": (60, "token-sum", {"kl_kind": "top4"}),
+    "sharded": (60, "token-mean", {"shard": True}),
+    "observed": (130, "token-mean", {"shard": True, "observation_coef": 0.3}),
+    "clipped": (130, "token-mean", {"shard": True, "max_grad_norm": 0.5}),
+    "checkpointing": (60, "token-mean", {"shard": True, "gradient_checkpointing": True}),
 }
 
 
 def compare_gradients(accelerator, tied: str, untied: str) -> dict:
     found = {}
-    for model, names in ((tied, CASES), (untied, ["130"])):
+    for model, names in ((tied, CASES), (untied, ["observed"])):
         for name in names:
-            tokens, more = CASES[name]
-            found[model, name] = gradients(
-                accelerator, model, tokens, "token-mean", shard=True, **more
-            )
+            tokens, loss_agg, flags = CASES[name]
+            found[model, name] = gradients(accelerator, model, tokens, loss_agg, **flags)
     return found
 
 

@@ -4,7 +4,7 @@ They are compared with transformers' own eager attention, a row at a time."""
 
 import pytest
 import torch
-from gradient_worker import batch_of
+from fixed_batch import batch_of
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteForCausalLM
 
 import data

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from gradient_worker import batch_of
+from fixed_batch import batch_of
 
 import data
 import rollout

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import TINY, metrics_of, run
-from gradient_worker import batch_of
+from fixed_batch import batch_of
 from test_rollout import hf_model
 from test_train import safetensors
 

@@ -29,11 +29,12 @@ from conftest import (
     two_ranks,
     wait_for,
 )
-from gradient_worker import batch_of, gradients
+from fixed_batch import batch_of, check_gradients, gradients
 from safetensors.torch import load_file
 from test_rollout import hf_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import data
 import losses
 import train
 from agent_loop import BadInput
@@ -340,42 +341,18 @@ def test_the_second_interrupt_ends_at_once(cache, tmp_path):
 # ---------------------------------------------------------------- gradients
 
 
-def check_gradients(found: dict, expected: dict, tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient.norm() > 0
-        assert (found[name] - gradient).norm() / gradient.norm() < tolerance, name
-
-
-def test_gradient_does_not_depend_on_micro_batches_or_ranks(tiny_model, cache, tmp_path):
-    results = {}
-    for ranks, by in ((1, "fork"), (2, "ranks")):
-        out = tmp_path / by
-        run(tiny_model, out, script="tests/gradient_worker.py", by=by, cache=cache)
-        results |= {(ranks, *case): result for case, result in torch.load(out).items()}
-    assert len(results) == 16
-    for (_, _, *kind), result in results.items():
-        whole = results[1, 4096, *kind]
-        check_gradients(result["gradients"], whole["gradients"], 1e-5)
-        assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-4, abs=1e-7)
-
-
-def test_gradient_checkpointing_recomputes(tiny_model, process_group, monkeypatch):
-    """It changes no gradient: see CASES of test_sharding.py."""
-    from transformers import GradientCheckpointingLayer
-
+def test_gradient_checkpointing_recomputes(tiny_model, process_group):
+    """It changes no gradient: see CASES of sharding_worker.py."""
+    data.register_packed_attention()
+    args = Args(model=tiny_model, gradient_checkpointing=True)
+    learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
     calls = []
-    original = GradientCheckpointingLayer.__call__
-
-    def spy(self, *args, **kwargs):
-        if torch.is_grad_enabled():  # not where a network is tried
-            calls.append(self.gradient_checkpointing and self.training)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", spy)
-    flags = {"gradient_checkpointing": True}
-    gradients(Accelerator(cpu=True), tiny_model, 200, "token-mean", **flags)
-    assert set(calls) == {True}
+    attention = learner.net.model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda *_: calls.append(1))
+    batch = batch_of(19)
+    packed = learner.net.pack(batch, data.in_prefix_order(batch, range(19)))
+    learner.wrapped(packed)[0].sum().backward()
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("kl_kind", ["k3", "top4"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, metrics_of
-from gradient_worker import batch_of
+from fixed_batch import batch_of
 
 import data
 import train

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gradient_worker import batch_of
+from fixed_batch import batch_of
 from pretended.pretend import varlen_attn
 from torch.nn.attention import varlen
 
