@@ -499,6 +499,7 @@ def test_both_forms_of_a_placeholder():
     for content in ("a<image><image>b", with_none):
         row = load_one({"prompt": user(content), "images": [picture(1, 56, 56)] * 2})
         assert row["prompt"] == user(parts)
+    assert load_one({"prompt": user([a, b])})["prompt"] == user("ab")  # no image: a text
     row = load_one({"prompt": user("what is <image>?"), "images": None})
     assert row["prompt"] == user("what is <image>?")
 
