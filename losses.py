@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, no_grad
 from torch.autograd.function import once_differentiable
 
-# Shapes, as annotations for readers. Within one call, a letter is always the same size. *S stands
-# for any number of dimensions.
+# Shapes, as annotations for readers. Only the tests check them. Within one call, a letter is
+# always the same size. *S stands for any number of dimensions.
 Scalar = Annotated[Tensor, ""]
 N = Annotated[Tensor, "N"]  # units
 NS = Annotated[Tensor, "N S"]  # units x tokens of all their outputs, laid end to end

@@ -1,6 +1,7 @@
 """losses.py against numbers that are computed in another way: by hand, or token by token.
 
-All is in float64 unless the dtype is the subject."""
+All is in float64 unless the dtype is the subject. Every call checks the shapes of its arguments
+and results (tests/shapes.py)."""
 
 import math
 import re
@@ -13,6 +14,7 @@ from statistics import fmean
 import pytest
 import torch
 from conftest import OUR_OBJECTIVES
+from shapes import checked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import losses
@@ -26,6 +28,15 @@ AGGREGATIONS += tuple(f"seq-mean-token-{end}" for end in ("sum", "mean", "sum-no
 NAN = math.nan
 INF = math.inf
 close = torch.testing.assert_close
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_are_checked():
+    """Wraps the functions of losses, also for calls among themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in checked(losses).items():
+            patch.setattr(losses, name, function)
+        yield
 
 
 def t(*rows, dtype=torch.float64):
