@@ -20,7 +20,7 @@ many numbers and guesses are left. For this, the games of a group have different
 
 `python -m examples.bisection FILE` writes the teacher's games as rows, to teach them to another
 model. docs/credit.md#in-training has the figures, also of SmolLM2-135M. `python
-results/bisection.py RUN PICTURE` draws where a run guesses within what is left."""
+results/bisection_curve.py RUN PICTURE` draws where a run guesses within what is left."""
 
 import json
 import random

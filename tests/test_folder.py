@@ -132,7 +132,7 @@ def make_run(folder: Path, **flags):
     return types.SimpleNamespace(
         args=args, folder=folder, learners={"policy": learner}, pool=None, done=0, saved=0,
         log=types.SimpleNamespace(said=said, say=said.append, close=lambda: None),
-        kl=types.SimpleNamespace(coef=0.5), history=[], state={1: 2.5})  # fmt: skip
+        kl=types.SimpleNamespace(coef=0.5), history=[], estimator_state={1: 2.5})  # fmt: skip
 
 
 def save(run, *steps: int) -> None:

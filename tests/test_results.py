@@ -8,7 +8,7 @@ import pytest
 from conftest import REPO
 
 sys.path.append(str(REPO / "results"))
-import bisection
+import bisection_curve
 import credit_curve
 import curve
 import record
@@ -120,13 +120,13 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     for name, (texts, reward) in said.items():
         rollout = {"messages": [{"content": text} for text in texts], "total_reward": reward}
         (tmp_path / "rollouts" / f"{name}.jsonl").write_text(json.dumps(rollout) + "\n")
-    before, after = bisection.games(tmp_path)
-    assert bisection.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
-    assert bisection.turns(after) == [(0, 31, 16), (0, 15, 7)]
+    before, after = bisection_curve.games(tmp_path)
+    assert bisection_curve.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
+    assert bisection_curve.turns(after) == [(0, 31, 16), (0, 15, 7)]
     file = tmp_path / "rollouts/eval_000010.jsonl"
-    assert bisection.places(file) == [16 / 31, 7 / 15]
-    bisection.animate(tmp_path, tmp_path / "game.svg")
+    assert bisection_curve.places(file) == [16 / 31, 7 / 15]
+    bisection_curve.animate(tmp_path, tmp_path / "game.svg")
     drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
     frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
-    assert frames[32 + 7].split(";") == [bisection.LEFT, bisection.FOUND, bisection.FOUND]
-    assert frames[32 + 20].split(";") == [bisection.LEFT, bisection.GONE, bisection.GONE]
+    assert frames[32 + 7].split(";") == [bisection_curve.LEFT, bisection_curve.FOUND, bisection_curve.FOUND]
+    assert frames[32 + 20].split(";") == [bisection_curve.LEFT, bisection_curve.GONE, bisection_curve.GONE]

@@ -1,8 +1,8 @@
 """Draws how a run of examples/bisection.py comes to halve what is left.
 
 pip install matplotlib
-python results/bisection.py runs/bisection docs/bisection.png    # where it guesses, step by step
-python results/bisection.py runs/bisection docs/bisection.svg    # a game before, and one after
+python results/bisection_curve.py RUN docs/bisection.png    # where it guesses, step by step
+python results/bisection_curve.py RUN docs/bisection.svg    # a game before, and one after
 """
 
 import sys
@@ -134,6 +134,6 @@ def animate(run: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python results/bisection.py RUN PICTURE.png or PICTURE.svg")
+        sys.exit("usage: python results/bisection_curve.py RUN PICTURE.png or PICTURE.svg")
     run, target = map(Path, sys.argv[1:])
     (animate if target.suffix == ".svg" else draw)(run, target)
