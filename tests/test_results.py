@@ -13,6 +13,7 @@ import credit_curve
 import curve
 import record
 import tables
+from bisection_curve import FOUND, GONE, LEFT
 
 LINES = [
     {"run": "seed_0", "step": 0, "eval/reward": 0.5},
@@ -128,5 +129,5 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     bisection_curve.animate(tmp_path, tmp_path / "game.svg")
     drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
     frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
-    assert frames[32 + 7].split(";") == [bisection_curve.LEFT, bisection_curve.FOUND, bisection_curve.FOUND]
-    assert frames[32 + 20].split(";") == [bisection_curve.LEFT, bisection_curve.GONE, bisection_curve.GONE]
+    assert frames[32 + 7].split(";") == [LEFT, FOUND, FOUND]
+    assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
