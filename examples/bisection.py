@@ -19,8 +19,8 @@ from it, and a guess is as good as what it adds to the value. Two games are in t
 many numbers and guesses are left. For this, the games of a group have different numbers.
 
 `python -m examples.bisection FILE` writes the teacher's games as rows, to teach them to another
-model. docs/credit.md#in-training has the figures, also of SmolLM2-135M. `python
-results/bisection_curve.py RUN PICTURE` draws where a run guesses within what is left."""
+model. The figures are in docs/credit.md#in-training. `python results/bisection_curve.py RUN
+PICTURE` draws where a run guesses within what is left."""
 
 import json
 import random
