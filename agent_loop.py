@@ -2436,20 +2436,33 @@ class ToolAgentLoop(AgentLoopBase):
     `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
     model reads a message about it, and a metric counts it."""
 
+    def __init__(self, engine, tokenizer, processor, task, args):
+        """Sets what `run` sets for its row, so that a subclass or a test may call a part alone."""
+        super().__init__(engine, tokenizer, processor, task, args)
+        self.sampling_params = {}
+        self.tools = {}  # by name
+        self.tools_kwargs = {}
+        self.schemas = []  # of the tools
+        self.interaction = None
+        self.interaction_kwargs = {}
+        self.user_answers = 0  # answers of the simulated user so far
+        self.is_last = False  # whether the final answer was asked for
+        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
+
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
 
         Returns one output, or a list of several if the template rewrote the history."""
         self.sampling_params = sampling_params
         self.tools_kwargs = row_kwargs(row, "tools_kwargs")
-        self.tools = task_tools(self.task, self.tools_kwargs)  # by name
+        self.tools = task_tools(self.task, self.tools_kwargs)
         self.schemas = [tool.schema for tool in self.tools.values()]
         self.interaction_kwargs = dict(row_kwargs(row, "interaction_kwargs"))
         self.interaction = task_interaction(self.task, self.interaction_kwargs)
         self.interaction_kwargs.pop("name", None)
-        self.user_answers = 0  # answers of the simulated user so far
-        self.is_last = False  # whether the final answer was asked for
-        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
+        self.user_answers = 0
+        self.is_last = False
+        self.create_tasks = {}
         trajectory = self.start(row, self.schemas)
         try:
             await self._run_states(trajectory)

@@ -77,8 +77,6 @@ def read(function, **arguments) -> str:
     task = SimpleNamespace(TOOLS=[function])
     loop = ToolAgentLoop(None, None, None, task, LoopArgs())
     loop.tools = task_tools(task)
-    loop.tools_kwargs = {}
-    loop.create_tasks = {}
     (name,) = loop.tools
     tool_call = {"name": name, "arguments": arguments, "error": None}
     return asyncio.run(loop.call_tool(SimpleNamespace(request_id="r"), tool_call)).text
