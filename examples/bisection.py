@@ -18,14 +18,10 @@ that its rows are also training rows: there are only 32 games.
 from it, and a guess is as good as what it adds to the value. Two games are in the same state if as
 many numbers and guesses are left. For this, the games of a group have different numbers.
 
-`python -m examples.bisection FILE` writes the teacher's games as rows, to teach them to another
-model. The figures are in docs/credit.md#in-training. `python results/bisection_curve.py RUN
-PICTURE` draws where a run guesses within what is left."""
+The figures are in docs/credit.md#in-training. `python results/bisection_curve.py RUN PICTURE` draws
+where a run guesses within what is left."""
 
-import json
 import random
-import sys
-from copy import copy
 
 import torch
 
@@ -112,17 +108,8 @@ def by_state(token_rewards, mask, states):
     return mask * advantages[turn]
 
 
-def teacher(game: Game) -> list[str]:
-    """Plays a game to its end; returns the guesses, each at random among what is left."""
-    guesses = []
-    while not game.over():
-        guesses.append(str(random.randint(game.low, game.high)))
-        game.guess(guesses[-1])
-    return guesses
-
-
 def teachers_chat() -> list[dict]:
-    """Returns a game of the teacher as a chat.
+    """Returns a game of the teacher, who guesses at random among what is left.
 
     Nine of ten begin with less than 0 to 31, because few games get to the last numbers."""
     game = Game(random.randrange(SIZE))
@@ -130,7 +117,8 @@ def teachers_chat() -> list[dict]:
         game.low, game.high = sorted(random.choices(range(SIZE), k=2))
         game.number = random.randint(game.low, game.high)
     chat = []
-    for guess in teacher(copy(game)):
+    while not game.over():
+        guess = str(random.randint(game.low, game.high))
         chat += [*game.told(), {"role": "assistant", "content": guess}]
         game.guess(guess)
     return chat
@@ -140,16 +128,3 @@ def build_model(path: str) -> None:
     """Writes the default model to the folder `path`: train.py calls it without a --model."""
     chats = [teachers_chat() for _ in range(GAMES)]
     build_warm_model(path, chats, batch_size=32, pieces=[" to ", *map(str, range(SIZE))])
-
-
-def write_games(file: str) -> None:
-    """Writes rows whose demonstrations are the teacher's, for --algo sft with another model."""
-    random.seed(0)
-    with open(file, "w") as out:
-        for row in load("train"):
-            guesses = teacher(Game(row["extra_info"]["number"]))
-            out.write(json.dumps(row | {"demonstration": guesses}) + "\n")
-
-
-if __name__ == "__main__":
-    write_games(sys.argv[1])

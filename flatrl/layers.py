@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from agent_loop import BadInput
 from flatrl.bad_input import refusing
@@ -61,7 +62,11 @@ def _try_attentions(policy, probe, args) -> tuple[str, bool]:
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     packed = policy.pack(PROBE, probe)
-    logits = _in_float32(model, **packed["inputs"], use_cache=False).logits.flatten(0, 1)
+    # Rounding to bfloat16 would hide a difference.
+    weights = {name: p.float() for name, p in model.named_parameters()}
+    weights_of_policy = {f"model.{name}": p for name, p in weights.items()}
+    inputs = packed["inputs"] | {"use_cache": False}
+    logits = functional_call(model, weights, (), inputs).logits.flatten(0, 1)
     logits = logits[packed["source"], : policy.vocab_size] / args.temperature
     logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
     expected = logprobs[packed["pair"], 0]
@@ -69,19 +74,14 @@ def _try_attentions(policy, probe, args) -> tuple[str, bool]:
         model.set_attn_implementation(attention)
         policy.packed = is_packed
         with contextlib.suppress(Exception):  # a model may raise what it likes
-            found = _in_float32(policy, policy.pack(PROBE, probe))[0].flatten()
+            scores = functional_call(policy, weights_of_policy, (policy.pack(PROBE, probe),))
+            found = scores[0].flatten()
             if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
                 return attention, is_packed
     raise BadInput(
         f"--model {args.model} makes logits in a way that token_logprobs doesn't "
         "implement: only a product, a scale and a soft cap are"
     )
-
-
-def _in_float32(net, *args, **settings):
-    """Calls a network with float32 weights: rounding to bfloat16 would hide a difference."""
-    weights = {name: p.float() for name, p in net.named_parameters()}
-    return torch.func.functional_call(net, weights, args, settings)
 
 
 def set_master_dtype(net: nn.Module, args):
