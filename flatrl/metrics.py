@@ -12,6 +12,7 @@ from torch import Tensor
 
 import losses
 from agent_loop import AgentLoopOutput, numeric_entries
+from data import rollout_of
 
 Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
@@ -65,7 +66,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
     numbers in AgentLoopOutput.metrics, means over all outputs. timing/*: seconds of a rollout.
     rollout/segments: outputs of a rollout."""
     n = len(outputs)
-    rollouts = [(output.extra["prompt"], output.extra["sample"]) for output in outputs]
+    rollouts = [rollout_of(output) for output in outputs]
     n_rollouts = len(set(rollouts))
     rewards = units.rewards.tolist()
     response_lengths = [len(output.response_ids) for output in outputs]
