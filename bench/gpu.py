@@ -4,13 +4,12 @@
     python bench/gpu.py --only sync agree --sizes 0.5B   # (GPU) some of it
     python bench/gpu.py --device cpu                     # the code alone: the figures mean nothing
 
-Models are random, with logits as spread as trained ones. Each
-section of each size runs in a process of its own: one that fails leaves a line with its reason,
-and the others continue. The exit code is 1 if one failed.
+Models are random, with logits as spread as trained ones. Each size has a process of its own. One
+that fails leaves a line with its reason, and the others continue. The exit code is 1 if one failed.
 
-    sleep      memory freed, of what the engine holds; memory lost after --cycles
-    sync       a weight sync, and a plain copy of the same tensors
     agree      |logprob of the engine - of the trainer|, also over a sync in mid-answer
+    sync       a weight sync, and a plain copy of the same tensors
+    sleep      memory freed, of what the engine holds; memory lost after --cycles
 
 Run bench/rollout.py, update.py and trl.py on the GPU as well: they measure what they find.
 tests/gpu compares attention and logprobs with float64.
@@ -33,7 +32,6 @@ import data
 import train
 from examples.tiny_models import make_tokenizer
 from flatrl import devices
-from flatrl.models import whole
 from flatrl.processes import Background
 from rollout import Engine
 
@@ -59,7 +57,7 @@ SHAPES = {  # those of Qwen2.5, and a tiny one
     "7B": shape(3584, 18944, 28, 28, 4, vocab_size=152064),
     "tiny": shape(128, 256, 2, 4, 2, vocab_size=320, tie_word_embeddings=True),
 }
-Row = tuple[str, str]  # what was measured, and the figure
+Row = tuple[str, ...]  # what was measured, and the figure; with the section's name before them
 
 
 def build(size: str, folder: Path, device: str) -> str:
@@ -121,9 +119,8 @@ def some_prompts(n: int, length: int) -> list[list[int]]:
 # ---------------------------------------------------------------- sections: each yields rows
 
 
-def sleep(options: argparse.Namespace, size: str) -> Iterator[Row]:
+def sleep(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
     """Wakes the engine and puts it to sleep --cycles times."""
-    sides = Sides(options, size)
     free_asleep = []  # GiB, of each cycle
     freed = []
     for cycle in range(options.cycles):
@@ -148,17 +145,8 @@ def free_memory() -> float:
     return torch.cuda.mem_get_info()[0] / GIB
 
 
-def sync(options: argparse.Namespace, size: str) -> Iterator[Row]:
+def sync(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
     """Times weight syncs, and copies of the same tensors."""
-    sides = Sides(options, size)
-    dtype = getattr(torch, sides.args.dtype)
-    sources = [whole(parameter.detach()) for parameter in sides.net.parameters()]
-    targets = [torch.empty_like(source, dtype=dtype) for source in sources]
-    gigabytes = sum(target.nbytes for target in targets) / 1e9
-
-    def copy() -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
     def load(version: int) -> float:
         sides.engine.wake_weights()
@@ -168,15 +156,33 @@ def sync(options: argparse.Namespace, size: str) -> Iterator[Row]:
         sides.engine.sleep()
         return taken
 
-    copied = statistics.median(common.seconds(copy) for _ in range(5))
+    gigabytes, copied = plain_copy(sides)
     loaded = statistics.median(load(version) for version in range(5))
     figures = f"{gigabytes:.2f} GB in {loaded:.3f} s, {loaded / copied:.1f} times a plain copy"
     yield "weights that arrive", figures
 
 
-def agree(options: argparse.Namespace, size: str) -> Iterator[Row]:
+def plain_copy(sides: Sides) -> tuple[float, float]:
+    """Returns the size of the engine's weights in GB, and the seconds of copying the trainer's."""
+    sources = [local(parameter.detach()) for parameter in sides.net.parameters()]
+    dtype = getattr(torch, sides.args.dtype)
+    targets = [torch.empty_like(source, dtype=dtype) for source in sources]
+
+    def copy() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    gigabytes = sum(target.nbytes for target in targets) / 1e9
+    return gigabytes, statistics.median(common.seconds(copy) for _ in range(5))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this process's part of a sharded tensor, which is all of it here, uncopied."""
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
+def agree(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
     """Compares logprobs, also those of an answer that continues over a weight sync."""
-    sides = Sides(options, size)
     train.sync(sides.engine, sides.net, 0)
     prompts = some_prompts(16, 64)
     answers = sides.generate(prompts, 64)
@@ -200,23 +206,24 @@ def agree(options: argparse.Namespace, size: str) -> Iterator[Row]:
     yield f"{n} tokens, a sync, {40 - n}", sides.difference(prompts[:1], [answer])
 
 
-SECTIONS = {section.__name__: section for section in (sleep, sync, agree)}
+SECTIONS = {section.__name__: section for section in (agree, sync, sleep)}
 
 
-# ---------------------------------------------------------------- one process a section
+# ---------------------------------------------------------------- one process a size
 
 
-def run_section(options: argparse.Namespace) -> None:
-    """Runs a section in this process, and writes each row as soon as it is there."""
-    rows = SECTIONS[options.section](options, options.sizes[0])
+def run_sections(options: argparse.Namespace) -> None:
+    """Runs the sections in this process, and writes each row as soon as it is there."""
+    sides = Sides(options, options.sizes[0])
     with (options.folder / "rows.jsonl").open("a") as file:
-        for row in rows:
-            print(json.dumps(row), file=file, flush=True)
+        for name in options.only:
+            for row in SECTIONS[name](sides, options):
+                print(json.dumps([name, *row]), file=file, flush=True)
 
 
-def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
-    """Runs a section in a process of its own; returns its rows, the reason last if it fails."""
-    command = [sys.executable, __file__, "--section", name, "--sizes", size]
+def measure(options: argparse.Namespace, size: str) -> list[Row]:
+    """Runs the sections in a process of their own; returns the rows, the reason last if it fails."""
+    command = [sys.executable, __file__, "--in_process", "--sizes", size, "--only", *options.only]
     command += ["--folder", str(options.folder), "--device", options.device]
     command += ["--cycles", str(options.cycles)]
     env = common.environment_of_no_rank()
@@ -224,47 +231,46 @@ def measure(options: argparse.Namespace, name: str, size: str) -> list[Row]:
         env["ACCELERATE_USE_CPU"] = "true"
     rows_file = options.folder / "rows.jsonl"
     rows_file.write_text("")
-    log = options.folder / f"{name}-{size}.log"
+    log = options.folder / f"{size}.log"
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=file, env=env).returncode
     rows = [tuple(json.loads(line)) for line in rows_file.read_text().splitlines()]
     if code:
         printed = log.read_text(errors="replace").strip().splitlines() or [""]
         reason = next((line for line in reversed(printed) if "Error" in line), printed[-1])
-        rows.append(("FAILED", f"exit code {code}: {reason[:160]}"))
+        rows.append(("FAILED", f"exit code {code}", reason[:160]))
     return rows
 
 
 def main() -> None:
-    """Runs the sections, or in their processes one of them, and prints the table."""
+    """Measures each size, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", nargs="+", default=[])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--cycles", type=int, default=200, help="of sleep and wake")
     parser.add_argument("--folder", type=Path, help="for models and logs, which stay there")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = ["tiny"] if options.device == "cpu" else ["0.5B", "1.5B", "7B"]
     options.sizes = options.sizes or sizes
-    if options.section:
-        return run_section(options)
+    if options.in_process:
+        return run_sections(options)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench/gpu.py: error: no CUDA device; try --device cpu")
     table = []
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = (options.folder or Path(temporary)).resolve()
         options.folder.mkdir(parents=True, exist_ok=True)
-        for name in options.only:
-            for size in options.sizes:
-                print(f"{name}, {size} ...", file=sys.stderr, flush=True)
-                table += [(name, size, *row) for row in measure(options, name, size)]
+        for size in options.sizes:
+            print(f"{size} ...", file=sys.stderr, flush=True)
+            table += [(size, *row) for row in measure(options, size)]
     is_cuda = options.device == "cuda"
     print(torch.cuda.get_device_name() if is_cuda else "a CPU: the figures mean nothing")
-    print("\n| section | shape | what | measured |\n| --- | --- | --- | --- |")
+    print("\n| shape | section | what | measured |\n| --- | --- | --- | --- |")
     for row in table:
         print(f"| {' | '.join(row)} |")
-    sys.exit(any(row[2] == "FAILED" for row in table))
+    sys.exit(any("FAILED" in row for row in table))
 
 
 if __name__ == "__main__":

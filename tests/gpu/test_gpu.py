@@ -104,9 +104,9 @@ def trained(folder: Path, *flags: str, task: str = "examples/calculator.py") -> 
 
 def test_a_micro_batch_that_does_not_fit_is_halved(tmp_path):
     """The largest is far too large. A step with the one that is left works."""
-    flags = ["--num_steps", "1", "--eval_every", "0", "--tokens_per_micro_batch", str(1 << 26)]
+    flags = ["--num_steps", "1", "--eval_every", "0", "--tokens_per_micro_batch", str(1 << 24)]
     flags += ["--gpu_memory_utilization", "0.2", "--output_dir", str(tmp_path / "run")]
-    assert f"a micro-batch of {1 << 26} tokens takes more than" in launched("train.py", *flags)
+    assert f"a micro-batch of {1 << 24} tokens takes more than" in launched("train.py", *flags)
 
 
 def test_an_asynchronous_run_ends_cleanly_and_resumes(tmp_path):
@@ -150,12 +150,12 @@ def test_training_by_accelerates_fsdp2_config(tmp_path):
     assert (tmp_path / "run/checkpoints/step_000002/.metadata").is_file()
 
 
-@pytest.mark.parametrize("section", ["sleep", "sync", "agree"])
-def test_section_of_the_bench(section, tmp_path):
-    """Each runs in a process of its own, and asserts what it can."""
+def test_sections_of_the_bench(tmp_path):
+    """They assert what they can."""
     import gpu
 
-    options = argparse.Namespace(folder=tmp_path, device="cuda", cycles=5)
-    rows = dict(gpu.measure(options, section, "0.5B"))
+    sections = list(gpu.SECTIONS)
+    options = argparse.Namespace(folder=tmp_path, device="cuda", cycles=5, only=sections)
+    rows = gpu.measure(options, "0.5B")
     print(json.dumps(rows, indent=1))
-    assert rows and "FAILED" not in rows
+    assert {row[0] for row in rows} == set(sections)
