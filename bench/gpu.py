@@ -7,7 +7,7 @@
 Models are random, with logits as spread as trained ones. Each size has a process of its own. One
 that fails leaves a line with its reason, and the others continue. The exit code is 1 if one failed.
 
-    agree      |logprob of the engine - of the trainer|, also over a sync in mid-answer
+    agree      how far the engine's logprobs are from the trainer's, also over a sync in mid-answer
     sync       a weight sync, and a plain copy of the same tensors
     sleep      memory freed, of what the engine holds; memory lost after --cycles
 
@@ -107,7 +107,6 @@ class Sides:
         logprobs = train.score_tokens(self.net, batch, self.args)
         distance = (logprobs - batch["logprobs_rollout"]).abs()
         distance = distance[batch["response_mask"].bool()]
-        assert distance.mean() < 0.1, f"engine and trainer disagree: {distance.mean():.3f}"
         n = len(distance)
         return f"mean {distance.mean():.1e}, max {distance.max():.1e} over {n} tokens"
 
@@ -187,7 +186,7 @@ def agree(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
     prompts = some_prompts(16, 64)
     answers = sides.generate(prompts, 64)
     sides.engine.sleep()
-    yield f"|engine - trainer|, {sides.args.dtype}", sides.difference(prompts, answers)
+    yield f"logprobs, {sides.args.dtype}", sides.difference(prompts, answers)
 
     sampling = FORCED | {"max_tokens": 40}
     call = sides.engine.generate(request_id="s", prompt_ids=prompts[0], sampling_params=sampling)
@@ -203,7 +202,7 @@ def agree(sides: Sides, options: argparse.Namespace) -> Iterator[Row]:
     answer = future.result()
     n = answer.versions.count(1)
     assert answer.versions == [1] * n + [2] * (40 - n) and 0 < n < 40, answer.versions
-    yield f"{n} tokens, a sync, {40 - n}", sides.difference(prompts[:1], [answer])
+    yield f"logprobs: {n} tokens, a sync, {40 - n}", sides.difference(prompts[:1], [answer])
 
 
 SECTIONS = {section.__name__: section for section in (agree, sync, sleep)}
@@ -222,7 +221,7 @@ def run_sections(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, size: str) -> list[Row]:
-    """Runs the sections in a process of their own; returns the rows, the reason last if it fails."""
+    """Runs the sections in a process of their own; returns the rows, at last why it failed."""
     command = [sys.executable, __file__, "--in_process", "--sizes", size, "--only", *options.only]
     command += ["--folder", str(options.folder), "--device", options.device]
     command += ["--cycles", str(options.cycles)]

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from record import RESULTS, read_lines
 
@@ -176,6 +176,29 @@ def bisection():
         sampled = f"{fmean(run.values('reward/mean')[-10:]):.3f}"
         yield run.label, sampled, *run.at("eval/reward", 100), run.duration()
     yield "halving what is left", "0.969", "0.969", ""
+
+
+@table
+def gpu():
+    """The seconds of a step are medians without the first step."""
+    known = runs("gpu")
+    job, forced = known["calculator"], known["step"]
+
+    def seconds(run: Run, part: str) -> float:
+        return median(run.values(f"timing/{part}_s")[1:])
+
+    yield "on one H100", "measured"
+    first, *_, last = job.values("eval/reward")
+    rewards = f"held-out reward {first:.3f} -> {last:.3f}"
+    yield "the default job", f"{rewards} in {job.duration()}, {seconds(job, 'step'):.1f} s a step"
+    parts = (f"{part} {seconds(forced, part):.2f}" for part in ("rollout", "train", "sync"))
+    yield "a step of 256 x 512 tokens, 0.5B", f"{seconds(forced, 'step'):.1f} s: {', '.join(parts)}"
+    rate = median(forced.values("throughput/tokens_per_s")[1:])
+    yield "its rollout", f"{rate:,.0f} tokens/s"
+    before, after = (forced.values(f"memory/{x}_device_gb")[-1] for x in ("before_sleep", "asleep"))
+    yield "memory in use, engine awake and asleep", f"{before:.1f} GB, {after:.1f} GB"
+    for line in known["bench"].lines:
+        yield f"{line['section']}, {line['shape']}: {line['what']}", line["measured"]
 
 
 # ---------------------------------------------------------------- benches: rows that they wrote
