@@ -204,7 +204,8 @@ class Args(LoopArgs):
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
     tokens_per_micro_batch: int = flag(16384, "tokens in one pass of a rank", POSITIVE)
     gradient_checkpointing: bool = flag(
-        None, "recompute activations: a third slower, much less memory; default: on CUDA")
+        None, "recompute activations: a third slower, much less memory; default: on CUDA, if a "
+        "micro-batch takes too much without")
     shard: Literal[False, True, "hybrid"] = flag(
         False, "FSDP2: cut parameters, gradients and optimiser states over all ranks; hybrid: "
         "over those of a host; always on in bfloat16 on CUDA, even on one GPU, and by accelerate's "
@@ -549,7 +550,6 @@ def complete_flags(args: Args, cuda: bool):
         "critic_lr": critic_lr,
         "output_dir": folder,
         "max_model_len": args.window,
-        "gradient_checkpointing": cuda,
     })
 
     need("://" not in args.output_dir, f"--output_dir {args.output_dir}: only a folder can be "

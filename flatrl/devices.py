@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from flatrl.bad_input import need, refusing
+from flatrl.layers import recompute_activations
 from flatrl.processes import PATIENCE, all_gather, ranks_of_host
 
 # Options of accelerate's FSDP config that are implemented with one value only.
@@ -158,30 +159,42 @@ def offload(run, device: torch.device | str):
 
 
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
-    """Tries the largest micro-batch on the GPU; halves --tokens_per_micro_batch until it fits.
+    """Tries the largest micro-batch on the GPU, and makes it fit.
 
-    learners: the train.Learners by name. Each computes its network forward and backward once, on
-    all ranks together. No number of the run depends on the result, because losses are divided
-    by global counts. Nothing is tried on a CPU. Raises BadInput if a single trajectory of
-    the longest length does not fit."""
+    At first without --gradient_checkpointing, unless that is given, then with it; then
+    --tokens_per_micro_batch is halved until it fits. learners: the train.Learners by name. Each
+    computes its network forward and backward once, on all ranks together. No number of the run
+    depends on the result, because losses are divided by global counts. Nothing is tried on a CPU.
+    Raises BadInput if a single trajectory of the longest length does not fit."""
     if device.type != "cuda" or args.rollout_only or not args.num_steps:
         return
     group = dist.new_group(backend="gloo", timeout=TRIAL_PATIENCE)
     for name in learners:
         while not all(all_gather(_fits(name, learners, args), group)):
-            tokens = args.tokens_per_micro_batch
-            need(
-                tokens > args.window,
-                f"the {name} has too little GPU memory to learn from one trajectory of "
-                f"{args.window} tokens: lower --max_response_tokens, or give "
-                "--gradient_checkpointing, --lora_rank or more GPUs",
-            )
-            args.tokens_per_micro_batch = max(args.window, tokens // 2)
-            say(
-                f"a micro-batch of {tokens} tokens takes more than the GPU's memory: "
-                f"--tokens_per_micro_batch {args.tokens_per_micro_batch}"
-            )
+            _take_less(name, learners, args, say)
     torch.cuda.empty_cache()
+
+
+def _take_less(name, learners, args, say):
+    """Changes the flags so that a micro-batch takes less memory. Raises BadInput if it can't."""
+    tokens = args.tokens_per_micro_batch
+    models = [learner.net.model for learner in learners.values()]
+    can_recompute = all(model.supports_gradient_checkpointing for model in models)
+    if args.gradient_checkpointing is None and can_recompute:
+        for model in models:
+            recompute_activations(model)
+        args.gradient_checkpointing = True
+        change = "--gradient_checkpointing"
+    else:
+        need(
+            tokens > args.window,
+            f"the {name} has too little GPU memory to learn from one trajectory of "
+            f"{args.window} tokens: lower --max_response_tokens, or give "
+            "--gradient_checkpointing, --lora_rank or more GPUs",
+        )
+        args.tokens_per_micro_batch = max(args.window, tokens // 2)
+        change = f"--tokens_per_micro_batch {args.tokens_per_micro_batch}"
+    say(f"a micro-batch of {tokens} tokens takes more than the GPU's memory: {change}")
 
 
 def _fits(name, learners, args) -> bool:

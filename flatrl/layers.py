@@ -39,9 +39,16 @@ def prepare_layers(model: nn.Module, gradient_checkpointing: bool):
         if type(module).__name__ == "Cohere2Attention" and module.sliding_window:
             module.sliding_window += 1  # as in its training and in vLLM: [i - window, i]
     if gradient_checkpointing:
-        with refusing("--gradient_checkpointing"):  # not every model can
-            model.gradient_checkpointing_enable()
-        model.train()  # only then does transformers; without dropout nothing else changes
+        recompute_activations(model)
+
+
+def recompute_activations(model: nn.Module):
+    """Lets a network recompute its activations in the backward pass.
+
+    Raises BadInput if transformers can't do that for this model."""
+    with refusing("--gradient_checkpointing"):
+        model.gradient_checkpointing_enable()
+    model.train()  # only then does transformers; without dropout nothing else changes
 
 
 def choose_attention(policy, probe, args) -> tuple[str, bool]:

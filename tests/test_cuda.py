@@ -24,15 +24,15 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
 
 
 @pytest.mark.parametrize(("flags", "cuda", "expected"), [
-    ({}, True, ("bfloat16", True, True)),
-    ({}, False, ("float32", False, False)),
-    ({"dtype": "float32", "gradient_checkpointing": False}, True, ("float32", False, False)),
-    ({"shard": True}, False, ("float32", False, True)),
+    ({}, True, ("bfloat16", True)),
+    ({}, False, ("float32", False)),
+    ({"dtype": "float32"}, True, ("float32", False)),
+    ({"shard": True}, False, ("float32", True)),
 ])  # fmt: skip
 def test_what_the_device_decides(flags, cuda, expected):
     args = Args(**flags)
     train.complete_flags(args, cuda)
-    assert (args.dtype, args.gradient_checkpointing, args.shard) == expected
+    assert (args.dtype, args.shard) == expected
 
 
 @pytest.mark.parametrize("flags, folder", [
@@ -166,12 +166,17 @@ class TooLittleMemory:
             output.register_hook(self.fail)
 
 
-@pytest.mark.parametrize("shard, backward", [(False, True), (True, False)])
-def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
-    args, process_group, shard, backward
+@pytest.mark.parametrize("shard, backward, recompute", [
+    (False, True, None),
+    (True, False, None),
+    (True, True, False),
+])  # fmt: skip
+def test_the_micro_batch_is_made_to_fit_and_nothing_else_changes(
+    args, process_group, shard, backward, recompute
 ):
     data.register_packed_attention()
     flags = dict(shard=shard, lr=1e-3, tokens_per_micro_batch=1000)
+    flags["gradient_checkpointing"] = recompute
     args = dataclasses.replace(args, **flags)  # its window has 128 tokens
     said = []
     metrics = []
@@ -183,7 +188,9 @@ def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
         devices.fit_micro_batch({"policy": learner}, args, CUDA, said.append)
         assert all(p.grad is None for p in learner.net.parameters())
         assert not learner.optimizer.state
-        assert hooks.tried == ([1000] if memory == 1000 else [1000, 500, 250])
+        tried = [1000, 500, 250] if recompute is False else [1000, 1000, 500, 250]
+        assert hooks.tried == ([1000] if memory == 1000 else tried)
+        assert learner.net.model.is_gradient_checkpointing == (memory == 300 and recompute is None)
         whole, _ = train.optimise(
             learner, train.policy_objective, batch, COLUMNS, range(19), args,
             Accelerator(cpu=True))  # fmt: skip
@@ -192,14 +199,17 @@ def test_the_micro_batch_is_halved_until_it_fits_and_nothing_else_changes(
     assert args.tokens_per_micro_batch == 250
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-7)
     assert [line.split(": ")[1] for line in said] == [
-        "--tokens_per_micro_batch 500", "--tokens_per_micro_batch 250"]
+        *["--gradient_checkpointing"] * (recompute is None),
+        "--tokens_per_micro_batch 500",
+        "--tokens_per_micro_batch 250",
+    ]
 
 
 def test_all_ranks_halve_the_micro_batch_if_one_has_too_little_memory(
     args, process_group, monkeypatch
 ):
     """It stays as large as the window. If that does not fit, the run is refused."""
-    args = dataclasses.replace(args, tokens_per_micro_batch=200)
+    args = dataclasses.replace(args, tokens_per_micro_batch=200, gradient_checkpointing=False)
     learners = {"policy": learner_of(args), "critic": learner_of(args)}
     others = [True, False, True]
     monkeypatch.setattr(devices, "all_gather", lambda x, group: [x, others.pop(0)])
