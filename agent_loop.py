@@ -265,7 +265,7 @@ def checked_number(value, name: str) -> float:
 # ---------------------------------------------------------------- control tokens
 
 
-# Regular expression for the characters that make a token markup.
+# A token that has one of these characters is markup.
 PUNCTUATION = r"[^\w\s]|_"
 
 
@@ -375,7 +375,7 @@ def _make_room(cache, limit):
         cache.clear()
 
 
-POLICY_ROLES = ("assistant", "system")
+ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
 def _edit_message(message, edit, edit_value):
@@ -544,7 +544,7 @@ class Recent:
         return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
 
     def _end_round(self):
-        """Puts the latest round behind the others, in place of an earlier one of its form."""
+        """Puts the latest round after the others, in place of an earlier one of its form."""
         if self.latest:
             form = tuple(map(self.form_of, self.latest))
             self.rounds.pop(form, None)
@@ -556,7 +556,7 @@ class Conversation:
 
     It learns this from dry chats, of neutral words, in milliseconds:
         answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
-        ends                    the texts that the template writes behind a turn
+        ends                    the texts that the template writes after a turn
         takes(name)             whether it takes one of the ROUNDS
         shows_reasoning         whether it knows reasoning_content
         writes_date             whether it writes today's date
@@ -578,7 +578,7 @@ class Conversation:
         self.tokenizer = tokenizer
         self.think_start, self.think_end = think_tags.split()
         tags = re.escape(self.think_start) + r"\s*" + re.escape(self.think_end)
-        # Blocks of reasoning without a word, with as much white space behind as templates write.
+        # Blocks of reasoning without a word, with the white space that templates write after them.
         self.empty_thoughts = [re.compile(tags + end) for end in ("\n\n", "\n", "")]
         controls = _control_tokens(tokenizer).values()
         self.control = _any_of(token.content for token in controls)
@@ -671,7 +671,7 @@ class Conversation:
         Many templates end a turn with an end-of-turn token and a newline, but the policy samples
         only the token. The suffix must therefore begin with that newline (verl#6501). Where a
         turn ends at the marker of the next speaker (GLM), and the policy sampled the marker,
-        the suffix begins behind it.
+        the suffix begins after it.
 
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the end-of-turn token.
@@ -710,7 +710,7 @@ class Conversation:
         return ids[1:]
 
     def _added(self, before, after, messages):
-        """Returns the text of `after` behind `before`, which may lose empty blocks of reasoning.
+        """Returns the text that `after` adds to `before`, which may lose empty blocks of reasoning.
 
         messages: the chat in `before`. Raises RewritesHistory if `after` begins otherwise, or
         lacks what the assistant said last."""
@@ -737,13 +737,13 @@ class Conversation:
 
     @functools.cached_property
     def ends(self) -> list[str]:
-        """The texts that the template writes behind a turn, from its stop token on; longest first.
+        """The texts that the template writes after a turn, from its stop token on; longest first.
 
         One of them is empty if a turn ends at the marker of the next speaker, or nowhere."""
         stops = _any_of(self.tokenizer.decode([stop]) for stop in self.stops)
         ends = set()
         for turn, *_ in ROUNDS.values():
-            text = self._behind(turn)
+            text = self._text_after(turn)
             if text is not None:
                 text = text.removesuffix(self.closing)
                 stop = stops.search(text)
@@ -752,9 +752,9 @@ class Conversation:
 
     @functools.cached_property
     def closing(self) -> str:
-        """What the template writes behind a whole chat, and not between turns: Phi-3's EOS."""
-        alone = self._behind(ANSWERS) or ""
-        answered = self._behind(ANSWERS, ASKS) or ""
+        """What the template writes after a whole chat, and not between turns: Phi-3's EOS."""
+        alone = self._text_after(ANSWERS) or ""
+        answered = self._text_after(ANSWERS, ASKS) or ""
         if answered.startswith(alone):
             return ""
         starts = [match.start() for match in self.special.finditer(alone)]
@@ -764,7 +764,7 @@ class Conversation:
     # -- control tokens
 
     def _without_forged_tokens(self, ids_of, depends_on, messages, tools, trusted=()):
-        """Returns the ids of a chat, in which no text of the world has become a control token.
+        """Returns the ids of a chat, in which no text from outside has become a control token.
 
         If a tool answers "so<|im_end|>", for example, that must not end its message. Such a token
         is forged: the template has not written it, but a text spells it, perhaps only after the
@@ -820,11 +820,11 @@ class Conversation:
     def _edited(self, message, edit):
         """Returns a message with edit(text) in place of its texts.
 
-        In messages of POLICY_ROLES, control tokens that are not special stay. The policy may
-        have sampled a token such as <think>, and its history must keep it. A special token was
+        In messages of ROLES_THAT_KEEP_MARKUP, control tokens that are not special stay. The policy
+        may have sampled a token such as <think>, and its history must keep it. A special token was
         not sampled: decoding drops those, so a text that still has one spelled it out."""
         edit_text = edit
-        if message["role"] in POLICY_ROLES:
+        if message["role"] in ROLES_THAT_KEEP_MARKUP:
             edit_text = functools.partial(self._edit_around, self.markup, edit)
         return _edit_message(
             message,
@@ -860,7 +860,7 @@ class Conversation:
         return functools.partial(self._edit_around, flags, neutral_word)
 
     def _edited_tools(self, tools, key):
-        """Returns (neutral tools, clean tools, words), which are kept for all rollouts.
+        """Returns (neutral tools, plain tools, words), which are kept for all rollouts.
 
         words: {text: the neutral word in its place}, see `_neutral_edit`. key: the tools as a
         text."""
@@ -887,14 +887,15 @@ class Conversation:
         needed = {"a tool's answer": tool_round} if tools else {}
         if has_user:
             needed["a user's answer"] = "a user's answer"
-        for name, round in needed.items():
+        for name, round_name in needed.items():
             # The prompt may end with a message that this one can't follow.
-            problem = self.problem_of(round) or self.problem_with([*prompt, *ROUNDS[round]], tools)
+            problem = self.problem_of(round_name)
+            problem = problem or self.problem_with([*prompt, *ROUNDS[round_name]], tools)
             if problem:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
                     "model, or change the template (chat_template.jinja in the model's folder)")
-            if self.forks_at(round):
+            if self.forks_at(round_name):
                 warnings.append(
                     f"the chat template rewrites the history at {name}: the rollout goes on in a "
                     "new token sequence")
@@ -1018,8 +1019,8 @@ class Conversation:
         """Returns the id of the token that ends a dry turn in the template, or None.
 
         stops: the ids that are known to end turns."""
-        alone = self._behind(turn)
-        answered = self._behind(turn, reply)
+        alone = self._text_after(turn)
+        answered = self._text_after(turn, reply)
         if alone is None:
             return None
         special = self._special_in(alone)
@@ -1032,8 +1033,8 @@ class Conversation:
                 found += self._special_in(marker[0])
         return next(iter(found), None)
 
-    def _behind(self, turn, *replies):
-        """Returns the text behind the last word of a dry turn, or None if there is none."""
+    def _text_after(self, turn, *replies):
+        """Returns the text after the last word of a dry turn, or None if there is none."""
         _, words = _dry_chat([ASKS, turn])
         with suppress(Exception):
             chat, _ = _dry_chat([ASKS, turn, *replies])
@@ -1051,7 +1052,7 @@ class Conversation:
     @functools.cached_property
     def needs_only_recent(self) -> bool:
         """Whether suffixes depend on the `Recent` part alone, in dry chats of up to 33 rounds."""
-        rounds = [round for round in ROUNDS.values() if self._behind(*round) is not None]
+        rounds = [round for round in ROUNDS.values() if self._text_after(*round) is not None]
         random_numbers = random.Random(0)
         for n in (3, 9, 33):
             chats = [[round] * n for round in rounds]
@@ -1122,8 +1123,8 @@ class Conversation:
         Tried in a dry chat: its suffix stays if all messages with the text are left out of the
         middle. Otherwise nearly every message would have a form of its own.
 
-        Common are words, punctuation, and all of 2 characters. Others are never without
-        consequence: two of them may matter together, as <tool_response> and </tool_response> do
+        Only words, punctuation, and texts of at most 2 characters are tried. Others count as having
+        a consequence: two of them may matter together, as <tool_response> and </tool_response> do
         for Qwen3."""
         if len(text) > 2 and not re.fullmatch(r"[\w\s]+|\W+", text):
             return False
@@ -1149,7 +1150,7 @@ def conversation(
     stops: Iterable[int] = (),
     think_tags: str = LoopArgs.think_tags,
 ) -> Conversation:
-    """Returns the tokenizer's Conversation. It is made once.
+    """Returns the tokenizer's Conversation. It is made once for the same arguments.
 
     stops: the ids that end a turn, beside the tokenizer's EOS."""
     stops = frozenset({*stops, tokenizer.eos_token_id} - {None})
@@ -2047,11 +2048,11 @@ class AgentLoopBase:
             trajectory.stop_reason = "length"
             return False
         images = [_load_row_image(image) for image in images]
-        talk = self.conversation(stops)
+        conversation = self.conversation(stops)
         try:
-            fits = self._append_suffix(trajectory, talk, messages, tools, images)
+            fits = self._append_suffix(trajectory, conversation, messages, tools, images)
         except RewritesHistory:
-            fits = self._fork_with(trajectory, talk, messages, tools, images)
+            fits = self._fork_with(trajectory, conversation, messages, tools, images)
         if not fits:
             trajectory.stop_reason = "length"
             return False
@@ -2114,7 +2115,7 @@ class AgentLoopBase:
                 raise ValueError(
                     "the engine and the processor disagree about the tokens of the images: "
                     f"{len(out.prompt_ids)} against {len(prompt_ids)}")
-        before = trajectory.engine_ids[-64:]
+        before = trajectory.engine_ids[-64:]  # shows whether the template has begun a thought
         is_constrained = "structured_outputs" in sampling_params
         trajectory.add_sampled(out, trained=not is_constrained)
         trajectory.stop_reason = out.stop_reason
@@ -2414,7 +2415,7 @@ def _join_contents(contents, separator):
 
 
 def _own_copy(message):
-    """Returns a copy of a message, whose calls user code may rewrite for another API."""
+    """Returns a copy of a message. An Interaction may rewrite its calls for another API."""
     copied = dict(message)
     if "tool_calls" in message:
         copied["tool_calls"] = copy.deepcopy(message["tool_calls"])
@@ -2431,7 +2432,7 @@ class ToolAgentLoop(AgentLoopBase):
                               -> None                                 the end
         answering_last                                                at a limit, before the end
 
-    The names of the states are verl's. A state is a method that gets the trajectory and
+    Most names of states are verl's. A state is a method that gets the trajectory and
     returns the next state. A subclass adds one by returning it from another:
     `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
     model reads a message about it, and a metric counts it."""
@@ -2597,7 +2598,7 @@ class ToolAgentLoop(AgentLoopBase):
         template shows the message. Else they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         message = trajectory.messages[-1]
-        shown, _ = self._left_out(calls)
+        shown, _ = self._split_calls(calls)
         if any(tool_call["name"] for tool_call in shown):
             called = dict(message)
             set_tool_calls(called, content, shown, trajectory.assistant_turns)
@@ -2609,8 +2610,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns how many tool calls of a turn are executed."""
         return self.args.max_parallel_calls if self.talk.takes_two_calls else 1
 
-    def _left_out(self, calls):
-        """Returns (the calls that the turn's message has, the number of its others)."""
+    def _split_calls(self, calls):
+        """Returns (the calls that the turn's message shows, the number of the others)."""
         n = 1 if self._max_calls() == 1 else len(calls)
         return calls[:n], len(calls[n:])
 
@@ -2621,7 +2622,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def processing_tools(self, trajectory):
         """Executes the turn's tool calls concurrently, and appends the responses in order."""
-        calls, n_left_out = self._left_out(trajectory.tool_calls)
+        calls, n_left_out = self._split_calls(trajectory.tool_calls)
         limit = self._max_calls()
         for tool_call in calls[limit:]:
             tool_call["error"] = f"only {limit} tool calls at a time are executed"
@@ -2638,7 +2639,7 @@ class ToolAgentLoop(AgentLoopBase):
             name = tool_call["name"]
             n_images = len(trajectory.images) + len(images)
             response = self._record_response(trajectory, name, response, n_images)
-            if n_left_out:
+            if n_left_out:  # the template shows one call, so there is one response
                 trajectory.count("tool_errors", n_left_out)
                 response.text += f"\nError: your {n_left_out} other calls were not executed: "
                 response.text += "call one tool at a time"

@@ -172,13 +172,13 @@ def load_rows(
     return [checked(number) for number in range(len(rows))]
 
 
-def demonstrated(rows: Sequence[dict], alone: bool) -> Sequence[dict]:
-    """Returns all rows or, with alone=True, only the rows that have a demonstration.
+def demonstrated(rows: Sequence[dict], only: bool) -> Sequence[dict]:
+    """Returns all rows or, with only=True, only the rows that have a demonstration.
 
     Raises BadInput if no row has one."""
     numbers = [number for number, row in enumerate(rows) if row.get("demonstration")]
     need(numbers, "--algo sft, --imitation_steps: no training row has a 'demonstration'")
-    return Rows(rows.__getitem__, numbers) if alone else rows
+    return Rows(rows.__getitem__, numbers) if only else rows
 
 
 def filter_overlong(
@@ -200,8 +200,8 @@ def filter_overlong(
     Raises BadInput if a check fails, or if no prompt is short enough."""
     if not rows:
         return rows
-    templates = with_template_variables(tokenizer, args.chat_template_args)
-    context = (templates, task, args, processor)
+    chat_tokenizer = with_template_variables(tokenizer, args.chat_template_args)
+    context = (chat_tokenizer, task, args, processor)
     limit = args.max_prompt_tokens
     if args.prompt_truncate_side != "none":
         rows = _cut_to(limit, rows, context)
@@ -212,7 +212,7 @@ def filter_overlong(
         numbers = prompt_order(n_rows, 0, 1000, args.seed)
 
     lengths = on_main(_prompt_lengths, rows, numbers, *context)  # (rows checked,)
-    on_main(check_tokenizer, tokenizer, templates, rows[numbers[0]], task, args)
+    on_main(check_tokenizer, tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
     too_long = lengths > limit
     need(
         not too_long.all(),
@@ -238,10 +238,10 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
 
     The longest text of the prompt loses tokens, as args.prompt_truncate_side says. If there is too
     little to cut, the prompt stays too long."""
-    templates, _, args, _ = context
+    chat_tokenizer, _, args, _ = context
 
     def n_tokens(text):
-        return len(templates.encode(text, add_special_tokens=False))
+        return len(chat_tokenizer.encode(text, add_special_tokens=False))
 
     def cut(number: int) -> dict:
         """Returns row `number`, cut in place: a row in memory is cut only once."""
@@ -252,7 +252,7 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
             n_kept = n_tokens(place[key]) - excess - n_tokens("...")
             if n_kept < 1:
                 break
-            place[key] = shorten(place[key], n_kept, args.prompt_truncate_side, templates)
+            place[key] = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
         return row
 
     return Rows(cut, range(len(rows)))
@@ -281,7 +281,7 @@ def _prompt_lengths(rows, numbers, *context) -> np.ndarray:
 def _prompt_length(
     rows: Sequence[dict],
     number: int,
-    templates,
+    chat_tokenizer,
     task,
     args,
     processor,
@@ -308,8 +308,8 @@ def _prompt_length(
         )
         prompt = told_prompt(row, args.hints)
         schemas = tool_schemas(row, task)
-        conversation(templates).check_prompt(prompt, schemas)
-        ids = render(templates, prompt, schemas)
+        conversation(chat_tokenizer).check_prompt(prompt, schemas)
+        ids = render(chat_tokenizer, prompt, schemas)
         opened = [open_image(image) for image in images]
         return len(expand(ids, opened, processor))
 
@@ -354,7 +354,7 @@ class Units:
     prompts: N  # the prompt's number
     response_lengths: N  # response tokens of all its outputs, including tool tokens
     names: list[str]  # N names, as the agent loop calls the units
-    index: B  # the number of each output's unit
+    unit_of_row: B  # the number of each output's unit
 
     @property
     def rewards(self) -> N:
@@ -418,7 +418,7 @@ def by_unit(outputs: Outputs) -> Units:
         prompts=torch.tensor([output.extra["prompt"] for output in last]),
         response_lengths=torch.tensor(response_lengths),
         names=[output.unit for output in last],
-        index=torch.tensor(index),
+        unit_of_row=torch.tensor(index),
     )
 
 
@@ -494,8 +494,8 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
 def observed(outputs: Outputs, image_token_id: int = -1) -> list[list[int]]:
     """Returns for each response token of each output whether it is an observation: 1 or 0.
 
-    Not marked are sampled tokens, images' placeholders and, if outputs of a rollout begin with the
-    same tokens, the observations there in all these outputs but the first."""
+    Sampled tokens and images' placeholders are none. An observation in a prefix that outputs of a
+    rollout share is marked in the first of them only."""
     n_outputs = Counter(rollout_of(output) for output in outputs if output.observations)
     seen = set()  # hashes of the sequences up to an observation's end, and of their rollouts
     masks = []
@@ -564,7 +564,7 @@ class Batch(dict):
 
     def count_unit_tokens(self) -> B:
         """Returns the number of mask-1 tokens in the whole unit of each row."""
-        return losses.group_sum(self["response_mask"].sum(-1), self.units.index)
+        return losses.group_sum(self["response_mask"].sum(-1), self.units.unit_of_row)
 
 
 def make_batch(outputs: Outputs, processor=None, with_observations: bool = False) -> Batch:
@@ -627,7 +627,7 @@ class EndToEnd:
         self.n_units = len(batch.units.outcomes)
         self.sampled = batch["response_mask"].bool()
         self.nearest_place = self._nearest_places(batch)
-        units = batch.units.index[:, None].expand_as(self.sampled)
+        units = batch.units.unit_of_row[:, None].expand_as(self.sampled)
         # Unit and place of the n sampled tokens, in the batch's order: (n,) each.
         self.places = units[self.sampled], self.nearest_place[self.sampled].long()
         self.mask = self.to_units(torch.ones_like(batch["response_mask"]))
@@ -641,7 +641,7 @@ class EndToEnd:
         unit_ends = [0] * self.n_units
         output_widths = widths.sum(1).tolist()
         continues = continues_previous(batch)
-        for row, unit in enumerate(batch.units.index.tolist()):
+        for row, unit in enumerate(batch.units.unit_of_row.tolist()):
             start = unit_ends[unit]
             if continues[row]:
                 start -= 1  # no empty place in the middle of a turn
@@ -674,7 +674,7 @@ def continues_previous(batch: Batch) -> list[bool]:
     """Returns, for each output, whether it continues the last turn of its unit's previous one."""
     continues = []
     previous_rows = {}  # unit -> row of its previous output
-    for row, unit in enumerate(batch.units.index.tolist()):
+    for row, unit in enumerate(batch.units.unit_of_row.tolist()):
         previous = previous_rows.get(unit)
         continues.append(previous is not None and _continues(batch, row, previous))
         previous_rows[unit] = row
@@ -720,7 +720,7 @@ def place_rewards(batch: Batch, outcomes: N) -> NS:
             tokens.append(token)
             values.append(reward)
     if rows:
-        units = batch.units.index[rows]
+        units = batch.units.unit_of_row[rows]
         places = layout.nearest_place[rows, tokens]
         values = torch.tensor(values, dtype=rewards.dtype)
         # index_add_ also adds up several rewards at one place.
@@ -830,8 +830,8 @@ def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]
     """Yields the rows of each optimiser step: in every epoch, n nearly equal shares of the prompts.
 
     prompts: the prompt of each row. All rows of a prompt stay together, because a unit's rows must
-    be in one mini-batch, and a prefix that rows share is then computed once. seeds: for each
-    epoch that of its shuffle."""
+    be in one mini-batch, and a prefix that rows share is then computed once. seeds: one for each
+    epoch's shuffle."""
     present = prompts.unique()
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -903,8 +903,7 @@ class MicroBatch:
     def select(self, positions: list[int], is_filler: bool = False) -> "MicroBatch":
         """Returns a micro-batch of the rows at some positions of this one.
 
-        Two of these rows share the smallest `shared` of the rows after the first one, up to the
-        second."""
+        Rows i < j have min(shared[i + 1], ..., shared[j]) tokens in common."""
         positions = sorted(positions)
         shared = [0]
         for before, position in itertools.pairwise(positions):
@@ -1200,7 +1199,7 @@ def pack_rows(
     return to_device(result, device)
 
 
-# Token ids and places are smaller, so a pair of them, place * ID_LIMIT + id, fits one int64.
+# Token ids and places are below this, so a pair of them, place * ID_LIMIT + id, fits one int64.
 ID_LIMIT = 2**32
 
 

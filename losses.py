@@ -15,7 +15,7 @@ Arguments that most functions take:
                        token of a tool, a user or the template, and padding. Inputs at mask 0,
                        even NaN, change no result and no gradient. Results are 0 there.
     logprobs           of the policy in training, computed by the trainer
-    logprobs_old       of the policy before this update, computed by the trainer
+    logprobs_old       of the policy before the step's first update, computed by the trainer
     logprobs_rollout   of the policy that sampled the tokens, reported by the engine
     logprobs_ref       of the frozen reference model
 
@@ -268,8 +268,8 @@ def _gae(token_rewards, values, mask, args):
 def bootstrapped(rewards: NS, values: NS, mask: NS, truncated: N, gamma: float) -> NS:
     """Adds gamma V to the last reward of each truncated sequence (arXiv 1712.00378, sec. 3).
 
-    A limit on time is no end of the task: the state has a value. V is that before the last mask-1
-    token, because the critic has none after it."""
+    A limit on turns or tokens does not end the task, so the state at the end has a value. The
+    critic has none there, so V is its value before the last mask-1 token."""
     mask, rewards, values = _masked(mask, rewards, values)
     last = torch.where(mask, torch.arange(mask.shape[1]), 0).amax(1)  # (N,)
     rows = torch.arange(len(mask))
@@ -565,12 +565,12 @@ def _call_objective(kind, inputs):
     Raises ValueError unless there is a loss for each token."""
     function = OBJECTIVES[kind]
     loss = function(**{name: inputs[name] for name in function.takes})
-    no_tokens = torch.zeros_like(inputs["mask"])
+    nowhere = torch.zeros_like(inputs["mask"])
     stats = {
         "ratio": inputs["ratio"],
         "ppo_kl": -(inputs["logprobs"] - inputs["logprobs_old"]),
-        "clipfrac": no_tokens,
-        "clipfrac_lower": no_tokens,
+        "clipfrac": nowhere,
+        "clipfrac_lower": nowhere,
     }
     if isinstance(loss, tuple):
         loss, own_stats = loss
@@ -741,7 +741,9 @@ def rollout_correction(
 
 
 def _ratio_of(what, difference, mask):
-    """Returns the ratio of each token, (B, T), or of each row, (B, 1): a product or its mean."""
+    """Returns the ratio of each token, (B, T), or of each row, (B, 1).
+
+    A row's is the product of its tokens' ratios, or their geometric mean."""
     if what == "row":
         difference = difference.sum(-1, keepdim=True)
     elif what == "row mean":
@@ -857,8 +859,9 @@ def kl_estimate(logprobs: Same, logprobs_ref: Same, kind: str) -> Same:
                                        (straight-through estimator)
     For k3, d is clamped to +-20 and the result to 10. Beyond that the gradient is 0.
 
-    There is no mask, because `aggregate` applies it to the result. A d that is not finite gets no
-    gradient, which the mask could not stop. It keeps its value: a NaN at mask 1 must be noticed.
+    There is no mask, because `aggregate` applies it to the result. Where d is infinite or NaN, the
+    gradient is 0, because no later mask could remove a NaN from it. The value stays, so that a NaN
+    at mask 1 is noticed.
 
     Raises ValueError for an unknown kind."""
     _check_choice("KL estimate", kind, KL_ESTIMATES)
@@ -1007,9 +1010,9 @@ def token_logprobs(
         raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
     hidden = _as_autocast(hidden)
     blocks = _blocks(weight, vocab_size, banned, chunk)
-    columns = targets if targets.ndim == 2 else targets[:, None]
+    ids = targets if targets.ndim == 2 else targets[:, None]  # (T, K)
     logprobs, entropies = _TokenLogprobs.apply(
-        hidden, weight, columns, temperature, softcap, blocks, entropy
+        hidden, weight, ids, temperature, softcap, blocks, entropy
     )
     logprobs = logprobs.view(targets.shape)
     if entropy:

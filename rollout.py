@@ -232,7 +232,7 @@ class Engine:
         config = self.core.vllm_config
         with set_current_vllm_config(config):
             self.llm.apply_model(lambda model: load_into(model, named_tensors, config.model_config))
-        if not self.forget_prompts():  # a running request still uses old keys
+        if not self.forget_prompts():  # a running request has keys of the old weights
             raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.version = version
         self._become("synced")
@@ -337,7 +337,7 @@ class Engine:
             f"{request_id}#{turn}", request_id, turn, prompt_ids, params, image_data, future
         )
         self.last_calls[request_id] = request
-        return await self._answer(request)
+        return await self._ask(request)
 
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
         """Returns the logprob of each token but the first, given those before it.
@@ -350,7 +350,7 @@ class Engine:
         future = asyncio.get_running_loop().create_future()
         call_id = f"{request_id}#score{next(self.score_numbers)}"
         params = {"max_tokens": 1}  # vLLM samples at least one
-        return await self._answer(
+        return await self._ask(
             _Request(call_id, request_id, turn, prompt_ids, params, None, future, is_score=True)
         )
 
@@ -359,7 +359,7 @@ class Engine:
         last = self.last_calls.get(trajectory)
         return last.turn + 1 if last else 0
 
-    async def _answer(self, request):
+    async def _ask(self, request):
         """Posts a request, and returns its result; raises it if it is an exception."""
         with self.lock:
             self.inbox.append(request)
@@ -544,7 +544,7 @@ class Engine:
         """Hands a request to vLLM."""
         params = sampling_params(request.params)
         if request.is_score:
-            params.prompt_logprobs = 0  # of the prompt's tokens only, not of the likeliest
+            params.prompt_logprobs = 0  # of the prompt's tokens alone
             params.skip_reading_prefix_cache = True  # cached tokens would have no logprobs
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
@@ -757,11 +757,11 @@ class Session:
 
     stop_token_ids: those of --sampling_args. They end a turn, but the agent loop does not see
     them, because they are not the template's end-of-turn tokens.
-    scorer: the Engine, also where `engine` is a Demonstration."""
+    scorer: the Engine that scores, where `engine` is a Demonstration."""
 
     engine: Engine | Demonstration | None  # None once the loop is over
     name: str
-    scorer: Engine
+    scorer: Engine | None = None  # default: `engine`
     stop_token_ids: Sequence[int] = ()
     generate_s: float = 0.0  # seconds spent in calls
     callers: set = field(default_factory=set)  # the tasks that await a call now
@@ -777,7 +777,7 @@ class Session:
 
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
         """Returns logprobs, as Engine.score does. Raises RuntimeError as `generate` does."""
-        return await self._call(self.scorer, "score", prompt_ids=prompt_ids)
+        return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
 
     async def _call(self, engine, method, **arguments):
         """Awaits a method of an engine under the rollout's name, and counts the time."""
@@ -813,11 +813,11 @@ async def run_agent_loop(
     args = context.args
     engine = context.engine
     row |= {"step": member.step, "rollout_n": member.sample, "validate": member.validate}
-    session = Session(engine, member.name, engine, sampling.get("stop_token_ids", ()))
+    session = Session(engine, member.name, stop_token_ids=sampling.get("stop_token_ids", ()))
     loop_class = agent_loop_class(row, context.task, args)
     loop = loop_class(session, context.tokenizer, context.processor, context.task, args)
 
-    # The loop may add to its own parameters, such as a stop.
+    # A copy, because the loop may change its parameters: add a stop, for example.
     sampling_params = copy_containers({**sampling, "stop_token_ids": engine.stop_token_ids})
     if sampling_params.get("ignore_eos"):
         sampling_params["stop_token_ids"] = []
@@ -831,6 +831,7 @@ async def run_agent_loop(
         turns = list(member.demonstration)
         demonstration = Demonstration(turns, loop, set(engine.stop_token_ids))
         session.engine = demonstration
+        session.scorer = engine
 
     # A tool_agent ends at trajectory_timeout by itself, and keeps its tokens. Any other loop is
     # cancelled after four more tool timeouts.
@@ -1121,7 +1122,7 @@ class Pool:
         if self.args.deterministic:  # timing must not decide which rank runs a prompt
             mine = dist.get_rank() // self.args.tp
             n = self.n_engines
-            yield from itertools.count(first + (mine - first) % n, n)
+            yield from itertools.count(first + (mine - first) % n, n)  # without an end
         while True:  # work is shared: the rank that has room takes the next prompt
             yield first + self.store.add("next", 1) - 1
 
@@ -1130,7 +1131,7 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 while self.engine.leader:
-                    await self.room.acquire()  # first: a drawn prompt is this rank's
+                    await self.room.acquire()  # first, because a drawn prompt can't be given back
                     prompt = next(self.prompts)
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
@@ -1253,7 +1254,7 @@ class Pool:
         n_batches = min(1 + self.staleness, self.end_step - step)
         capacity = self.first + n_batches * self.batch
         if self.kind == "train" and getattr(self.context.task, "sampler", None):
-            # It chooses all rows here, because here all ranks have the same history.
+            # Makes it choose all rows now, while all ranks have the same history.
             self.row_of(capacity + self.replacements - 1)
         self._set_limit(capacity)
 

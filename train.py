@@ -37,7 +37,7 @@ from flatrl.args import (  # noqa: F401  (some are re-exported)
 from flatrl.bad_input import need
 from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
-from flatrl.hints import require_hints, seen_by
+from flatrl.hints import require_hints
 from flatrl.log import Log, SilentLog, read_rollouts, replay_file
 from flatrl.metrics import Clock, batch_metrics, describe_eval, disagreement, mean, means
 from flatrl.processes import (
@@ -161,7 +161,7 @@ def awake(run: "Run") -> Iterator[float]:
     sleeps, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        # Without cached prompts, an evaluation can't change the rounding of the next rollout.
+        # With empty caches, an evaluation does not change how the next rollout rounds.
         run.engine.forget_prompts()
     else:
         offload(run, "cpu")
@@ -208,7 +208,7 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
             batch["logprobs_old"] = score_tokens(run.policy.net, batch, args)
         run.clock.lap("logprobs_old")
     if run.reference:
-        seen = seen_by("logprobs_ref", batch)
+        seen = batch.get("told", batch)  # with --hints, the teacher's prompts
         if args.kl_top:
             scores = token_scores(run.reference, seen | {"top_k": args.kl_top}, args, 4)
             batch["logprobs_ref"], _, batch["top_logprobs"], batch["top_ids"] = scores
@@ -354,7 +354,7 @@ def estimate_advantages(
 
 def mask_truncated(batch: data.Batch):
     """Excludes units with a truncated output from the loss and its normaliser."""
-    index = batch.units.index  # (B,)
+    index = batch.units.unit_of_row  # (B,)
     is_truncated = torch.isin(index, index[batch["truncated"]])
     for name in {"response_mask", "observation_mask"} & batch.keys():
         batch[name][is_truncated] = 0
@@ -369,7 +369,7 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
     Sets batch["logprobs_old"] if `score_batch` has not. Returns metrics, means over updates."""
     args = run.args
     batch["unit_tokens"] = batch.count_unit_tokens()  # after mask_truncated
-    prompts = batch.units.prompts[batch.units.index]  # (B,)
+    prompts = batch.units.prompts[batch.units.unit_of_row]  # (B,)
     lr = run.policy.set_lr(max(0, step - args.critic_warmup))
     if run.critic:
         run.critic.set_lr(step)
@@ -423,7 +423,7 @@ def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStat
 
     That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
     bonus, plus the KL to the reference. Without logprobs_old the old logprobs are those of this
-    forward pass. With --rollout_correction bypass the objective's are those of the engine."""
+    forward pass. With --rollout_correction bypass, the objective takes the engine's instead."""
     logprobs, entropy, *at_top = scores  # (b, T), (b, T), with --kl_kind topK (b, T, K)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
@@ -443,7 +443,7 @@ def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStat
         args,
         **{name: columns[name] for name in more},
     )
-    # Its stats are logged for the batch as a whole, by metrics.batch_metrics.
+    # metrics.batch_metrics logs the correction's stats, for the batch as a whole.
     weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
@@ -605,8 +605,8 @@ def evaluate(run: "Run") -> dict:
 class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
-    It has float32 parameters and no dropout, because the network that is differentiated has to
-    be the one that sampled. If `packed`, rows are joined without padding and have packed
+    It has no dropout, because the network that is differentiated has to be the one that sampled.
+    What is trained is float32. If `packed`, rows are joined without padding and have packed
     attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
     own attention, which is not causal.
 
@@ -901,12 +901,12 @@ def check_input(args: Args) -> tuple:
     }
     if args.evaluates:
         rows["val"] = data.load_rows(task, "val", args.val_files, *keys)
-    no_goal = args.num_steps and args.stop_at_reward is None
-    need(rows["val"] or no_goal, "--num_steps 0 and --stop_at_reward need validation rows")
+    if not args.num_steps or args.stop_at_reward is not None:
+        need(rows["val"], "--num_steps 0 and --stop_at_reward need validation rows")
     if args.hints:
         require_hints(rows["train"], task, args)
     if args.algo == "sft" or args.imitation_steps:
-        rows["train"] = data.demonstrated(rows["train"], alone=args.algo == "sft")
+        rows["train"] = data.demonstrated(rows["train"], only=args.algo == "sft")
     checkpoints.claim_for_all_hosts(args)
     if not args.model:
         args.model = on_main(models.task_model, task, args)  # minutes, if it is not built yet

@@ -1,6 +1,6 @@
 """Which line of a run's output names a fault that spoils the training?
 
-    python bench/zoo.py          # all faults: the table in docs/running.md
+    python bench/zoo.py          # all faults
     python bench/zoo.py --only "a mask shifted by one"
 
 A fault replaces one function of flatrl from outside, or is a flag, or a bad part of a task. Each
@@ -174,7 +174,9 @@ FAULTS = {
         "replace(old(*a), response_versions=[-1] * len(a[0].response_ids))",
     ),
     "two BOS tokens": Fault(
-        "does not give a prompt back", "agent_loop._tokenise_prompt", "[1] + old(*a)"
+        "does not give a prompt back",
+        "agent_loop.Conversation.render",
+        "[1] + old(*a, **k)",
     ),
     # -- credit
     "advantages of another row": Fault("do not follow the rewards", CREDIT, "old(*a).roll(1, 0)"),
@@ -223,9 +225,6 @@ FAULTS = {
     ),
     "a learning rate of 0 after a resume": Fault(
         "the learning rate is 0", "train.Learner.set_lr", "0.0", resumed=True
-    ),
-    "bfloat16 weights that swallow updates": Fault(
-        "bfloat16", "train.Policy.float", "a[0].to(torch.bfloat16)"
     ),
     "an update that blows up": Fault(
         "the gradient norm is", "train.policy_objective", "[(x := old(*a))[0] * float('inf'), x[1]]"

@@ -54,14 +54,14 @@ def main() -> None:
     parser.add_argument("--model", help="hub name or folder; default: the task's own tiny model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts_per_step", type=int, default=32)
-    flags = parser.parse_args()
-    args, device, tokenizer, policy, engine = load(flags.model)
+    options = parser.parse_args()
+    args, device, tokenizer, policy, engine = load(options.model)
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
     rows = itertools.cycle(calculator.load("train"))
 
-    for step in range(flags.steps):
+    for step in range(options.steps):
         started = time.perf_counter()
-        prompts = list(itertools.islice(rows, flags.prompts_per_step))
+        prompts = list(itertools.islice(rows, options.prompts_per_step))
 
         # 1. Rollout: the engine gets the present weights, and samples groups of rollouts.
         sync(engine, policy, version=step)
@@ -117,14 +117,14 @@ async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput
     for index, row in enumerate(prompts):
         for number in range(GROUP_SIZE):
             # The seed of each turn follows from this name, so runs can be repeated.
-            session = Session(engine, f"step {step}, prompt {index}, sample {number}", engine)
-            loop = ToolAgentLoop(session, tokenizer, None, calculator, args)
+            session = Session(engine, f"step {step}, prompt {index}, sample {number}")
+            loop = ToolAgentLoop(session, tokenizer, processor=None, task=calculator, args=args)
             agents.append(loop.run({"temperature": 1.0}, prompt=[system, *row["prompt"]]))
-    rollouts = asyncio.gather(*agents)
-    while not rollouts.done():
+    pending = asyncio.gather(*agents)
+    while not pending.done():
         engine.step(timeout=0)
         await asyncio.sleep(0)  # the loops take their tokens, and ask for more
-    return await rollouts
+    return await pending
 
 
 def update(policy, optimizer, rollouts, advantages, args, device) -> float:

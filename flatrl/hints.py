@@ -2,7 +2,7 @@
 
 That is a row's `hint`, or the prompt that an agent loop sets as extra["told_prompt_ids"].
 
-The teacher has the policy's weights. It scores the tokens that the policy sampled, behind the
+The teacher has the policy's weights. It scores the tokens that the policy sampled, after the
 same prompt with the hint in it. Tokens that the hint makes likelier get positive advantages."""
 
 import os
@@ -46,7 +46,7 @@ def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
         return prompt
     if not prompt or prompt[-1]["role"] != "user":
         raise ValueError(
-            "its 'hint' is told behind the last message of the prompt, which must be a user's"
+            "its 'hint' is told after the last message of the prompt, which must be a user's"
         )
     *before, last = prompt
     content = last["content"]
@@ -94,10 +94,3 @@ def told_outputs(outputs: list[AgentLoopOutput]) -> list[AgentLoopOutput]:
         prompt_ids = output.extra.get("told_prompt_ids", output.prompt_ids)
         told.append(replace(output, prompt_ids=prompt_ids, extra={}))
     return told
-
-
-def seen_by(column: str, batch: dict) -> dict:
-    """Returns the batch for the network that fills a column.
-
-    The teacher, which fills logprobs_ref, sees batch["told"], if there is one."""
-    return batch.get("told", batch) if column == "logprobs_ref" else batch

@@ -34,11 +34,11 @@ class Rows(Sequence):
 
 
 def read_files(files: list[str]) -> Sequence[dict]:
-    """Returns the rows of some files, one file after the other, as a list.
+    """Returns the rows of some files, one file after the other.
 
     Files are jsonl, json (one list), csv (all values are text), parquet, folders from
-    `save_to_disk`, and data sets on the Hugging Face hub. If one of the latter three is the
-    only file and has more than MAX_ROWS_IN_MEMORY rows, it is returned as a datasets.Dataset.
+    `save_to_disk`, and data sets on the Hugging Face hub. Returns a list or, if one of the latter
+    three is the only file and has more than MAX_ROWS_IN_MEMORY rows, a datasets.Dataset.
     Raises BadInput if a file, or the datasets package, is missing or can't be read."""
     rows = []
     for name in files:

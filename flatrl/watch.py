@@ -161,7 +161,7 @@ class Watch:
                 "others are"
             )
         zeros = torch.zeros_like(units.outcomes)
-        tokens = zeros.index_add(0, units.index, mask.sum(-1))  # (N,)
+        tokens = zeros.index_add(0, units.unit_of_row, mask.sum(-1))  # (N,)
         is_trained = tokens > 0
         if is_trained.sum() != losses.count_sequences(mask, batch["unit_tokens"]).round():
             problems["weight"] = (
@@ -170,7 +170,7 @@ class Watch:
         if "groups" not in self.args.estimator_takes:  # units are not compared
             return problems
         sums = (batch["advantages"] * mask).sum(-1)  # (B,)
-        means = zeros.index_add(0, units.index, sums) / tokens.clamp(min=1)  # (N,)
+        means = zeros.index_add(0, units.unit_of_row, sums) / tokens.clamp(min=1)  # (N,)
         expected = losses.grpo_advantages(batch.unit_rewards, units.groups)[is_trained]
         found = losses.grpo_advantages(means, units.groups)[is_trained]
         correlation = (expected * found).sum() / expected.square().sum()
