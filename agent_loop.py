@@ -138,6 +138,7 @@ class TokenOutput:
     prompt_ids: list[int]
 
 
+# "abort": the engine gave up, or a loop went on after its demonstration. "error": a loop's own.
 STOP_REASONS = ("stop", "length", "max_turns", "timeout", "abort", "error")
 RESPONSE_LISTS = ("response_ids", "response_mask", "response_logprobs", "response_versions")
 
@@ -396,7 +397,8 @@ def _edit_message(message, edit, edit_value):
 
 
 def _edit_part(part, edit, edit_value):
-    """Returns a copy of a part of a message's content, edited as in `_edit_message`."""
+    """Returns a copy of a part of a message's content: its "text" by edit, as in `_edit_message`,
+    and all other texts, such as an image's address, by edit_value."""
     edited = {}
     for key, value in part.items():
         edited[key] = _edit_values(value, edit if key == "text" else edit_value)
@@ -603,7 +605,9 @@ class Conversation:
         add_generation_prompt: bool = False,
         **variables,
     ) -> str:
-        """Returns a chat as the template writes it. Raises whatever the template raises."""
+        """Returns a chat as the template writes it. Raises whatever the template raises.
+
+        Reasoning moves into the content first, if the template has no place for it (`as_shown`)."""
         messages = [self.as_shown(message) for message in messages]
         return self._written(messages, tools, add_generation_prompt, **variables)
 
@@ -779,7 +783,7 @@ class Conversation:
         ids_of: a function of (messages, tools) that renders and tokenises a chat.
         depends_on: what else ids_of reads. Neutral chats of rollouts are often the same, so their
             control tokens are kept.
-        trusted: messages whose texts stay as they are.
+        trusted: messages whose texts stay as they are. A suffix has none.
 
         Raises ValueError if no way succeeds."""
         written_tools = json.dumps(tools, default=repr)
@@ -1051,7 +1055,10 @@ class Conversation:
 
     @functools.cached_property
     def needs_only_recent(self) -> bool:
-        """Whether suffixes depend on the `Recent` part alone, in dry chats of up to 33 rounds."""
+        """Whether the template's suffixes depend on the `Recent` part of a chat alone.
+
+        That is tried, not proved: in dry chats of one kind of round and of all kinds, with up to 33
+        rounds, one of them long, the suffix after the part must be that after the whole."""
         rounds = [round for round in ROUNDS.values() if self._text_after(*round) is not None]
         random_numbers = random.Random(0)
         for n in (3, 9, 33):

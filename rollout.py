@@ -172,7 +172,7 @@ class Engine:
         self.lock = threading.Condition()
         self.inbox = []  # requests that have just come
         self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
-        self.left = []  # trajectories that have ended since the last command
+        self.departed = []  # trajectories that have ended since the last command
         self.poked = False  # whether a waiting `step` should return
         # Only the background thread uses these.
         self.last_calls = {}  # trajectory -> the _Request of its last `generate`
@@ -379,7 +379,7 @@ class Engine:
         """Records that a trajectory has ended."""
         with self.lock:
             self.live.pop(trajectory, None)
-            self.left.append(trajectory)
+            self.departed.append(trajectory)
             self.lock.notify()
         self.last_calls.pop(trajectory, None)
 
@@ -472,10 +472,11 @@ class Engine:
             if aborts_all or request.is_given_up
         ]
         with self.lock:
-            left = self.left
-            self.left = []
-        command = Command(aborted, list(added), left, steps and bool(added or self.running))
-        if not (aborted or command.added or left or command.steps):
+            departed = self.departed
+            self.departed = []
+        has_steps = steps and bool(added or self.running)
+        command = Command(aborted, list(added), departed, has_steps)
+        if not (aborted or command.added or departed or command.steps):
             return
         self._send(command)
         results = self._carry_out(command)
@@ -536,7 +537,7 @@ class Engine:
                 if output.finished:
                     request = self.running.pop(output.request_id)
                     results.append((request, self._result(request, output)))
-        for trajectory in command.left:
+        for trajectory in command.departed:
             self.hashed.pop(trajectory, None)
         return results
 
@@ -589,7 +590,7 @@ class Command:
 
     aborted: list[str] = field(default_factory=list)  # call_ids
     added: list[_Request] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # trajectories that have ended
+    departed: list[str] = field(default_factory=list)  # trajectories that have ended
     steps: bool = False  # whether a model step follows
     is_last: bool = False  # the rollout is over: followers return
 

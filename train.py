@@ -804,7 +804,7 @@ class Run:
     critic: Learner | None
     reference: Callable | None  # see build_reference
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
-    # For a task's sampler, by prompt: [row, step, reward, reward, ...].
+    # For a task's sampler, of each prompt so far: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
     estimator_state: dict = field(default_factory=dict)  # the same on all ranks
     clock: Clock = field(default_factory=Clock)  # of the parts of a step
@@ -836,11 +836,11 @@ def setup(args: Args) -> Run:
     tokenizer, processor, rows = load_files(args, task, all_rows)
 
     # Refuse a model that can't be run or trained, and a run that can't be resumed.
-    n_ids = models.vocab_size(tokenizer)
+    vocab_size = models.vocab_size(tokenizer)
     check_model(args, device)
     data.register_packed_attention()
     vision = Vision(processor) if processor else None
-    policy = Policy(args, n_ids, vision)
+    policy = Policy(args, vocab_size, vision)
     contents = on_main(contents_of, args, task, rows)
     changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
     on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
@@ -857,7 +857,7 @@ def setup(args: Args) -> Run:
     if not args.replay:
         image_token_id = getattr(processor, "image_token_id", None)
         stops = models.stop_token_ids(args, tokenizer)
-        engine = Engine(args.model, args, device, stops, n_ids, image_token_id)
+        engine = Engine(args.model, args, device, stops, vocab_size, image_token_id)
     learner, critic, reference = build_networks(args, accelerator, policy)
     run = Run(
         args=args,

@@ -124,7 +124,7 @@ class Log:
     @or_warn(Exception)
     def rollouts(self, name: str, outputs: list[AgentLoopOutput], errors: list[dict]):
         """Writes rollouts/<name>.jsonl: a line for each failure, and for each output of the groups
-        that --dump_rollouts keeps.
+        that --dump_rollouts keeps. An error of any kind is only a warning (`or_warn`).
 
         Of images only the number is written. Without any line there is no file."""
         lines = []

@@ -74,7 +74,9 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
 
 
 def unseen(row: dict) -> list[str]:
-    """Returns what a checked row holds of images, videos and audio that the policy is not shown."""
+    """Returns what a checked row holds of images, videos and audio that the policy is not shown.
+
+    If it has images, other columns are not looked at: they may be copies of the same images."""
     found = []
     for column, value in row.items():
         first = value[0] if isinstance(value, (list, tuple)) and value else value
