@@ -440,7 +440,8 @@ def function_call(call_id: str, name: str, arguments: dict) -> dict:
     return {"type": "function", "id": call_id, "function": function}
 
 
-# The messages of dry conversations. Each "?" becomes a word of its own (`_dry_chat`).
+# The messages of dry chats. A dry chat is made up, and rendered only to see what the template does
+# with it. Each "?" becomes a word of its own (`_dry_chat`).
 ASKS = {"role": "user", "content": "?"}
 ANSWERS = {"role": "assistant", "content": "?"}
 REASONS = {"role": "assistant", "reasoning_content": "?", "content": "?"}
@@ -892,7 +893,7 @@ class Conversation:
         if has_user:
             needed["a user's answer"] = "a user's answer"
         for name, round_name in needed.items():
-            # The prompt may end with a message that this one can't follow.
+            # The prompt may end with a message that the round can't follow.
             problem = self.problem_of(round_name)
             problem = problem or self.problem_with([*prompt, *ROUNDS[round_name]], tools)
             if problem:
@@ -909,8 +910,8 @@ class Conversation:
                 "new token sequence")
         if tools and not self.takes_two_calls:
             warnings.append(
-                "the chat template takes one tool call in a turn: of a turn's others the model is "
-                "told that they were not executed")
+                "the chat template takes one tool call in a turn: the model is told that others "
+                "were not executed")
         if tools and self.text(prompt, tools, True) == self.text(prompt, None, True):
             warnings.append(
                 "the chat template ignores tools: the policy does not see that it has any. Take "
@@ -928,7 +929,7 @@ class Conversation:
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
         """Raises BadInput if the template does not show what each message of a prompt says.
 
-        Prompts of one form, as of roles and calls, are checked once."""
+        Prompts with the same roles, calls and tools are checked once."""
         dry = []
         for message in prompt:
             message = _edit_message(message, lambda text: "?", str)
@@ -2264,7 +2265,7 @@ class Demonstration:
         written = written.removesuffix(talk.end_of(written) or "")
         if "tool_calls" not in turn and turn["content"] not in written:
             written = turn["content"]
-        # Behind the prompt, because some tokenizers put a space before words in other places.
+        # After the prompt, because some tokenizers put a space before words in other places.
         prompt_ids = _tokenise(tokenizer, before)
         ids = _tokenise(tokenizer, before + written)
         if ids[: len(prompt_ids)] == prompt_ids:

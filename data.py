@@ -383,7 +383,8 @@ def stable_hash(*parts) -> int:
 def _group_label(output):
     """Returns the integer label of an output's group.
 
-    By default it is the prompt's number, so all rollouts of a prompt are compared."""
+    It stands for the prompt and the output's group, by default its unit's name. Without any name it
+    is the prompt's number, so all rollouts of a prompt are compared."""
     name = output.group or output.unit
     prompt = output.extra["prompt"]
     return stable_hash(prompt, name) if name else prompt
@@ -543,7 +544,7 @@ class Batch(dict):
         return EndToEnd(self)
 
     def select(self, rows: list[int]) -> "Batch":
-        """Returns the batch of these rows alone. Its units have the rewards that are there now."""
+        """Returns the batch of these rows alone. Its units take the rewards that have arrived."""
         tensors = self
         if rows != list(range(len(self.outputs))):  # otherwise no tensor need be copied
             tensors = select_rows(self, rows)
@@ -855,8 +856,10 @@ def count_globally(
     rows: list[int],
     columns: Sequence[str],
 ) -> dict[str, float]:
-    """Returns the counts of a mini-batch over all ranks: tokens, units, and the tokens of
-    imitation_mask and observation_mask, by these names; 0 if the mask is not among the columns.
+    """Returns the counts of a mini-batch over all ranks, by name.
+
+    These are "tokens", "units", "imitation_mask" and "observation_mask". The latter two are numbers
+    of tokens, 0 if the mask is not among the columns.
 
     rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
     whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""

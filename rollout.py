@@ -1103,7 +1103,10 @@ class Pool:
         return f"evaluation at step {self.step}"
 
     def demonstration(self, prompt: int) -> Sequence[dict]:
-        """Returns the turns that are played for a prompt instead of sampled ones; () for none."""
+        """Returns the turns that are played for a prompt instead of sampled ones.
+
+        In the first --imitation_steps, by default in all steps, these are the `demonstration` of
+        its row, if it has one; else (), as in an evaluation."""
         n_steps = self.args.imitation_steps
         if self.kind == "train" and (n_steps is None or prompt < n_steps * self.batch):
             with suppress(BadInput):  # a bad row of a large table fails in its rollout
@@ -1123,9 +1126,10 @@ class Pool:
         if self.args.deterministic:  # timing must not decide which rank runs a prompt
             mine = dist.get_rank() // self.args.tp
             n = self.n_engines
-            yield from itertools.count(first + (mine - first) % n, n)  # without an end
-        while True:  # work is shared: the rank that has room takes the next prompt
-            yield first + self.store.add("next", 1) - 1
+            yield from itertools.count(first + (mine - first) % n, n)
+        else:
+            while True:  # work is shared: the rank that has room takes the next prompt
+                yield first + self.store.add("next", 1) - 1
 
     async def _work(self):
         """Starts rollouts as room and limit allow. Ends when it is cancelled."""

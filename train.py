@@ -945,7 +945,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
 
 
 def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
-    """Returns the frozen network of the KL: --ref_model, or the starting model.
+    """Returns what the KL compares the policy with: --ref_model or the starting model, frozen.
 
     With --hints it is the policy itself, with LoRA the policy without its adapters."""
     if args.hints:

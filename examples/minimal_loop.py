@@ -94,13 +94,13 @@ def load(model: str | None) -> tuple:
     args = Args(model=model, **SETTINGS)
     accelerator, _ = devices.start_processes(args)  # sets up torch.distributed, for one process
     device = accelerator.device
-    args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    args.dtype = "bfloat16" if device.type == "cuda" else "float32"  # as start_processes chose
     if not args.model:
         args.model = models.task_model(calculator, args)  # builds it, or finds it in the cache
     tokenizer, _ = models.load_tokenizer(args)
     vocab_size = models.vocab_size(tokenizer)
     data.register_packed_attention()
-    policy = accelerator.prepare_model(Policy(args, vocab_size))
+    policy = accelerator.prepare_model(Policy(args, vocab_size))  # one process: not wrapped
     stops = models.stop_token_ids(args, tokenizer)
     engine = Engine(args.model, args, device, stops, vocab_size)
     return args, device, tokenizer, policy, engine
@@ -133,12 +133,14 @@ def update(policy, optimizer, rollouts, advantages, args, device) -> float:
     Each micro-batch is divided by the counts of the WHOLE batch, so its gradients add up to
     those of the batch, however it is cut."""
     batch = data.collate(rollouts)
-    rows = range(len(rollouts))
     n_tokens = batch["response_mask"].sum().item()
     total = 0.0
-    # Rows are packed without padding, and a prompt that rows share is computed once.
-    for micro in data.micro_batches_of_this_rank(batch, rows, args.tokens_per_micro_batch):
-        logprobs, _ = policy(data.pack_rows(batch, micro, device))  # (b, T)
+    # Rows are packed without padding, if the model allows it, and a prompt that they share is
+    # computed once.
+    for micro in data.micro_batches_of_this_rank(
+        batch, range(len(rollouts)), args.tokens_per_micro_batch, policy.packed
+    ):
+        logprobs, _ = policy(policy.pack(batch, micro))  # (b, T)
         mask = batch["response_mask"][micro.rows].to(device)  # (b, T)
         advantage = advantages[micro.rows].to(device)[:, None].expand_as(mask)  # (b, T)
         # With a single update per rollout these logprobs are the old ones, too.

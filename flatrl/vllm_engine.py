@@ -290,10 +290,10 @@ def load_into(model, named_tensors, config):
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+    # Before the reload: during it, a tied head is a parameter of its own, which gets no tensor.
     names = dict(model.named_parameters())
     if not any(name.endswith(HEAD) for name in names):  # vLLM's head is tied
         named_tensors = (pair for pair in named_tensors if pair[0] != HEAD)
-    # During the reload a tied head is a parameter of its own, which gets no tensor.
     layerwise.initialize_layerwise_reload(model)
     fused = {name: parts for name, parts in fused_parts(model).items() if name in names}
     arrivals = _Arrivals(fused)
@@ -312,8 +312,10 @@ def load_into(model, named_tensors, config):
                 layerwise.get_layerwise_info(module).load_numel = 0
             problem = str(error) or repr(error)
             raise RuntimeError(f"weight sync failed at {arrivals.current}: {problem}") from error
+    # vLLM copied these without a loader, and its reload has lost them: once more.
     for pair in arrivals.not_loaded.items():
-        arrivals.n_elements.update(model.load_weights([pair]))
+        for parameter in model.load_weights([pair]):
+            arrivals.n_elements[parameter] += 1
     missing = arrivals.missing()
     if missing:
         raise RuntimeError(

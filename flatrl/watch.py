@@ -32,7 +32,7 @@ class Watch:
         """Yields a line for each new problem of a step.
 
         outputs: those that the step trained, the rows of its batch."""
-        problems = self.check_numbers(metrics)
+        problems = self.check_counts(metrics)
         if self.rows and "actor/entropy" in metrics:  # the policy learned
             problems |= self.check_progress(metrics, self.rows)
         problems |= self.check_distance(metrics)
@@ -46,8 +46,9 @@ class Watch:
 
     # Each of these returns problems by their names.
 
-    def check_numbers(self, metrics: dict) -> dict[str, str]:
-        """Tool calls and turns must not die out, and no answer may be aborted."""
+    def check_counts(self, metrics: dict) -> dict[str, str]:
+        """Names tool calls and turns that have fallen to a tenth of their best, above the least
+        possible; observations that were not found; and answers that were aborted."""
         problems = {}
         # A single answer makes 2 turns.
         for name, least in ("rollout/tool_calls", 0), ("num_turns/mean", 2):
