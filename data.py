@@ -696,10 +696,10 @@ def _continues(batch: Batch, row: int, previous: int) -> bool:
     return torch.equal(prompt, sequence)
 
 
-def place_rewards(batch: Batch, outcomes: N) -> NS:
+def place_rewards(batch: Batch, terminal: N) -> NS:
     """Returns the reward at each place of `EndToEnd`. A row adds up to its unit's whole reward.
 
-    outcomes: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
+    terminal: the terminal rewards. Each goes to the last sampled token of its unit. A turn reward
     goes to the first of these that exists:
         1. the token that it names, if that was sampled
         2. the last sampled token before it
@@ -729,7 +729,7 @@ def place_rewards(batch: Batch, outcomes: N) -> NS:
 
     taken = torch.where(layout.mask.bool(), torch.arange(n_places), 0)
     last_places = taken.amax(1)  # (N,), 0 in a unit without sampled tokens
-    rewards[torch.arange(len(outcomes)), last_places] += outcomes
+    rewards[torch.arange(len(terminal)), last_places] += terminal
     return rewards
 
 
@@ -928,7 +928,7 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
         tokens = ids[row, : batch["lengths"][row]]
         tokens_of[row] = tokens.int().numpy()
 
-    # Any order of token ids will do, and bytes compare fast.
+    # Any order that keeps equal prefixes together will do, and bytes compare fast.
     rows = sorted(rows, key=lambda row: tokens_of[row].tobytes())
     sequences = [tokens_of[row] for row in rows]
     shared = [0]
@@ -1151,7 +1151,8 @@ def _pack_shared_prefixes(ids: BL, micro: MicroBatch) -> tuple[dict, BL]:
         places.append(row_places)
 
     if any(micro.shared):
-        # The tokens that a row adds attend to keys and values of all tokens of the row.
+        # The tokens that a row adds attend to keys and values of all tokens of the row. `pack`
+        # joins their places, and counts them.
         attended = [row_places for row_places, n in zip(places, n_added) if n]
         n_attended = [len(row_places) for row_places in attended]
         key_index, _, inputs["cu_seqlens_k"], _ = pack(attended, n_attended)

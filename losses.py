@@ -229,7 +229,7 @@ def gae(
     lam: float,
     turn_discount: float = 1.0,
 ) -> tuple[BT, BT]:
-    """Returns GAE advantages and value targets (the returns), (B, T) each.
+    """Returns GAE advantages and value targets (the returns), (B, T) each; or (N, S), as given.
 
         delta_t  = r_t + gamma V_{t+1} - V_t
         A_t      = delta_t + gamma lam A_{t+1}
@@ -957,7 +957,7 @@ def aggregate(
         denominator = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-sum-norm":
         denominator = denominator * (max_len or mask.shape[1])
-    denominator = torch.as_tensor(denominator)  # a number stays on the host: no copy, no wait
+    denominator = torch.as_tensor(denominator)  # of a number, on the host: no GPU waits for it
     return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 

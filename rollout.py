@@ -281,9 +281,9 @@ class Engine:
         for state in self.core.output_processor.request_states.values():
             request = self.running.get(state.external_req_id)
             if request:
-                self._count(request, state.detokenizer.num_output_tokens())
+                self._stamp(request, state.detokenizer.num_output_tokens())
 
-    def _count(self, request, n_tokens):
+    def _stamp(self, request, n_tokens):
         """Records the current version for the tokens that a request has sampled since the last
         call. n_tokens: all its sampled tokens so far."""
         n_new = n_tokens - len(request.versions)
@@ -556,12 +556,12 @@ class Engine:
     def _result(self, request, output) -> TokenOutput | list[float]:
         """Returns what a finished request sampled, or its prompt's logprobs; counts its tokens."""
         if request.is_score:  # not counted: nothing of it is used again
-            return [*output.prompt_logprobs.logprobs]
+            return [*output.prompt_logprobs.logprobs]  # flat_logprobs: a list of numbers
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         prompt_ids = list(output.prompt_token_ids)
         n_cached = output.num_cached_tokens or 0
-        self._count(request, len(token_ids))
+        self._stamp(request, len(token_ids))
         self.statistics += Counter(prompt_tokens=len(prompt_ids), cached_tokens=n_cached)
         with self.lock:
             if request.trajectory in self.live:
@@ -606,9 +606,9 @@ class NothingLeft(BadInput, RuntimeError):
 class Rollouts:
     """The rollouts of one step, from all ranks.
 
-    outputs: in the order of (prompt, sample, segment). Their token lists are flatrl.compact's
-    Numbers, which act like lists. Each output.extra has these three numbers
-    and its row's "index". Three more keys mark an output: "filtered" if dynamic sampling replaced
+    outputs: in the order of (prompt, sample, segment). Each output.extra has these three numbers,
+    and its row's "index". Token lists are of the class Numbers (flatrl/compact.py), which acts like
+    a list. Three more keys mark an output: "filtered" if dynamic sampling replaced
     its group, "greedy" if it is a baseline of ReMax, "demonstration" if its turns were given.
         sampled    without greedy, demonstration     what the policy did
         trained    without greedy, filtered          what the update learns from
@@ -1018,7 +1018,9 @@ RUNNING, DONE, ALIKE = range(3)
 
 @dataclass(eq=False)
 class Group:
-    """The rollouts of one prompt, on the rank that runs them. Fields are as in Rollouts."""
+    """All rollouts of one prompt, on the rank that runs them. Fields are as in Rollouts.
+
+    (Units of a prompt can form several groups that are compared: data.by_unit.)"""
 
     unfinished: int  # rollouts that have not ended
     outputs: list[AgentLoopOutput] = field(default_factory=list)
@@ -1225,8 +1227,8 @@ class Pool:
         outcome (DAPO, arXiv 2503.14476, sec. 3.2).
 
         Waits for the group's rewards. Returns False without dynamic sampling, and True if at most
-        one member is left. Shaped rewards nearly always differ, so turn rewards count only if all
-        outcomes are 0."""
+        one member is left. Turn rewards nearly always differ, so they count only if all outcomes
+        are 0."""
         if not self.replacements:
             return False
         grades = await _grades(group.graders)

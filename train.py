@@ -65,7 +65,7 @@ def main(args: Args):
 
             # ---- 1. rollout: the engine takes the weights, and agent loops fill the batch
             rollouts = collect_rollouts(run, step)
-            run.clock.rollout_ends()
+            run.clock.end_rollout()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
             batch = data.make_batch(rollouts.trained, run.processor, args.observation_coef > 0)
@@ -229,7 +229,7 @@ def score_tokens(net: "Net", batch: dict, args: Args) -> BT:
 
 @torch.no_grad()
 def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[BT]:
-    """Returns the first n scores of a network, in the order of `Net.forward`, as `score_tokens`."""
+    """Returns the first n scores of `Net.forward`. With batch["top_k"] a Policy has 4."""
     mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(mask)), args.tokens_per_micro_batch, net.packed
@@ -239,10 +239,10 @@ def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[BT]:
     for micro in Bar(micro_batches, "scoring"):
         packed = net.pack(batch, micro)
         scores.append(net(packed)[:n])
-    return [all_sum(collected(mask.shape, micro_batches, each)) for each in zip(*scores)]
+    return [all_sum(scattered(mask.shape, micro_batches, each)) for each in zip(*scores)]
 
 
-def collected(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
+def scattered(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
     """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
     result = torch.zeros(*shape, *scores[0].shape[2:], dtype=scores[0].dtype)
     for micro, values in zip(micro_batches, scores):
@@ -273,7 +273,8 @@ def add_rewards(
 def shape_rewards(units: data.Units, args: Args) -> N:
     """Returns the shaped terminal reward of each unit, (N,); by default a unit is a rollout.
 
-    Change the shape of the reward here: every estimator, and ReMax's greedy baseline, gets it."""
+    Change the shape of the reward here: every estimator, and ReMax's greedy baseline, gets it, with
+    turn rewards added, and times --reward_coef."""
     rewards = units.outcomes
     if args.overlong_buffer:
         limit = args.max_response_tokens
@@ -289,8 +290,8 @@ def set_token_rewards(run: "Run", batch: data.Batch, step: int) -> dict[str, flo
     adapts its coefficient. Returns metrics."""
     args = run.args
     metrics = {}
-    outcomes = shape_rewards(batch.units, args)
-    batch.token_rewards = args.reward_coef * data.place_rewards(batch, outcomes)
+    shaped = shape_rewards(batch.units, args)
+    batch.token_rewards = args.reward_coef * data.place_rewards(batch, shaped)
     if args.kl_coef and args.kl_in == "reward":
         logprobs = batch["logprobs_old"], batch["logprobs_ref"]
         kl = losses.kl_estimate(*logprobs, args.kl_kind)  # (B, T)
@@ -515,7 +516,7 @@ def optimise(
     totals = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
     metrics = dict(zip(sums, totals))
     metrics[f"{learner.name}/grad_norm"] = grad_norm
-    return metrics, collected(batch["response_mask"].shape, micro_batches, own_scores)
+    return metrics, scattered(batch["response_mask"].shape, micro_batches, own_scores)
 
 
 def micro_batch_loss(
@@ -663,7 +664,7 @@ class Policy(Net):
         auto_class = "AutoModelForCausalLM"
         if vision:
             auto_class = "AutoModelForImageTextToText"
-        # A text model begins with its own attention, and packed attention is tried below.
+        # A text model is packed only if choose_attention, below, finds that it can be.
         super().__init__(auto_class, args, vision, packed=bool(vision))
         # It is a parameter of self.model; in a list it is not registered a second time.
         self.head = [self.model.get_output_embeddings()]
@@ -673,11 +674,10 @@ class Policy(Net):
             "implement",
         )
         text = self.model.config.get_text_config()
-        # Some models multiply their logits by this.
         scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
         self.logits = {  # as losses.token_logprobs takes them
             "vocab_size": vocab_size,
-            "temperature": args.temperature / scale,
+            "temperature": args.temperature / scale,  # some models multiply their logits
             "softcap": getattr(text, "final_logit_softcapping", None),
             "banned": [vision.image_token_id] if vision else [],  # the engine never samples it
         }
@@ -691,8 +691,8 @@ class Policy(Net):
             layers.add_adapters(self.model, args)
 
     def scores_from_hidden(self, hidden, packed):
-        """Returns logprobs and entropies of the targets, (M,) each, and perhaps more, (M, K) each:
-        logprobs and ids of the likeliest top_k, or logprobs of the targets' other ids."""
+        """Returns logprobs and entropies of the targets, (M,) each; with top_k, logprobs and ids of
+        the likeliest, too; with (M, 1 + K) targets, logprobs of the other K ids, too: (M, K)."""
         weight = self.head[0].weight
         logprobs, entropy = losses.token_logprobs(
             hidden, weight, packed["targets"], entropy=True, **self.logits

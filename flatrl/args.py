@@ -46,6 +46,7 @@ PRESETS: dict[str, dict] = {
     "cispo": dict(policy_loss="cispo", clip_low=1.0, clip_high=0.28),
     "sapo": dict(policy_loss="sapo", clip_low=1.05, clip_high=1.0, loss_agg="seq-mean-token-mean"),
     "gigpo": dict(adv_estimator="gigpo", turn_discount=0.95),
+    # On-policy distillation; opsd is self-distillation.
     "opd": dict(
         adv_estimator="reinforce_pp", gamma=0.0, reward_coef=0.0,
         kl_coef=1.0, kl_in="reward", kl_kind="k1"),

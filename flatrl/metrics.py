@@ -30,9 +30,9 @@ class Clock:
         """Begins a step."""
         self.seconds = Counter()
         self.started = time.perf_counter()
-        self.rollout_ends()
+        self.end_rollout()
 
-    def rollout_ends(self):
+    def end_rollout(self):
         """Begins the parts of train_s."""
         self.rollout_ended = time.perf_counter()
         self.lap_ended = self.rollout_ended
