@@ -82,8 +82,8 @@ class LoopArgs:
     max_assistant_turns: int = setting(
         8, "a rollout ends after this many turns, with stop reason max_turns; 0: no limit")
     max_user_turns: int = setting(
-        0, "a rollout ends after this many answers of a simulated user. One more is asked for, but "
-        "only its reward counts; 0: no limit")
+        0, "a rollout ends after this many answers of a simulated user, who is then asked once "
+        "more, for the reward only; 0: no limit")
     max_turn_tokens: int = setting(
         0, "tokens of one turn. In a tool_agent, the policy is told that its turn was cut, and the "
         "rollout continues; other loops only cut it; 0: no limit")
@@ -138,7 +138,7 @@ class TokenOutput:
     prompt_ids: list[int]
 
 
-# "abort": the engine gave up, or a loop went on after its demonstration. "error": a loop's own.
+# "abort": the engine gave up, or a loop went on after its demonstration. "error": for your loops.
 STOP_REASONS = ("stop", "length", "max_turns", "timeout", "abort", "error")
 RESPONSE_LISTS = ("response_ids", "response_mask", "response_logprobs", "response_versions")
 
@@ -509,7 +509,7 @@ class Recent:
     say, or at the last turn that had reasoning. These are
     - the messages before the assistant's first,
     - the latest round, which is a message of the assistant with what answers it,
-    - of each form of earlier rounds the last one.
+    - the last earlier round of each form.
 
     Two rounds have one form if the template can't distinguish them, except by words that it only
     copies. Dry chats show whether this is enough for a template
@@ -696,12 +696,12 @@ class Conversation:
         return self._without_forged_tokens(ids_of, [n, stop], messages + new, tools)
 
     def _suffix_ids(self, messages, new, stop, tools):
-        """Returns the ids of `suffix`, in which texts may have forged control tokens."""
+        """Returns the ids of `suffix`, without its protection against forged control tokens."""
         before = self.text(messages, tools)
         after = self.text(messages + new, tools, True)
         before = before.removesuffix(self.closing)
         added = self._added(before, after, messages)
-        end = self.end_of(before)
+        end = self.end_of(before)  # "" if the turn ends at the next speaker's marker
         if end is None:
             raise RewritesHistory("the chat template ends this turn in its own way")
         ids = _tokenise(self.tokenizer, end + added, begins=False)
@@ -1183,7 +1183,7 @@ def render(
 
 
 def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
-    """Returns where a suffix has what its messages say: (start, end) of each text in ids.
+    """Returns the slices (start, end) of a suffix's ids that are the texts of its messages.
 
     A token with a part of the text is inside, also if it has a part of the template. Images are
     outside. suffix: a function of messages that returns their ids; suffix(messages) == ids.
@@ -1834,8 +1834,8 @@ class Trajectory:
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence, and starts one whose prompt is the rewritten history."""
-        # Metrics go to the last output only.
-        self.finished.append(replace(self.output(), metrics={}))
+        # Reward and metrics go to the last output only.
+        self.finished.append(replace(self.output(), reward=None, metrics={}))
         self.begin(prompt_ids, engine_ids)
         self.count("forks")
 
@@ -1914,8 +1914,8 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences: those before each fork, and the current one.
 
-        If the assistant said nothing after the last fork, that sequence is left out. Its
-        rewards, metrics and stop reason then go to the sequence before."""
+        If the assistant said nothing after the last fork, that sequence is left out. All but its
+        tokens and messages then goes to the sequence before."""
         last = self.output()
         # A turn of the assistant may consist of untrained tokens (mask 0) alone.
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
@@ -1926,8 +1926,12 @@ class Trajectory:
         rewards = [(end, reward) for _, reward in last.turn_rewards]
         merged = replace(
             before,
+            reward=last.reward,
             turn_rewards=before.turn_rewards + rewards,
+            unit=last.unit,
+            group=last.group,
             metrics=last.metrics,
+            extra=last.extra,
             stop_reason=last.stop_reason,
         )
         return [*earlier, merged]

@@ -247,7 +247,7 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
         """Returns row `number`, cut in place: a row in memory is cut only once."""
         row = rows[number]
         texts = _texts(row["prompt"])
-        while texts and (excess := _prompt_length([row], 0, *context) - limit) > 0:
+        while texts and (excess := _prompt_length({number: row}, number, *context) - limit) > 0:
             place, key = max(texts, key=lambda text: len(text[0][text[1]]))
             n_kept = n_tokens(place[key]) - excess - n_tokens("...")
             if n_kept < 1:
@@ -988,7 +988,7 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             end += 1
         if sizes[-1] > max_tokens and len(sizes) > 1:
             middle = (start + end - 1) // 2
-            second_half = range(end - 1, middle, -1)
+            second_half = range(end - 1, middle, -1)  # where to cut; of equals, the last
             end = min(second_half, key=whole.shared.__getitem__)
         positions = list(range(start, end))
         n_tokens = sizes[len(positions) - 1]

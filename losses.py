@@ -957,7 +957,7 @@ def aggregate(
         denominator = count_sequences(mask, unit_tokens) if n_seqs is None else n_seqs
     if mode == "seq-mean-token-sum-norm":
         denominator = denominator * (max_len or mask.shape[1])
-    denominator = torch.as_tensor(denominator)  # of a number, on the host: no GPU waits for it
+    denominator = torch.as_tensor(denominator)  # a number stays on the host: nothing waits
     return (values.sum() / denominator.clamp(min=1)).to(values.dtype)
 
 

@@ -1274,7 +1274,7 @@ class Pool:
             return self._is_full(states)
 
         finished = self._work_until(are_enough, self.title, self.batch)
-        # The followers of a --tp team have no states.
+        # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
         states = gather_unless_stopped(states, not finished)[0]
 
         alike = [prompt for prompt, state in enumerate(states, self.first) if state == ALIKE]

@@ -65,7 +65,7 @@ def main(args: Args):
 
             # ---- 1. rollout: the engine takes the weights, and agent loops fill the batch
             rollouts = collect_rollouts(run, step)
-            run.clock.end_rollout()
+            run.clock.begin_training()
 
             # ---- 2. score the sampled tokens while the last rewards are computed
             batch = data.make_batch(rollouts.trained, run.processor, args.observation_coef > 0)
@@ -161,7 +161,7 @@ def awake(run: "Run") -> Iterator[float]:
     sleeps, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        # With empty caches, an evaluation does not change how the next rollout rounds.
+        # With empty caches, the next rollout has the same digits as without an evaluation.
         run.engine.forget_prompts()
     else:
         offload(run, "cpu")
@@ -398,7 +398,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     columns += optional & batch.keys()
     if args.updates_per_step > 1:
         columns.append("logprobs_old")
-    # A single update takes them from its own forward pass: the ratio to them is exactly 1.
+    # Without this column, the old logprobs are those of the forward pass: the ratio is exactly 1.
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
     )
@@ -493,7 +493,7 @@ def optimise(
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed
     )
-    # Both stay on the device, because reading a number there would wait for the whole pass.
+    # Sums and scores stay on the device: reading a number there would wait for the whole pass.
     sums = defaultdict(float)  # name of a metric -> its sum over micro-batches
     own_scores = []  # of each micro-batch
     n_unique = 0
@@ -992,7 +992,7 @@ def close(run: Run):
     run.stop.finished.set()
     run.stop.thread.join()  # it ends together with the other ranks'
     if run.engine:
-        offload(run, "cpu")
+        offload(run, "cpu")  # makes room: closing wakes the engine's memory once more
         run.engine.close()
 
 

@@ -31,7 +31,7 @@ NOT_IMPLEMENTED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
-# How long a process waits at the start for the launcher's others.
+# How long a process waits at the start for the launcher's other processes.
 MEETING_PATIENCE = datetime.timedelta(minutes=10)
 # How long a rank waits for the others to try a micro-batch.
 TRIAL_PATIENCE = datetime.timedelta(minutes=5)

@@ -30,9 +30,9 @@ class Clock:
         """Begins a step."""
         self.seconds = Counter()
         self.started = time.perf_counter()
-        self.end_rollout()
+        self.begin_training()
 
-    def end_rollout(self):
+    def begin_training(self):
         """Begins the parts of train_s."""
         self.rollout_ended = time.perf_counter()
         self.lap_ended = self.rollout_ended

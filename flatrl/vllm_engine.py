@@ -440,8 +440,8 @@ def unlink_shared_memory():
 def free_tokens(llm_engine, share: float) -> float:
     """Returns how many more tokens may enter the KV cache until this share of it is in use.
 
-    vLLM's scheduler alone knows its blocks, and the requests that an update has suspended. These
-    come back first."""
+    vLLM's scheduler alone knows its blocks, and the requests that an update has suspended. Their
+    tokens come back first, so they are subtracted."""
     cache = llm_engine.vllm_config.cache_config
     scheduler = llm_engine.engine_core.engine_core.scheduler
     free_share = share - scheduler.kv_cache_manager.usage

@@ -30,6 +30,7 @@ from agent_loop import (
     Tool,
     ToolAgentLoop,
     ToolResponse,
+    Trajectory,
     agent_loop_class,
     in_thread,
     render,
@@ -827,6 +828,26 @@ def test_the_file_imports_nothing_of_ours():
     modules = re.findall(r"^ *(?:from|import) (\w+)", source, re.MULTILINE)
     packages = {"PIL", "jinja2", "pydantic", "pydantic_core", "transformers", "vllm"}
     assert set(modules) - sys.stdlib_module_names == packages
+
+
+# ---------------------------------------------------------------- outputs of a trajectory
+
+
+def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
+    trajectory = Trajectory(list(PROMPT), [1, 2], [1, 2], [])
+    trajectory.add_sampled(TokenOutput([3], [-1.0], [0], "stop", [1, 2]))
+    trajectory.messages.append({"role": "assistant", "content": "2"})
+    trajectory.reward = 0.2
+    trajectory.fork([1, 2, 4], [1, 2, 4])  # the template has rewritten the answer
+    trajectory.messages.append({"role": "user", "content": "Sure?"})
+    trajectory.reward, trajectory.unit, trajectory.group = 0.7, "white", "first"
+    trajectory.extra["told"] = 1
+    [output] = trajectory.outputs()
+    assert (output.reward, output.unit, output.group) == (0.7, "white", "first")
+    assert (output.response_ids, output.extra) == ([3], {"told": 1})
+
+    trajectory.add_sampled(TokenOutput([5], [-1.0], [0], "stop", [1, 2, 4]))
+    assert [output.reward for output in trajectory.outputs()] == [None, 0.7]
 
 
 # ---------------------------------------------------------------- in_time, in_thread
