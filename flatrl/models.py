@@ -29,7 +29,7 @@ HEAD = "lm_head.weight"  # the output head's name in a checkpoint
 def task_model(task: ModuleType, args) -> str:
     """Returns the folder of the model that the task's build_model makes. It is cached.
 
-    With --resume it is the run's own. The folder's name also depends on the number of threads, which
+    With --resume it is the run's own. A folder's name also depends on the number of threads, which
     `accelerate launch` sets to 1, so this command might find another one."""
     folder = _cached_folder(task, args.seed)
     if args.resume:

@@ -201,6 +201,34 @@ def gpu():
         yield f"{line['section']}, {line['shape']}: {line['what']}", line["measured"]
 
 
+@table
+def bisection_smollm2():
+    known = runs("bisection_smollm2")
+    yield "", "after 20 steps of imitation", "in the end", "both commands"
+    long = known["imitation_long"]
+    yield "80 steps of imitation", "", *long.at("eval/reward", 80), long.duration()
+    for seed in range(3):
+        first, then = known[f"imitation_{seed}"], known[f"seed_{seed}"]
+        then.seconds += first.seconds
+        yield f"the reward, seed {seed}", *then.at("eval/reward", 0, 20), then.duration()
+
+
+@table
+def speedrun():
+    """A cell has a value for each seed."""
+    yield "record", "evaluation that reaches 0.9", "reward", "seconds", "CPU seconds"
+    for file in sorted((REPO / "speedrun").glob("*.json")):
+        seeds = json.loads(file.read_text())["runs"].values()
+        last = [list(run["evaluations"].items())[-1] for run in seeds]
+        columns = [
+            [f"step {step}" for step, _ in last],
+            [f"{reward:.3f}" for _, reward in last],
+            [str(run["seconds"]) for run in seeds],
+            [str(run["cpu_seconds"]) for run in seeds],
+        ]
+        yield f"[{file.stem}]({file.name})", *(", ".join(cells) for cells in columns)
+
+
 # ---------------------------------------------------------------- benches: rows that they wrote
 
 
@@ -370,4 +398,5 @@ def main(words: list[str], pages: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]))
+    pages = [REPO / "README.md", REPO / "speedrun/README.md", *sorted((REPO / "docs").glob("*.md"))]
+    sys.exit(main(sys.argv[1:], pages))

@@ -7,13 +7,14 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from conftest import REPO
 
-sys.path.append(str(REPO / "results"))
+sys.path += [str(REPO / "results"), str(REPO / "speedrun")]
 import bisection_curve
 import credit_curve
 import curve
 import record
 import tables
 from bisection_curve import FOUND, GONE, LEFT
+from verify import verify
 
 LINES = [
     {"run": "seed_0", "step": 0, "eval/reward": 0.5},
@@ -131,3 +132,21 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
     assert frames[32 + 7].split(";") == [LEFT, FOUND, FOUND]
     assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
+
+
+def test_a_record_of_the_speedrun_is_verified(tmp_path):
+    file = tmp_path / "mine.json"
+    script = tmp_path / "run.py"
+    file.write_text(json.dumps({"command": f"{sys.executable} {script}"}))
+
+    script.write_text(COMMAND.replace("0.75", "0.91"))
+    assert verify(file) == verify(file) == []
+    runs = json.loads(file.read_text())["runs"]
+    assert runs["1"]["evaluations"] == {"0": 0.5, "1": 0.91}
+
+    script.write_text(COMMAND.replace("0.75", "0.89"))
+    problems = [line for seed in (0, 1) for line in (
+        f"seed {seed} ends with 0.890, below 0.9",
+        f"seed {seed}: other digits than in mine.json",
+    )]  # fmt: skip
+    assert sorted(verify(file)) == sorted(problems)
