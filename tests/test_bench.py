@@ -19,10 +19,10 @@ RUNS = {
     "gpu": (
         "--device cpu --cycles 2".split(),
         [
-            r"\| sleep \| tiny \| 2 cycles \| # GiB freed, # lost",
-            r"\| sync \| tiny \| .* \| # GB in # s, # times a plain copy",
-            r"\| agree \| tiny \| .*float32 \| mean #, max # over # tokens",
-            r"\| agree \| tiny \| 16 tokens, a sync, 24 \| mean #, max # over 40 tokens",
+            r"\| tiny \| agree \| logprobs, float32 \| mean #, max # over # tokens",
+            r"\| tiny \| agree \| logprobs: 16 tokens, a sync, 24 \| mean #, max # over 40 tokens",
+            r"\| tiny \| sync \| .* \| # GB in # s, # times a plain copy",
+            r"\| tiny \| sleep \| 2 cycles \| # GiB freed, # lost",
         ],
     ),
     "horizon": (
