@@ -42,7 +42,6 @@ WAITS_WITH_IMAGES = {
     ("Vision._encode", "repeat_interleave"),
     ("Vision._encode", "unique_consecutive"),
     ("Net.forward", "item"),
-    ("the backward pass", "a copy to the host"),
     ("the backward pass", "indices on the host"),
     ("the backward pass", "masked_select"),
     ("_write_policy", "a copy to the host"),
