@@ -788,6 +788,7 @@ class Conversation:
 
         Raises ValueError if no way succeeds."""
         written_tools = json.dumps(tools, default=repr)
+        # words: of the tools' texts, so that a message that repeats one gets the same word.
         neutral_tools, plain_tools, words = self._edited_tools(tools, written_tools)
 
         def edited(edit):
@@ -802,6 +803,7 @@ class Conversation:
             _make_room(self.neutral_controls, 1024)
             neutral_ids = ids_of(neutral_chat, neutral_tools)
             self.neutral_controls[key] = self._controls_in(neutral_ids)
+        # str changes nothing. Tools without a change are kept (plain_tools).
         for edit in (str, self._divide_tokens, self._divide_everywhere):
             edited_tools = plain_tools if edit is str else self._edit_tools(tools, edit)
             ids = ids_of(edited(edit), edited_tools)
@@ -1203,7 +1205,7 @@ def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tupl
 
 
 def _texts_of(messages):
-    """Returns the texts that messages say, but for blank ones."""
+    """Returns the texts in content and reasoning of messages, but for blank ones."""
     texts = []
     for message in messages:
         _edit_message(message, texts.append, str)
@@ -1528,6 +1530,7 @@ class FunctionTool(Tool):
         result = await call(self.function, **values)
         if isinstance(result, tuple):
             is_triple = len(result) == 3 and isinstance(result[2], (dict, NoneType))
+            # A ToolResponse in another tuple is a mistake, for which the caller raises.
             if not is_triple and not any(isinstance(each, ToolResponse) for each in result):
                 return list(result)
         return result
@@ -1834,8 +1837,9 @@ class Trajectory:
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence, and starts one whose prompt is the rewritten history."""
-        # Reward and metrics go to the last output only.
-        self.finished.append(replace(self.output(), reward=None, metrics={}))
+        # Reward and metrics go to the last output only. The rollout goes on, so nothing is cut off.
+        so_far = replace(self.output(), reward=None, metrics={}, stop_reason="stop")
+        self.finished.append(so_far)
         self.begin(prompt_ids, engine_ids)
         self.count("forks")
 
@@ -2764,7 +2768,8 @@ class ToolAgentLoop(AgentLoopBase):
         return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
 
     async def interacting(self, trajectory):
-        """Lets the simulated user answer and reward the assistant's turn."""
+        """Lets the simulated user answer and reward the assistant's turn. Returns the next state,
+        None after the user's last words, at a limit, or if this was the final answer."""
         reply = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,

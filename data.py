@@ -252,7 +252,10 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
             n_kept = n_tokens(place[key]) - excess - n_tokens("...")
             if n_kept < 1:
                 break
-            place[key] = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
+            cut = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
+            if n_tokens(cut) >= n_tokens(place[key]):  # half a character may take more tokens
+                break
+            place[key] = cut
         return row
 
     return Rows(cut, range(len(rows)))

@@ -777,7 +777,10 @@ class Session:
         return await self._call(self.engine, "generate", sampling_params=sampling_params, **call)
 
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
-        """Returns logprobs, as Engine.score does. Raises RuntimeError as `generate` does."""
+        """Returns logprobs, as Engine.score does. Raises RuntimeError as `generate` does, and in a
+        step of demonstrations alone, for which the engine is not woken."""
+        if self.scorer and self.scorer.state == "asleep" and not self.scorer.args.max_staleness:
+            raise RuntimeError("a step of demonstrations alone has no engine that could score")
         return await self._call(self.scorer or self.engine, "score", prompt_ids=prompt_ids)
 
     async def _call(self, engine, method, **arguments):

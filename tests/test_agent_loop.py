@@ -837,7 +837,7 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     trajectory = Trajectory(list(PROMPT), [1, 2], [1, 2], [])
     trajectory.add_sampled(TokenOutput([3], [-1.0], [0], "stop", [1, 2]))
     trajectory.messages.append({"role": "assistant", "content": "2"})
-    trajectory.reward = 0.2
+    trajectory.reward, trajectory.stop_reason = 0.2, "length"  # the turn is cut, and goes on
     trajectory.fork([1, 2, 4], [1, 2, 4])  # the template has rewritten the answer
     trajectory.messages.append({"role": "user", "content": "Sure?"})
     trajectory.reward, trajectory.unit, trajectory.group = 0.7, "white", "first"
@@ -847,7 +847,9 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     assert (output.response_ids, output.extra) == ([3], {"told": 1})
 
     trajectory.add_sampled(TokenOutput([5], [-1.0], [0], "stop", [1, 2, 4]))
-    assert [output.reward for output in trajectory.outputs()] == [None, 0.7]
+    outputs = trajectory.outputs()
+    assert [output.reward for output in outputs] == [None, 0.7]
+    assert [output.truncated for output in outputs] == [False, True]
 
 
 # ---------------------------------------------------------------- in_time, in_thread

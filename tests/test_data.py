@@ -304,6 +304,21 @@ def test_an_overlong_prompt_is_cut(tokenizer, side, kept):
     assert second["prompt"] == chats[1]  # it fits
 
 
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_a_prompt_that_no_cut_makes_shorter_is_left_out(tokenizer, side):
+    """Half a character may take more tokens than the whole one."""
+    chats = [[{"role": "user", "content": "é漢🙂" * 5}], [{"role": "user", "content": "a"}]]
+    most = rendered(tokenizer, chats[0])
+    n_left = set()
+    for limit in range(most - 32, most):
+        args = Args(max_prompt_tokens=limit, prompt_truncate_side=side)
+        rows = [{"prompt": chat} for chat in copy.deepcopy(chats)]
+        left = data.filter_overlong(rows, tokenizer, SimpleNamespace(), args)
+        assert all(rendered(tokenizer, row["prompt"]) <= limit for row in left)
+        n_left.add(len(left))
+    assert n_left == {1, 2}
+
+
 def test_the_tools_of_a_row_count_into_its_prompt(tokenizer):
     task = SimpleNamespace(TOOLS=[calculator.calculator])
     rows = [letters(3)]

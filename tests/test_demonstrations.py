@@ -38,7 +38,7 @@ from agent_loop import BadInput, Demonstration, ToolAgentLoop, agent_loop_class
 from examples import calculator, rollouts_to_rows
 from flatrl.files import to_json_lines
 from flatrl.metrics import batch_metrics
-from rollout import Rollouts
+from rollout import Rollouts, Session
 from train import Args
 
 CALL = {
@@ -309,3 +309,11 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
     for row, again in zip(rows[1:], metrics_of(replayed)):
         for name in ("actor/loss", "actor/imitation_loss"):
             assert again.get(name) == pytest.approx(row.get(name), rel=1e-4, abs=1e-6), name
+
+
+def test_a_step_of_demonstrations_alone_has_no_engine_that_could_score():
+    """The agent loop would wait for ever."""
+    engine = SimpleNamespace(state="asleep", args=SimpleNamespace(max_staleness=0))
+    session = Session(SimpleNamespace(), "r0", scorer=engine)
+    with pytest.raises(RuntimeError, match="no engine that could score"):
+        asyncio.run(session.score(request_id="r0", prompt_ids=[1, 2]))
