@@ -521,6 +521,10 @@ class Recent:
         self.form_of = form_of
         self._clear()
 
+    def __deepcopy__(self, memo):
+        """A copied trajectory makes its own, without a copy of the Conversation."""
+        return Recent(self.form_of)
+
     def _clear(self):
         """Forgets all messages."""
         self.n_seen = 0  # messages so far
@@ -2395,6 +2399,7 @@ def _parse_arguments(text):
         raise ValueError("arguments must be a JSON object")
     if _depth(arguments) > MAX_DEPTH:
         raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
+    json.dumps(arguments, allow_nan=False)  # raises for NaN and Infinity, which are no JSON
     return arguments
 
 

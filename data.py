@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
 
 import losses
 from agent_loop import (
@@ -752,11 +751,10 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
         if not n_turns:  # in a demonstration, for example
             continue
         states = given[unit_of(output)] or list(range(n_turns))
-        states = tree_map(_array_value, states)
         if len(states) != n_turns:
             raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
         group = _group_label(output)
-        labels += [stable_hash(group, state) for state in states]
+        labels += [stable_hash(group, _by_value(state)) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
 
@@ -808,14 +806,21 @@ def turns_of_units(batch: Batch) -> list[int]:
     return losses.turn_starts(batch.layout.mask).sum(1).tolist()
 
 
-def _array_value(leaf):
-    """Returns shape and bytes of an array or image, and everything else unchanged.
+def _by_value(state):
+    """Returns a state in which equal values have equal reprs, in nested lists and dicts, too.
 
-    The repr of a large array is abbreviated, so different ones could look the same."""
-    if isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__"):
-        array = np.asarray(leaf)
+    Of arrays and images these are shape and bytes, because the repr of large ones is abbreviated.
+    The order of a dict or a set does not count."""
+    if isinstance(state, Tensor) or hasattr(state, "__array_interface__"):
+        array = np.asarray(state)
         return array.shape, array.tobytes()
-    return leaf
+    if isinstance(state, dict):
+        return "dict", sorted((repr(key), repr(_by_value(value))) for key, value in state.items())
+    if isinstance(state, (set, frozenset)):
+        return "set", sorted(repr(_by_value(member)) for member in state)
+    if isinstance(state, (list, tuple)):
+        return [_by_value(part) for part in state]
+    return state
 
 
 def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:

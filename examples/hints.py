@@ -19,7 +19,7 @@ then always calls the calculator."""
 import random
 from pathlib import Path
 
-from agent_loop import AgentLoopOutput, ToolAgentLoop, register, render
+from agent_loop import AgentLoopOutput, ToolAgentLoop, register
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, TOOLS, expression_of, reward
 from examples.tiny_models import build_warm_model
@@ -41,13 +41,17 @@ def load(split: str) -> list[dict]:
 class Feedback(ToolAgentLoop):
     """The tool agent, whose teacher is told the hint only if the answer was wrong."""
 
-    async def run(self, sampling_params, **row) -> AgentLoopOutput:
-        """Runs a rollout, and says what its teacher is told."""
-        output = await super().run(sampling_params, **row)
-        was_wrong = reward(output, row) < 1
-        prompt = told_prompt(row, was_wrong)
-        output.extra["told_prompt_ids"] = render(self.tokenizer, prompt, self.schemas)
-        return output
+    async def run(self, sampling_params, **row) -> list[AgentLoopOutput]:
+        """Runs a rollout. The teacher of a right answer is told nothing but the prompt itself.
+
+        All other outputs get the row's hint."""
+        outputs = await super().run(sampling_params, **row)
+        if isinstance(outputs, AgentLoopOutput):  # the template has not rewritten the history
+            outputs = [outputs]
+        if reward(outputs[-1], row) == 1:
+            for output in outputs:
+                output.extra["told_prompt_ids"] = output.prompt_ids
+        return outputs
 
 
 def demonstration(row: dict) -> list[dict]:

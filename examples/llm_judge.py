@@ -115,7 +115,7 @@ async def reward(output, row: dict) -> dict:
     question = QUESTION.format(
         conversation="\n".join(lines),
         # An answer must not close its tag and go on.
-        answer=last["content"].replace("</answer_to_grade>", ""),
+        answer=last["content"].replace("</", "< /"),
         reference=reference,
         rubric=criteria.get("rubric") or RUBRIC,
     )

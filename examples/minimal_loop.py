@@ -124,7 +124,10 @@ async def sample(engine, tokenizer, args, prompts, step) -> list[AgentLoopOutput
     while not pending.done():
         engine.step(timeout=0)
         await asyncio.sleep(0)  # the loops take their tokens, and ask for more
-    return await pending
+    outputs = await pending
+    if any(isinstance(output, list) for output in outputs):
+        sys.exit("this template rewrites the history at a tool's answer: use train.py")
+    return outputs
 
 
 def update(policy, optimizer, rollouts, advantages, args, device) -> float:

@@ -56,9 +56,8 @@ def demonstrations(run: Path, min_reward: float, per_row: int) -> list[dict]:
 
     Raises BadInput if rows share an `index`, because rollouts name their row by it."""
     args = train.Args(**json.loads((run / "args.json").read_text())["args"])
-    rows = data.load_rows(
-        data.load_task(args.task), "train", args.train_files, prompt_key=args.prompt_key
-    )
+    task = data.load_task(args.task)
+    rows = data.load_rows(task, "train", args.train_files, args.prompt_key, args.image_key)
     by_index = {row["index"]: row for row in rows}
     if len(by_index) < len(rows):
         raise BadInput("several rows have the same index in extra_info")

@@ -122,7 +122,10 @@ TOOLS = [Zoom()]
 
 def reward(output, row) -> float:
     """Returns 1.0 if the last message has one answer, the right one, else 0.0."""
-    answers = re.findall("<answer>(.*?)</answer>", output.messages[-1]["content"])
+    last = output.messages[-1]
+    if last["role"] != "assistant":  # the rollout ended before the policy answered
+        return 0.0
+    answers = re.findall("<answer>(.*?)</answer>", last["content"])
     return float(answers == [row["reward_model"]["ground_truth"]])
 
 

@@ -452,6 +452,8 @@ def check_args(args: Args):
     sides = ("left", "middle", "right")
     check_value("tool_response_truncate_side", args.tool_response_truncate_side, sides)
     check_value("prompt_truncate_side", args.prompt_truncate_side, (*sides, "none"))
+    for name in JSON_FLAGS:
+        check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     check_flags_together(args)
 
     with refusing("--rollout_correction"):
@@ -459,8 +461,6 @@ def check_args(args: Args):
         losses.rollout_correction(kind, *torch.zeros(3, 1, 1), low, high)
     need(args.policy_loss == "ppo" or kind != "bypass",
          f"--rollout_correction bypass is for --policy_loss ppo, not {args.policy_loss}")
-    for name in JSON_FLAGS:
-        check_arguments(name, _json_object(name, getattr(args, name)), vars(args))
     if args.quantized and args.rollout_correction == "none":
         warnings.warn("--engine_args quantization: the engine samples from slightly other weights "
                       "than those that are trained; give --rollout_correction tis", stacklevel=2)
@@ -487,7 +487,7 @@ def check_flags_together(args: Args):
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
     need(args.critic_warmup < max(1, args.num_steps),
          "--critic_warmup leaves no step that trains the policy")
-    need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] > 0,
+    need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
          f"--eval_samples {args.eval_samples} would be equal at temperature 0")
     need(args.window > args.max_prompt_tokens,
          f"--max_model_len {args.max_model_len} leaves no room for a response to "

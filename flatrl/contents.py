@@ -66,6 +66,8 @@ def _text(value) -> str:
             return f"[{', '.join(map(_text, value))}]"
         case set() | frozenset():  # their order depends on the process
             return _text(sorted(map(_text, value)))
+    if getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
+        return _text(value.tolist())
     if hasattr(value, "tobytes"):  # an image or an array
         value = value.tobytes()
     if isinstance(value, bytes):

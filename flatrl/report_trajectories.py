@@ -110,9 +110,10 @@ def read_line(text: bytes) -> dict:
 
 
 @functools.cache
-def read_groups(file: Path) -> list[list[tuple]]:
+def read_groups(file: Path, changed: int) -> list[list[tuple]]:
     """Returns the groups of a file of rollouts, as (tokens, offset) of each line.
 
+    changed: the time of its last change, because a resumed run writes files anew.
     tokens: at least TOKENS. The order is mixed, but fixed: the same questions come first in every
     file that has them. A large file is read only once, and later only the lines that are shown."""
     groups = {}  # prompt -> its lines
@@ -145,7 +146,7 @@ def draw(folder: Path, tokenizer, max_trajectories: int) -> tuple[list, int]:
     room = max_trajectories * TOKENS
     for n_before, (step, kind) in enumerate(order):
         file = files[step, kind]
-        groups = read_groups(file)
+        groups = read_groups(file, file.stat().st_mtime_ns)
         total += sum(map(len, groups))
         share = room / (len(files) - n_before)
         lines = []

@@ -182,6 +182,15 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     assert alike(outputs, turns) == [0, 1, 0, 3, 0, 5, 6]
 
 
+def test_the_order_of_a_dict_or_set_does_not_count():
+    outputs = [output(0, sample, "1", 0.0) for sample in range(4)]
+    bag = {"bag": {0, 8}, "at": np.zeros(2)}
+    same = {"at": np.zeros(2), "bag": {8, 0}}
+    other = {"bag": {0, 8}, "at": np.ones(2)}
+    with_states(outputs, [bag], [same], [other], [{"bag": {0}, "at": np.zeros(2)}])
+    assert alike(outputs, [1] * 4) == [0, 0, 2, 3]
+
+
 def test_labels_of_groups_and_states_are_those_of_every_process():
     """A salted hash would give other labels on other ranks, and after a resume."""
     outputs = with_states([output(4, 0, "1", 0.0), output(4, 1, "1", 0.0, unit="x")], ["a"], ["a"])

@@ -474,6 +474,44 @@ def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, tokenizer, fra
     assert [message["role"] for message in output.messages] == ["user", "assistant"]
 
 
+def test_an_agent_that_raises_after_parallel_calls_keeps_what_it_has(play):
+    """One call is sampled while the other has no room."""
+
+    async def chat(client, prompt, **row):
+        calls = ask(client, *prompt), ask(client, user("x" * 5000))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        raise RuntimeError("a framework's own") from answers[1]
+
+    (output,), _ = play(chat, "plan", max_model_len=1000)
+    assert (output.stop_reason, output.reward) == ("length", None)
+
+
+def test_a_conversation_that_was_given_up_for_another_is_not_cut_off(play):
+    async def chat(client, prompt, **row):
+        plan = await ask(client, *prompt)
+        with pytest.raises(OutOfBudget, match="length"):
+            await ask(client, *prompt, plan, user("x " * 1000))
+        await ask(client, user("In short?"))
+        return 0.5
+
+    outputs, _ = play(chat, "plan", "done", max_model_len=1000)
+    assert [output.stop_reason for output in outputs] == ["stop", "stop"]
+
+
+def test_a_rows_call_needs_no_id(play):
+    function = {"name": "calculator", "arguments": {"expression": "1+1"}}
+    call = {"type": "function", "function": function}
+    shown = [user("1+1?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    prompt = [*shown, {"role": "tool", "content": "2"}, user("2+2?")]
+
+    async def chat(client, prompt, **row):
+        await ask(client, *prompt)
+        return 1.0
+
+    (output,), _ = play(chat, "4", row={"prompt": prompt})
+    assert output.reward == 1.0
+
+
 def test_turns_of_all_sub_agents_count(play):
     async def chat(client, prompt, **row):
         for number in range(5):

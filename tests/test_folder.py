@@ -12,6 +12,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -31,7 +32,7 @@ import train
 from agent_loop import BadInput
 from data import load_task
 from flatrl import checkpoints, models, processes
-from flatrl.contents import contents_of
+from flatrl.contents import _text, contents_of
 from flatrl.log import Log
 from train import Args
 
@@ -511,3 +512,9 @@ def test_a_log_that_can_not_be_written_is_a_warning_and_loses_no_metrics(tmp_pat
     log.metrics(rows[3])
     assert metrics_of(tmp_path / "run") == rows
     assert "File too large" in capsys.readouterr().out
+
+
+def test_an_array_of_objects_is_known_by_its_values():
+    """pandas gives such arrays for columns of lists. Their bytes are addresses."""
+    choices = [f"choice {i}" for i in range(3)]
+    assert _text(np.array(choices, dtype=object)) == _text(choices)

@@ -298,6 +298,17 @@ def test_a_strangers_tokenizer_runs_no_code(folder, tiny_model, monkeypatch):
     report.load_tokenizer(folder)  # nobody is asked, and nothing of it runs
 
 
+def test_a_file_that_a_resumed_run_writes_anew_is_read_anew(tmp_path, tokenizer):
+    write_about(tmp_path, [])
+    write_json_lines(tmp_path / "metrics.jsonl", [{"step": 1}])
+    (tmp_path / "rollouts").mkdir()
+    for ids in ([5, 6], [5, 6, 7, 8, 9]):
+        both = [trajectory(sample=i, ids=ids) for i in range(2)]
+        write_rollouts(tmp_path, "step_000001", both)
+        run = run_of(tmp_path, tokenizer)
+        assert (run["total"], len(run["trajectories"]), run["notes"]) == (2, 2, [])
+
+
 def test_the_command_needs_nothing_but_python(folder):
     """It runs without torch and transformers."""
     write_rollouts(folder, "step_000001", [trajectory()])

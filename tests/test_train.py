@@ -438,6 +438,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(replay="x", rollout_only=True), "--rollout_only has an effect only without --replay"),
     # Settings of vLLM
     (dict(engine_args="[1]"), "--engine_args must be a JSON object"),
+    (dict(eval_samples=4, eval_sampling_args="[]"), "--eval_sampling_args must be a JSON object"),
     (dict(engine_args='{"tensor_parallel_size": 2}'), "can't be set here: it is a flag"),
     (dict(engine_args='{"logprobs_mode": "raw_logprobs"}'), "logprobs_mode can't be set here"),
 ])  # fmt: skip

@@ -48,6 +48,7 @@ class ChatClient:
         self.over = False  # whether the agent is done
         self.reward = None  # the agent's own; if it stays None, the task's reward is asked
         self.exhausted = None  # "length" | "max_turns" if the last call ran out of budget
+        self.n_given_up = 0  # calls that ran out of budget
         # client.chat.completions.create is this object's `create`.
         self.chat = self
         self.completions = self
@@ -97,10 +98,14 @@ class ChatClient:
         self.turns += 1
         turn = self.turns
         n_tokens_before = len(trajectory.response_ids)
+        n_given_up = self.n_given_up
         text = await self._sample(trajectory, sampling)
 
         # If there is no room left, an error that the agent raises now comes from that.
-        self.exhausted = "length" if self.loop.room(trajectory) < 1 else None
+        if self.loop.room(trajectory) < 1:
+            self.exhausted = "length"
+        elif n_given_up == self.n_given_up:  # no parallel call has run out of budget meanwhile
+            self.exhausted = None
         only_one = parallel_tool_calls is False
         stop_string = self._read(trajectory, text, turn, sampling, tools, only_one)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
@@ -193,7 +198,9 @@ class ChatClient:
             trajectory = earlier
             new_images = images[len(trajectory.images) :]
             stops = loop.stop_token_ids(self.sampling_params)
+            stop_reason = trajectory.stop_reason
             fits = loop.append(trajectory, new_messages, tools, stops, new_images)
+            trajectory.stop_reason = stop_reason  # the agent may go on in another sequence
             self.trajectories.remove(trajectory)
             self.trajectories.append(trajectory)  # the most recently asked
         else:
@@ -217,6 +224,7 @@ class ChatClient:
     def _give_up(self, reason):
         """Raises OutOfBudget, and remembers why."""
         self.exhausted = reason
+        self.n_given_up += 1
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
     async def close(self):
@@ -266,11 +274,13 @@ class ChatClient:
             plain["role"] = "system"
         plain["content"] = content
 
-        for call in message.get("tool_calls") or ():
+        for number, call in enumerate(message.get("tool_calls") or ()):
             arguments = call["function"]["arguments"]
             with suppress(ValueError, TypeError):  # no JSON, or a dict already: kept as it is
                 arguments = json.loads(arguments)
-            made = function_call(_word(call["id"]), call["function"]["name"], arguments)
+            # A row's call may have none. Mistral's template wants nine characters.
+            call_id = _word(call.get("id") or f"{number:09d}")
+            made = function_call(call_id, call["function"]["name"], arguments)
             plain.setdefault("tool_calls", []).append(made)
         return plain
 
