@@ -248,13 +248,14 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
         texts = _texts(row["prompt"])
         while texts and (excess := _prompt_length({number: row}, number, *context) - limit) > 0:
             place, key = max(texts, key=lambda text: len(text[0][text[1]]))
-            n_kept = n_tokens(place[key]) - excess - n_tokens("...")
+            n_now = n_tokens(place[key])
+            n_kept = n_now - excess - n_tokens("...")
             if n_kept < 1:
                 break
-            cut = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
-            if n_tokens(cut) >= n_tokens(place[key]):  # half a character may take more tokens
+            shortened = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
+            if n_tokens(shortened) >= n_now:  # half a character may take more tokens
                 break
-            place[key] = cut
+            place[key] = shortened
         return row
 
     return Rows(cut, range(len(rows)))

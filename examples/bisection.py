@@ -108,20 +108,25 @@ def by_state(token_rewards, mask, states):
     return mask * advantages[turn]
 
 
-def teachers_chat() -> list[dict]:
-    """Returns a game of the teacher, who guesses at random among what is left.
-
-    Nine of ten begin with less than 0 to 31, because few games get to the last numbers."""
-    game = Game(random.randrange(SIZE))
-    if random.random() < 0.9:
-        game.low, game.high = sorted(random.choices(range(SIZE), k=2))
-        game.number = random.randint(game.low, game.high)
+def teach(game: Game) -> list[dict]:
+    """Returns the chat of a game. The teacher guesses at random among what is left."""
     chat = []
     while not game.over():
         guess = str(random.randint(game.low, game.high))
         chat += [*game.told(), {"role": "assistant", "content": guess}]
         game.guess(guess)
     return chat
+
+
+def teachers_chat() -> list[dict]:
+    """Returns a game of the teacher.
+
+    Nine of ten begin with less than 0 to 31, because few games get to the last numbers."""
+    game = Game(random.randrange(SIZE))
+    if random.random() < 0.9:
+        game.low, game.high = sorted(random.choices(range(SIZE), k=2))
+        game.number = random.randint(game.low, game.high)
+    return teach(game)
 
 
 def build_model(path: str) -> None:

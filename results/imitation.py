@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from examples import bisection
-from examples.bisection import Game, load, reward  # noqa: F401
+from examples.bisection import Game, load, reward, teach  # noqa: F401
 
 
 def build_model(path: str) -> None:
@@ -21,11 +21,8 @@ def build_model(path: str) -> None:
 
 def with_guesses(row: dict) -> dict:
     """Returns a row with a game of the teacher, which an imitating model learns from."""
-    game = Game(row["extra_info"]["number"])
-    guesses = []
-    while not game.over():
-        guesses.append(str(random.randint(game.low, game.high)))
-        game.guess(guesses[-1])
+    chat = teach(Game(row["extra_info"]["number"]))
+    guesses = [message["content"] for message in chat if message["role"] == "assistant"]
     return row | {"demonstration": guesses}
 
 
