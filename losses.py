@@ -27,7 +27,7 @@ gives 0, not NaN. An unknown kind or mode raises ValueError."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from inspect import signature
 from typing import Annotated
 
@@ -980,7 +980,7 @@ def token_logprobs(
     weight: VH,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int = 4096,
     entropy: bool = False,
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
@@ -1026,7 +1026,7 @@ def top_logprobs(
     weight: VH,
     k: int,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int = 4096,
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
     softcap: float | None = None,
@@ -1063,14 +1063,14 @@ def _as_autocast(hidden):
 def _blocks(weight, vocab_size, banned, chunk):
     """Cuts the vocabulary's columns, without the banned ones, into blocks: [(start, stop), ...].
 
-    A block has at most `chunk` columns, and at most max(vocab / 64, 256). At most three float32
-    blocks are alive at a time. With more than 16k columns they take less than 5% of the memory
-    of all logits, however many tokens there are.
+    A block has at most `chunk` columns, and at most max(vocab / 32, 256). At most four float32
+    blocks are alive at a time. With more than 8k columns they take an eighth of the memory of
+    all logits, or less, however many tokens there are.
 
     Columns, not tokens, because a block of columns completes its rows of weight's gradient in
     one product. Blocks of tokens would need a float32 (V, H) tensor to sum their gradients."""
     vocab = min(vocab_size or len(weight), len(weight))
-    columns = min(chunk, max(vocab // 64, 256))
+    columns = min(chunk, max(vocab // 32, 256))
     blocks = []
     first = 0
     for end in sorted({*banned, vocab}):  # banned ids cut the vocabulary
@@ -1109,6 +1109,40 @@ def _block(hidden, weight, temperature, softcap, start, stop):
     return logits, block_weight
 
 
+def _compiled_on_gpu(function):
+    """Compiles a function of a block for CUDA, where its steps become one kernel."""
+    compiled = cache(lambda: torch.compile(function, dynamic=True))
+
+    @wraps(function)
+    def call(block, *more):
+        return compiled()(block, *more) if block.is_cuda else function(block, *more)
+
+    return call
+
+
+@_compiled_on_gpu
+def _lse_and_entropy(logits):
+    """Returns log sum exp of each row of a block, and the entropy of its softmax: (T,) each."""
+    lse = logits.logsumexp(-1)
+    logp = logits - lse[:, None]
+    return lse, -logp.exp().mul_(logp).sum(-1)
+
+
+@_compiled_on_gpu
+def _grad_of_targets(logits, lse, sum_of_g):
+    """Returns -sum_y g_y p, for `_TokenLogprobs.backward`."""
+    return (logits - lse[:, None]).exp_().mul_(-sum_of_g)
+
+
+@_compiled_on_gpu
+def _grad_of_both(logits, lse, sum_of_g, entropy, grad_entropy):
+    """Returns -sum_y g_y p - g' p (log p + entropy), for `_TokenLogprobs.backward`."""
+    logp = logits - lse[:, None]
+    p = logp.exp()
+    grad = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+    return grad.add_(sum_of_g).mul_(p).neg_()
+
+
 def _in_block(targets, start, stop):
     """Returns for targets (T, K) whether each is in a block, and its column there.
 
@@ -1134,11 +1168,12 @@ class _TokenLogprobs(torch.autograd.Function):
             logits, _ = _block(hidden, weight, *ctx.scale, *block)
             inside, column = _in_block(targets, *block)
             target_logits = torch.where(inside, logits.gather(1, column), target_logits)
-            lses.append(logits.logsumexp(-1))
             if with_entropy:
-                logp = logits.sub_(lses[-1][:, None])
-                entropies.append(-logp.exp().mul_(logp).sum(-1))
-                del logp
+                lse, entropy = _lse_and_entropy(logits)
+                entropies.append(entropy)
+            else:
+                lse = logits.logsumexp(-1)
+            lses.append(lse)
             del logits  # or two blocks are alive at once
         lses = torch.stack(lses)  # (blocks, T)
         lse = lses.logsumexp(0)  # (T,), over all columns
@@ -1180,22 +1215,18 @@ class _TokenLogprobs(torch.autograd.Function):
             z, block_weight = _block(hidden, weight, temperature, softcap, start, stop)
             inside, column = _in_block(targets, start, stop)
             tanh = z * (temperature / softcap) if softcap else None
-            # To save memory, log p takes the place of z, and dz that of log p.
-            logp = z.sub_(lse[:, None])
             if grad_entropy is None:
-                dz = logp.exp_().mul_(-sum_of_g)
+                dz = _grad_of_targets(z, lse, sum_of_g)
             else:
-                p = logp.exp()
-                dz = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])
-                dz.add_(sum_of_g).mul_(p).neg_()
-                del p
+                dz = _grad_of_both(z, lse, sum_of_g, entropy, grad_entropy)
+            del z
             dz.scatter_add_(1, column, torch.where(inside, g, 0))
             if temperature != 1:
                 dz /= temperature
             if softcap:
                 dz *= 1 - tanh.square_()
             dz = dz.to(hidden.dtype)
-            del z, logp, tanh  # or more blocks than necessary are alive
+            del tanh  # or more blocks than necessary are alive
             if needs_hidden:
                 grad_hidden += _matmul(dz, block_weight)
             if needs_weight:

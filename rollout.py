@@ -232,16 +232,13 @@ class Engine:
         config = self.core.vllm_config
         with set_current_vllm_config(config):
             self.llm.apply_model(lambda model: load_into(model, named_tensors, config.model_config))
-        if not self.forget_prompts():  # a running request has keys of the old weights
-            raise RuntimeError("the engine's prefix cache could not be reset after the weight sync")
         self.version = version
         self._become("synced")
 
-    def forget_prompts(self) -> bool:
-        """Empties the caches of prompts and of images; returns False if a request uses the
-        cache of prompts."""
+    def forget_prompts(self):
+        """Empties the caches of prompts and of images, as sleep does. No request may be running."""
         self.core.reset_encoder_cache()
-        return self.core.reset_prefix_cache()
+        self.core.reset_prefix_cache()
 
     def wake_kv(self):
         """Maps the KV cache; the engine can generate from here on."""
@@ -251,7 +248,7 @@ class Engine:
         self._become("awake")
 
     def sleep(self, level: int = 2, keep: bool = False):
-        """Frees the memory of the KV cache and of the weights.
+        """Frees the memory of the KV cache and of the weights, and forgets all prompts.
 
         level: 1 copies the weights to the host, 2 drops them: the next sync brings new ones.
         keep: unfinished requests stay, and continue after the next wake under the weights of

@@ -6,11 +6,13 @@
     python bench/trl.py --prompt_tokens 300     # tool schemas before every question
     python bench/trl.py --free                  # responses end where the model ends them
     python bench/trl.py --trl                   # flatrl alone; TRL need not be installed
+    python bench/trl.py --trl vllm --batch 16   # responses in one pass of TRL: all by default
 
 Both train the same model on the same prompts, with the same lengths, updates, precision and
 threads. flatrl is `train.main` with this file as its task, TRL is `GRPOTrainer.train`. Each
 side has a process of its own, and they take turns: a side makes one step, and waits until the
-others have made theirs. A step is timed from outside, and each side tells its parts. There is
+others have made theirs. On a GPU one side ends before the next begins, so that each has all the
+memory. A step is timed from outside, and each side tells its parts. There is
 one update a step, no KL, no evaluation and no checkpoint. On a CPU all is float32.
 """
 
@@ -162,6 +164,8 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
     cuda = torch.cuda.is_available()
     if vllm and not cuda:
         make_trl_vllm_updatable()
+    n_responses = options.prompts * options.group_size
+    batch = options.batch or n_responses
     forced = {"ignore_eos": True} if vllm else {"min_new_tokens": options.tokens}
     spent: dict[str, float] = {}
 
@@ -191,7 +195,8 @@ def trl_generate(pipe, options: argparse.Namespace, folder: str, vllm: bool = Fa
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        per_device_train_batch_size=options.prompts * options.group_size,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=n_responses // batch,
         num_generations=options.group_size,
         max_completion_length=options.tokens,
         generation_kwargs={} if options.free else forced,
@@ -252,6 +257,15 @@ def one_step(pipe) -> dict[str, float]:
 
 
 def measure(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
+    """Returns the steps of each side, without those of the warm-up."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return by_turns(sides, options, folder)
+    return {name: by_turns([name], options, folder)[name] for name in sides}
+
+
+def by_turns(sides: list[str], options: argparse.Namespace, folder: str) -> dict[str, list]:
     """Lets the sides make their steps by turns; returns them without those of the warm-up."""
     steps: dict[str, list] = {name: [] for name in sides}
     started: dict[str, tuple] = {}
@@ -297,6 +311,7 @@ def main() -> None:
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model of 2.6M parameters")
     parser.add_argument("--trl", nargs="*", choices=("generate", "vllm"), default=["generate"])
+    parser.add_argument("--batch", type=int, help="responses in one pass of TRL; default: all")
     parser.add_argument("--free", action="store_true", help="--tokens is only the limit")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     options = parser.parse_args()
