@@ -199,6 +199,25 @@ def gpu():
     yield "memory in use, engine awake and asleep", f"{before:.1f} GB, {after:.1f} GB"
     for line in known["bench"].lines:
         yield f"{line['section']}, {line['shape']}: {line['what']}", line["measured"]
+    [line] = known["rollout"].lines
+    yield "rollout, 0.5B: tokens/s, as a share of LLM.generate's", spread(*line["ratio"])
+    for line in known["trl"].lines:
+        parts = (f"{part} {line[part]:.2f}" for part in ("generate", "update", "sync"))
+        name = f"such a step in bench/trl.py: {line['side']}"
+        yield name, f"{line['step']:.1f} s: {', '.join(parts)}"
+
+
+@table
+def bisection_smollm2_gpu():
+    """Sampled games of the last ten steps; those at temperature 0 at each evaluation."""
+    known = runs("bisection_smollm2")
+    steps = (0, 10, 20, 30, 40)
+    yield "", *(f"step {step}" for step in steps), "sampled", "both commands"
+    for seed in range(3):
+        then = known[f"gpu_{seed}"]
+        then.seconds += known[f"gpu_imitation_{seed}"].seconds
+        sampled = f"{fmean(then.values('reward/mean')[-10:]):.3f}"
+        yield f"seed {seed}", *then.at("eval/reward", *steps), sampled, then.duration()
 
 
 @table
