@@ -49,6 +49,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import EnumMeta
 from numbers import Real
+from os.path import commonprefix
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
@@ -266,10 +267,6 @@ def checked_number(value, name: str) -> float:
 # ---------------------------------------------------------------- control tokens
 
 
-# A token that has one of these characters is markup.
-PUNCTUATION = r"[^\w\s]|_"
-
-
 @functools.cache
 def _control_tokens(tokenizer):
     """Returns the tokenizer's control tokens by id, such as <|im_end|> or <tool_call>.
@@ -278,22 +275,24 @@ def _control_tokens(tokenizer):
     than one character. The rest are plain words, white space and single characters."""
     controls = {}
     for number, token in tokenizer.added_tokens_decoder.items():
-        is_markup = len(token.content) > 1 and re.search(PUNCTUATION, token.content)
+        has_punctuation = re.search(r"[^\w\s]|_", token.content)
+        is_markup = len(token.content) > 1 and has_punctuation
         if token.special or is_markup:
             controls[number] = token
     return controls
 
 
 def _any_of(texts, flags=0):
-    """Returns a regular expression for any of the texts, the longest first."""
+    """Returns a regular expression for any of the texts, the longest first, as its group 1."""
     longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)", flags)
+    any_text = "|".join(map(re.escape, longest_first)) or "(?!)"  # without texts nothing matches
+    return re.compile(f"({any_text})", flags)
 
 
 def _tokenise(tokenizer, text, begins=True):
     """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
 
-    begins: whether the text begins a sequence.
+    begins: whether the text begins a sequence. If not, no tokenizer may put a space before it.
 
     A character after a TOKEN_BREAK never becomes a control token. If the tokenizer has no
     other token for it (it is a special token itself, or unknown), the character is dropped.
@@ -370,39 +369,49 @@ def with_template_variables(tokenizer, variables: str):
     return changed
 
 
-def _make_room(cache, limit):
-    """Empties a dict that has grown to its limit."""
-    if len(cache) >= limit:
-        cache.clear()
+def _kept(cache, limit, key, make):
+    """Returns cache[key], which is make() the first time. A cache at its limit is emptied."""
+    if key not in cache:
+        if len(cache) >= limit:
+            cache.clear()
+        cache[key] = make()
+    return cache[key]
 
 
+# Tags such as <tool_call> stay tokens in what these say: the policy samples them, and system
+# messages show how to.
 ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
-def _edit_message(message, edit, edit_value):
-    """Returns a copy of a message with edit(text) in place of each text of its content.
+def _edit_message(message, edit_text, edit_other):
+    """Returns a copy of a message, with other texts.
 
-    edit_value(text) replaces the other texts: names, ids and arguments of tool calls, at any
-    depth and under any key. The message's role stays, and so do blank texts."""
+    edit_text(text) takes the place of what the message says. edit_other(text) takes that of
+    everything else, at any depth and under any key: names, ids, arguments of tool calls, an image's
+    address. The message's role stays, and so do blank texts."""
     edited = {}
     for key, value in message.items():
         if key in ("content", "reasoning_content") and isinstance(value, str):
-            value = _edit_values(value, edit)
+            value = _edit_values(value, edit_text)
         elif key == "content" and isinstance(value, list):
-            value = [_edit_part(part, edit, edit_value) for part in value]
+            value = [
+                {
+                    name: _edit_values(inner, edit_text if name == "text" else edit_other)
+                    for name, inner in part.items()
+                }
+                for part in value
+            ]
         elif key != "role":
-            value = _edit_values(value, edit_value)
+            value = _edit_values(value, edit_other)
         edited[key] = value
     return edited
 
 
-def _edit_part(part, edit, edit_value):
-    """Returns a copy of a part of a message's content: its "text" by edit, as in `_edit_message`,
-    and all other texts, such as an image's address, by edit_value."""
-    edited = {}
-    for key, value in part.items():
-        edited[key] = _edit_values(value, edit if key == "text" else edit_value)
-    return edited
+def _edit_around(kept, edit, text):
+    """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
+    pieces = kept.split(text)  # every second one is a match
+    pieces[::2] = [_edit_values(piece, edit) for piece in pieces[::2]]
+    return "".join(pieces)
 
 
 def _edit_values(value, edit):
@@ -416,7 +425,7 @@ def _edit_values(value, edit):
     edited = {}
     for key, inner in value.items():
         key = _edit_values(key, edit)
-        while key in edited:  # two keys that became equal
+        while key in edited:  # two keys became equal, and both must stay
             key += "x"
         edited[key] = _edit_values(inner, edit)
     return edited
@@ -441,7 +450,9 @@ def function_call(call_id: str, name: str, arguments: dict) -> dict:
 
 
 # The messages of dry chats. A dry chat is made up, and rendered only to see what the template does
-# with it. Each "?" becomes a word of its own (`_dry_chat`).
+# with it. Each "?" becomes a word of its own (`_dry_chat`). In [ASKS, _calls(1), _tells()] the user
+# says dry000, the assistant calls dry(text="dry001"), and the tool says dry002. The template has
+# dropped what the rendering lacks.
 ASKS = {"role": "user", "content": "?"}
 ANSWERS = {"role": "assistant", "content": "?"}
 REASONS = {"role": "assistant", "reasoning_content": "?", "content": "?"}
@@ -459,18 +470,6 @@ def _tells(number=0):
     return {"role": "tool", "name": "dry", "content": "?", "tool_call_id": call_id}
 
 
-DRY_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "dry",
-        "description": "A tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string", "description": "A text."}},
-            "required": ["text"],
-        },
-    },
-}
 MALFORMED = "an answer to a malformed call"
 # A round is a message of the assistant and what answers it.
 ROUNDS = {
@@ -480,7 +479,7 @@ ROUNDS = {
     "reasoning before a call": (_calls(1, reasoning_content="?"), _tells()),
     "text before a call": (_calls(1, content="?"), _tells()),
     "two calls in a turn": (_calls(2), _tells(), _tells(1)),
-    MALFORMED: (ANSWERS, _tells()),
+    MALFORMED: (ANSWERS, _tells()),  # the call stayed in the text
 }
 
 
@@ -510,6 +509,9 @@ class Recent:
     - the messages before the assistant's first,
     - the latest round, which is a message of the assistant with what answers it,
     - the last earlier round of each form.
+
+    Of ten rounds with the forms A A B A A B A A A B, these are the 9th (the last earlier A), the
+    6th (the last earlier B) and the 10th.
 
     Two rounds have one form if the template can't distinguish them, except by words that it only
     copies. Dry chats show whether this is enough for a template
@@ -551,7 +553,7 @@ class Recent:
         return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
 
     def _end_round(self):
-        """Puts the latest round after the others, in place of an earlier one of its form."""
+        """Puts the latest round behind the earlier ones, in place of one of its form."""
         if self.latest:
             form = tuple(map(self.form_of, self.latest))
             self.rounds.pop(form, None)
@@ -564,6 +566,7 @@ class Conversation:
     It learns this from dry chats, of neutral words, in milliseconds:
         answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
         ends                    the texts that the template writes after a turn
+        closing                 what follows a whole chat and not a turn, mostly ""
         takes(name)             whether it takes one of the ROUNDS
         shows_reasoning         whether it knows reasoning_content
         writes_date             whether it writes today's date
@@ -571,6 +574,9 @@ class Conversation:
 
     Its methods are in five sections: rendering a chat; the suffix of a turn; control tokens; what
     dry chats tell; how far back the template looks.
+
+    `special`, `markup` and `control` are patterns of control tokens: of the special ones, of the
+    others, and of all.
 
     tokenizer: with the variables of the template (`with_template_variables`).
     stops: the ids that end a turn. The attribute has the template's as well.
@@ -591,13 +597,14 @@ class Conversation:
         self.control = _any_of(token.content for token in controls)
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
-        self.prompts = {}  # the ids of chats that `render` has seen
-        self.tools = {}  # see `_edited_tools`
+        self.rendered_ids = {}  # of chats that `render` has seen
+        self.edited_tools = {}  # see `_edited_tools`
         self.neutral_controls = {}  # see `_without_forged_tokens`
-        self.problems = {}  # by the name of a round, see `problem_of`
-        self.checked = set()  # the forms of prompts that `check_prompt` has seen
+        self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
         self.answer_end = self._turn_end(ANSWERS, ASKS, given)
+        # A call may end with the token of an answer. A special token behind it that ends no answer
+        # may belong to the call: </tool_call>.
         self.call_end = self._turn_end(*ROUNDS["a tool's answer"], {*given, self.answer_end})
         self.stops = {*given, self.answer_end, self.call_end} - {None}
 
@@ -608,16 +615,15 @@ class Conversation:
         messages: list[dict],
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
-        **variables,
     ) -> str:
         """Returns a chat as the template writes it. Raises whatever the template raises.
 
         Reasoning moves into the content first, if the template has no place for it (`as_shown`)."""
         messages = [self.as_shown(message) for message in messages]
-        return self._written(messages, tools, add_generation_prompt, **variables)
+        return self._written(messages, tools, add_generation_prompt)
 
     def _written(self, messages, tools=None, add_generation_prompt=False, **variables):
-        """Returns what the template makes of messages in which reasoning is where it looks."""
+        """Returns the same with reasoning left where it is. `shows_reasoning` needs that."""
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
@@ -631,9 +637,8 @@ class Conversation:
         reasoning_content."""
         shown = dict(message)
         if "reasoning_content" in shown and not self.shows_reasoning:
-            reasoning = shown.pop("reasoning_content")
-            content = shown.get("content") or ""
-            shown["content"] = f"{self.think_start}{reasoning}{self.think_end}{content}"
+            thought = f"{self.think_start}{shown.pop('reasoning_content')}{self.think_end}"
+            shown["content"] = _join_contents([thought, shown.get("content") or ""], "")
         return shown
 
     def render(
@@ -649,21 +654,23 @@ class Conversation:
         if not messages:
             return []
 
-        def ids_of(messages, tools):
-            text = self.text(messages, tools, add_generation_prompt)
+        def ids_of(chat, schemas):  # of copies with other texts, too
+            text = self.text(chat, schemas, add_generation_prompt)
             return _tokenise(self.tokenizer, text)
 
+        def protected_ids():
+            if trusted is None and not tools:  # nothing to protect from, and faster
+                return ids_of(messages, tools)
+            return self._without_forged_tokens(
+                ids_of,
+                add_generation_prompt,
+                messages,
+                tools,
+                messages if trusted is None else trusted,
+            )
+
         key = json.dumps([messages, tools, trusted, add_generation_prompt], default=repr)
-        if key not in self.prompts:
-            _make_room(self.prompts, 64)
-            if trusted is None and not tools:  # all texts are trusted
-                ids = ids_of(messages, tools)
-            else:
-                trusted = messages if trusted is None else trusted
-                ids = self._without_forged_tokens(
-                    ids_of, add_generation_prompt, messages, tools, trusted)
-            self.prompts[key] = ids
-        return list(self.prompts[key])
+        return list(_kept(self.rendered_ids, 64, key, protected_ids))
 
     # -- the suffix of a turn
 
@@ -680,7 +687,10 @@ class Conversation:
         Many templates end a turn with an end-of-turn token and a newline, but the policy samples
         only the token. The suffix must therefore begin with that newline (verl#6501). Where a
         turn ends at the marker of the next speaker (GLM), and the policy sampled the marker,
-        the suffix begins after it.
+        the suffix begins after it. With Qwen2.5, if the policy sampled "Hi<|im_end|>" and the user
+        says "2?", it is
+
+            "\\n<|im_start|>user\\n2?<|im_end|>\\n<|im_start|>assistant\\n"
 
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the end-of-turn token.
@@ -689,7 +699,7 @@ class Conversation:
 
         Raises RewritesHistory if the tokens so far, including the stop token, are not how the
         template writes this chat: Qwen3 drops earlier reasoning, for example. Raises ValueError
-        if the template writes nothing for the new messages."""
+        if there is nothing to append."""
         if self.needs_only_recent:
             messages = (recent or Recent(self.form_of)).update(messages)
         n = len(messages)
@@ -705,7 +715,9 @@ class Conversation:
         after = self.text(messages + new, tools, True)
         before = before.removesuffix(self.closing)
         added = self._added(before, after, messages)
-        end = self.end_of(before)  # "" if the turn ends at the next speaker's marker
+        # The suffix begins inside the turn's end, behind the stop token. The end is "" if the turn
+        # ends at the next speaker's marker.
+        end = self.end_of(before)
         if end is None:
             raise RewritesHistory("the chat template ends this turn in its own way")
         ids = _tokenise(self.tokenizer, end + added, begins=False)
@@ -719,8 +731,9 @@ class Conversation:
         return ids[1:]
 
     def _added(self, before, after, messages):
-        """Returns the text that `after` adds to `before`, which may lose empty blocks of reasoning.
+        """Returns the text that `after` has behind `before`.
 
+        In between, `after` may have lost empty blocks of reasoning, or `before` may lack them.
         messages: the chat in `before`. Raises RewritesHistory if `after` begins otherwise, or
         lacks what the assistant said last."""
         last = messages[-1] if messages else {}
@@ -728,7 +741,7 @@ class Conversation:
         said = [text.strip() for text in said if isinstance(text, str)]
         for block in self.empty_thoughts:
             kept = block.sub("", before)
-            end = len(kept)
+            end = len(kept)  # of the same history in `after`, with the blocks that lie within it
             for match in block.finditer(after):
                 if match.start() < end:
                     end += len(match[0])
@@ -748,7 +761,8 @@ class Conversation:
     def ends(self) -> list[str]:
         """The texts that the template writes after a turn, from its stop token on; longest first.
 
-        One of them is empty if a turn ends at the marker of the next speaker, or nowhere."""
+        Qwen: ["<|im_end|>\\n"]. gpt-oss: ["<|call|>", ""]. One is empty if a turn ends nowhere, or
+        at the marker of the next speaker (GLM)."""
         stops = _any_of(self.tokenizer.decode([stop]) for stop in self.stops)
         ends = set()
         for turn, *_ in ROUNDS.values():
@@ -761,7 +775,9 @@ class Conversation:
 
     @functools.cached_property
     def closing(self) -> str:
-        """What the template writes after a whole chat, and not between turns: Phi-3's EOS."""
+        """What the template writes after a whole chat, and not between turns.
+
+        That is Phi-3's EOS, or gpt-oss's <|return|>, which becomes <|end|> when messages follow."""
         alone = self._text_after(ANSWERS) or ""
         answered = self._text_after(ANSWERS, ASKS) or ""
         if answered.startswith(alone):
@@ -777,18 +793,20 @@ class Conversation:
 
         If a tool answers "so<|im_end|>", for example, that must not end its message. Such a token
         is forged: the template has not written it, but a text spells it, perhaps only after the
-        template has changed or joined texts. Three ways to tokenise texts are tried, of which the
-        first nearly always succeeds:
+        template has changed or joined texts.
+
+        The chat is rendered twice: with neutral words (x00000000) for all texts, and as it is. If
+        both have the same control tokens, no text forged one. Otherwise texts are divided, and
+        compared again:
             as they are                            so, <|im_end|>
             divided where they spell a token       so, <, |im_end|>
             divided everywhere                     s, o, <, |, i, m, ...
-        One succeeds if the chat then has the control tokens of a neutral chat, and no others: the
-        same messages and tools with neutral words in place of texts.
 
         ids_of: a function of (messages, tools) that renders and tokenises a chat.
         depends_on: what else ids_of reads. Neutral chats of rollouts are often the same, so their
             control tokens are kept.
-        trusted: messages whose texts stay as they are. A suffix has none.
+        trusted: messages whose texts stay as they are, and so do those of messages that equal one
+            of them. A suffix has none.
 
         Raises ValueError if no way succeeds."""
         written_tools = json.dumps(tools, default=repr)
@@ -802,16 +820,18 @@ class Conversation:
             ]
 
         neutral_chat = edited(self._neutral_edit(dict(words)))
-        key = hash((json.dumps([depends_on, neutral_chat], default=repr), written_tools))
-        if key not in self.neutral_controls:
-            _make_room(self.neutral_controls, 1024)
-            neutral_ids = ids_of(neutral_chat, neutral_tools)
-            self.neutral_controls[key] = self._controls_in(neutral_ids)
-        # str changes nothing. Tools without a change are kept (plain_tools).
+        key = json.dumps([depends_on, neutral_chat], default=repr), written_tools
+        expected = _kept(
+            self.neutral_controls,
+            1024,
+            hash(key),  # because a chat is long
+            lambda: self._controls_in(ids_of(neutral_chat, neutral_tools)),
+        )
         for edit in (str, self._divide_tokens, self._divide_everywhere):
+            # str leaves texts as they are. The tools for that case are kept.
             edited_tools = plain_tools if edit is str else self._edit_tools(tools, edit)
             ids = ids_of(edited(edit), edited_tools)
-            if self._controls_in(ids) == self.neutral_controls[key]:
+            if self._controls_in(ids) == expected:
                 return ids
         raise ValueError("the chat template makes control tokens of what messages say")
 
@@ -836,21 +856,12 @@ class Conversation:
         not sampled: decoding drops those, so a text that still has one spelled it out."""
         edit_text = edit
         if message["role"] in ROLES_THAT_KEEP_MARKUP:
-            edit_text = functools.partial(self._edit_around, self.markup, edit)
+            edit_text = functools.partial(_edit_around, self.markup, edit)
         return _edit_message(
             message,
             lambda text: edit_text(clean(text)),
             functools.partial(self._edit_value, edit_text),
         )
-
-    def _edit_around(self, kept, edit, text):
-        """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
-        edited = []
-        end = 0
-        for match in kept.finditer(text):
-            edited += [_edit_values(text[end : match.start()], edit), match[0]]
-            end = match.end()
-        return "".join([*edited, _edit_values(text[end:], edit)])
 
     def _edit_value(self, edit, text):
         """Returns edit(text), or the text itself if it is a plain word, such as a type's name."""
@@ -866,21 +877,22 @@ class Conversation:
         def neutral_word(text):
             return words.setdefault(text, f"x{len(words):08d}")
 
-        # A flag in a text, as "/no_think", may decide which tokens the template writes.
-        _, flags = self._texts_looked_for
-        return functools.partial(self._edit_around, flags, neutral_word)
+        # Switches such as "/no_think" stay, because they decide what the template writes.
+        _, switches = self._texts_looked_for
+        return functools.partial(_edit_around, switches, neutral_word)
 
     def _edited_tools(self, tools, key):
         """Returns (neutral tools, plain tools, words), which are kept for all rollouts.
 
         words: {text: the neutral word in its place}, see `_neutral_edit`. key: the tools as a
         text."""
-        if key not in self.tools:
-            _make_room(self.tools, 64)
+
+        def edited():
             words = {}
             neutral_tools = self._edit_tools(tools, self._neutral_edit(words))
-            self.tools[key] = (neutral_tools, self._edit_tools(tools, str), words)
-        return self.tools[key]
+            return neutral_tools, self._edit_tools(tools, str), words
+
+        return _kept(self.edited_tools, 64, key, edited)
 
     def _edit_tools(self, tools, edit):
         """Returns the tools with edit(text) in place of their texts."""
@@ -894,23 +906,25 @@ class Conversation:
         Returns warnings. Raises BadInput if the template does not take it."""
         self.check_prompt(prompt, tools)
         warnings = []
-        tool_round = "a tool's answer" if self.shows_calls else MALFORMED
-        needed = {"a tool's answer": tool_round} if tools else {}
+        rounds = []  # (what the messages below call it, the round that is tried)
+        if tools:
+            tried = "a tool's answer" if self.shows_calls else MALFORMED
+            rounds.append(("a tool's answer", tried))
         if has_user:
-            needed["a user's answer"] = "a user's answer"
-        for name, round_name in needed.items():
+            rounds.append(("a user's answer", "a user's answer"))
+        for name, round_name in rounds:
             # The prompt may end with a message that the round can't follow.
-            problem = self.problem_of(round_name)
+            problem = self.problems[round_name]
             problem = problem or self.problem_with([*prompt, *ROUNDS[round_name]], tools)
             if problem:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
                     "model, or change the template (chat_template.jinja in the model's folder)")
-            if self.forks_at(round_name):
+            if self.forks_at(round_name, tools):
                 warnings.append(
                     f"the chat template rewrites the history at {name}: the rollout goes on in a "
                     "new token sequence")
-        if needed and self.answer_end is None:
+        if rounds and self.answer_end is None:
             warnings.append(
                 "the chat template ends the assistant's turns without a token: each turn begins a "
                 "new token sequence")
@@ -935,20 +949,21 @@ class Conversation:
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
         """Raises BadInput if the template does not show what each message of a prompt says.
 
-        Prompts with the same roles, calls and tools are checked once."""
+        Reasoning is not checked, because many templates drop that of earlier turns. Prompts with
+        the same roles, calls and tools are checked once."""
         dry = []
         for message in prompt:
             message = _edit_message(message, lambda text: "?", str)
-            message.pop("reasoning_content", None)  # many templates drop that of earlier turns
+            message.pop("reasoning_content", None)
             for call in message.get("tool_calls", ()):
                 call["function"] |= {"arguments": {"text": "?"}}
             dry.append(message)
         form = json.dumps([dry, bool(tools)], default=repr)
-        if dry and form not in self.checked:
+        if dry and form not in self.checked_forms:
             problem = self.problem_with(dry, tools)
             if problem:
                 raise BadInput(f"the model's chat template does not take this prompt: {problem}")
-            self.checked.add(form)
+            self.checked_forms.add(form)
 
     def problem_with(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """Returns why the template does not take dry messages, or "" if it does."""
@@ -962,20 +977,24 @@ class Conversation:
                 return f"it leaves out what a message of role {role!r} says"
         return ""
 
-    def problem_of(self, name: str) -> str:
-        """Returns why the template does not take the round of this name, or ""."""
-        if name not in self.problems:
-            # Some templates take an answer, and refuse the turn after it.
-            self.problems[name] = self.problem_with([ASKS, *ROUNDS[name], ANSWERS, ASKS])
-        return self.problems[name]
+    @functools.cached_property
+    def problems(self) -> dict[str, str]:
+        """For the name of each round, why the template does not take it, or ""."""
+        # Some templates take an answer, and refuse the turn after it.
+        return {
+            name: self.problem_with([ASKS, *round, ANSWERS, ASKS])
+            for name, round in ROUNDS.items()
+        }
 
     def takes(self, name: str) -> bool:
         """Returns whether the template takes the round of this name."""
-        return not self.problem_of(name)
+        return not self.problems[name]
 
-    @property
+    @functools.cached_property
     def takes_two_calls(self) -> bool:
-        """Whether the template takes two calls in a turn, and their answers."""
+        """Whether the template takes two calls in a turn, and their answers.
+
+        If it shows no calls, these are two tool messages after a plain answer."""
         if self.shows_calls:
             return self.takes("two calls in a turn")
         return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
@@ -998,22 +1017,18 @@ class Conversation:
         """Returns whether the template takes a message with calls, and shows all that it says."""
         said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
+        if not self.shows_calls:  # the names may be those in the schemas
+            return False
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([ASKS, message], tools)
             return all(each in text for each in said)
         return False
 
-    def forks_at(self, name: str) -> bool:
+    def forks_at(self, name: str, tools: list[dict]) -> bool:
         """Returns whether the template rewrites the history in the round of this name."""
         chat, _ = _dry_chat([ASKS, *ROUNDS[name]])
         stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
-        try:
-            self._suffix_ids(chat[:2], chat[2:], stop, [DRY_TOOL])
-        except RewritesHistory:
-            return True
-        except Exception:  # the template does not take this round
-            return False
-        return False
+        return self._suffix_or_error(chat[:2], chat[2:], stop, tools) is RewritesHistory
 
     @functools.cached_property
     def writes_date(self) -> bool:
@@ -1023,18 +1038,21 @@ class Conversation:
             return False
         chat, _ = _dry_chat([ASKS])
         with suppress(Exception):
-            return "today" in self.text(chat, strftime_now=lambda form: "today")
+            return "dry date" in self._written(chat, strftime_now=lambda form: "dry date")
         return False
 
     def _turn_end(self, turn, reply, stops):
         """Returns the id of the token that ends a dry turn in the template, or None.
 
-        stops: the ids that are known to end turns."""
+        In this order: a known stop in what follows the turn; for an answer, the first special token
+        there; if there is none, the special token with which the reply begins (GLM). stops: the
+        known ids."""
         alone = self._text_after(turn)
         answered = self._text_after(turn, reply)
         if alone is None:
             return None
-        special = self._special_in(alone)
+        # In Phi-3's closing stands its EOS, which ends no turn.
+        special = self._special_in(alone.removesuffix(self.closing) or alone)
         found = [token for token in special if token in stops]
         if turn is ANSWERS:
             found += special
@@ -1042,10 +1060,12 @@ class Conversation:
             marker = self.special.match(answered[len(alone) :])  # of the next speaker
             if marker:
                 found += self._special_in(marker[0])
-        return next(iter(found), None)
+        return found[0] if found else None
 
     def _text_after(self, turn, *replies):
-        """Returns the text after the last word of a dry turn, or None if there is none."""
+        """Returns the text after the last word of a dry turn, or None if there is none.
+
+        For Qwen that is "<|im_end|>\\n", with the replies behind it."""
         _, words = _dry_chat([ASKS, turn])
         with suppress(Exception):
             chat, _ = _dry_chat([ASKS, turn, *replies])
@@ -1085,10 +1105,10 @@ class Conversation:
         part = Recent(self.form_of).update(history)
         return self._suffix_or_error(history, new) == self._suffix_or_error(part, new)
 
-    def _suffix_or_error(self, messages, new):
-        """Returns the ids of a dry suffix, or the type of the error that the template raises."""
+    def _suffix_or_error(self, messages, new, stop=None, tools=None):
+        """Returns the ids of a dry suffix, or the type of the error that it raises."""
         try:
-            return self._suffix_ids(messages, new, None, None)
+            return self._suffix_ids(messages, new, stop, tools)
         except Exception as error:
             return type(error)
 
@@ -1106,7 +1126,7 @@ class Conversation:
     @functools.cached_property
     def _texts_looked_for(self):
         """Two regular expressions: of the texts that the template may look for in a message, and of
-        those without control tokens, such as "/no_think".
+        the switches among them, such as "/no_think". These have no control tokens.
 
         They are the texts in the template's code but for roles, keys and those that are looked for
         without a consequence (`_is_without_consequence`)."""
@@ -1118,7 +1138,7 @@ class Conversation:
         template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
         keys = [node.arg for node in tree.find_all(nodes.Getitem)]
-        roles = []
+        roles = []  # the constants of comparisons with a role
         for node in tree.find_all(nodes.Compare):
             names = [each.attr for each in node.find_all(nodes.Getattr)]
             names += [getattr(each.arg, "value", "") for each in node.find_all(nodes.Getitem)]
@@ -1128,8 +1148,8 @@ class Conversation:
         constants = [each for each in tree.find_all(nodes.Const) if id(each) not in others]
         texts = {each.value for each in constants if isinstance(each.value, str)}
         texts = {text for text in texts if text.strip() and not self._is_without_consequence(text)}
-        flags = {text for text in texts if not self.control.search(text)}
-        return _any_of(texts, re.IGNORECASE), _any_of(flags, re.IGNORECASE)
+        switches = {text for text in texts if not self.control.search(text)}
+        return _any_of(texts, re.IGNORECASE), _any_of(switches, re.IGNORECASE)
 
     def _is_without_consequence(self, text):
         """Returns whether a common text in messages does not change the suffix of a later turn.
@@ -1142,7 +1162,7 @@ class Conversation:
         for Qwen3."""
         if len(text) > 2 and not re.fullmatch(r"[\w\s]+|\W+", text):
             return False
-        rounds = []
+        rounds = []  # all have the text
         for said in (text, f"{text} so", f"so {text}", f"so {text} so"):
             rounds += [{**ANSWERS, "content": said}, {**ASKS, "content": said}]
             if self.takes("a tool's answer"):
@@ -1155,7 +1175,7 @@ class Conversation:
 
 @functools.lru_cache(maxsize=64)
 def _conversation(tokenizer, template, stops, think_tags):
-    """Returns a Conversation (cached)."""
+    """Returns a Conversation (cached). template: so that a changed one is learned anew."""
     return Conversation(tokenizer, stops, think_tags)
 
 
@@ -1194,46 +1214,32 @@ def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tupl
     A token with a part of the text is inside, also if it has a part of the template. Images are
     outside. suffix: a function of messages that returns their ids; suffix(messages) == ids.
 
-    The template's tokens are those that stay when the text is replaced by another. A text is
-    left out if the template then does something else, such as rewriting the history."""
+    The template's tokens are those that stay when the text is replaced by another. For "hello" in
+    "U: hello.", the others are "U: x." and "U: 0.". A text is left out if the template then does
+    something else, such as rewriting the history."""
     slices = []
-    for number in range(len(_texts_of(messages))):
+    texts = []
+    for message in messages:
+        _edit_message(message, texts.append, str)  # collects them
+    for number in range(len(texts)):
         others = [_with_word(messages, number, word) for word in ("x", "0")]
         with suppress(RewritesHistory):
             # Two words, because the text may begin or end like one of them.
             versions = [ids, *map(suffix, others)]
-            start = _n_common(versions)
-            n_behind = _n_common([version[::-1] for version in versions])
+            start = len(commonprefix(versions))
+            n_behind = len(commonprefix([version[::-1] for version in versions]))
             slices.append((start, len(ids) - n_behind))
     return slices
 
 
-def _texts_of(messages):
-    """Returns the texts in content and reasoning of messages, but for blank ones."""
-    texts = []
-    for message in messages:
-        _edit_message(message, texts.append, str)
-    return texts
-
-
 def _with_word(messages, number, word):
-    """Returns messages with a word in place of text `number` of `_texts_of`."""
+    """Returns messages with a word in place of text `number` of their contents and reasoning."""
     numbers = itertools.count()
 
     def edit(text):
         return word if next(numbers) == number else text
 
     return [_edit_message(message, edit, str) for message in messages]
-
-
-def _n_common(sequences):
-    """Returns how many elements all sequences have in common at their start."""
-    n = 0
-    for elements in zip(*sequences):
-        if len(set(elements)) > 1:
-            break
-        n += 1
-    return n
 
 
 # ---------------------------------------------------------------- images
@@ -2022,7 +2028,7 @@ class AgentLoopBase:
         row's images."""
         prompt = row["prompt"]
         images = [_load_row_image(image) for image in row.get("images") or ()]
-        engine_ids = render(self.tokenizer, prompt, tools, trusted)
+        engine_ids = self.conversation().render(prompt, tools, trusted)
         prompt_ids = expand(engine_ids, images, self.processor)
         return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
 
@@ -2198,7 +2204,7 @@ class AgentLoopBase:
             stops |= self.conversation(stops - {None}).stops
         return stops - {None}
 
-    def conversation(self, stops: Iterable[int]) -> Conversation:
+    def conversation(self, stops: Iterable[int] = ()) -> Conversation:
         """Returns what the model's chat template does, see Conversation."""
         return conversation(self.tokenizer, stops, self.args.think_tags)
 
@@ -2522,8 +2528,8 @@ class ToolAgentLoop(AgentLoopBase):
         if text is not None:
             text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
             trajectory.messages.append({"role": "user", "content": text})
-            engine_ids = render(
-                self.tokenizer, trajectory.messages, self.schemas, trajectory.trusted)
+            engine_ids = self.conversation().render(
+                trajectory.messages, self.schemas, trajectory.trusted)
             prompt_ids = expand(engine_ids, trajectory.images, self.processor)
             trajectory.begin(prompt_ids, engine_ids)
         if self.tools:
@@ -2873,7 +2879,7 @@ class CompactingLoop(ToolAgentLoop):
             {"role": "assistant", "content": trajectory.messages[-1]["content"]},
             {"role": "user", "content": self.CONTINUE},
         ]
-        engine_ids = render(self.tokenizer, messages, self.schemas, trajectory.trusted)
+        engine_ids = self.conversation().render(messages, self.schemas, trajectory.trusted)
         trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
         trajectory.messages = messages
         trajectory.images = list(self.opening_images)

@@ -14,6 +14,7 @@ from agent_loop import (
     LoopArgs,
     ToolAgentLoop,
     agent_loop_class,
+    clean,
     conversation,
     load_image,
     row_kwargs,
@@ -54,7 +55,7 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
         for key in "tools_kwargs", "interaction_kwargs":
             check_types(columns, {key: dict}, name)
             if key in columns:
-                columns[key] = _without_none(columns[key])
+                columns[key] = _tidied(columns[key])
         number = columns.get("index", number)
     row.setdefault("index", number)
     prompt = row[prompt_key]
@@ -149,7 +150,7 @@ def _chat(messages, name, column):
         is_chat,
         f"{name}: {column!r} must be a text or a list of chat messages, got {messages!r:.80}",
     )
-    messages = [_without_none(message) for message in messages]
+    messages = [_tidied(message) for message in messages]
     with refusing(f"{name}: {column!r}, a tool call"):
         for message in messages:
             if message.get("tool_calls") == []:  # some templates take it for a call
@@ -193,15 +194,18 @@ def _demonstration(turns, name):
     return messages
 
 
-def _without_none(value):
-    """Returns a copy of nested dicts and lists, without the entries of dicts that are None.
+def _tidied(value):
+    """Returns a copy of nested dicts and lists, with texts cleaned (`agent_loop.clean`).
 
-    Parquet gives every row the keys of all rows, with None where a row has no such key."""
+    The entries of dicts that are None are left out: Parquet gives every row the keys of all rows,
+    with None where a row has no such key."""
+    if isinstance(value, str):
+        return clean(value)
     if isinstance(value, list):
-        return [_without_none(entry) for entry in value]
+        return [_tidied(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return {key: _tidied(entry) for key, entry in value.items() if entry is not None}
 
 
 def _check_images(row, name):
