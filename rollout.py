@@ -56,7 +56,6 @@ from agent_loop import (
     checked_number,
     in_time,
     numeric_entries,
-    total_reward,
 )
 from flatrl.bad_input import check_ids, check_numbers, check_output, describe_error, need, refusing
 from flatrl.compact import compact
@@ -672,8 +671,8 @@ class Rollouts:
             metrics = describe(self.sampled, data.by_unit(self.sampled))
         demonstrations = [output for output in self.outputs if "demonstration" in output.extra]
         if demonstrations:
-            metrics["rollout/demonstrations"] = len(demonstrations)
-            metrics["reward/demonstrations"] = fmean(map(total_reward, demonstrations))
+            metrics["rollout/demonstrations"] = len({*map(data.rollout_of, demonstrations)})
+            metrics["reward/demonstrations"] = data.by_unit(demonstrations).rewards.mean().item()
         for kind in ("failed_agent_loop", "failed_reward", "skipped"):
             metrics[f"rollout/{kind}"] = self.lost[kind]
         prompts = [output.extra["prompt"] for output in self.outputs]
@@ -1117,9 +1116,9 @@ class Pool:
 
     @property
     def needs_engine(self) -> bool:
-        """True if the next batch has a prompt without a demonstration."""
+        """True if the next batch has a prompt without a demonstration, or may wait with others."""
         prompts = range(self.first, self.first + self.batch)
-        return any(not self.demonstration(prompt) for prompt in prompts)
+        return self.staleness > 0 or any(not self.demonstration(prompt) for prompt in prompts)
 
     # -- background thread
 

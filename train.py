@@ -55,7 +55,7 @@ def main(args: Args):
     """Trains: each step of the run, from rollout to log. Ends early after Ctrl-C or SIGTERM."""
     run = setup(args)  # checks all input first; holds engine, networks, pool and log
     log = run.log
-    with contextlib.suppress(Stopped):  # raised on all ranks together
+    with contextlib.suppress(Stopped), checkpoints.saved_first(run, put_to_sleep):
         if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
 
@@ -920,9 +920,9 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     model, the teacher and the rows don't fit together."""
     tokenizer, processor = models.load_tokenizer(args)
     models.check_teacher(args, tokenizer)
-    rows = {
-        split: data.filter_overlong(rows[split], tokenizer, task, args, processor) for split in rows
-    }
+    without_hints = replace(args, hints=False)  # as evaluations are
+    for split, settings in (("train", args), ("val", without_hints)):
+        rows[split] = data.filter_overlong(rows[split], tokenizer, task, settings, processor)
     if getattr(task, "TOOLS", None):
         tool_parser(args.tool_parser, tokenizer)  # raises for an unknown --tool_parser
     return tokenizer, processor, rows

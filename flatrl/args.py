@@ -248,7 +248,8 @@ class Args(LoopArgs):
         10, "steps between evaluations; 0: only before training and after; -1: none, and "
         "validation rows are not loaded", Range("be at least -1", lambda x: x >= -1))
     stop_at_reward: float | None = flag(
-        None, "training ends at the first evaluation whose mean reward is at least this", ANY)
+        None, "training ends at the first evaluation whose mean reward is at least this", ANY,
+        "eval_every !rollout_only !replay")
     eval_samples: int = flag(
         1, "rollouts of a validation row: eval/pass@1 to pass@N", POSITIVE)
     eval_sampling_args: str = flag(
@@ -412,7 +413,7 @@ class Args(LoopArgs):
     @property
     def updates_per_epoch(self) -> int:
         """The number of mini-batches of a step: each is an update in every epoch."""
-        return self.prompts_per_step // (self.prompts_per_mini_batch or self.prompts_per_step)
+        return self.prompts_per_step // (self.prompts_per_mini_batch or self.prompts_per_step or 1)
 
     @property
     def updates_per_step(self) -> int:
@@ -481,12 +482,18 @@ def check_flags_together(args: Args):
          "number, as in top16")
     need(not args.kl_top or args.kl_in == "loss",
          f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
+    need(not args.kl_coef or args.kl_in == "reward" or args.kl_kind != "k1",
+         "--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give --kl_in "
+         "reward, or --kl_kind k2, k3 or topK")
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0,
          "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0")
     need(args.reward_coef > 0 or args.hints or args.ref_model,
          "--reward_coef 0 (--algo opd) learns from the KL to a teacher: give its --ref_model")
     need(args.critic_warmup < max(1, args.num_steps),
          "--critic_warmup leaves no step that trains the policy")
+    need(args.num_steps or not args.resume,
+         "--num_steps 0 evaluates --model: give it the final folder of a run, without --resume")
+    need(args.num_steps or not args.replay, "--replay trains: --num_steps must be at least 1")
     need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
          f"--eval_samples {args.eval_samples} would be equal at temperature 0")
     need(args.window > args.max_prompt_tokens,
@@ -519,6 +526,10 @@ def check_registered(args: Args):
     need(args.group_size > 1 or "groups" not in args.estimator_takes,
          f"--adv_estimator {args.adv_estimator} compares the rollouts of a prompt: "
          "--group_size must be at least 2")
+    need(not args.critic_warmup or "values" in args.estimator_takes,
+         f"--critic_warmup: --adv_estimator {args.adv_estimator} has no critic")
+    need(not args.imitation_steps or args.imitation_steps > args.critic_warmup,
+         "--imitation_steps: only the critic learns in these steps, by --critic_warmup")
     asks = "logprobs_ref" in [*args.estimator_takes, *args.objective_takes]
     need(args.has_reference or not asks,
          f"--adv_estimator {args.adv_estimator} or --policy_loss {args.policy_loss} asks for "

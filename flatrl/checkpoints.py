@@ -4,6 +4,7 @@ Plain and sharded networks have one checkpoint format, torch.distributed.checkpo
 resumes on any number of ranks, with or without --shard. All randomness and every learning rate
 are functions of --seed and the step, so no state of a generator or schedule is saved."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -11,7 +12,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from flatrl.log import or_warn
 from flatrl.models import whole, whole_weights
 from flatrl.processes import all_gather, on_main
 from flatrl.terminal import shown
+from rollout import NothingLeft
 
 # Flags that may differ with --resume: they concern evaluation, log, memory and speed, and don't
 # make it another run.
@@ -309,6 +311,21 @@ def resume(run, checkpoint: Path, state: dict, changed: dict):
     if run.args.kl_target and "kl_coef" not in changed:
         run.kl.coef = state["kl_coef"]
     load_checkpoint(run, checkpoint, state["parts"])
+    rewards = on_main(logged, run.folder, "eval/reward")
+    if run.done in rewards and run.args.is_reached_by({"eval/reward": rewards[run.done]}):
+        run.args.num_steps = run.done  # --stop_at_reward has stopped it here
+
+
+@contextlib.contextmanager
+def saved_first(run, put_to_sleep: Callable):
+    """Saves a checkpoint before NothingLeft ends the run. All ranks raise it together."""
+    try:
+        yield
+    except NothingLeft:
+        if not run.args.rollout_only:
+            put_to_sleep(run, keep=True)
+            save_checkpoint(run)
+        raise
 
 
 def load_checkpoint(run, folder: Path, parts: Sequence[str]):

@@ -193,7 +193,10 @@ def steps_to_replay(args) -> int:
     n_steps = 0
     while n_steps < args.num_steps and replay_file(args, n_steps).is_file():
         n_steps += 1
-    need(n_steps > 0, f"--replay: no {replay_file(args, 0)}")
+    need(
+        n_steps > 0,
+        f"--replay: no {replay_file(args, 0)} (with --dump_rollouts a step may have none)",
+    )
     return n_steps
 
 
@@ -220,4 +223,8 @@ def read_rollouts(file: Path, vocab_size: int) -> tuple[list[AgentLoopOutput], l
                 raise ValueError("its tokens are another model's")
             output.extra.pop("told_prompt_ids", None)  # hints are not replayed
             outputs.append(output)
+    need(
+        any("filtered" not in output.extra for output in outputs),
+        f"--replay: {file} has no trajectory to learn from",
+    )
     return outputs, errors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import losses
 from agent_loop import AgentLoopOutput, numeric_entries
-from data import rollout_of
+from data import last_outputs, rollout_of
 
 Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
@@ -113,7 +113,7 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
 def mean_reward_parts(outputs: Outputs) -> dict[str, float]:
     """Returns the mean of each number in the rewards that are dicts, except "score"."""
     parts = defaultdict(list)
-    for output in outputs:
+    for output in last_outputs(outputs):  # all outputs of a unit have its reward
         if isinstance(output.reward, dict):
             for name, value in numeric_entries(output.reward).items():
                 parts[name].append(value)

@@ -87,7 +87,8 @@ class Notices:
         was_learning = self.is_learning
         advantages = batch["advantages"][batch["response_mask"].bool()]
         distils = "actor/kl" in metrics and not log.args.reward_coef  # perhaps by the loss alone
-        self.is_learning = distils or "actor/imitation_loss" in metrics or advantages.any()
+        other_losses = {"actor/imitation_loss", "actor/observation_loss"} & metrics.keys()
+        self.is_learning = distils or other_losses or advantages.any()
         if was_learning and not self.is_learning:
             log.say(f"warning: step {step} taught nothing: {why_nothing(rollouts.sampled)}")
         for warning in self.watch.step(metrics, trained, batch):

@@ -137,7 +137,7 @@ def draw(folder: Path, tokenizer, max_trajectories: int) -> tuple[list, int]:
     Each file, the newest first, gets an equal share of the room that is left, and at least one
     group, as long as there is room for it. The very first group is drawn in any case."""
     files = {}
-    for file in (folder / "rollouts").glob("*_[0-9]*.jsonl"):
+    for file in (folder / "rollouts").glob("[!.]*_[0-9]*.jsonl"):  # no half-written one
         kind, _, step = file.stem.partition("_")
         files[int(step), kind] = file
     order = sorted(files, key=lambda name: (name != max(files), hash_of(name)))

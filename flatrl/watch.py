@@ -77,7 +77,7 @@ class Watch:
         first_prompt = metrics["rollout/first_prompt"]
         expected = last["rollout/last_prompt"] + 1
         n_skipped = metrics["rollout/skipped"] + last["rollout/skipped"]
-        may_skip = args.max_gen_batches > 1 or n_skipped
+        may_skip = args.max_gen_batches > 1 or n_skipped or args.replay
         if first_prompt < expected or (first_prompt > expected and not may_skip):
             problems["prompts"] = (
                 f"the rollouts begin at prompt {first_prompt}, not {expected}: prompts are "
