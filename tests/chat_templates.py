@@ -343,86 +343,65 @@ GPT_OSS = r"""
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Family:
     """A model's template and tokens. Fields with several tokens separate them by blanks.
 
-    special: special tokens. markup: added tokens that are not special, so that decoding keeps
-    them. stops: what generation_config.json lists as eos_token_id. call_end, answer_end: the token
-    that the policy samples at the end of a turn with calls and of one without."""
+    special: special tokens. stops: what generation_config.json lists as eos_token_id; the first is
+    the EOS token. answer_end, call_end: the token that the policy samples at the end of a turn
+    without calls and of one with calls; by default EOS. markup: added tokens that are not
+    special, so that decoding keeps them."""
 
     template: str
     special: str
-    eos: str
     stops: str
-    answer_end: str
-    call_end: str
+    answer_end: str = ""
+    call_end: str = ""
     bos: str = ""
     markup: str = ""
 
-
-def family(template, special, stops, answer_end="", call_end="", eos="", bos="", markup=""):
-    """Returns a Family. The first stop is by default the EOS token, which ends all turns."""
-    template = template.replace("QWEN_TOOLS", QWEN_TOOLS).replace("QWEN_ANSWER", QWEN_ANSWER)
-    eos = eos or stops.split()[0]
-    answer_end = answer_end or eos
-    call_end = call_end or answer_end
-    return Family(template.strip(), special, eos, stops, answer_end, call_end, bos, markup)
+    def __post_init__(self):
+        whole = self.template.replace("QWEN_TOOLS", QWEN_TOOLS).replace("QWEN_ANSWER", QWEN_ANSWER)
+        self.template = whole.strip()
+        self.eos = self.stops.split()[0]
+        self.answer_end = self.answer_end or self.eos
+        self.call_end = self.call_end or self.answer_end
 
 
 IM = "<|endoftext|> <|im_start|> <|im_end|>"
+IM_STOPS = "<|im_end|> <|endoftext|>"
 CALL = "<tool_call> </tool_call>"
+THINK = CALL + " <tool_response> </tool_response> <think> </think>"
 LLAMA3 = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
 LLAMA3_STOPS = "<|eot_id|> <|eom_id|> <|end_of_text|>"
-MISTRAL3 = "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
+MISTRAL3 = "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
 GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image>"
+PHI = "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>"
+PHI_STOPS = "<|endoftext|> <|assistant|> <|end|>"
+R1_BOS = "<｜begin▁of▁sentence｜>"
+R1_EOS = "<｜end▁of▁sentence｜>"
+R1_MARKUP = "<｜User｜> <｜Assistant｜> <think> </think>"
+GLM = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> /nothink"
+GLM_STOPS = "<|endoftext|> <|user|> <|observation|>"
+GLM_MARKUP = THINK + " <arg_key> </arg_key> <arg_value> </arg_value>"
+OSS = "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>"
+OSS_STOPS = "<|return|> <|endoftext|> <|call|>"
 
 FAMILIES = {
-    "qwen2.5": family(QWEN25, IM, "<|im_end|> <|endoftext|>", markup=CALL),
-    "qwen3": family(
-        QWEN3,
-        IM,
-        "<|im_end|> <|endoftext|>",
-        markup=CALL + " <tool_response> </tool_response> <think> </think>",
-    ),
-    "llama3.1": family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
-    "llama3.2": family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
-    "llama2": family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
-    "mistral0.3": family(MISTRAL03, "<s> </s> " + MISTRAL3, "</s>", bos="<s>"),
-    "gemma3": family(GEMMA3, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
-    "phi3": family(
-        PHI3,
-        "<s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>",
-        "<|endoftext|> <|assistant|> <|end|>",
-        "<|end|>",
-        bos="<s>",
-    ),
-    "deepseek-r1": family(
-        DEEPSEEK_R1,
-        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        bos="<｜begin▁of▁sentence｜>",
-        markup="<｜User｜> <｜Assistant｜> <think> </think>",
-    ),
-    "glm4": family(
-        GLM4,
-        "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> /nothink",
-        "<|endoftext|> <|user|> <|observation|>",
-        "<|user|>",
-        "<|observation|>",
-        markup=CALL
-        + " <think> </think> <tool_response> </tool_response>"
-        + " <arg_key> </arg_key> <arg_value> </arg_value>",
-    ),
+    "qwen2.5": Family(QWEN25, IM, IM_STOPS, markup=CALL),
+    "qwen3": Family(QWEN3, IM, IM_STOPS, markup=THINK),
+    "llama3.1": Family(LLAMA31, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
+    "llama3.2": Family(LLAMA32, LLAMA3, LLAMA3_STOPS, bos="<|begin_of_text|>"),
+    "llama2": Family(LLAMA2, "<s> </s>", "</s>", bos="<s>"),
+    "mistral0.3": Family(MISTRAL03, MISTRAL3, "</s>", bos="<s>"),
+    "gemma3": Family(GEMMA3, GEMMA, "<eos> <end_of_turn>", "<end_of_turn>", bos="<bos>"),
+    "phi3": Family(PHI3, PHI, PHI_STOPS, "<|end|>", bos="<s>"),
+    "deepseek-r1": Family(DEEPSEEK_R1, R1_BOS + " " + R1_EOS, R1_EOS, bos=R1_BOS, markup=R1_MARKUP),
+    "glm4": Family(GLM4, GLM, GLM_STOPS, "<|user|>", "<|observation|>", markup=GLM_MARKUP),
     # A base model, whose EOS token is not the token that ends a turn in the template.
-    "chatml-base": family(CHATML, IM, "<|endoftext|>", "<|im_end|>"),
-    "smollm2": family(SMOLLM2, IM, "<|im_end|>"),
-    "gpt-oss": family(
-        GPT_OSS,
-        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>",
-        "<|return|> <|endoftext|> <|call|>",
-        call_end="<|call|>",
-    ),
+    "chatml-base": Family(CHATML, IM, "<|endoftext|>", "<|im_end|>"),
+    "smollm2": Family(SMOLLM2, IM, "<|im_end|>"),
+    "gpt-oss": Family(GPT_OSS, OSS, OSS_STOPS, call_end="<|call|>"),
 }
 
 

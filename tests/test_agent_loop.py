@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,22 +19,7 @@ import pytest
 from conftest import HANGS, for_ever, output_of, too_late
 
 import agent_loop
-from agent_loop import (
-    AgentLoopOutput,
-    BadInput,
-    Interaction,
-    LoopArgs,
-    SingleTurnLoop,
-    TokenOutput,
-    Tool,
-    ToolAgentLoop,
-    ToolResponse,
-    Trajectory,
-    agent_loop_class,
-    in_thread,
-    render,
-    task_interaction,
-)
+from agent_loop import BadInput, LoopArgs, SingleTurnLoop, TokenOutput, ToolAgentLoop, ToolResponse
 from examples import calculator
 
 # ---------------------------------------------------------------- what the template writes
@@ -129,7 +113,7 @@ def logprobs_of(n: int, length: int) -> list[float]:
     return [-(n + k / 1000) for k in range(length)]
 
 
-def assert_output(output: AgentLoopOutput, engine: Script, *parts) -> None:
+def assert_output(output: agent_loop.AgentLoopOutput, engine: Script, *parts) -> None:
     """The response is exactly these parts, and the engine saw what precedes each sampled one.
 
     A part is (n, text) if it was sampled in the engine's n-th call, and a plain text if given."""
@@ -150,7 +134,7 @@ def assert_output(output: AgentLoopOutput, engine: Script, *parts) -> None:
     assert output.response_versions == versions
 
 
-def assert_response(output: AgentLoopOutput, engine: Script, *parts: str) -> None:
+def assert_response(output: agent_loop.AgentLoopOutput, engine: Script, *parts: str) -> None:
     """The response is exactly these texts: sampled, given, sampled, ..."""
     n_turns = (len(parts) + 1) // 2
     numbered = list(parts)
@@ -171,7 +155,7 @@ def loop_of(engine, task, row=None, sampling=None, **args):
     """Returns a coroutine that runs the row's loop."""
     args = LoopArgs(**{"max_response_tokens": 1000, "tool_timeout": 4 * HANGS} | args)
     row = ROW | (row or {})
-    loop = agent_loop_class(row, task, args)(engine, engine.tokenizer, None, task, args)
+    loop = agent_loop.agent_loop_class(row, task, args)(engine, engine.tokenizer, None, task, args)
     return loop.run(sampling or {}, **row)
 
 
@@ -179,7 +163,7 @@ def loop_of(engine, task, row=None, sampling=None, **args):
 def play(tokenizer):
     """play(line, line, ..., task=, row=, sampling=, **args) -> (the output, the engine)."""
 
-    def play(*lines, task=CALCULATOR, **how) -> tuple[AgentLoopOutput, Script]:
+    def play(*lines, task=CALCULATOR, **how) -> tuple[agent_loop.AgentLoopOutput, Script]:
         engine = Script(tokenizer, lines)
         return asyncio.run(loop_of(engine, task, **how)), engine
 
@@ -209,7 +193,7 @@ class Records:
         return [event[0] for event in self.log]
 
 
-class Notes(Records, Tool):
+class Notes(Records, agent_loop.Tool):
     """A tool whose calls give `answers`, or raise them."""
 
     def __init__(self, *answers, name: str = "notes", calc_reward: float = 0.0):
@@ -237,7 +221,7 @@ class Notes(Records, Tool):
         self.note(request_id, "release", kwargs)
 
 
-class Quiz(Records, Interaction):
+class Quiz(Records, agent_loop.Interaction):
     """A user who answers (done, text, reward, metrics)."""
 
     name = "quiz"
@@ -267,9 +251,6 @@ def quiz_row(**kwargs) -> dict:
     return {"extra_info": {"interaction_kwargs": {"name": "quiz", **kwargs}}}
 
 
-# ---------------------------------------------------------------- templates
-
-
 def with_template(tokenizer, template: str):
     other = copy.deepcopy(tokenizer)
     other.chat_template = template
@@ -278,10 +259,7 @@ def with_template(tokenizer, template: str):
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     with pytest.raises(BadInput, match="no chat template"):
-        render(with_template(tokenizer, None), PROMPT)
-
-
-# ---------------------------------------------------------------- one turn, and its limits
+        agent_loop.render(with_template(tokenizer, None), PROMPT)
 
 
 def test_single_turn(play, tokenizer):
@@ -296,11 +274,8 @@ def test_single_turn(play, tokenizer):
 
 def test_the_smallest_limit_cuts_the_turn(play):
     length = len(play("x")[0].prompt_ids)
-    for limits in (
-        dict(sampling={"max_tokens": 3}),
-        dict(sampling={"max_tokens": 9}, max_response_tokens=3),
-        dict(max_model_len=length + 3),
-    ):
+    two = dict(sampling={"max_tokens": 9}, max_response_tokens=3)
+    for limits in (dict(sampling={"max_tokens": 3}), two, dict(max_model_len=length + 3)):
         output, engine = play("12345", **limits)
         assert_response(output, engine, "123")
         assert output.messages[-1] == {"role": "assistant", "content": "123"}
@@ -311,24 +286,6 @@ def test_the_smallest_limit_cuts_the_turn(play):
 
 
 # ---------------------------------------------------------------- tool calls
-
-
-def test_one_tool_call(play):
-    prompt = copy.deepcopy(PROMPT)
-    output, engine = play(SUM, ANSWER, row={"prompt": prompt})
-    assert_response(output, engine, SUM + END, tool_turn("2"), ANSWER + END)
-    calls = called(("calculator", {"expression": "1+1"}))
-    assert output.messages == [
-        *PROMPT,
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "name": "calculator", "content": "2", "tool_call_id": "000001000"},
-        {"role": "assistant", "content": ANSWER},
-    ]
-    assert prompt == PROMPT  # the row's own is not changed
-    assert (output.num_turns, output.stop_reason) == (4, "stop")
-    assert output.metrics.pop("tool_s") > 0
-    assert output.metrics == {"tool_calls": 1, "tool_calls/calculator": 1}
-    assert len(engine.request_ids) == 1
 
 
 def test_sampled_tokens_are_never_tokenised_again(play, tokenizer):
@@ -360,9 +317,6 @@ def test_parallel_calls_run_together_and_answer_in_order(play):
     output, engine = play(turn, "ok", task=task_of(meet))
     said = tool_turn("Ann was here", "Bob was here")
     assert_response(output, engine, turn + END, said, "ok" + END)
-    calls = ("meet", {"name": "Ann"}), ("meet", {"name": "Bob"})
-    assert output.messages[1]["tool_calls"] == called(*calls)
-    assert (output.num_turns, output.metrics["tool_calls"]) == (4, 2)
 
 
 def test_the_sampling_parameters_of_each_turn(play, tokenizer):
@@ -400,21 +354,8 @@ ERRORS = {
     "raises": (call("notes"), OSError("the disk is full"), "the disk is full"),
     "exits": (call("notes"), SystemExit(3), r"SystemExit\(3\)"),
     "a timeout of its own": (call("notes"), TimeoutError("no route to host"), "no route"),
-    "a bad reward": (
-        call("notes"),
-        ("fine", math.nan, {}),
-        "the reward of tool 'notes' must be a finite number, got nan",
-    ),
-    "a bad metric": (
-        call("notes"),
-        ("fine", 1.0, {"rows": math.inf}),
-        "metric 'rows' of tool 'notes' must be a finite number, got inf",
-    ),
-    "an image": (
-        call("notes"),
-        ToolResponse("x", images=["png"]),
-        "the tool returned an image, and this agent reads text only",
-    ),
+    "a bad reward": (call("notes"), ("fine", math.nan, {}), "reward of tool 'notes' .* got nan"),
+    "a bad metric": (call("notes"), ("fine", 1.0, {"rows": math.inf}), "metric 'rows' .* got inf"),
 }
 
 
@@ -465,24 +406,6 @@ def test_a_long_tool_response_is_cut(play, text, limit, side, said):
 # ---------------------------------------------------------------- limits on several turns
 
 
-@pytest.mark.parametrize("room", [0, 1])
-@pytest.mark.parametrize("limit", ["max_response_tokens", "max_model_len"])
-def test_a_suffix_without_room_for_a_reply_is_not_appended(play, tokenizer, limit, room):
-    """room: tokens left after the tool turn."""
-    full, _ = play(SUM, ANSWER)
-    size = len(encode(tokenizer, SUM + END + tool_turn("2"))) + room
-    if limit == "max_model_len":
-        size += len(full.prompt_ids)
-    output, engine = play(SUM, ANSWER, **{limit: size})
-    if room > 0:
-        assert_response(output, engine, SUM + END, tool_turn("2"), "<answer>")  # one token
-        assert (output.num_turns, len(output.messages)) == (4, 4)
-    else:
-        assert_response(output, engine, SUM + END)
-        assert (output.num_turns, len(output.messages)) == (2, 2)
-    assert (output.stop_reason, output.truncated) == ("length", True)
-
-
 MULTIPLY = call(expression="2*3")
 SUMS = "\n".join(call(expression=f"{n}+{n}") for n in (1, 2, 3))
 ONLY_TWO = "Error: only 2 tool calls at a time are executed"
@@ -490,58 +413,45 @@ SURE_ANSWER = (np.False_, "Sure?", 0.25, {})
 GOOD_ANSWER = [np.True_, None, 0.5, {}]
 # name: (lines, flags, the texts of the response, the stop reason, what the user says, if any)
 ROLLOUTS = {
+    "room for one more token": (
+        [SUM, ANSWER], {"max_response_tokens": 17},
+        [SUM + END, tool_turn("2"), ANSWER[:8]], "length", None,
+    ),
+    "a window with room for one": (
+        [SUM, ANSWER], {"max_model_len": 17 + 17},  # tokens of prompt and response
+        [SUM + END, tool_turn("2"), ANSWER[:8]], "length", None,
+    ),
     "an aborted turn": ([(SUM, "abort")], {}, [SUM], "abort", None),
     "a stop string": (
-        [(SUM, "stop"), ANSWER],
-        {"sampling": {"stop": ["</tool_call>"]}},
-        [SUM, END + tool_turn("2"), ANSWER + END],
-        "stop",
-        None,
+        [(SUM, "stop"), ANSWER], {"sampling": {"stop": ["</tool_call>"]}},
+        [SUM, END + tool_turn("2"), ANSWER + END], "stop", None,
     ),
     "calls beyond the limit": (
-        [SUMS, "ok"],
-        {"max_parallel_calls": 2},
-        [SUMS + END, tool_turn("2", "4", ONLY_TWO), "ok" + END],
-        "stop",
-        None,
+        [SUMS, "ok"], {"max_parallel_calls": 2},
+        [SUMS + END, tool_turn("2", "4", ONLY_TWO), "ok" + END], "stop", None,
     ),
     "two assistant turns": (
-        [SUM, SUM],
-        {"max_assistant_turns": 2},
-        [SUM + END, tool_turn("2"), SUM + END],
-        "max_turns",
-        None,
+        [SUM, SUM], {"max_assistant_turns": 2},
+        [SUM + END, tool_turn("2"), SUM + END], "max_turns", None,
     ),
-
     "no limit on turns": (
-        [SUM] * 12 + ["2"],
-        {"max_assistant_turns": 0},
-        [SUM + END, tool_turn("2")] * 12 + ["2" + END],
-        "stop",
-        None,
+        [SUM] * 12 + ["2"], {"max_assistant_turns": 0},
+        [SUM + END, tool_turn("2")] * 12 + ["2" + END], "stop", None,
     ),
     "one user turn": (  # the last assistant turn is still judged
-        ["3", "4"],
-        {"max_user_turns": 1},
-        ["3" + END, SURE_TURN, "4" + END],
-        "max_turns",
-        [SURE_ANSWER, SURE_ANSWER],
+        ["3", "4"], {"max_user_turns": 1},
+        ["3" + END, SURE_TURN, "4" + END], "max_turns", [SURE_ANSWER, SURE_ANSWER],
     ),
     "a user's words that are far too long": (
-        ["3"],
-        {"max_model_len": 60},
-        ["3" + END],
-        "length",
-        [(False, "Sure? " * 10**5, 1, {})],
+        ["3"], {"max_model_len": 60},
+        ["3" + END], "length", [(False, "Sure? " * 10**5, 1, {})],
     ),
     "tools and a user": (  # a turn of a tool is no turn of the user
-        [SUM, "3", ANSWER],
-        {"max_user_turns": 1},
+        [SUM, "3", ANSWER], {"max_user_turns": 1},
         [SUM + END, tool_turn("2"), "3" + END, SURE_TURN, ANSWER + END],
-        "stop",
-        [SURE_ANSWER, GOOD_ANSWER],
+        "stop", [SURE_ANSWER, GOOD_ANSWER],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lines, flags, parts, reason, answers", ROLLOUTS.values(), ids=ROLLOUTS)
@@ -601,7 +511,7 @@ def test_a_tool_is_created_once_executed_often_rewarded_once_and_released(play):
         ("calc_reward", {"scale": 2}),
         ("release", {"force": True}),
     ]
-    assert notes.request_ids == engine.request_ids  # one, the same everywhere
+    assert notes.request_ids == engine.request_ids and len(engine.request_ids) == 1
     assert other.log == []  # a tool that is not called is left alone
     parts = [TWO_NOTES + END, tool_turn("one", "two"), third + END, tool_turn("three"), "bye" + END]
     assert_response(output, engine, *parts)
@@ -662,9 +572,6 @@ def test_a_failing_release_is_counted_and_the_others_are_released(play):
     assert (output.metrics["release_errors"], output.stop_reason) == (1, "stop")
 
 
-# ---------------------------------------------------------------- what tools return
-
-
 BOTH = ToolResponse("both", reward=0.5, metrics={"a": 1})
 
 
@@ -685,9 +592,6 @@ def test_results_of_a_tool(play, tokenizer, answer, text, reward, metrics):
     if reward is not None:
         expected["tool_reward/notes"] = reward
     assert output.metrics == {"tool_calls/notes": 1} | expected
-
-
-# ---------------------------------------------------------------- which tools a row has
 
 
 def test_tools_kwargs_choose_the_tools_of_a_row(play, tokenizer):
@@ -730,8 +634,8 @@ def test_a_user_opens_the_conversation_answers_and_pays_until_it_is_done(play, t
     row = {"prompt": prompt} | quiz_row(truth="2")
     output, engine = play("3", "2", task=quiz_task(quiz), row=row)
 
-    assert output.prompt_ids == render(tokenizer, [*prompt, opening], trusted=prompt)
-    plain = render(tokenizer, [*prompt, user("Hello!")])
+    assert output.prompt_ids == agent_loop.render(tokenizer, [*prompt, opening], trusted=prompt)
+    plain = agent_loop.render(tokenizer, [*prompt, user("Hello!")])
     end = tokenizer.eos_token_id
     assert output.prompt_ids.count(end) == plain.count(end)
     assert_response(output, engine, "3" + END, SURE_TURN, "2" + END)
@@ -771,17 +675,15 @@ def test_which_interaction():
     quiz, chat = Quiz(), Quiz()
     chat.name = "chat"
     both = SimpleNamespace(INTERACTIONS=[quiz, chat])
-    assert task_interaction(SimpleNamespace(INTERACTIONS=[quiz]), {}) is quiz
-    assert task_interaction(both, {"name": "chat"}) is chat
-    assert task_interaction(both, {}) is task_interaction(SimpleNamespace(), {}) is None
+    find = agent_loop.task_interaction
+    assert find(SimpleNamespace(INTERACTIONS=[quiz]), {}) is quiz
+    assert find(both, {"name": "chat"}) is chat
+    assert find(both, {}) is find(SimpleNamespace(), {}) is None
     with pytest.raises(BadInput, match="holds what is no Interaction, or two of one name"):
-        task_interaction(SimpleNamespace(INTERACTIONS=[quiz, chat, Quiz()]), {"name": "chat"})
+        find(SimpleNamespace(INTERACTIONS=[quiz, chat, Quiz()]), {"name": "chat"})
     for kwargs in ({"name": "chess"}, {"level": 3}):
         with pytest.raises(BadInput, match=r"needs a 'name'.*\['chat', 'quiz'\]"):
-            task_interaction(both, kwargs)
-
-
-# ---------------------------------------------------------------- outputs
+            find(both, kwargs)
 
 
 @pytest.mark.parametrize("changes, said", [
@@ -808,9 +710,7 @@ def test_which_loop_runs():
         ({}, CALCULATOR, "single_turn", SingleTurnLoop),
         ({"agent_name": "tool_agent"}, plain, "single_turn", ToolAgentLoop),
     ):
-        assert agent_loop_class(row, task, LoopArgs(agent=agent)) is loop
-    with pytest.raises(BadInput, match="no agent loop 'swarm'.*'single_turn'.*'tool_agent'"):
-        agent_loop_class({}, plain, LoopArgs(agent="swarm"))
+        assert agent_loop.agent_loop_class(row, task, LoopArgs(agent=agent)) is loop
 
 
 def test_args_may_be_any_object_with_a_budget_and_a_window(tokenizer):
@@ -826,15 +726,11 @@ def test_args_may_be_any_object_with_a_budget_and_a_window(tokenizer):
 def test_the_file_imports_nothing_of_ours():
     source = open(agent_loop.__file__).read()
     modules = re.findall(r"^ *(?:from|import) (\w+)", source, re.MULTILINE)
-    packages = {"PIL", "jinja2", "pydantic", "pydantic_core", "transformers", "vllm"}
-    assert set(modules) - sys.stdlib_module_names == packages
-
-
-# ---------------------------------------------------------------- outputs of a trajectory
+    assert not {"data", "examples", "flatrl", "losses", "rollout", "train"} & {*modules}
 
 
 def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
-    trajectory = Trajectory(list(PROMPT), [1, 2], [1, 2], [])
+    trajectory = agent_loop.Trajectory(list(PROMPT), [1, 2], [1, 2], [])
     trajectory.add_sampled(TokenOutput([3], [-1.0], [0], "stop", [1, 2]))
     trajectory.messages.append({"role": "assistant", "content": "2"})
     trajectory.reward, trajectory.stop_reason = 0.2, "length"  # the turn is cut, and goes on
@@ -842,9 +738,13 @@ def test_what_a_loop_sets_after_the_last_word_goes_to_the_output_that_has_it():
     trajectory.messages.append({"role": "user", "content": "Sure?"})
     trajectory.reward, trajectory.unit, trajectory.group = 0.7, "white", "first"
     trajectory.extra["told"] = 1
+    trajectory.record("interaction", "quiz", 0.25, {})
     [output] = trajectory.outputs()
     assert (output.reward, output.unit, output.group) == (0.7, "white", "first")
     assert (output.response_ids, output.extra) == ([3], {"told": 1})
+    assert (output.stop_reason, output.turn_rewards) == ("length", [(0, 0.25)])
+    assert output.metrics == {"forks": 1, "interaction_reward/quiz": 0.25}
+    assert output.messages[-1]["content"] == "2"
 
     trajectory.add_sampled(TokenOutput([5], [-1.0], [0], "stop", [1, 2, 4]))
     outputs = trajectory.outputs()
@@ -864,14 +764,14 @@ def test_in_thread_brings_exceptions_back(raised, said):
         raise raised
 
     with pytest.raises(RuntimeError, match=said):
-        asyncio.run(asyncio.wait_for(in_thread(fail), HANGS))
+        asyncio.run(asyncio.wait_for(agent_loop.in_thread(fail), HANGS))
 
 
 def test_in_thread_blocks_neither_the_loop_nor_each_other():
     both, ticked = threading.Barrier(2), threading.Event()
 
     async def scenario():
-        waits = [in_thread(wait, HANGS) for wait in (both.wait, both.wait, ticked.wait)]
+        waits = [agent_loop.in_thread(wait, HANGS) for wait in (both.wait, both.wait, ticked.wait)]
         waiting = asyncio.gather(*waits)
         await asyncio.sleep(0)
         ticked.set()

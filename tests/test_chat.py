@@ -139,10 +139,6 @@ async def asks_once(client, prompt, **row):
     await ask(client, *prompt)
 
 
-async def solves(client, prompt, **row):
-    await solve(client, prompt)
-
-
 # ---------------------------------------------------------------- one conversation
 
 
@@ -161,11 +157,9 @@ def test_a_conversation_is_one_output(play, tokenizer):
     assert output.prompt_ids == encode(tokenizer, FIRST_WITH_TOOLS)
     parts = [(1, "First " + SUM + END), tool_turn("2"), (2, second + END), tool_turn("6")]
     assert_output(output, engine, *parts, (3, ANSWER + END))
-    assert_exact([output], engine)
     assert output.messages[1]["content"].strip() == "First"
     assert output.messages[1]["tool_calls"] == called(("calculator", {"expression": "1+1"}), turn=1)
     assert output.messages[2] == {"role": "tool", "content": "2", "tool_call_id": "000001000"}
-    assert output.messages[5] == {"role": "assistant", "content": ANSWER}
     assert (output.reward, output.stop_reason, output.num_turns) == (0.5, "stop", 6)
 
     (completion,) = completions
@@ -173,9 +167,6 @@ def test_a_conversation_is_one_output(play, tokenizer):
     ids = encode(tokenizer, "First " + SUM + END)
     assert completion.prompt_token_ids == engine.prompts[0]
     assert (choice.token_ids, choice.finish_reason) == (ids, "tool_calls")
-    (made,) = choice.message.tool_calls
-    assert (made.id, made.type, made.function.name) == ("000001000", "function", "calculator")
-    assert made.function.arguments == '{"expression": "1+1"}'
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(engine.prompts[0]), len(ids))
 
@@ -272,26 +263,6 @@ def test_a_changed_history_forks(play, tokenizer, changed):
     assert_output(outputs[1], engine, (3, "again" + END))
     assert tokenizer.decode(outputs[1].prompt_ids).endswith(user_turn("Again"))
     assert [output.reward for output in outputs] == [None, 1.0]
-
-
-def test_parallel_calls_never_share_a_sequence(play):
-    """Both continue one reply: the first takes its sequence, the other starts one of its own."""
-
-    async def chat(client, prompt, **row):
-        first = await ask(client, *prompt)
-        left, right = ([*prompt, first, user(side)] for side in ("left", "right"))
-        said = await asyncio.gather(ask(client, *left), ask(client, *right))
-        left += [said[0], user("more")]
-        right += [said[1], user("more")]
-        await asyncio.gather(ask(client, *left), ask(client, *right))
-
-    outputs, engine = play(chat, "one", "L1", "R1", "L2", "R2")
-    assert len(outputs) == 2
-    more = user_turn("more")
-    start = [(1, "one" + END), user_turn("left")]
-    assert_output(outputs[0], engine, *start, (2, "L1" + END), more, (4, "L2" + END))
-    assert_output(outputs[1], engine, (3, "R1" + END), more, (5, "R2" + END))
-    assert_exact(outputs, engine)
 
 
 def test_sub_agents_are_outputs_of_their_own_and_the_last_speaker_is_last(play, tokenizer):
@@ -455,21 +426,19 @@ async def hides_it(call):
 
 
 @pytest.mark.parametrize("framework", [lets_it_through, hides_it])
-@pytest.mark.parametrize("limit", ["length", "max_turns", "max_model_len"])
-def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, tokenizer, framework, limit):
+@pytest.mark.parametrize("limit", [
+    {"max_response_tokens": 16},  # those of the call and of its answer
+    {"max_model_len": 17 + 16},  # and of the prompt
+    {"max_assistant_turns": 1},
+], ids=str)  # fmt: skip
+def test_an_agent_that_runs_out_of_budget_keeps_what_it_has(play, framework, limit):
     async def chat(client, prompt, **row):
         await framework(solve(client, prompt))
         return 1.0
 
-    size = len(encode(tokenizer, SUM + END + tool_turn("2")))  # no room for a reply behind it
-    limits = {
-        "length": dict(max_response_tokens=size),
-        "max_turns": dict(max_assistant_turns=1),
-        "max_model_len": dict(max_model_len=size + len(encode(tokenizer, FIRST_WITH_TOOLS))),
-    }[limit]
-    (output,), engine = play(chat, SUM, **limits)
+    (output,), engine = play(chat, SUM, **limit)
     assert_output(output, engine, (1, SUM + END))
-    assert output.stop_reason == ("max_turns" if limit == "max_turns" else "length")
+    assert output.stop_reason == ("max_turns" if "max_assistant_turns" in limit else "length")
     assert (output.reward, output.truncated) == (None, True)
     assert [message["role"] for message in output.messages] == ["user", "assistant"]
 
@@ -486,16 +455,23 @@ def test_an_agent_that_raises_after_parallel_calls_keeps_what_it_has(play):
     assert (output.stop_reason, output.reward) == ("length", None)
 
 
-def test_a_conversation_that_was_given_up_for_another_is_not_cut_off(play):
+def test_an_agent_may_go_on_after_a_call_without_room(play):
     async def chat(client, prompt, **row):
         plan = await ask(client, *prompt)
+        with pytest.raises(OutOfBudget, match="length"):  # in a sub-agent
+            await ask(client, user("x" * 5000))
+        history = [*prompt, plan, user("Alone, then.")]
+        history.append(await ask(client, *history))
         with pytest.raises(OutOfBudget, match="length"):
-            await ask(client, *prompt, plan, user("x " * 1000))
+            await ask(client, *history, user("x " * 1000))
         await ask(client, user("In short?"))
         return 0.5
 
-    outputs, _ = play(chat, "plan", "done", max_model_len=1000)
+    outputs, engine = play(chat, "plan", "done", "yes", max_model_len=1000)
+    alone = user_turn("Alone, then.")
+    assert_output(outputs[0], engine, (1, "plan" + END), alone, (2, "done" + END))
     assert [output.stop_reason for output in outputs] == ["stop", "stop"]
+    assert [output.reward for output in outputs] == [None, 0.5]
 
 
 def test_a_rows_call_needs_no_id(play):
@@ -503,13 +479,7 @@ def test_a_rows_call_needs_no_id(play):
     call = {"type": "function", "function": function}
     shown = [user("1+1?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     prompt = [*shown, {"role": "tool", "content": "2"}, user("2+2?")]
-
-    async def chat(client, prompt, **row):
-        await ask(client, *prompt)
-        return 1.0
-
-    (output,), _ = play(chat, "4", row={"prompt": prompt})
-    assert output.reward == 1.0
+    assert len(play(asks_once, "4", row={"prompt": prompt})[0]) == 1
 
 
 def test_turns_of_all_sub_agents_count(play):
@@ -519,20 +489,6 @@ def test_turns_of_all_sub_agents_count(play):
 
     outputs, _ = play(chat, *"abc", max_assistant_turns=3)
     assert [output.stop_reason for output in outputs] == ["stop", "stop", "max_turns"]
-
-
-def test_an_agent_may_continue_without_a_sub_agent_that_ran_out(play, tokenizer):
-    async def chat(client, prompt, **row):
-        plan = await ask(client, *prompt)
-        with pytest.raises(OutOfBudget, match="length"):
-            await ask(client, user("x" * 5000))
-        await ask(client, *prompt, plan, user("Alone, then."))
-        return 0.5
-
-    (output,), engine = play(chat, "plan", "done", max_model_len=1000)
-    alone = user_turn("Alone, then.")
-    assert_output(output, engine, (1, "plan" + END), alone, (2, "done" + END))
-    assert (output.reward, output.stop_reason) == (0.5, "stop")
 
 
 def test_an_error_about_a_reply_that_took_the_last_token_is_the_end(play):

@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+from unittest import mock
 
 import pytest
 from conftest import REPO
@@ -23,13 +24,7 @@ def types(monkeypatch):
     """types(line, ...): what the user will type, and the end of the input."""
 
     def types(*lines):
-        left = iter(lines)
-
-        def typed(prompt):
-            for line in left:
-                return line
-            raise EOFError
-
+        typed = mock.Mock(side_effect=[*lines, EOFError])
         monkeypatch.setattr(builtins, "input", typed)
 
     return types

@@ -1,7 +1,6 @@
 """Rows with a `demonstration`: how they are read, played by their loop, and learned; runs."""
 
 import asyncio
-import copy
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -19,22 +18,13 @@ from conftest import (
     rows_of,
     run,
 )
-from test_agent_loop import (
-    ANSWER,
-    CALCULATOR,
-    END,
-    PROMPT,
-    SUM,
-    called,
-    encode,
-    tool_turn,
-)
+from test_agent_loop import ANSWER, CALCULATOR, END, PROMPT, SUM, called, encode, tool_turn
 from test_algos import output
 from torch.testing import assert_close as close
 
 import data
 import train
-from agent_loop import BadInput, Demonstration, ToolAgentLoop, agent_loop_class
+from agent_loop import BadInput, Demonstration, agent_loop_class
 from examples import calculator, rollouts_to_rows
 from flatrl.files import to_json_lines
 from flatrl.metrics import batch_metrics
@@ -122,15 +112,17 @@ def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_pat
     good = line(0, 0, 1.0, SUM, ANSWER)
     cut = line(0, 1, 1.0, "cut")
     cut["response_ids"][-1:] = cut["response_mask"][-1:] = []
-    others = [
+    lines = [
+        cut,
         line(0, 2, 0.5, "bad"),
         line(0, 3, 1.0, "greedy", greedy=True),
         line(0, 4, 1.0, "shown", demonstration=True),
         line(1, 0, 1.0, "of several"),
         line(1, 0, 1.0, "outputs"),
         {"prompt": 1, "sample": 1, "error": "it failed"},
+        good,
+        good | {"extra": {"prompt": 7, "sample": 0}},
     ]
-    lines = [cut, *others, good, good | {"extra": {"prompt": 7, "sample": 0}}]
     (tmp_path / "rollouts/step_000001.jsonl").write_text(to_json_lines(lines))
     rollouts_to_rows.main([str(tmp_path), str(tmp_path / "rows.jsonl"), "--per_row", "3"])
     (written,) = data.load_rows(SimpleNamespace(), "train", [str(tmp_path / "rows.jsonl")])
@@ -158,20 +150,6 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
 def test_what_the_policy_could_not_sample_fails(tokenizer, turns, flags, said):
     with pytest.raises(ValueError, match=said):
         play(tokenizer, turns, **flags)
-
-
-def test_words_that_a_template_would_drop_are_kept(tokenizer):
-    """DeepSeek's and Qwen3's templates forget what was thought."""
-    other = copy.deepcopy(tokenizer)
-    content = "(message.content or '').split('</think>')[-1]"
-    other.chat_template = tokenizer.chat_template.replace("message.content or ''", content)
-    loop = ToolAgentLoop(None, other, None, CALCULATOR, Args())
-    turn = {"role": "assistant", "content": "<think>a</think>b"}
-    ids = Demonstration([], loop, {other.eos_token_id}).turn_ids(turn)
-    assert other.decode(ids) == f"<think>a</think>b{END}"
-
-
-# ---------------------------------------------------------------- what is trained
 
 
 def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:

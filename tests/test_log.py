@@ -49,12 +49,10 @@ def an_output(**changes) -> AgentLoopOutput:
 def test_args_versions_and_the_commit_are_kept(args, tmp_path):
     Log(args, None, 0, {"the training rows": "3 rows"})
     about = json.loads((tmp_path / "run/args.json").read_text())
-    assert list(about) == ["args", "contents", "git", "versions", "command"]
-    assert about["contents"] == {"the training rows": "3 rows"}
-    folder = str(tmp_path / "run")
-    assert about["args"] == vars(args) and about["args"]["output_dir"] == folder
-    assert about["command"] == sys.argv
-    assert {"torch", "transformers", "numpy"} <= set(about["versions"])
+    assert {"torch", "transformers", "numpy"} <= set(about.pop("versions"))
+    about.pop("git")  # "" where there is none
+    contents = {"the training rows": "3 rows"}
+    assert about == {"args": vars(args), "contents": contents, "command": sys.argv}
 
 
 def test_lines_are_printed_although_a_tool_has_redirected_stdout(args, capsys, monkeypatch):
@@ -114,6 +112,7 @@ def test_rollouts_are_a_line_each(args, tmp_path):
     assert second["metrics"] == {"tools": "{1}"}
     assert third == errors[0]
     assert outputs[1].images == ["pixels", "pixels"]
+
     args.dump_rollouts = 0.25  # whole groups
     places = [{"prompt": prompt, "sample": sample} for prompt in range(9) for sample in (0, 1)]
     log.rollouts("step_000005", [an_output(extra=place) for place in places], errors)

@@ -111,9 +111,6 @@ CUT_TURNS = {
     "by the other limit": (
         [LONG, ANSWER], {"sampling": {"max_tokens": 4}}, ["abcd", cut(4), DONE], "stop", 1,
     ),
-    "by that limit alone": (
-        [LONG], {"sampling": {"max_tokens": 4}, "max_turn_tokens": 0}, ["abcd"], "length", None,
-    ),
     "in the last turn": (
         [SUM, LONG], {"max_assistant_turns": 2}, [*CALLED, "abcdef"], "max_turns", 1,
     ),
@@ -157,10 +154,7 @@ FINAL_ANSWERS = {
         [SUM * 2, "a"], ONE_TURN,
         [SUM * 2 + END, tool_turn(REQUEST, REQUEST), "a" + END], "stop", 1,
     ),
-    "the budget ends the answer, too": (
-        [LONG, LONG], {"max_response_tokens": 25}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
-    ),
-    "the window ends a turn": (
+    "the window ends a turn, and the answer": (
         [LONG, LONG], {"max_model_len": 25 + 17}, ["abcde", ASKED_USER, LONG[:8]], "length", 1,
     ),
     "a tool's answer has no room": (

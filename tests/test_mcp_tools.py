@@ -78,15 +78,16 @@ def end_session(server: McpServer, run) -> None:
     run(end())
 
 
-@pytest.fixture(scope="module")
-def stdio(program, run):
-    tools = by_name(mcp_tools.mcp_tools(command=[sys.executable, program], env={"MARK": "seen"}))
+def tools_of(run, **server):
+    """Yields a server's tools by name, and ends the session with it."""
+    tools = {tool.name: tool for tool in mcp_tools.mcp_tools(**server)}
     yield tools
     end_session(tools["pid"].server, run)
 
 
-def by_name(tools: list[McpTool]) -> dict[str, McpTool]:
-    return {tool.name: tool for tool in tools}
+@pytest.fixture(scope="module")
+def stdio(program, run):
+    yield from tools_of(run, command=[sys.executable, program], env={"MARK": "seen"})
 
 
 class HttpServer:
@@ -121,9 +122,7 @@ def http_server(program):
 @pytest.fixture(scope="module")
 def http(http_server, run):
     url = f"http://127.0.0.1:{http_server.port}/mcp"
-    tools = by_name(mcp_tools.mcp_tools(url=url, headers={"x-key": "open sesame"}))
-    yield tools
-    end_session(tools["pid"].server, run)
+    yield from tools_of(run, url=url, headers={"x-key": "open sesame"})
 
 
 @pytest.fixture(params=["stdio", "http"])
@@ -209,10 +208,6 @@ def test_an_http_server_that_goes_and_comes_back(http_server, http, run, tmp_pat
 def test_a_server_that_can_not_be_reached_is_named_at_import():
     with pytest.raises(BadInput, match="the MCP server /no-such-program can't be reached: "):
         mcp_tools.mcp_tools(command=["/no-such-program"])
-
-
-# ---------------------------------------------------------------- the task of the file
-
 
 
 def test_the_agent_loop_calls_the_bundled_server(tokenizer, run):

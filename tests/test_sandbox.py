@@ -108,11 +108,9 @@ def of_a_sandbox(pid: int) -> bool:
 
 def alive(pid: int) -> bool:
     """Whether a process exists, and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 # ---------------------------------------------------------------- what a program gets, and limits
@@ -146,24 +144,16 @@ PROGRAMS = {
         time.sleep(3600)
         """,
         {},
-        dict(
-            out_of_memory=True,
-            timed_out=False,
-            returncode=-signal.SIGKILL,
-            stderr="MemoryError: all its processes together took more than 256 MB\n",
-        ),
+        dict(out_of_memory=True, returncode=-signal.SIGKILL, stderr="more than 256 MB\n"),
     ),
     "file size": (
         """
         with open("big", "wb", buffering=0) as file:
-            try:
-                for _ in range(1024):
-                    file.write(bytes(1 << 20))
-            except OSError as error:
-                print(error, file.tell())
+            for _ in range(9):
+                print(file.write(bytes(1 << 20)))
         """,
         dict(file_mb=3),
-        dict(stdout=f"[Errno 27] File too large {3 << 20}\n"),
+        dict(stdout=3 * "1048576\n", stderr="[Errno 27] File too large\n"),
     ),
     "a process that keeps forking": (
         """
@@ -179,11 +169,7 @@ PROGRAMS = {
         dict(returncode=0, timed_out=False),
     ),
     "a folder that resists": (
-        """
-        import os
-        os.makedirs("locked/inside")
-        os.chmod("locked", 0)
-        """,
+        "import os; os.makedirs('locked/inside'); os.chmod('locked', 0)",
         {},
         dict(returncode=0),
     ),
@@ -286,18 +272,14 @@ def test_number_of_processes(host):
     code = """
         import os, time
         for i in range(200):
-            try:
-                if os.fork() == 0:
-                    time.sleep(3600)
-                    os._exit(0)
-            except BlockingIOError:
-                break
-        print(i)
+            print(i, flush=True)
+            if os.fork() == 0:
+                time.sleep(3600)
     """
     result = run(code, max_processes=10)
-    assert result.returncode == 0 and not result.timed_out
+    assert result.stderr.endswith("BlockingIOError: [Errno 11] Resource temporarily unavailable\n")
     if host.own_user:  # else our user's other processes may count too
-        assert result.stdout == "9\n"  # the tenth is the program itself
+        assert result.stdout.endswith("\n9\n")  # the tenth is the program itself
 
 
 def test_printing_for_ever_costs_no_memory_and_ends_at_the_deadline():

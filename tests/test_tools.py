@@ -17,15 +17,8 @@ from pydantic import BaseModel
 from test_agent_loop import END, assert_response, call, play, said_by, task_of, tool_turn
 from transformers.utils import get_json_schema
 
-from agent_loop import (
-    BadInput,
-    LoopArgs,
-    ToolAgentLoop,
-    ToolResponse,
-    as_tool,
-    parse_tool_calls,
-    task_tools,
-)
+import agent_loop
+from agent_loop import BadInput, ToolResponse, as_tool
 from examples import calculator, retool
 
 assert play  # a fixture
@@ -75,8 +68,8 @@ def taking(hint, answer=repr):
 def read(function, **arguments) -> str:
     """Returns what the model reads if it calls the function. Raises what the call raises."""
     task = SimpleNamespace(TOOLS=[function])
-    loop = ToolAgentLoop(None, None, None, task, LoopArgs())
-    loop.tools = task_tools(task)
+    loop = agent_loop.ToolAgentLoop(None, None, None, task, agent_loop.LoopArgs())
+    loop.tools = agent_loop.task_tools(task)
     (name,) = loop.tools
     tool_call = {"name": name, "arguments": arguments, "error": None}
     return asyncio.run(loop.call_tool(SimpleNamespace(request_id="r"), tool_call)).text
@@ -143,10 +136,6 @@ def test_callables_that_work(name, function, names, arguments, said):
 
 
 @documented
-def positional(x: str, /): ...
-
-
-@documented
 def variadic(*x: str): ...
 
 
@@ -170,22 +159,15 @@ def yields(x: str):
 
 
 @functools.wraps(pair)
-def takes_no_names(*args): ...
-
-
-@functools.wraps(pair)
 def takes_more(database, **kwargs): ...
 
 
 REFUSED = {
-    "positional": (positional, "`x: str` is positional-only"),
     "variadic": (variadic, r"`\*x: str` is variadic positional.* a list"),
     "untyped": (untyped, "Argument x is missing a type hint"),
     "numpy_doc": (numpy_doc, "no description for the argument 'x'.*Google-style"),
     "yields": (yields, "generator, so return a list"),
-
-    "pair": (takes_no_names, "unexpected keyword argument 'x'"),
-    "pair ": (takes_more, "missing a required argument: 'database'"),
+    "pair": (takes_more, "missing a required argument: 'database'"),
     "method": (Box.method, "missing a required argument: 'self'"),
     "show": (functools.cache(taking(list[int])), "hashable 'x'"),
     "waits": (functools.cache(waits), "coroutine"),
@@ -195,14 +177,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_functions_that_no_call_could_reach(name):
     function, said = REFUSED[name]
-    with pytest.raises(BadInput, match=f"^the function '{name.strip()}' can't be a tool: .*{said}"):
+    with pytest.raises(BadInput, match=f"^the function '{name}' can't be a tool: .*{said}"):
         as_tool(function)
-
-
-@pytest.mark.parametrize("tool", [{"type": "function"}, Shout, 3])
-def test_what_is_no_tool(tool):
-    with pytest.raises(BadInput, match="neither a Tool instance nor a function"):
-        as_tool(tool)
 
 
 def test_what_a_row_gives_a_function(play):
@@ -274,11 +250,8 @@ def test_wrong_arguments(function, arguments, said):
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""'])
 def test_a_call_without_arguments(tokenizer, arguments):
     text = f'Now. <tool_call>{{"name": "pair"{arguments}}}</tool_call>'
-    _, calls = parse_tool_calls(text, "hermes", tokenizer, [as_tool(pair).schema])
+    _, calls = agent_loop.parse_tool_calls(text, "hermes", tokenizer, [as_tool(pair).schema])
     assert calls == [{"name": "pair", "arguments": {}, "error": None}]
-
-
-# ---------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("result, text", [

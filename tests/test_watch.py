@@ -74,6 +74,12 @@ def test_a_run_that_is_well_is_not_warned_about():
     late = [step_of(1), step_of(2), step_of(3, {"actor/lr": 0.0}), step_of(4)]
     assert warnings_of(*late, warmup_steps=1, critic_warmup=2) == []
 
+    gap = [step_of(1), step_of(2, {"rollout/first_prompt": 5})]
+    assert warnings_of(*gap, max_gen_batches=2) == []  # dynamic sampling replaced prompts
+    assert warnings_of(gap[0], gap[1] | {"rollout/skipped": 3}) == []
+    drift = step_of(2, {"rollout/logp_diff_mean": 1.0})
+    assert warnings_of(step_of(1), drift, replay="x") == []
+
 
 @pytest.mark.parametrize("name, value, expected", [
     ("rollout/tool_calls", 0.1, "rollout/tool_calls has fallen to 0.1, from 1.5: does the reward "
@@ -111,14 +117,6 @@ def test_a_policy_that_stays_far_from_those_that_sampled():
     assert line.startswith("step 5: rollout/kl is 0.3 a token, and has been above 0.1 for 3 steps")
     assert "lower --lr or --max_staleness (rollout/kl: docs/running.md#warnings)" in line
     assert warnings_of(*far[4:], rows=far[:4]) == [line]  # the same in a run that was resumed
-
-
-def test_prompts_may_be_skipped_and_a_replay_may_drift():
-    gap = [step_of(1), step_of(2, {"rollout/first_prompt": 5})]
-    assert warnings_of(*gap, max_gen_batches=2) == []  # dynamic sampling replaced prompts
-    assert warnings_of(gap[0], gap[1] | {"rollout/skipped": 3}) == []
-    drift = step_of(2, {"rollout/logp_diff_mean": 1.0})
-    assert warnings_of(step_of(1), drift, replay="x") == []
 
 
 def test_observations_that_are_missing_although_asked_for():
@@ -162,10 +160,7 @@ def test_rewards_of_turns_that_are_added_up():
 
 
 def test_answers_that_are_cut_off_or_not_parsed():
-    cut_off = []
-    for each in OUTPUTS:
-        reason = "length" if each.reward else "stop"
-        cut_off.append(dataclasses.replace(each, stop_reason=reason))
+    cut_off = changed(stop_reason="length")
     [line] = warnings_of(outputs=cut_off)
     assert "3 of the 3 best-paid answers were cut off by a limit" in line
     assert warnings_of(outputs=[OUTPUTS[0], *cut_off[1:4], *OUTPUTS[4:]]) == []

@@ -9,18 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_templates import tokenizer_for
-from test_agent_loop import (
-    PROMPT,
-    ROW,
-    Notes,
-    Quiz,
-    Script,
-    call,
-    encode,
-    quiz_task,
-    task_of,
-    user,
-)
+from test_agent_loop import PROMPT, ROW, Notes, Quiz, Script, call, encode, quiz_task, task_of, user
 from test_templates import play
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
