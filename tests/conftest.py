@@ -59,9 +59,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 
-# ---------------------------------------------------------------- models, engine, registries
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """A random Qwen2 with the calculator's tokenizer, tied embeddings."""
@@ -262,9 +259,6 @@ def pictures(monkeypatch):
     pyplot = types.SimpleNamespace(subplots=subplots)
     monkeypatch.setitem(sys.modules, "matplotlib", types.SimpleNamespace(pyplot=pyplot))
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
-
-
-# ---------------------------------------------------------------- whole runs, as processes
 
 
 def clean_env() -> dict[str, str]:

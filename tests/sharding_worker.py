@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-from conftest import SMALL_CACHE, generate, output_of
-from fixed_batch import gradients, whole
+from conftest import SMALL_CACHE, generate
+from fixed_batch import batch_of, gradients, whole
 from torch.distributed.tensor import DTensor
 
 import data
@@ -20,16 +20,12 @@ import rollout
 import train
 from flatrl import devices, processes, vllm_engine
 
-PROMPTS = [[5 + (7 * i + 3 * j) % 240 for j in range(5 + 6 * i)] for i in range(4)]
-
 # Tokens in a micro-batch, of which some ranks need fillers; how losses are aggregated; flags.
 CASES = {
     "ppo": (60, "token-mean", {}),
     "gspo": (130, "seq-mean-token-mean", {"policy_loss": "gspo", "observation_coef": 0.3}),
     "gmpo": (
-        60,
-        "seq-mean-token-sum-norm",
-        {"policy_loss": "gmpo", "demonstrated": range(0, 19, 5)},
+        60, "seq-mean-token-sum-norm", {"policy_loss": "gmpo", "demonstrated": range(0, 19, 5)}
     ),
     "top4": (60, "token-sum", {"kl_kind": "top4"}),
     "sharded": (60, "token-mean", {"shard": True}),
@@ -83,24 +79,6 @@ def sync_and_look(engine: rollout.Engine, policy: train.Policy) -> dict:
     }
 
 
-def logprobs_after_sync(engine, background, policy: train.Policy, args) -> list[float]:
-    """|engine - trainer| of what the engines of both ranks sample, by the trainer's scoring."""
-    outputs = []
-    if engine.leader:
-        sampled = generate(engine, background, PROMPTS, temperature=1.0, max_tokens=12)
-        engine.dismiss()
-        for prompt, out in zip(PROMPTS, sampled, strict=True):
-            output = output_of(
-                [1] * len(out.token_ids), prompt, out.token_ids, response_logprobs=out.logprobs
-            )
-            outputs.append(output)
-    else:
-        engine.follow()
-    batch = data.collate(sum(processes.all_gather(outputs), []))
-    scores = train.score_tokens(policy, batch, args)
-    return (scores - batch["logprobs_rollout"]).abs()[batch["response_mask"].bool()].tolist()
-
-
 def flags_of(model: str, **more) -> train.Args:
     return train.Args(
         model=model,
@@ -115,32 +93,26 @@ def flags_of(model: str, **more) -> train.Args:
 
 
 def compare_sync(accelerator, *models: str) -> dict:
-    found, background = {}, processes.Background()
+    found = {}
     for model, dtype in [*((model, "float32") for model in models), (models[0], "bfloat16")]:
         args = flags_of(model, dtype=dtype)
         engine = rollout.Engine(model, args, accelerator.device)
         KEPT.append(engine)
         policy = policy_of(args, accelerator.device)
-        result = sync_and_look(engine, policy)
-        result["difference"] = logprobs_after_sync(engine, background, policy, args)
+        found[model, dtype] = sync_and_look(engine, policy)
         engine.sleep()
-        result["left after scoring"] = n_whole(policy)
-        found[model, dtype] = result
+        train.score_tokens(policy, batch_of(6), args)
+        found[model, dtype]["left after scoring"] = n_whole(policy)
     return found
 
 
 def compare_tp(accelerator, model: str) -> dict:
-    """An engine over both ranks, with the weights of a sharded and of a whole policy."""
+    """An engine over both ranks: a call of it is given up half-way, and one refused."""
     args = flags_of(model, dtype="float32", tp=2)
     engine, background = rollout.Engine(model, args, accelerator.device), processes.Background()
     KEPT.append(engine)
     found = {}
-    for args.shard in (True, False):
-        policy = policy_of(args, accelerator.device)
-        train.sync(engine, policy, 1)
-        found[args.shard] = logprobs_after_sync(engine, background, policy, args)
-        engine.sleep()
-    train.sync(engine, policy, 2)
+    train.sync(engine, policy_of(args, accelerator.device), 1)
     if engine.leader:
         call = engine.generate(request_id="lost", prompt_ids=[5], sampling_params={})
         lost = background.submit(call)

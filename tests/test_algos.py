@@ -24,9 +24,6 @@ def output(prompt: int, sample: int, mask: str, reward, segment: int = 0, **more
     return output_of([int(bit) for bit in mask], reward=reward, extra=extra, **more)
 
 
-# ---------------------------------------------------------------- presets
-
-
 def test_presets_are_flags_and_pass_the_checks():
     for algo in OUR_PRESETS:
         values = PRESETS[algo]
@@ -52,8 +49,6 @@ def test_a_flag_of_the_user_wins_over_the_preset_even_with_grpos_value():
     mixed = Args(policy_loss="gspo", clip_high=0.1)
     assert (mixed.clip_low, mixed.clip_high) == (3e-4, 0.1)
 
-
-# ---------------------------------------------------------------- rewards
 
 # Prompt 0: two rollouts, the second one of two outputs; prompt 4: two rollouts.
 OUTPUTS = [
@@ -107,9 +102,6 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
         baseline.extra["greedy"] = True
     rollouts = Rollouts(outputs=[*OUTPUTS, *greedy])
     return train.estimate_advantages(batch, rollouts, args), batch
-
-
-# ---------------------------------------------------------------- estimators
 
 
 def test_advantages_of_another_shape_or_not_finite_are_refused(registries):
@@ -182,15 +174,6 @@ def test_a_turns_state_is_what_the_reward_function_gave_or_its_index():
     assert alike(outputs, turns) == [0, 1, 0, 3, 0, 5, 6]
 
 
-def test_the_order_of_a_dict_or_set_does_not_count():
-    outputs = [output(0, sample, "1", 0.0) for sample in range(4)]
-    bag = {"bag": {0, 8}, "at": np.zeros(2)}
-    same = {"at": np.zeros(2), "bag": {8, 0}}
-    other = {"bag": {0, 8}, "at": np.ones(2)}
-    with_states(outputs, [bag], [same], [other], [{"bag": {0}, "at": np.zeros(2)}])
-    assert alike(outputs, [1] * 4) == [0, 0, 2, 3]
-
-
 def test_labels_of_groups_and_states_are_those_of_every_process():
     """A salted hash would give other labels on other ranks, and after a resume."""
     outputs = with_states([output(4, 0, "1", 0.0), output(4, 1, "1", 0.0, unit="x")], ["a"], ["a"])
@@ -200,13 +183,15 @@ def test_labels_of_groups_and_states_are_those_of_every_process():
 
 
 def test_states_are_compared_by_value():
-    """A repr leaves out most of a large array."""
+    """A repr leaves out most of a large array. The order of a dict or set does not count."""
     one, other = np.zeros(5000), np.zeros(5000)
     other[2500] = 1
+    bag = {"bag": {0, 8}, "at": one}
     states = [one, {"map": torch.tensor(other)}, one.copy(), {"map": other}, {"map": one}]
-    outputs = [output(0, sample, "1", 0.0) for sample in range(5)]
+    states += [bag, {"at": one.copy(), "bag": {8, 0}}, bag | {"at": other}, bag | {"bag": {0}}]
+    outputs = [output(0, sample, "1", 0.0) for sample in range(9)]
     with_states(outputs, *([state] for state in states))
-    assert alike(outputs, [1] * 5) == [0, 1, 0, 1, 4]
+    assert alike(outputs, [1] * 9) == [0, 1, 0, 1, 4, 5, 5, 7, 8]
 
 
 def test_whitening_is_over_the_tokens_of_the_batch():
@@ -236,9 +221,6 @@ def test_scores_follow_the_trajectories_whose_reward_came(monkeypatch):
     assert batch["response_mask"].tolist() == [[1, 0], [1, 1]]
     assert batch["values"].tolist() == [[0, 1], [10, 11]]
     assert batch.units.rewards.tolist() == [1.0, 2.0]
-
-
-# ---------------------------------------------------------------- objectives
 
 
 def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():

@@ -11,16 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import (
-    HANGS,
-    TINY,
-    lines,
-    metrics_of,
-    output_of,
-    rollouts_of,
-    two_ranks,
-    wait_for,
-)
+from conftest import HANGS, TINY, lines, metrics_of, output_of, rollouts_of, two_ranks, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
@@ -58,9 +49,6 @@ def oldest(rollouts: Rollouts) -> int:
     """The oldest version that sampled a token to learn from."""
     outputs = rollouts.trained
     return min(v for output in outputs for v in output.response_versions if v >= 0)
-
-
-# ---------------------------------------------------------------- the engine
 
 
 @pytest.fixture
@@ -110,8 +98,6 @@ def test_a_call_suspended_over_two_updates_has_tokens_of_three_versions(engine, 
     assert not (engine.running or engine.waiting or engine.inbox)
     assert not engine.core.has_unfinished_requests()
 
-
-# ---------------------------------------------------------------- a pool with gates
 
 # Where gates hold trajectories: before the first turn, between the two, after the second.
 START, MIDDLE, END = "start", "middle", "end"
@@ -278,9 +264,6 @@ def versions(rollouts: Rollouts) -> list[tuple[int, int]]:
     return found
 
 
-# ---------------------------------------------------------------- batches in prompt order
-
-
 def test_a_batch_is_the_next_prompts_while_those_of_the_next_are_under_way(make_run, models):
     task = Task((0, MIDDLE), (3, END), (5, START), (6, MIDDLE))
     run = make_run(task)
@@ -318,9 +301,6 @@ def test_a_step_without_any_output_ends_the_run_with_the_reason(make_run):
     said = "step 1 produced no sampled tokens: .*KeyError: 'the agent loop broke'"
     with pytest.raises(BadInput, match=said):
         run.step(0)
-
-
-# ---------------------------------------------------------------- dynamic sampling
 
 
 def test_groups_without_signal_are_replaced_by_the_next_prompts(make_run):
@@ -368,9 +348,6 @@ def test_groups_alike_that_filled_a_batch_are_not_replaced_later(make_run):
         assert step - oldest(rollouts) <= 1
 
 
-# ---------------------------------------------------------------- evaluations, stops, resuming
-
-
 def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
     task = Task((2, MIDDLE), (3, START), (4, START))
     run = make_run(task)
@@ -396,9 +373,6 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
             run.pool.settle()
     run.pool.end()
     run.nothing_is_left()
-
-
-# ---------------------------------------------------------------- what train.py makes of it
 
 
 def test_staleness_is_logged_and_logp_diff_covers_the_current_version_only():
@@ -450,9 +424,6 @@ def test_rollout_corrections_and_their_bounds(flags, correction):
     args = Args(**flags)
     assert args.correction == correction
     assert args.clip_c == (3.0 if correction[0] == "bypass" else 0.0)
-
-
-# ---------------------------------------------------------------- whole runs
 
 
 def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import data
 from agent_loop import BadInput
-from train import Args, check_args, check_registered, parse_args
+from train import Args, check_args, parse_args
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -44,59 +44,57 @@ def test_flags(name, value):
     refused(lambda: check_args(parse_args([f"--{name}", value])), naming=f"--{name}")
 
 
-@pytest.mark.parametrize("kind, said", [
-    ("x", "--kl_kind x: choose from k1, abs, k2"),
-    ("top0", "or topK with a number, as in top16"),
-    ("top4", "--kl_kind top4 is a loss, no reward of the sampled token: give --kl_in loss"),
-])  # fmt: skip
-def test_kinds_of_kl(kind, said):
-    teacher = {"algo": "opd", "ref_model": "x", "kl_kind": kind}
-    refused(check_args, Args(**teacher), naming=said)
-    check_args(Args(**teacher | {"kl_in": "loss", "kl_kind": "top4"}))
-
-
-def test_an_agent_that_is_unknown_though_rows_name_their_own():
-    refused(check_registered, Args(agent="nobody"), naming="no agent loop 'nobody': choose from ")
-
-
+NO_PROMPT = "'prompt' must be a text or a list of chat messages"
 ROWS = [
-    {"prompt": CHAT},
-    [{"prompt": [{"role": "user"}]}],
-    [{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}],
-    [{"prompt": [{"role": "assistant", "tool_calls": "x"}]}],
-    [{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": []}]}]}],
-    [{"prompt": CHAT, "extra_info": "x"}],
-    [{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}],
-    [{"prompt": CHAT, "agent_name": "nobody"}],
-    [{"prompt": CHAT, "interaction_kwargs": {"name": "nobody"}}],
-    [{"prompt": CHAT, "sampling_params": 1}],
+    ([], "load('train') has no rows"),
+    ([{"prompt": CHAT}, {"x": "hello"}], "row 1 of load('train') has no column 'prompt'"),
+    ([{"prompt": 5}], f"row 0 of load('train'): {NO_PROMPT}, got 5"),
+    ([{"prompt": [{"content": "hello"}]}], NO_PROMPT),
+    ({"prompt": CHAT}, ""),
+    ([{"prompt": [{"role": "user"}]}], ""),
+    ([{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}], ""),
+    ([{"prompt": [{"role": "assistant", "tool_calls": "x"}]}], ""),
+    ([{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": []}]}]}], ""),
+    ([{"prompt": CHAT, "extra_info": "x"}], "extra_info"),
+    ([{"prompt": CHAT, "tools_kwargs": {"nobody": {}}}], "nobody"),
+    ([{"prompt": CHAT, "agent_name": "nobody"}], "nobody"),
+    ([{"prompt": CHAT, "interaction_kwargs": {"name": "nobody"}}], "nobody"),
+    ([{"prompt": CHAT, "sampling_params": 1}], "sampling_params"),
 ]
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_rows(rows, tokenizer):
+@pytest.mark.parametrize("rows, said", ROWS, ids=str)
+def test_rows(rows, said, tokenizer):
     from examples import calculator
 
     def load():
         loaded = data.load_rows(SimpleNamespace(load=lambda split: rows), "train")
         data.filter_overlong(loaded, tokenizer, calculator, Args(max_prompt_tokens=1000))
 
-    refused(load)
+    refused(load, naming=said)
 
 
-TASK = f"def load(split): return [{{'prompt': {CHAT}}}]\ndef reward(output, row): return 0\n"
+LOAD = f"def load(split): return [{{'prompt': {CHAT}}}]\n"
+REWARD = "def reward(output, row): return 0\n"
+TASK = LOAD + REWARD
 TOOL = "from agent_loop import *\nclass T(Tool):\n  name, schema = 'x', {}\n"
 TASKS = [
-    "def (",
-    TASK + "TOOLS = 5",
-    TASK + TOOL + "TOOLS = [T]",
-    TASK + "def bare(x): return x\nTOOLS = [bare]",
-    TASK + "def load(split): return 5",
-    TASK + "def load(split): raise KeyError('a')",
+    (None, "no such file"),
+    ("def (", "task.py does not import, line 1: SyntaxError"),
+    (TASK + "import no_such_module\n", "task.py does not import, line 3: ModuleNotFoundError"),
+    (REWARD, "task.py has no function load"),
+    (LOAD + "def reward(output): return 0\n", "reward must take 2 argument"),
+    (TASK + "TOOLS = 5", ""),
+    (TASK + TOOL + "TOOLS = [T]", ""),
+    (TASK + "def bare(x): return x\nTOOLS = [bare]", ""),
+    (TASK + "def load(split): return 5", "load"),
+    (TASK + "def load(split): raise KeyError('a')", "load"),
 ]
 
 
-@pytest.mark.parametrize("text", TASKS)
-def test_task_files(text, tmp_path):
-    (tmp_path / "task.py").write_text(text)
-    refused(lambda: data.load_rows(data.load_task(str(tmp_path / "task.py")), "train"))
+@pytest.mark.parametrize("text, said", TASKS)
+def test_task_files(text, said, tmp_path):
+    path = tmp_path / "task.py"
+    if text is not None:
+        path.write_text(text)
+    refused(lambda: data.load_rows(data.load_task(str(path)), "train"), naming=said)

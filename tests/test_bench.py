@@ -1,6 +1,5 @@
 """Every bench in its smallest form: it ends with code 0 and prints its table."""
 
-import importlib.metadata
 import json
 import math
 import re
@@ -9,7 +8,6 @@ import sys
 import pytest
 from conftest import REPO, SMALL_CACHE, run
 
-TRL = any(importlib.metadata.distributions(name="trl"))
 RATIO = r"# \(# - #\)"
 ENGINE = ["--engine_args", SMALL_CACHE]
 SHORT = "--prompts 2 --group_size 2 --rounds 1".split()
@@ -27,11 +25,7 @@ RUNS = {
     ),
     "horizon": (
         "--template qwen2.5 --turns 10 --rounds 1".split(),
-        [
-            r"qwen2\.5 tool: append +# +# +# +#$",
-            *[r"qwen2\.5 tool: TRL +# +# +# +#$"] * TRL,
-            r"qwen2\.5 reasoning: verl +# +# +# +#$",
-        ],
+        [r"qwen2\.5 tool: append +# +# +# +#$", r"qwen2\.5 reasoning: verl +# +# +# +#$"],
     ),
     # Experts, a model of vLLM's Transformers backend, and one that does not exist.
     "models": (
@@ -64,13 +58,8 @@ RUNS = {
         ],
     ),
     "trl": (
-        [
-            *SHORT,
-            *"--model MODEL --tokens 4 --warm_up 1 --prompt_tokens 60 --trl".split(),
-            *(["generate"] if TRL else []),
-            *ENGINE,
-        ],
-        ["flatrl +# +# +# +# +#"] + [f"TRL, generate +# +# +# +# +# +{RATIO}"] * TRL,
+        [*SHORT, *"--model MODEL --tokens 4 --warm_up 1 --prompt_tokens 60 --trl".split(), *ENGINE],
+        ["flatrl +# +# +# +# +#"],
     ),
     "update": (
         [*SHORT, *"--model MODEL --prompt_tokens 8 --response_tokens 4".split()],

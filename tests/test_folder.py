@@ -16,15 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import (
-    REPO,
-    TINY,
-    lines,
-    metrics_of,
-    run,
-    started,
-    wait_for,
-)
+from conftest import REPO, TINY, lines, metrics_of, run, started, wait_for
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +24,7 @@ import train
 from agent_loop import BadInput
 from data import load_task
 from flatrl import checkpoints, models, processes
-from flatrl.contents import _text, contents_of
+from flatrl.contents import contents_of
 from flatrl.log import Log
 from train import Args
 
@@ -50,9 +42,6 @@ def full_disk(n_bytes: int = 100):
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-# ---------------------------------------------------------------- whose it is
 
 
 def test_a_living_run_keeps_its_folder_and_a_killed_one_leaves_it(cache, tmp_path):
@@ -115,9 +104,6 @@ def test_only_a_run_is_moved_aside(files, holds, tmp_path, process_group, capsys
     if is_moved:
         assert names(tmp_path / "x.1") == sorted(files)
         assert f"moved to {tmp_path / 'x.1'}" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- kills, a full disk
 
 
 def make_run(folder: Path, **flags):
@@ -249,9 +235,6 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(tmp_path, process_grou
         train.finish(run)
 
 
-# ---------------------------------------------------------------- --resume with other flags
-
-
 def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     """num_steps may change at a constant rate, and the folder of the task's own model may."""
     base = dict(output_dir=str(tmp_path), model="/models/a", lr_schedule="linear")
@@ -314,6 +297,11 @@ def overwrite(file: Path, place: int):
     file.write_bytes(content)
 
 
+def choices() -> np.ndarray:
+    """As pandas gives them. The bytes of such an array are addresses."""
+    return np.array([f"choice {i}" for i in range(3)], dtype=object)
+
+
 TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
     "the task file, or a module of yours that it imports",
     "the training rows",
@@ -327,6 +315,7 @@ TASK, ROWS, VAL_ROWS, MODEL, REF_MODEL = (
     (lambda folder, rows: None, []),
     (lambda folder, rows: (folder / "notes").mkdir(), []),
     (lambda folder, rows: rows["train"][0].update(words={"c", "b", "a"}), []),
+    (lambda folder, rows: rows["train"][0].update(choices=choices()), []),
     (lambda folder, rows: rows["train"][1]["images"][0].putpixel((1, 1), 9), [ROWS]),
     (lambda folder, rows: rows["train"].reverse(), [ROWS]),
     (lambda folder, rows: rows["val"].pop(), [VAL_ROWS]),
@@ -347,6 +336,7 @@ def test_what_changed_under_its_name_is_named(edit, changed, tmp_path, monkeypat
         (tmp_path / name / "model.safetensors").write_bytes(bytes(100_000))
     image = Image.new("L", (3, 3))
     rows = {"train": [{"words": {"a", "b", "c"}, "grader": len}, {"answer": 3, "images": [image]}]}
+    rows["train"][0]["choices"] = choices()
     rows["val"] = [{"at": object()}, {}]
     models = dict(model=str(tmp_path / "model"), ref_model=str(tmp_path / "teacher"))
     args = Args(output_dir=str(tmp_path), resume=True, **models)
@@ -407,9 +397,6 @@ def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_g
     assert torch.equal(*averages)
 
 
-# ---------------------------------------------------------------- damaged models
-
-
 def lose_a_tensor(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -451,9 +438,6 @@ def test_a_damaged_model_is_refused_before_the_engine_starts(
     with pytest.raises(BadInput) as error:
         train.setup(Args(task="tests/tiny_task.py", model=str(model), output_dir=out))
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-# ---------------------------------------------------------------- no run ends without saving
 
 
 def test_a_generation_config_that_transformers_refuses_is_saved(tiny_model, tmp_path):
@@ -512,9 +496,3 @@ def test_a_log_that_can_not_be_written_is_a_warning_and_loses_no_metrics(tmp_pat
     log.metrics(rows[3])
     assert metrics_of(tmp_path / "run") == rows
     assert "File too large" in capsys.readouterr().out
-
-
-def test_an_array_of_objects_is_known_by_its_values():
-    """pandas gives such arrays for columns of lists. Their bytes are addresses."""
-    choices = [f"choice {i}" for i in range(3)]
-    assert _text(np.array(choices, dtype=object)) == _text(choices)

@@ -9,7 +9,7 @@ import pytest
 from conftest import HANGS, for_ever, time_passes, too_late
 from test_agent_loop import END, PROMPT, Script, call
 
-from agent_loop import DEADLINE, CallTimeoutError, agent_loop_class, in_time
+from agent_loop import CallTimeoutError, agent_loop_class, in_time
 from flatrl import processes
 from train import Args
 
@@ -92,23 +92,13 @@ def test_a_cancelled_task_gets_time_to_tidy_up(background):
         try:
             await too_late()
         finally:
-            await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
             done.append("tidied")
 
-    with pytest.raises(CallTimeoutError, match=f"^it took longer than {HANGS} seconds$"):
-        on_a_loop(background, in_time("it", HANGS, tidies()))
-    assert done == ["tidied"]
+    async def waits():
+        with pytest.raises(CallTimeoutError, match=f"^it took longer than {HANGS} seconds$"):
+            await in_time("it", HANGS, tidies())
+        assert done == ["tidied"]
 
-
-def test_a_task_that_waits_for_its_turn_may_put_off_its_deadline(background):
-    async def queues():
-        deadline = DEADLINE.get()
-        left = deadline.when() - asyncio.get_running_loop().time()
-        deadline.reschedule(None)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(HANGS):
-                await too_late()
-        deadline.reschedule(asyncio.get_running_loop().time() + left)
-        return "served"
-
-    assert on_a_loop(background, in_time("it", HANGS / 2, queues())) == "served"
+    on_a_loop(background, waits())

@@ -41,9 +41,6 @@ def logprobs_of(model, prompt: list[int], response: list[int], temperature=1.0) 
     return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].detach()
 
 
-# ---------------------------------------------------------------- the teacher's prompt
-
-
 def test_the_hint_is_a_paragraph_after_the_last_message():
     assert told_prompt(ROW) == TOLD and ROW["prompt"] == [SYSTEM, USER]
     assert told_prompt(ROW, False) == told_prompt(ROW | {"hint": None}) == ROW["prompt"]
@@ -84,9 +81,6 @@ def test_an_output_is_told_by_the_template_and_tools_of_its_rollout(has_tools, t
     own = output_of(render(tokenizer, [{"role": "user", "content": "Sum up."}]))
     with pytest.raises(ValueError, match="an output's prompt does not begin with its row's"):
         tell(own, ROW, loop)
-
-
-# ---------------------------------------------------------------- the teacher's logprobs
 
 
 def test_the_told_outputs_are_those_that_were_graded(tokenizer):
@@ -157,9 +151,6 @@ def test_a_run_learns_what_the_hint_makes_likelier(cache, tmp_path):
     assert len(replayed) == len(rollouts) and "told" not in data.collate(replayed)
     first = metrics_of(folder)[1]
     assert abs(first["actor/kl"]) > 1e-3 and first["actor/grad_norm"] > 0
-
-
-# ---------------------------------------------------------------- refusals
 
 
 def test_hints_need_a_hint_or_a_loop_that_may_tell():

@@ -127,18 +127,3 @@ def test_a_team_stays_within_its_host(process_group, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(BadInput, match="--tp 2 must divide the number of processes, 3, of a host"):
         devices.start_processes(Args(tp=2))
-
-
-@pytest.mark.parametrize("words, meant", [
-    ([], False),
-    (["--shard"], True),
-    (["--shard", "--seed", "1"], True),
-    (["--shard", "false"], False),
-    (["--shard", "hybrid"], "hybrid"),
-])  # fmt: skip
-def test_how_sharding_is_spelled(words, meant, monkeypatch):
-    args = train.parse_args(words)
-    train.check_args(args)
-    assert args.shard == meant == devices.device_defaults(args, cuda=False)["shard"]
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert devices.device_defaults(args, cuda=False)["shard"] == (meant or True)

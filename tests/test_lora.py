@@ -75,25 +75,6 @@ def test_merged_weights_are_those_of_the_adapted_policy(
     assert torch.equal(train.score_tokens(policy, batch, args), found)
 
 
-def test_only_adapters_have_gradients_and_optimiser_states(tiny_model, process_group):
-    args = args_of(tiny_model)
-    learner = train.Learner(train.Policy(args), 1e-3, 1, args, Accelerator(cpu=True))
-    before = {name: p.detach().clone() for name, p in learner.net.named_parameters()}
-    batch = batch_of(19)
-    packed = learner.net.pack(batch, data.in_prefix_order(batch, range(19)))
-    learner.wrapped(packed)[0].sum().backward()
-    adapters = {name for name in before if ".lora_" in name}
-    assert len(adapters) == 3 * len(LAYERS) * 2
-    parameters = dict(learner.net.named_parameters())
-    assert {name for name, p in parameters.items() if p.grad is not None} == adapters
-    learner.optimizer.step()
-    states = learner.optimizer.state
-    assert {name for name, p in parameters.items() if p in states} == adapters
-    moved = {name for name, p in parameters.items() if not torch.equal(p, before[name])}
-    # The first gradient of A is 0, because B is 0.
-    assert moved == {name for name in adapters if ".lora_B." in name}
-
-
 def test_peft_is_asked_for(monkeypatch, tiny_model, process_group):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(BadInput, match="needs peft: pip install peft.*peft"):

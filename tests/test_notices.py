@@ -45,9 +45,6 @@ def sampled(n: int, **attributes) -> list:
     return outputs
 
 
-# ---------------------------------------------------------------- the start
-
-
 def row_of(text: str, **columns) -> dict:
     return {"prompt": [{"role": "user", "content": text}], **columns}
 
@@ -128,9 +125,6 @@ def test_a_template_that_ignores_tools_is_told_of(tokenizer):
             check_tokenizer(tokenizer, tokenizer, {"prompt": prompt}, calculator)
 
 
-# ---------------------------------------------------------------- a step that teaches nothing
-
-
 def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch):
     monkeypatch.setattr(notices, "SHOW_EVERY", 6)
     monkeypatch.setattr(notices, "whole_text", lambda output, tokenizer: f"it is {output}")
@@ -164,9 +158,6 @@ def test_distillation_by_the_loss_teaches_without_advantages(reward_coef, n_warn
     assert sum("taught nothing" in text for text in log.said) == n_warnings
 
 
-# ---------------------------------------------------------------- the end
-
-
 def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     args = Args(output_dir=str(tmp_path), num_steps=4)
     rows = [
@@ -188,9 +179,6 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     assert said.endswith(" --resume --num_steps 8")
     args.lr_schedule = "linear"  # its end was the schedule's
     assert "--resume" not in notices.summary(args, 4)
-
-
-# ---------------------------------------------------------------- Weights & Biases
 
 
 class Wandb:

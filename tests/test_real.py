@@ -81,10 +81,6 @@ def test_a_turn_without_a_search_ends_the_conversation(two_hops):
         return asyncio.run(two_hops.INTERACTIONS[0].generate_response("r", [message]))
 
     name, verb, thing = two_hops.people()[7][:3]
-    assert reply(f"search: {verb} {thing}") == (
-        False,
-        f"{name} {verb} {thing}.",
-        0,
-        {"searches": 1},
-    )
+    found = False, f"{name} {verb} {thing}.", 0, {"searches": 1}
+    assert reply(f"search: {verb} {thing}") == found
     assert [reply(said) for said in ("I search: cats", "", None)] == [(True, "", 0.0, {})] * 3

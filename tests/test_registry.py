@@ -18,9 +18,6 @@ close = torch.testing.assert_close
 pytestmark = pytest.mark.usefixtures("registries")
 
 
-# ---- Estimators ----------------------------------------------------------------------------
-
-
 def test_an_estimator_gets_what_its_parameters_name():
     got = {}
 
@@ -90,9 +87,6 @@ def test_a_reference_is_asked_for_and_given_or_neither(register):
         check_registered(Args())
 
 
-# ---- Objectives ----------------------------------------------------------------------------
-
-
 def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count():
     got = {}
 
@@ -144,8 +138,6 @@ def test_the_example_of_the_docs():
     close(loss, torch.tensor([[-0.625, 0.625, -0.25]]))
     assert stats["clipfrac"].tolist() == [[1, 1, 0]]
 
-
-# ---- Runs ----------------------------------------------------------------------------------
 
 TASK = ["--task", "tests/registry_task.py", "--num_steps", "2", "--save_every", "0"]
 

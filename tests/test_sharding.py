@@ -25,9 +25,6 @@ def on_two_ranks(what: str, out: Path, cache: Path, *models: str) -> dict:
     return torch.load(out, weights_only=False)
 
 
-# ---------------------------------------------------------------- the same training
-
-
 def test_gradient_does_not_depend_on_micro_batches_ranks_or_sharding(
     tiny_model, untied_model, cache, tmp_path, process_group
 ):
@@ -92,9 +89,6 @@ def test_a_plain_run_resumes_a_sharded_one(cache, tmp_path):
         torch.testing.assert_close(tensor, weights[name], atol=5e-5, rtol=0)
 
 
-# ---------------------------------------------------------------- the weight sync
-
-
 def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
     found = on_two_ranks("sync", tmp_path / "out", cache, tiny_model, untied_model)
     assert len(found) == 3
@@ -104,19 +98,11 @@ def test_sync_from_a_sharded_policy(tiny_model, untied_model, cache, tmp_path):
         assert result["dtypes"] == {getattr(torch, dtype)}
         # The policy's own parameters stay sharded.
         assert result["most"] == result["left"] == result["left after scoring"] == 0
-        difference = torch.tensor(result["difference"])
-        assert len(difference) > 50
-        if dtype == "float32":
-            assert difference.max() < 1e-4
-        else:
-            assert difference.mean() < 0.05
 
 
-def test_sync_into_a_tensor_parallel_engine(tiny_model, cache, tmp_path):
-    """There, one call is refused and one given up half-way: the followers hear of both."""
+def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, cache, tmp_path):
+    """For what a tensor-parallel engine samples, see test_tp.py."""
     found = on_two_ranks("tp", tmp_path / "out", cache, tiny_model)
-    for shard in (True, False):
-        assert len(found[shard]) > 25 and max(found[shard]) < 1e-4
     assert "ValueError" in found["refused"] and found["unfinished"] == [False, False]
 
 
@@ -131,9 +117,6 @@ def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatc
         train.sync(engine, policy, 1)
 
 
-# ---------------------------------------------------------------- how it is asked for
-
-
 def test_the_config_for_eight_gpus_shards(monkeypatch):
     """By the environment of a process that accelerate launch starts by it."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -145,7 +128,7 @@ def test_the_config_for_eight_gpus_shards(monkeypatch):
     for name, value in prepare_multi_gpu_env(arguments).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
-    assert devices.sharding(Args()) is True
+    assert devices.sharding(Args()) is True and devices.sharding(Args(shard="hybrid")) == "hybrid"
     # A setting of accelerate's that is not implemented is refused.
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(BadInput, match="fsdp_offload_params true: must be"):

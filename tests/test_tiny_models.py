@@ -12,12 +12,7 @@ from agent_loop import BadInput
 from data import load_rows
 from examples import calculator, warm_start
 from examples.environments import EnvInteraction
-from examples.tiny_models import (
-    build_from_demonstrations,
-    common_pieces,
-    make_tokenizer,
-    play,
-)
+from examples.tiny_models import build_from_demonstrations, common_pieces, make_tokenizer, play
 
 
 class Count:
@@ -47,25 +42,25 @@ def checked(task, row: dict) -> dict:
     return load_rows(source, "train")[0]
 
 
+def played(task, row: dict, tokenizer) -> tuple[str, str]:
+    """Returns what a row's loop has played, and what is trained of it."""
+    ((ids, mask),) = asyncio.run(play(checked(task, row), task, tokenizer))
+    trained = [token for token, mine in zip(ids, mask, strict=True) if mine]
+    return tokenizer.decode(ids), tokenizer.decode(trained)
+
+
 def test_the_rows_loop_plays_a_demonstration():
     tokenizer = make_tokenizer(common_pieces(calculator))
     row = calculator.load("train")[0]
     row["demonstration"] = warm_start.demonstration(row)
-    ((ids, mask),) = asyncio.run(play(checked(calculator, row), calculator, tokenizer))
-    said = [token for token, mine in zip(ids, mask, strict=True) if mine]
+    whole, said = played(calculator, row, tokenizer)
     expression, answer = calculator.expression_of(row), row["reward_model"]["ground_truth"]
-    said = tokenizer.decode(said)
     assert said.startswith("<tool_call>") and f'"{expression}"' in said
     assert said.endswith(f"</tool_call><|im_end|><answer>{answer}</answer><|im_end|>")
-    assert f"<tool_response>\n{answer}\n</tool_response>" in tokenizer.decode(
-        ids
-    )  # the tool was run
-    ((ids, mask),) = asyncio.run(play(checked(COUNT, count_row("8", "9")), COUNT, tokenizer))
-    assert (
-        tokenizer.decode([token for token, mine in zip(ids, mask) if mine])
-        == "8<|im_end|>9<|im_end|>"
-    )
-    assert "7<|im_end|>" in tokenizer.decode(ids) and "8?<|im_end|>" in tokenizer.decode(ids)
+    assert f"<tool_response>\n{answer}\n</tool_response>" in whole  # the tool was run
+    whole, said = played(COUNT, count_row("8", "9"), tokenizer)
+    assert said == "8<|im_end|>9<|im_end|>"
+    assert "7<|im_end|>" in whole and "8?<|im_end|>" in whole
 
 
 @pytest.mark.parametrize("row, said", [
@@ -82,21 +77,16 @@ def test_what_can_not_be_played_names_its_row(row, said, tmp_path):
 def test_a_model_learns_its_demonstrations(tmp_path, capsys):
     random.seed(0)
     set_seed(0)
-    rows = [
-        {"prompt": str(n % 10), "demonstration": "odd" if n % 2 else "even"} for n in range(640)
-    ]
+    words = ["even", "odd"]
+    rows = [{"prompt": str(n % 10), "demonstration": words[n % 2]} for n in range(640)]
     random.shuffle(rows)
-    build_from_demonstrations(
-        tmp_path, SimpleNamespace(), rows, pieces=["odd", "even"], batch_size=16
-    )
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tmp_path),
-        AutoTokenizer.from_pretrained(tmp_path),
-    )
+    build_from_demonstrations(tmp_path, SimpleNamespace(), rows, pieces=words, batch_size=16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chats = [[{"role": "user", "content": str(n)}] for n in range(10)]
     batch = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
         best = model(**batch).logits[:, -1].argmax(-1)
-    assert tokenizer.batch_decode(best[:, None]) == ["even", "odd"] * 5
+    assert tokenizer.batch_decode(best[:, None]) == words * 5

@@ -7,7 +7,7 @@ from conftest import TINY, metrics_of, rollouts_of, run
 def test_a_run_on_a_team_gives_the_numbers_of_a_run_alone(cache, tmp_path):
     team, alone = tmp_path / "team", tmp_path / "alone"
     flags = [*TINY, "--num_steps", "1", "--algo", "ppo", "--output_dir"]
-    run(*flags, team, "--tp", "2", by="ranks", cache=cache)
+    run(*flags, team, "--tp", "2", "--shard", by="ranks", cache=cache)
     run(*flags, alone, cache=cache)
     names = ["eval/reward", "reward/mean", "response_length/mean", "actor/grad_norm"]
     rows, others = metrics_of(team), metrics_of(alone)

@@ -45,8 +45,6 @@ def safetensors(folder: Path) -> dict:
     return load_file(folder / "model.safetensors")
 
 
-# ---------------------------------------------------------------- runs that repeat
-
 PPO = [
     *[*REPLAY, "--algo", "ppo", "--num_steps", "3", "--eval_every", "2"],
     *["--lr_schedule", "linear", "--warmup_steps", "2", "--gradient_checkpointing"],
@@ -187,7 +185,8 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
 def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     """With ReMax, whose baselines must be there, and of which a rollout alone can learn."""
     rolled, out = tmp_path / "rolled", tmp_path / "trained"
-    flags = ["--algo", "remax", "--group_size", "1", "--num_steps", "2", "--output_dir"]
+    flags = ["--algo", "remax", "--group_size", "1", "--temperature", "0.7"]
+    flags += ["--num_steps", "2", "--output_dir"]
     printed = run(*TINY, *flags, rolled, "--rollout_only", cache=cache)
     assert "2 steps of rollouts are in" in printed
     rows = metrics_of(rolled)
@@ -218,9 +217,6 @@ def test_rollout_only_writes_what_replay_trains_on(cache, tmp_path):
     assert "no greedy baselines" in run(*replay, tmp_path / "x", cache=cache, code=2)
     file.unlink()
     assert "rollouts/step_000001.jsonl" in run(*replay, tmp_path / "x", cache=cache, code=2)
-
-
-# ---------------------------------------------------------------- what runs do
 
 
 def test_a_model_is_evaluated_and_teaches_another(cache, tmp_path):
@@ -293,8 +289,6 @@ def test_truncated_trajectories_are_masked_out_of_the_loss(cache, tmp_path):
         assert (row["actor/grad_norm"] == 0) == (row["stop_reason/length"] == 1)
 
 
-# ---------------------------------------------------------------- interrupts
-
 ENDLESS = [*TINY, "--num_steps", "1000", "--save_every", "0", "--eval_every", "0"]
 
 
@@ -336,9 +330,6 @@ def test_the_second_interrupt_ends_at_once(cache, tmp_path):
         # Within a second of the first it would be taken for the launcher's, of one Ctrl-C.
         wait_for(lambda: process.send_signal(signal.SIGINT) or process.poll() is not None)
         assert process.returncode == -signal.SIGINT
-
-
-# ---------------------------------------------------------------- gradients
 
 
 def test_gradient_checkpointing_recomputes(tiny_model, process_group):
@@ -401,15 +392,16 @@ def test_gradients_agree_with_autograd_through_a_padded_model(kl_kind, tiny_mode
     check_gradients(result["gradients"], expected, 1e-4)
 
 
-# ---------------------------------------------------------------- bad input
-
-
 def test_defaults_pass_the_checks_and_flags_parse():
     check_args(Args())
+    check_args(Args(algo="opd", ref_model="x", kl_in="loss", kl_kind="top4"))
     flags = ["--deterministic", "--train_files", "a.parquet", "b.jsonl", "--save-every", "3"]
     args = parse_args(flags)
     assert args.deterministic is True and args.train_files == ["a.parquet", "b.jsonl"]
     assert args.save_every == 3 and parse_args(["--deterministic", "No"]).deterministic is False
+    for words, meant in ([], False), (["--shard"], True), (["--shard", "hybrid"], "hybrid"):
+        assert parse_args([*words, "--seed", "1"]).shard == meant
+    assert parse_args(["--shard", "false"]).shard is False
     assert Args(epochs=3, prompts_per_mini_batch=8).updates_per_step == 12
 
 
@@ -430,6 +422,9 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
     (dict(agent_args='{"final_answer_tokens": 128}'), "--max_response_tokens 128, which must be"),
+    (dict(algo="opd", ref_model="x", kl_kind="x"), "--kl_kind x: choose from k1, abs, k2"),
+    (dict(algo="opd", ref_model="x", kl_kind="top0"), "or topK with a number, as in top16"),
+    (dict(algo="opd", ref_model="x", kl_kind="top4"), "--kl_kind top4 is a loss, no reward of"),
     # Flags without effect: a rule of each form
     (dict(gamma=0.9), "only with --adv_estimator gae or gae_bootstrap or reinforce_pp"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),

@@ -246,5 +246,6 @@ def install(library: Path):
         usual[name] = nothing
     for name, function in usual.items():
         setattr(torch.cuda, name, function)
+    torch.compile = lambda function, **_: function  # its kernels need a real GPU
     torch.UntypedStorage.resize_ = resize_storage
     torch.Tensor.pin_memory = torch._C.TensorBase.pin_memory  # vLLM's build for CPUs takes it away
