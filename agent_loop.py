@@ -599,6 +599,7 @@ class Conversation:
         self.markup = _any_of(token.content for token in controls if not token.special)
         self.rendered_ids = {}  # of chats that `render` has seen
         self.edited_tools = {}  # see `_edited_tools`
+        self.asked_with_tools = {}  # see `shows`
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
@@ -1017,11 +1018,14 @@ class Conversation:
         """Returns whether the template takes a message with calls, and shows all that it says."""
         said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
-        if not self.shows_calls:  # the names may be those in the schemas
-            return False
+        written_tools = json.dumps(tools, default=repr)
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([ASKS, message], tools)
-            return all(each in text for each in said)
+            # Schemas have the names, too.
+            before = _kept(
+                self.asked_with_tools, 64, written_tools, lambda: self.text([ASKS], tools)
+            )
+            return all(text.count(each) > before.count(each) for each in said)
         return False
 
     def forks_at(self, name: str, tools: list[dict]) -> bool:

@@ -28,7 +28,7 @@ from agent_loop import BadInput, Demonstration, agent_loop_class
 from examples import calculator, rollouts_to_rows
 from flatrl.files import to_json_lines
 from flatrl.metrics import batch_metrics
-from rollout import Rollouts, Session
+from rollout import Pool, Rollouts, Session
 from train import Args
 
 CALL = {
@@ -150,6 +150,15 @@ def test_a_loop_that_wants_more_turns_ends_and_one_that_ends_leaves_turns(tokeni
 def test_what_the_policy_could_not_sample_fails(tokenizer, turns, flags, said):
     with pytest.raises(ValueError, match=said):
         play(tokenizer, turns, **flags)
+
+
+def test_a_demonstration_in_two_outputs_is_one():
+    outputs = [output(0, 0, "11", 1.0, segment=n) for n in (0, 1)]
+    outputs[0].turn_rewards = [(0, 1.0)]
+    for each in outputs:
+        each.extra["demonstration"] = True
+    metrics = Rollouts(outputs=outputs).metrics(None)
+    assert metrics["rollout/demonstrations"] == 1 and metrics["reward/demonstrations"] == 2.0
 
 
 def rollouts_with(*sampled, demonstrated: bool) -> Rollouts:
@@ -287,6 +296,13 @@ def test_first_demonstrated_then_sampled_and_replayed(cache, tmp_path):
     for row, again in zip(rows[1:], metrics_of(replayed)):
         for name in ("actor/loss", "actor/imitation_loss"):
             assert again.get(name) == pytest.approx(row.get(name), rel=1e-4, abs=1e-6), name
+
+
+def test_a_pool_with_staleness_never_waits_without_an_engine():
+    """A rollout of a later batch may ask for tokens, or for scores of a demonstration."""
+    pool = SimpleNamespace(first=0, batch=2, demonstration=lambda prompt: ["shown"])
+    for pool.staleness in (0, 1):
+        assert Pool.needs_engine.fget(pool) == bool(pool.staleness)
 
 
 def test_a_step_of_demonstrations_alone_has_no_engine_that_could_score():

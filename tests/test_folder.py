@@ -11,6 +11,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from data import load_task
 from flatrl import checkpoints, models, processes
 from flatrl.contents import contents_of
 from flatrl.log import Log
+from rollout import NothingLeft
 from train import Args
 
 
@@ -261,6 +263,31 @@ def test_flags_that_would_make_another_run_are_shown_and_refused(tmp_path):
     for change in expected:
         assert change in str(error.value)
     assert sorted(changes(**other, resume="changed")) == sorted(expected)
+
+
+def test_a_run_in_which_all_failed_is_saved_before_it_ends(monkeypatch):
+    done = []
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run: done.append("saved"))
+    for rollout_only in (True, False):
+        run = SimpleNamespace(args=Args(rollout_only=rollout_only))
+        saving = checkpoints.saved_first(run, lambda run, keep: done.append("asleep"))
+        with pytest.raises(NothingLeft), saving:
+            raise NothingLeft("no rollout has a reward")
+    assert done == ["asleep", "saved"]
+
+
+@pytest.mark.parametrize("done, left", [(3, 0), (2, 6)])
+def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(
+    done, left, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoints, "load_checkpoint", lambda *args: None)
+    rows = [{"step": 2, "eval/reward": 0.4}, {"step": 3, "eval/reward": 0.6}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = Args(num_steps=8, stop_at_reward=0.5)
+    run = SimpleNamespace(args=args, folder=tmp_path)
+    state = {"step": done, "history": {}, "estimator": {}, "parts": ()}
+    checkpoints.resume(run, tmp_path, state, {})
+    assert args.num_steps - run.done == left
 
 
 def test_a_resumed_run_keeps_the_model_that_was_built_for_it(tmp_path, monkeypatch):

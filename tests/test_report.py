@@ -87,6 +87,13 @@ def learned(outputs: list, advantages: list[float], difference: float) -> dict:
 # ------------------------------------------------------------- the page's data
 
 
+def test_a_file_that_is_half_written_is_left_out(folder):
+    write_rollouts(folder, "step_000001", [trajectory()])
+    before = run_of(folder)["trajectories"]
+    (folder / "rollouts/.step_000002.jsonl").write_text('{"prompt_ids": [1, ')
+    assert before and run_of(folder)["trajectories"] == before
+
+
 def test_the_page_has_the_numbers_of_metrics_jsonl(folder):
     rows = [
         {"step": 0, "eval/reward": 0.1 + 0.2},

@@ -43,7 +43,7 @@ from data import filter_overlong
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop
 from flatrl.models import stop_token_ids
-from flatrl.rows import check_tokenizer
+from flatrl.rows import check_row, check_tokenizer
 from train import Args, check_args, parse_args
 
 ONE_ANSWER = (True, "", 0.5, {})
@@ -502,3 +502,53 @@ def suffix_or_fork(talk, chat, new, recent):
         return talk.suffix(chat, new, None, None, recent)
     except agent_loop.RewritesHistory:
         return "fork"
+
+
+# ---------------------------------------------------------------- found by reading
+
+
+def test_the_eos_behind_a_whole_chat_ends_no_turn(tokenizer):
+    """Phi-3 ends turns with <|end|>, and chats with its EOS, here the only known stop."""
+    phi3 = chat_templates.tokenizer_for("phi3", tokenizer)
+    talk = conversation(phi3)
+    assert phi3.convert_ids_to_tokens(talk.answer_end) == "<|end|>"
+    assert talk.check([ADDS], [], has_user=True) == []
+
+
+def test_a_user_is_tried_without_tools_that_the_task_does_not_have(tokenizer):
+    """Mistral's template writes tools in front of the last user, so with them it would fork."""
+    talk = talk_of("mistral0.3", tokenizer)
+    assert talk.check([ADDS], [], has_user=True) == []
+
+
+def test_a_name_in_the_schemas_is_no_call_that_is_shown(tokenizer):
+    template = "{{ tools | tojson }}" + CHAT.replace("SAID", "m.content") + PROMPTS
+    talk = conversation(with_template(tokenizer, template))
+    message = {"role": "assistant", "content": "", "tool_calls": called(("calculator", {"a": 1}))}
+    assert not talk.shows(message, [{"function": {"name": "calculator"}}])
+
+
+def test_reasoning_stands_before_the_parts_of_a_content(tokenizer):
+    talk = talk_of("chatml-base", tokenizer)
+    part = {"type": "text", "text": "3"}
+    message = {"role": "assistant", "reasoning_content": "Easy.", "content": [part]}
+    thought = {"type": "text", "text": "<think>Easy.</think>"}
+    assert talk.as_shown(message)["content"] == [thought, part]
+
+
+def test_today_is_not_todays_date(tokenizer):
+    template = "How can I help today?" + CHAT.replace("SAID", "m.content") + PROMPTS
+    assert not conversation(with_template(tokenizer, template)).writes_date
+
+
+def test_think_tags_are_those_of_the_prompt_too(tokenizer):
+    other = with_template(tokenizer, CHAT.replace("SAID", "m.content") + PROMPTS)
+    args = LoopArgs(think_tags="[THINK] [/THINK]")
+    prompt = [ADDS, {"role": "assistant", "reasoning_content": "Easy.", "content": "3"}, ADDS]
+    loop = SingleTurnLoop(None, other, None, SimpleNamespace(), args)
+    assert "[THINK]Easy.[/THINK]3" in other.decode(loop.start({"prompt": prompt}).prompt_ids)
+
+
+def test_a_rows_texts_are_made_fit_for_a_tokenizer():
+    row = check_row({"prompt": "so \ud83d\ufdd0"}, "prompt", 0, "row 0")
+    assert row["prompt"][0]["content"] == "so ?"

@@ -425,6 +425,13 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="opd", ref_model="x", kl_kind="x"), "--kl_kind x: choose from k1, abs, k2"),
     (dict(algo="opd", ref_model="x", kl_kind="top0"), "or topK with a number, as in top16"),
     (dict(algo="opd", ref_model="x", kl_kind="top4"), "--kl_kind top4 is a loss, no reward of"),
+    (dict(algo="opd", ref_model="x", kl_in="loss"), "--kl_kind k1 teaches nothing as a loss"),
+    (dict(algo="ppo", imitation_steps=2, critic_warmup=2), "--imitation_steps: only the critic"),
+    (dict(adv_estimator="grpo", critic_warmup=2), "--critic_warmup"),
+    (dict(num_steps=0, resume=True), "--num_steps 0 evaluates --model: give it the final folder"),
+    (dict(num_steps=0, replay="x"), "--replay trains: --num_steps must be at least 1"),
+    (dict(max_staleness=1, prompts_per_step=0), "--prompts_per_step 0 must be greater than 0"),
+    (dict(stop_at_reward=0.5, eval_every=0), "--stop_at_reward has an effect only with"),
     # Flags without effect: a rule of each form
     (dict(gamma=0.9), "only with --adv_estimator gae or gae_bootstrap or reinforce_pp"),
     (dict(kl_in="reward"), "--kl_in has an effect only with a --kl_coef"),
@@ -494,6 +501,11 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
     for bad in ("{", json.dumps(good | {"prompt_ids": None})):
         file.write_text(f"{line}\n{bad}\n", encoding="utf-8")
         with pytest.raises(BadInput, match=r"step_000001.jsonl, line 2, is no trajectory"):
+            train.read_rollouts(file, 4)
+    replaced = good | {"extra": good["extra"] | {"filtered": True}}
+    for nothing in ({"kind": "failed_reward"}, replaced):
+        file.write_text(json.dumps(nothing))
+        with pytest.raises(BadInput, match="step_000001.jsonl has no trajectory to learn from"):
             train.read_rollouts(file, 4)
 
 

@@ -156,6 +156,14 @@ def test_describe_by_hand():
     }
 
 
+def test_a_reward_counts_once_for_each_rollout():
+    """All outputs of a rollout have its dict."""
+    rewards = [(0, 0, 1.0), (1, 0, 0.0), (1, 1, 0.0), (1, 2, 0.0)]
+    outputs = [played(0, *place, {"score": right, "right": right}) for *place, right in rewards]
+    described = describe(outputs, data.by_unit(outputs))
+    assert described["reward/mean"] == described["reward_part/right"] == 0.5
+
+
 def test_units_of_games():
     units = data.by_unit(GAMES)
     assert units.rewards.tolist() == [1, -1, -1, 1]

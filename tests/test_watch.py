@@ -159,6 +159,15 @@ def test_rewards_of_turns_that_are_added_up():
     assert warnings_of(outputs=early, adv_estimator="gae") == warnings_of(outputs=late) == []
 
 
+def test_a_replay_may_have_fewer_prompts():
+    """Those that --dump_rollouts kept."""
+    rows = [step_of(1)]
+    later = step_of(2) | {"rollout/first_prompt": 50, "rollout/last_prompt": 60}
+    for replay, n in ("folder", 0), (None, 1):
+        problems = Watch(Args(replay=replay), rows).check_progress(later, rows)
+        assert ("prompts" in problems) == n
+
+
 def test_answers_that_are_cut_off_or_not_parsed():
     cut_off = changed(stop_reason="length")
     [line] = warnings_of(outputs=cut_off)
