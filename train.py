@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import data
 import losses
-from agent_loop import BadInput, tool_parser
+from agent_loop import BadInput
 from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
@@ -55,7 +55,10 @@ def main(args: Args):
     """Trains: each step of the run, from rollout to log. Ends early after Ctrl-C or SIGTERM."""
     run = setup(args)  # checks all input first; holds engine, networks, pool and log
     log = run.log
-    with contextlib.suppress(Stopped), checkpoints.saved_first(run, put_to_sleep):
+    with (
+        contextlib.suppress(Stopped),
+        checkpoints.saved_first(run, put_to_sleep),
+    ):
         if run.done == 0 and run.rows["val"]:
             log.metrics({"step": 0} | evaluate(run))
 
@@ -916,15 +919,12 @@ def check_input(args: Args) -> tuple:
 def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     """Loads the model's tokenizer and processor (None for a text model), and drops overlong rows.
 
-    rows: all rows, by split. Returns tokenizer, processor, rows by split. Raises BadInput if the
-    model, the teacher and the rows don't fit together."""
+    rows: by split, before and after. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args)
     models.check_teacher(args, tokenizer)
     without_hints = replace(args, hints=False)  # as evaluations are
     for split, settings in (("train", args), ("val", without_hints)):
         rows[split] = data.filter_overlong(rows[split], tokenizer, task, settings, processor)
-    if getattr(task, "TOOLS", None):
-        tool_parser(args.tool_parser, tokenizer)  # raises for an unknown --tool_parser
     return tokenizer, processor, rows
 
 
