@@ -329,7 +329,7 @@ def estimate_advantages(
     The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
     as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
     unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. state:
-    Run.estimator_state. Raises ValueError for advantages of another shape, NaN or infinity."""
+    Run.estimator_state. Raises BadInput for advantages of another shape, NaN or infinity."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     units = batch.units
     layout = batch.layout
@@ -345,7 +345,7 @@ def estimate_advantages(
     if advantages.shape == units.outcomes.shape:
         advantages = advantages[:, None].expand_as(mask)
     if advantages.shape != mask.shape or not advantages[mask.bool()].isfinite().all():
-        raise ValueError(
+        raise BadInput(
             f"--adv_estimator {args.adv_estimator} gives advantages of the shape "
             f"{tuple(advantages.shape)}: must be finite, and one for each unit, "
             f"(N,) = {tuple(units.outcomes.shape)}, or for each token, "
@@ -920,7 +920,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     """Loads the model's tokenizer and processor (None for a text model), and drops overlong rows.
 
     rows: by split, before and after. Raises BadInput if model, teacher and rows don't fit."""
-    tokenizer, processor = models.load_tokenizer(args)
+    tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
     without_hints = replace(args, hints=False)  # as evaluations are
     for split, settings in (("train", args), ("val", without_hints)):

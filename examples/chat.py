@@ -156,6 +156,7 @@ def main(argv: list[str]) -> None:
     engine = Engine(args.model, args, accelerator.device, stops, vocab_size, image_token_id)
     train.sync(engine, policy, 0)
     background = Background()
+    print("/new begins another conversation, Ctrl-D ends")
     try:
         talk(engine, background, tokenizer, processor, task, args)
     finally:

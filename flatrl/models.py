@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from agent_loop import conversation, with_template_variables
+from agent_loop import conversation, tool_parser, with_template_variables
 from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
@@ -185,10 +185,11 @@ def vocab_size(tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def load_tokenizer(args) -> tuple:
+def load_tokenizer(args, task=None) -> tuple:
     """Returns the model's tokenizer and its processor (None for a text model).
 
-    Raises BadInput if args.model can't be trained here."""
+    task: a module, for whose TOOLS --tool_parser must fit the tokenizer. Raises BadInput if it does
+    not, or if args.model can't be trained here."""
     config = load_config(args)
     processor = load_processor(args, config)
     if processor:
@@ -200,6 +201,8 @@ def load_tokenizer(args) -> tuple:
         f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
         "vocab_size: it is another model's, or was added to",
     )
+    if getattr(task, "TOOLS", None):
+        tool_parser(args.tool_parser, tokenizer)
     return tokenizer, processor
 
 

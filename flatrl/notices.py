@@ -4,6 +4,7 @@ At the start: the plan. During the run: warnings, a trajectory now and then, the
 Weights & Biases. At the end: the rewards, and commands to continue."""
 
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ class Notices:
         if args.wandb_project:
             self.tracker = Tracker(args.wandb_project, args.output_dir, about)
         self.is_learning = True  # whether the last step taught something
+        self.lowest = math.inf  # the rewards of the steps so far
+        self.highest = -math.inf
 
     def start(self, rows: dict, rows_read: dict, network, device):
         """Prints the plan of the run, and warns of what is likely a mistake in rows and flags.
@@ -89,8 +92,16 @@ class Notices:
         distils = "actor/kl" in metrics and not log.args.reward_coef  # perhaps by the loss alone
         other_losses = {"actor/imitation_loss", "actor/observation_loss"} & metrics.keys()
         self.is_learning = distils or other_losses or advantages.any()
+        rewards = set(map(total_reward, rollouts.sampled))
         if was_learning and not self.is_learning:
-            log.say(f"warning: step {step} taught nothing: {why_nothing(rollouts.sampled)}")
+            if rewards == {self.highest} != {self.lowest}:
+                why = f"all rewards are {self.highest:g}, the highest"
+                log.say(f"step {step} taught nothing: {why}")
+            else:
+                why = why_nothing(rollouts.sampled)
+                log.say(f"warning: step {step} taught nothing: {why}")
+        self.lowest = min({self.lowest, *rewards})
+        self.highest = max({self.highest, *rewards})
         for warning in self.watch.step(metrics, trained, batch):
             log.warn_once(warning)
         if step % SHOW_EVERY == 1:
@@ -251,6 +262,8 @@ def summary(args, steps_done: int) -> str:
     if args.replay is None and final.is_dir():
         chat = shlex.join(["python", "examples/chat.py", str(final), "--task", args.task])
         evaluation = f"--num_steps 0 --model {final} --output_dir {folder}-eval"
+        if args.resume:
+            evaluation += " and without --resume"
         lines += [f"evaluate: {again} {evaluation}", f"talk to it: {chat}"]
     if list(folder.glob("checkpoints/step_*")):
         if steps_done < args.num_steps:

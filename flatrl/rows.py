@@ -19,7 +19,6 @@ from agent_loop import (
     load_image,
     row_kwargs,
     task_tools,
-    tool_parser,
 )
 from flatrl.bad_input import check_types, need, refusing
 
@@ -112,15 +111,11 @@ def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     (`Conversation.check`). The prompt's tokens, decoded, must be its text again, except for
     spaces and the form of accents, which some tokenizers normalise.
 
-    templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs, whose
-    tool_parser must fit the tokenizer if the task has tools."""
-    args = args or LoopArgs()
+    templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
     talk = conversation(templates)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
-    runs_tools = issubclass(agent_loop_class(row, task, args), ToolAgentLoop)
-    if runs_tools and schemas:
-        tool_parser(args.tool_parser, tokenizer)
+    runs_tools = issubclass(agent_loop_class(row, task, args or LoopArgs()), ToolAgentLoop)
     has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
     for warning in talk.check(prompt, schemas if runs_tools else [], has_user):
         warnings.warn(warning, stacklevel=2)

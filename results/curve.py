@@ -45,6 +45,7 @@ def main(target: str, *folders: str) -> None:
     figure.tight_layout()
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
+    print(f"wrote {target}")
 
 
 if __name__ == "__main__":

@@ -149,6 +149,18 @@ def test_a_step_that_teaches_nothing_is_told_of_until_one_does(log, monkeypatch)
     assert ", all rewards are 0 (" in said[0]
 
 
+def test_a_step_in_which_all_is_right_is_no_warning(log):
+    found = notices_of(log)
+    mask = torch.ones(1, 2)
+    for step, (rewards, advantage) in enumerate([((0, 1), 1), ((1, 1), 0), ((1, 1), 0)], 2):
+        outputs = [sampled(1, reward=float(reward))[0] for reward in rewards]
+        rollouts = SimpleNamespace(sampled=outputs, outputs=[], trained=[])
+        batch = {"advantages": advantage * mask, "response_mask": mask}
+        found.step({"step": step}, rollouts, batch)
+    said = [text for text in log.said if "taught nothing" in text]
+    assert said == ["step 3 taught nothing: all rewards are 1, the highest"]
+
+
 @pytest.mark.parametrize("reward_coef, n_warnings", [(0.0, 0), (1.0, 1)])
 def test_distillation_by_the_loss_teaches_without_advantages(reward_coef, n_warnings, log):
     log.args.reward_coef = reward_coef
