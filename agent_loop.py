@@ -951,7 +951,7 @@ class Conversation:
         """Raises BadInput if the template does not show what each message of a prompt says.
 
         Reasoning is not checked, because many templates drop that of earlier turns. Prompts with
-        the same roles, calls and tools are checked once."""
+        the same roles and calls, all with tools or all without, are checked once."""
         dry = []
         for message in prompt:
             message = _edit_message(message, lambda text: "?", str)
@@ -2436,7 +2436,9 @@ def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
 
 
 def _join_contents(contents, separator):
-    """Returns one content of a message for several, each a text or a list of parts."""
+    """Returns one content of a message for several, each a text or a list of parts.
+
+    The separator stands between texts. With a list among them there is none."""
     if all(isinstance(content, str) for content in contents):
         return separator.join(contents)
     parts = []

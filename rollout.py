@@ -179,7 +179,8 @@ class Engine:
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
-        self.hashed = reuse_block_hashes(self.core)  # trajectory -> vLLM's request of its last call
+        # trajectory -> vLLM's request of its last call, whose block hashes the next call reuses
+        self.hashed = reuse_block_hashes(self.core)
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
@@ -247,7 +248,7 @@ class Engine:
         self._become("awake")
 
     def sleep(self, level: int = 2, keep: bool = False):
-        """Frees the memory of the KV cache and of the weights, and forgets all prompts.
+        """Frees the memory of the KV cache and of the weights, and empties the prefix cache.
 
         level: 1 copies the weights to the host, 2 drops them: the next sync brings new ones.
         keep: unfinished requests stay, and continue after the next wake under the weights of

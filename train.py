@@ -260,7 +260,7 @@ def add_rewards(
     """Waits for the rewards. Returns the batch without outputs whose reward failed, and metrics."""
     if run.engine:  # a replayed rollout has its rewards
         wait_for_rewards(rollouts, run.background, run.stop)
-    if run.history:
+    if run.history:  # the task's sampler sees it
         for prompt, reward in data.total_rewards(rollouts.sampled):
             run.history[prompt].append(reward)
     metrics = rollouts.metrics(run.engine)
@@ -276,8 +276,7 @@ def add_rewards(
 def shape_rewards(units: data.Units, args: Args) -> N:
     """Returns the shaped terminal reward of each unit, (N,); by default a unit is a rollout.
 
-    Change the shape of the reward here: every estimator, and ReMax's greedy baseline, gets it, with
-    turn rewards added, and times --reward_coef."""
+    Change the shape here. Callers add turn rewards, and multiply the sum by --reward_coef."""
     rewards = units.outcomes
     if args.overlong_buffer:
         limit = args.max_response_tokens
@@ -400,8 +399,7 @@ def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     optional = {"logprobs_ref", "top_logprobs", "imitation_mask", "observation_mask"}
     columns += optional & batch.keys()
     if args.updates_per_step > 1:
-        columns.append("logprobs_old")
-    # Without this column, the old logprobs are those of the forward pass: the ratio is exactly 1.
+        columns.append("logprobs_old")  # else they are the forward pass's own: the ratio is 1
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
     )
@@ -751,7 +749,7 @@ class Learner:
         self.is_sharded = bool(args.shard)
 
     def set_lr(self, step: int) -> float:
-        """Sets and returns the learning rate of a step, counted from 0."""
+        """Sets and returns the learning rate. step: from 0, of those in which the network learns."""
         lr = self.lr * self.lr_factor(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -923,8 +921,10 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
     without_hints = replace(args, hints=False)  # as evaluations are
-    for split, settings in (("train", args), ("val", without_hints)):
-        rows[split] = data.filter_overlong(rows[split], tokenizer, task, settings, processor)
+    rows = {
+        "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
+        "val": data.filter_overlong(rows["val"], tokenizer, task, without_hints, processor),
+    }
     return tokenizer, processor, rows
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -487,6 +488,16 @@ def test_input_that_is_wrong_ends_before_the_engine_starts(
     with pytest.raises(BadInput) as error:
         train.setup(Args(**flags | change))
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_that_are_dropped_are_counted_and_evaluations_have_no_hints(monkeypatch):
+    monkeypatch.setattr(train.models, "load_tokenizer", lambda args, task: (None, None))
+    monkeypatch.setattr(data, "filter_overlong", lambda rows, *more: [*rows[1:], more[2].hints])
+    rows = {"train": [1, 2], "val": [3]}
+    args = Args(algo="opsd", model="x")
+    *_, kept = train.load_files(args, SimpleNamespace(), rows)
+    assert kept == {"train": [2, True], "val": [False]}
+    assert rows == {"train": [1, 2], "val": [3]}  # the banner compares both
 
 
 def test_a_damaged_rollout_file_is_named(tmp_path):
