@@ -749,7 +749,7 @@ class Learner:
         self.is_sharded = bool(args.shard)
 
     def set_lr(self, step: int) -> float:
-        """Sets and returns the learning rate. step: from 0, of those in which the network learns."""
+        """Sets and returns the learning rate. step: from 0, of those in which it learns."""
         lr = self.lr * self.lr_factor(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
