@@ -652,7 +652,8 @@ class EndToEnd:
             output_starts.append(start)
             unit_ends[unit] = start + output_widths[row]
 
-        # Other tokens take no place, so they have the place of the last sampled one before them.
+        # A token's place is its output's start, plus the widths up to and with its own, minus 1.
+        # Other tokens have width 0, so they have the place of the last sampled one before them.
         starts = torch.tensor(output_starts, dtype=torch.int32)[:, None]  # (B, 1)
         places = widths.cumsum(1, dtype=torch.int32)
         places += starts - 1
@@ -787,7 +788,7 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
         "groups": units.groups,
         "prompts": units.prompts,
         "names": units.names,
-        "lengths": layout.mask.sum(1),
+        "lengths": layout.mask.sum(1),  # sampled tokens of each unit; batch["lengths"] has all
         "truncated": torch.tensor([output.truncated for output in last_outputs(batch.outputs)]),
         "mask": layout.mask,
         "token_rewards": batch.token_rewards,
@@ -996,8 +997,10 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
             sizes.append(sizes[-1] + n_added)
             end += 1
         if sizes[-1] > max_tokens and len(sizes) > 1:
+            # Cut before the row of the second half that shares least with the row before it; of
+            # equals, before the last.
             middle = (start + end - 1) // 2
-            second_half = range(end - 1, middle, -1)  # where to cut; of equals, the last
+            second_half = range(end - 1, middle, -1)
             end = min(second_half, key=whole.shared.__getitem__)
         positions = list(range(start, end))
         n_tokens = sizes[len(positions) - 1]
