@@ -1111,6 +1111,7 @@ def _block(hidden, weight, temperature, softcap, start, stop):
 
 def _compiled_on_gpu(function):
     """Compiles a function of a block for CUDA, where its steps become one kernel."""
+    # At the first call, because torch.compile imports torch._dynamo, which takes seconds.
     compiled = cache(lambda: torch.compile(function, dynamic=True))
 
     @wraps(function)

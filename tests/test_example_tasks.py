@@ -176,6 +176,28 @@ def test_the_user_answers_and_pays_by_turn(play, user, lines, replies, rewards, 
     assert output.metrics["interaction/gsm8k/tries"] == len(lines)
 
 
+def test_verls_parquet_files(play, tmp_path):
+    """As verl's gsm8k_multiturn_w_interaction.py writes them."""
+    datasets = pytest.importorskip("datasets")
+    truth = "-1000"
+    asked = "What is 1-1001? Let's think step by step and output the final answer after `####`."
+    system = {"role": "system", "content": "You are a math expert."}
+    kwargs = {"name": "gsm8k", "query": asked, "ground_truth": truth}
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [system, {"role": "user", "content": asked}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": 0, "interaction_kwargs": kwargs},
+    }
+    file = str(tmp_path / "train.parquet")
+    datasets.Dataset.from_list([row]).to_parquet(file)
+    (row,) = load_rows(gsm8k_user, "train", [file])
+    assert row["prompt"][0] == system  # the row's own stays
+    output = play(gsm8k_user, row, "#### 1000", "#### -1000")
+    assert rewards_of_turns(output) == [0.0, 1 / 2]
+
+
 # ---------------------------------------------------------------- environments.py
 
 

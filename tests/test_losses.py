@@ -448,6 +448,14 @@ def test_dtypes_are_kept_and_an_empty_mask_gives_zeros(name):
         assert (value == 0).all()
 
 
+def test_bounds_are_inclusive():
+    old = t([[0.5, 1.0, 2.0, 2.1]]).log()
+    args = old, torch.zeros_like(old), torch.ones_like(old)
+    close(losses.rollout_correction("icepop", *args, 0.5, 2.0)[0], t([[0.5, 1, 2, 0]]))
+    assert losses.rollout_correction("veto", *args, 0.5, 2.1)[0].sum() == 4
+    assert losses.rollout_correction("veto", *args, 0.5, 2.0)[0].sum() == 0
+
+
 WRONG_CORRECTIONS = [
     *[("tis,none", 0, 1), ("tis,bypass", 0, 1), ("tis,tis", 0, 1)],
     *[("tis,veto", [0], 1), ("icepop", 2, 1)],

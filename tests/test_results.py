@@ -2,14 +2,18 @@
 
 import json
 import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from conftest import REPO
 
 sys.path += [str(REPO / "results"), str(REPO / "speedrun")]
+import bisection_curve
+import credit_curve
 import curve
 import record
 import tables
+from bisection_curve import FOUND, GONE, LEFT
 from verify import verify
 
 LINES = [
@@ -37,6 +41,15 @@ def figure(tmp_path, monkeypatch):
             yield run.label, *run.at("eval/reward", 2)
 
     monkeypatch.setattr(tables, "TABLES", {"mine": mine})
+    return tables.runs("mine", tmp_path)
+
+
+def test_a_run_knows_its_metrics_and_its_figures(figure):
+    first, second = figure.values()
+    assert first.at("eval/reward", 0, 1, 2) == ["0.500", "", "0.900"]
+    assert first.largest("loss") == 3.0
+    assert second.largest("loss") == 4.0
+    assert first.duration() == "2 min 5 s"
 
 
 def test_pages_are_rewritten_between_the_markers(figure, tmp_path, capsys):
@@ -95,6 +108,30 @@ def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch, pictures):
     curve.main("pictures/curve.png", "small")
     sampled, evaluated, *_ = json.loads((tmp_path / "pictures/curve.png").read_text())
     assert (sampled, evaluated) == ([[1, 0.1235]], [[0, 0.5], [1, 0.75]])
+    credit_curve.main("pictures/credit.png")
+    first, *_ = json.loads((tmp_path / "pictures/credit.png").read_text())
+    assert [turn for turn, _ in first] == [1, 2, 3, 4]  # in turn 5, all guesses are equally good
+
+
+def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
+    said = {
+        "eval_000000": (["0 to 31", "31", "0 to 30", "40"], 0.0),
+        "eval_000010": (["0 to 31", "16", "0 to 15", "7"], 1.0),
+    }
+    (tmp_path / "rollouts").mkdir()
+    for name, (texts, reward) in said.items():
+        rollout = {"messages": [{"content": text} for text in texts], "total_reward": reward}
+        (tmp_path / "rollouts" / f"{name}.jsonl").write_text(json.dumps(rollout) + "\n")
+    before, after = bisection_curve.games(tmp_path)
+    assert bisection_curve.turns(before) == [(0, 31, 31)]  # 40 was not among what was left
+    assert bisection_curve.turns(after) == [(0, 31, 16), (0, 15, 7)]
+    file = tmp_path / "rollouts/eval_000010.jsonl"
+    assert bisection_curve.places(file) == [16 / 31, 7 / 15]
+    bisection_curve.animate(tmp_path, tmp_path / "game.svg")
+    drawn = ElementTree.parse(tmp_path / "game.svg").getroot()
+    frames = [each.get("values") for each in drawn.iter() if each.get("attributeName") == "fill"]
+    assert frames[32 + 7].split(";") == [LEFT, FOUND, FOUND]
+    assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
 
 
 def test_a_record_of_the_speedrun_is_verified(tmp_path):

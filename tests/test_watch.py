@@ -77,6 +77,7 @@ def test_a_run_that_is_well_is_not_warned_about():
     gap = [step_of(1), step_of(2, {"rollout/first_prompt": 5})]
     assert warnings_of(*gap, max_gen_batches=2) == []  # dynamic sampling replaced prompts
     assert warnings_of(gap[0], gap[1] | {"rollout/skipped": 3}) == []
+    assert warnings_of(*gap, replay="x") == [] != warnings_of(*gap)  # --dump_rollouts kept these
     drift = step_of(2, {"rollout/logp_diff_mean": 1.0})
     assert warnings_of(step_of(1), drift, replay="x") == []
 
@@ -157,15 +158,6 @@ def test_rewards_of_turns_that_are_added_up():
     [line] = warnings_of(outputs=early)
     assert "--adv_estimator grpo adds up the rewards of turns" in line
     assert warnings_of(outputs=early, adv_estimator="gae") == warnings_of(outputs=late) == []
-
-
-def test_a_replay_may_have_fewer_prompts():
-    """Those that --dump_rollouts kept."""
-    rows = [step_of(1)]
-    later = step_of(2) | {"rollout/first_prompt": 50, "rollout/last_prompt": 60}
-    for replay, n in ("folder", 0), (None, 1):
-        problems = Watch(Args(replay=replay), rows).check_progress(later, rows)
-        assert ("prompts" in problems) == n
 
 
 def test_answers_that_are_cut_off_or_not_parsed():
