@@ -6,9 +6,9 @@ template's own). One rule governs this file: *token in, token out*. Sampled ids 
 verbatim and never tokenised again. The text between two sampled turns is the difference of
 two renderings of the chat template (`Conversation.suffix`).
 
-In this order: settings and results; the conversation, which is all that depends on a model's
-chat template (`Conversation` learns it by trying, and is the longest class); images; tools and
-interactions; agent loops, from `Trajectory` and `AgentLoopBase` to `ToolAgentLoop`.
+In this order: settings and results; agent loops, from `Trajectory` and `AgentLoopBase` to
+`ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code, images. Last, all that
+depends on a model's chat template. A small class there learns it by rendering short made-up chats.
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -224,6 +224,1502 @@ def numeric_entries(values: dict) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, Real)}
 
 
+# ---------------------------------------------------------------- agent loops
+
+
+AGENT_LOOPS: dict[str, type] = {}
+
+
+def register(name: str) -> Callable:
+    """Class decorator: makes a loop available to `--agent name` and to a row's agent_name.
+
+    Raises BadInput unless the class is a subclass of AgentLoopBase."""
+
+    def add(cls):
+        if not issubclass(cls, AgentLoopBase):
+            raise BadInput(f"@register({name!r}) is for subclasses of AgentLoopBase: {cls!r}")
+        AGENT_LOOPS[name] = cls
+        return cls
+
+    return add
+
+
+def agent_loop_class(row: dict, task, args) -> type:
+    """Returns the agent loop's class, selected by row["agent_name"], else by args.agent.
+
+    If both are None, it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
+    "single_turn". Raises BadInput for an unknown name."""
+    has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
+    default = "tool_agent" if has_turns else "single_turn"
+    name = row.get("agent_name") or args.agent or default
+    if name not in AGENT_LOOPS:
+        raise BadInput(
+            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
+            f"@register({name!r}) to the task")
+    return AGENT_LOOPS[name]
+
+
+class Trajectory:
+    """The messages and tokens of one rollout while it runs.
+
+    Only methods of this class append tokens, and always to all five lists together:
+    engine_ids and the four response_* lists. These are the current token sequence. If the
+    template rewrites the history, `fork` ends the sequence and starts another. `outputs`
+    returns one AgentLoopOutput for each sequence.
+
+    For an image, the engine gets one placeholder, and the trainer gets one for each token of
+    the image (`expand`):
+    - engine_ids: prompt and response as `engine.generate` gets them
+    - prompt_ids, response_ids: prompt and response as the trainer gets them
+
+    trusted: the messages that may spell control tokens (`render`). By default these are the
+    messages that are given here. Messages appended later are not trusted.
+
+    reward, unit and group are those of its outputs (see AgentLoopOutput)."""
+
+    def __init__(
+        self,
+        messages: list[dict],
+        prompt_ids: list[int],
+        engine_ids: list[int],
+        images: Sequence,
+        trusted: Sequence[dict] | None = None,
+    ):
+        self.request_id = uuid4().hex  # names the rollout for the engine and for tools
+        self.messages = list(messages)
+        self.trusted = list(messages if trusted is None else trusted)
+        self.images = list(images)
+        self.metrics = {}
+        self.extra = {}
+        self.stop_reason = "stop"
+        self.reward = None
+        self.unit = ""
+        self.group = ""
+        self.assistant_turns = 0
+        self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
+        self.stop_id = None  # the stop token that ended the last assistant turn
+        self.recent = None  # the Recent part of messages, on which the next suffix depends
+        self.tool_calls = []  # in the last assistant turn, not executed yet
+        self.finished = []  # AgentLoopOutputs of the sequences before the last fork
+        self.begin(prompt_ids, engine_ids)
+
+    def begin(self, prompt_ids: list[int], engine_ids: list[int]):
+        """Starts the token sequence with this prompt and an empty response."""
+        self.prompt_ids = prompt_ids
+        self.engine_ids = list(engine_ids)
+        self.turn_rewards = []
+        self.observations = []
+        self.response_ids = []
+        self.response_mask = []
+        self.response_logprobs = []
+        self.response_versions = []
+
+    def fork(self, prompt_ids: list[int], engine_ids: list[int]):
+        """Ends the token sequence, and starts one whose prompt is the rewritten history."""
+        # Reward and metrics go to the last output only. The rollout goes on, so nothing is cut off.
+        so_far = replace(self.output(), reward=None, metrics={}, stop_reason="stop")
+        self.finished.append(so_far)
+        self.begin(prompt_ids, engine_ids)
+        self.count("forks")
+
+    def add_sampled(self, out: TokenOutput, trained: bool = True):
+        """Appends the tokens of an assistant turn, with mask 1.
+
+        trained=False gives them mask 0. It is for constrained decoding, whose logprobs are
+        not those of the policy."""
+        self.assistant_turns += 1
+        if not trained:
+            self.add_given(out.token_ids)
+            return
+        self._add(
+            engine_ids=out.token_ids,
+            ids=out.token_ids,
+            mask=[1] * len(out.token_ids),
+            logprobs=out.logprobs,
+            versions=out.versions,
+        )
+
+    def add_given(
+        self,
+        ids: list[int],
+        engine_ids: list[int] | None = None,
+        observations: Iterable[tuple[int, int]] = (),
+    ):
+        """Appends tokens of a tool, a user or the template, with mask 0.
+
+        engine_ids: the same tokens with one placeholder for each image; default: ids.
+        observations: slices (start, end) of ids, see AgentLoopOutput."""
+        n = len(ids)
+        n_before = len(self.response_ids)
+        for start, end in observations:
+            self.observations.append((n_before + start, n_before + end))
+        self._add(
+            engine_ids=engine_ids or ids,
+            ids=ids,
+            mask=[0] * n,
+            logprobs=[0.0] * n,
+            versions=[-1] * n,
+        )
+
+    def _add(self, engine_ids, ids, mask, logprobs, versions):
+        """Appends to all five lists."""
+        self.engine_ids.extend(engine_ids)
+        self.response_ids.extend(ids)
+        self.response_mask.extend(mask)
+        self.response_logprobs.extend(logprobs)
+        self.response_versions.extend(versions)
+
+    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
+        """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
+
+        kind and name identify the source, such as "tool" and "calculator". A metric becomes
+        "kind/name/key"; the source's rewards are added up in "kind_reward/name". Raises
+        ValueError, which names the source, and records nothing if reward or metrics are not
+        finite numbers."""
+        source = f"{kind} {name!r}"
+        if not isinstance(metrics, dict | None):
+            raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
+        reward = checked_number(0.0 if reward is None else reward, f"the reward of {source}")
+        checked = {}
+        for key, value in (metrics or {}).items():
+            checked[key] = checked_number(value, f"metric {key!r} of {source}")
+        for key, value in checked.items():
+            self.count(f"{kind}/{name}/{key}", value)
+        if reward:
+            self.count(f"{kind}_reward/{name}", reward)
+            last = max(0, len(self.response_ids) - 1)
+            self.turn_rewards.append((last, reward))
+
+    def count(self, name: str, n: float = 1):
+        """Adds n to a metric."""
+        self.metrics[name] = self.metrics.get(name, 0) + n
+
+    def outputs(self) -> list[AgentLoopOutput]:
+        """Returns the outputs of all token sequences: those before each fork, and the current one.
+
+        If the assistant said nothing after the last fork, that sequence is left out. All but its
+        tokens and messages then goes to the sequence before."""
+        last = self.output()
+        # A turn of the assistant may consist of untrained tokens (mask 0) alone.
+        speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
+        if speaks or not self.finished:
+            return [*self.finished, last]
+        *earlier, before = self.finished
+        end = len(before.response_ids) - 1
+        rewards = [(end, reward) for _, reward in last.turn_rewards]
+        merged = replace(
+            before,
+            reward=last.reward,
+            turn_rewards=before.turn_rewards + rewards,
+            unit=last.unit,
+            group=last.group,
+            metrics=last.metrics,
+            extra=last.extra,
+            stop_reason=last.stop_reason,
+        )
+        return [*earlier, merged]
+
+    def output(self) -> AgentLoopOutput:
+        """Returns the current token sequence alone as an output, with copies of all lists.
+
+        Without forks, it is the whole rollout."""
+        return AgentLoopOutput(
+            prompt_ids=list(self.prompt_ids),
+            response_ids=list(self.response_ids),
+            response_mask=list(self.response_mask),
+            response_logprobs=list(self.response_logprobs),
+            response_versions=list(self.response_versions),
+            reward=copy.copy(self.reward),
+            turn_rewards=list(self.turn_rewards),
+            messages=list(self.messages),
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            stop_reason=self.stop_reason,
+            metrics=dict(self.metrics),
+            images=list(self.images),
+            observations=list(self.observations),
+            extra=dict(self.extra),
+            unit=self.unit,
+            group=self.group,
+        )
+
+
+MAX_TOKEN_CHARACTERS = 16  # hardly any token is longer
+
+
+class AgentLoopBase:
+    """The base class of agent loops. Subclasses override `run`.
+
+    Each rollout has its own instance.
+
+    engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
+        image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
+        image_data, which is a list of PIL images or None. `score` needs an `async score(*,
+        request_id, prompt_ids) -> list[float]`, too.
+    processor: the model's image processor; None for text models.
+    task: the task module.
+    args: train.Args, LoopArgs or any object with some of LoopArgs' attributes. Those that it
+        lacks get their defaults, except max_response_tokens and max_model_len: without them
+        TypeError is raised."""
+
+    def __init__(self, engine, tokenizer, processor, task, args):
+        missing = {}
+        for each in fields(LoopArgs):
+            if not hasattr(args, each.name):
+                missing[each.name] = each.default
+        if "max_response_tokens" in missing or "max_model_len" in missing:
+            raise TypeError(
+                f"{type(self).__name__} needs args with max_response_tokens and "
+                f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
+        self.args = copy.copy(args)  # a copy, because other loops share args
+        vars(self.args).update(missing)
+        self.engine = engine
+        self.tokenizer = with_template_variables(tokenizer, self.args.chat_template_args)
+        self.processor = processor
+        self.task = task
+
+    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Runs one rollout, and returns its output or outputs. Must be overridden.
+
+        row: the columns of the data set's row, and index, step, rollout_n (the rollout's
+        number within its group) and validate (True in an evaluation)."""
+        raise TypeError(f"{type(self).__name__} has no run method")
+
+    def start(
+        self,
+        row: dict,
+        tools: list[dict] | None = None,
+        trusted: Sequence[dict] | None = None,
+    ) -> Trajectory:
+        """Returns a trajectory that begins with row["prompt"], even if that is too long.
+
+        trusted: messages that may spell control tokens, now and after a fork; by default all
+        of the prompt. Raises ValueError unless the prompt has one placeholder for each of the
+        row's images."""
+        prompt = row["prompt"]
+        images = [_load_row_image(image) for image in row.get("images") or ()]
+        engine_ids = self.conversation().render(prompt, tools, trusted)
+        prompt_ids = expand(engine_ids, images, self.processor)
+        return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
+
+    @property
+    def window(self):
+        """The most tokens that the engine takes, prompt and response together; inf: no limit."""
+        return self.args.max_model_len or math.inf
+
+    def too_long(self, messages: Sequence[dict]) -> bool:
+        """Returns True if messages are far too long for the window, without tokenising them.
+
+        Tokenising a very long text is slow."""
+        n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
+        return len(str(messages)) > MAX_TOKEN_CHARACTERS * n_tokens
+
+    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
+        """Returns how many more response tokens fit both the rollout's budget and the window.
+
+        used: tokens in the window; default: those of the trajectory's current sequence."""
+        if used is None:
+            used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+        spent = len(trajectory.response_ids)
+        for output in trajectory.finished:
+            spent += len(output.response_ids)
+        return min(self.args.max_response_tokens - spent, self.window - used)
+
+    def append(
+        self,
+        trajectory: Trajectory,
+        messages: list[dict],
+        tools: list[dict] | None,
+        stops: set[int],
+        images: Sequence = (),
+    ) -> bool:
+        """Appends messages of tools or a user to the trajectory, with their tokens.
+
+        Forks the trajectory if the template rewrites its history. Returns True if the
+        messages and at least one token of a reply fit. If not, nothing is appended, and the
+        stop reason becomes "length".
+
+        stops: see `stop_token_ids`. images: one for each placeholder in the messages."""
+        if self.too_long(messages):
+            trajectory.stop_reason = "length"
+            return False
+        images = [_load_row_image(image) for image in images]
+        conversation = self.conversation(stops)
+        try:
+            fits = self._append_suffix(trajectory, conversation, messages, tools, images)
+        except RewritesHistory:
+            fits = self._fork_with(trajectory, conversation, messages, tools, images)
+        if not fits:
+            trajectory.stop_reason = "length"
+            return False
+        trajectory.images += images
+        trajectory.messages += messages
+        trajectory.user_turns += 1
+        return True
+
+    def _append_suffix(self, trajectory, talk, messages, tools, images):
+        """Appends the tokens of messages, if they fit. Raises RewritesHistory."""
+        if not trajectory.recent:
+            trajectory.recent = Recent(talk.form_of)
+
+        def suffix(new):
+            return talk.suffix(
+                trajectory.messages, new, trajectory.stop_id, tools, trajectory.recent)
+
+        engine_ids = suffix(messages)
+        ids = expand(engine_ids, images, self.processor)
+        if self.room(trajectory) - len(ids) < 1:
+            return False
+        said = []
+        if self.args.observation_coef:
+            said = said_in(ids, messages, lambda new: expand(suffix(new), images, self.processor))
+        trajectory.add_given(ids, engine_ids, said)
+        return True
+
+    def _fork_with(self, trajectory, talk, messages, tools, images):
+        """Forks the trajectory: the new prompt is its history with messages, if they fit."""
+        chat = trajectory.messages + messages
+        engine_ids = talk.render(chat, tools, trajectory.trusted)
+        ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
+        if self.room(trajectory, used=len(ids)) < 1:
+            return False
+        trajectory.fork(ids, engine_ids)
+        return True
+
+    async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
+        """Samples one assistant turn, and appends its tokens and its message.
+
+        Returns its text without reasoning but with special tokens (see `_read_turn`), or None
+        if the turn was cut off or had no room. Sets the stop reason.
+
+        Raises ValueError if engine and processor expand an image to different numbers of
+        tokens."""
+        room = self.room(trajectory)
+        if room < 1:
+            trajectory.stop_reason = "length"
+            return None
+        max_tokens = min(room, self.turn_limit(sampling_params))
+        out = await self.engine.generate(
+            request_id=trajectory.request_id,
+            prompt_ids=list(trajectory.engine_ids),
+            sampling_params={**sampling_params, "max_tokens": max_tokens},
+            image_data=list(trajectory.images) or None,
+        )
+        if trajectory.images:
+            prompt_ids = trajectory.prompt_ids + trajectory.response_ids
+            if out.prompt_ids != prompt_ids:
+                raise ValueError(
+                    "the engine and the processor disagree about the tokens of the images: "
+                    f"{len(out.prompt_ids)} against {len(prompt_ids)}")
+        before = trajectory.engine_ids[-64:]  # shows whether the template has begun a thought
+        is_constrained = "structured_outputs" in sampling_params
+        trajectory.add_sampled(out, trained=not is_constrained)
+        trajectory.stop_reason = out.stop_reason
+        content_ids = out.token_ids
+        stops = self.stop_token_ids(sampling_params)
+        trajectory.stop_id = None
+        if content_ids and content_ids[-1] in stops:
+            *content_ids, trajectory.stop_id = content_ids
+        message, text = self._read_turn(before, content_ids)
+        trajectory.messages.append(message)
+        return text if out.stop_reason == "stop" else None
+
+    def turn_limit(self, sampling_params: dict) -> float:
+        """Returns the most tokens that one turn may have; inf: no limit."""
+        limits = (self.args.max_turn_tokens, sampling_params.get("max_tokens"))
+        return min(filter(None, limits), default=math.inf)
+
+    def _read_turn(self, before, ids):
+        """Returns (message, text) for the ids of an assistant turn without its stop token.
+
+        The message's content and reasoning_content are separated by `split_reasoning`, and
+        have no special tokens. A turn without reasoning has no reasoning_content. text is
+        the turn without its reasoning, with special tokens, because tool calls may need them.
+
+        before: the last tokens before the turn. Some templates end them with the start tag."""
+        decode = self.tokenizer.decode
+        message = {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
+        start, end = self.args.think_tags.split()
+        opened = decode(before).rstrip().endswith(start)
+        reasoning, text = split_reasoning(decode(ids), start, end, opened)
+        if reasoning is not None:
+            # The tags may be special tokens, so these are dropped only now.
+            for name, part in (("content", text), ("reasoning_content", reasoning)):
+                part_ids = _tokenise(self.tokenizer, part)
+                message[name] = decode(part_ids, skip_special_tokens=True)
+        return message, text
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """Returns the logprob of each of ids[start:], given all ids before it.
+
+        ids: any text without images, at most window - 1 tokens. The weights are those that the
+        engine has when it answers; with --max_staleness they may be newer than those that sampled
+        the ids. The temperature is 1, whatever the run samples with. No turn is counted, and
+        sampling seeds stay. Each call costs a prefill of all ids: the prefix cache is not read.
+
+        Raises ValueError unless 1 <= start <= len(ids) (the first id has no logprob), and if the
+        engine refuses the ids; TypeError if the engine has no `score`."""
+        if not 1 <= start <= len(ids):
+            raise ValueError(f"start must be from 1 to {len(ids)}, the number of ids, got {start}")
+        if not hasattr(self.engine, "score"):
+            raise TypeError(f"the engine {type(self.engine).__name__} has no method `score`")
+        logprobs = await self.engine.score(request_id=uuid4().hex, prompt_ids=ids)
+        return logprobs[start - 1 :]
+
+    def stop_token_ids(self, sampling_params: dict) -> set[int]:
+        """Returns the ids that end a turn: the tokenizer's, the sampling parameters' and those
+        with which the chat template ends one."""
+        stops = {*(sampling_params.get("stop_token_ids") or ()), self.tokenizer.eos_token_id}
+        if self.tokenizer.chat_template:
+            stops |= self.conversation(stops - {None}).stops
+        return stops - {None}
+
+    def conversation(self, stops: Iterable[int] = ()) -> "Conversation":
+        """Returns what the model's chat template does, see Conversation."""
+        return conversation(self.tokenizer, stops, self.args.think_tags)
+
+
+def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
+    """Splits an assistant's text into (reasoning, the rest). Reasoning is None without tags.
+
+    Reasoning is everything up to the last end tag, plus anything after a later start tag:
+        "<think>why</think>so"        ("why", "so")
+        "why</think>so"               ("why", "so")
+        "why</think>so<think>or"      ("whyor", "so")
+        "why", opened                 ("why", "")
+        "so", not opened              (None, "so")
+
+    start, end: the tags. opened: whether the prompt ends with the start tag."""
+    if opened:
+        text = start + text
+    before, has_end, after_end = text.rpartition(end)
+    rest, has_start, unfinished = after_end.partition(start)
+    if not has_end and not has_start:
+        return None, text
+    reasoning = before + unfinished
+    return reasoning.removeprefix(start), rest
+
+
+@register("single_turn")
+class SingleTurnLoop(AgentLoopBase):
+    """Samples one answer to the prompt."""
+
+    async def run(self, sampling_params, **row):
+        trajectory = self.start(row)
+        await self.assistant_turn(trajectory, sampling_params)
+        return trajectory.output()
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Turns of sampling, tool calls and simulated users: a state machine, as in verl.
+
+        pending -> generating -> processing_tools -> generating ...   the model calls tools
+                              -> interacting -> generating ...        a simulated user answers
+                              -> told_of_cut -> generating ...        the turn was too long
+                              -> None                                 the end
+        answering_last                                                at a limit, before the end
+
+    Most names of states are verl's. A state is a method that gets the trajectory and
+    returns the next state. A subclass adds one by returning it from another:
+    `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
+    model reads a message about it, and a metric counts it."""
+
+    def __init__(self, engine, tokenizer, processor, task, args):
+        """Sets what `run` sets for its row, so that a subclass or a test may call a part alone."""
+        super().__init__(engine, tokenizer, processor, task, args)
+        self.sampling_params = {}
+        self.tools = {}  # by name
+        self.tools_kwargs = {}
+        self.schemas = []  # of the tools
+        self.interaction = None
+        self.interaction_kwargs = {}
+        self.user_answers = 0  # answers of the simulated user so far
+        self.is_last = False  # whether the final answer was asked for
+        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
+
+    async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
+
+        Returns one output, or a list of several if the template rewrote the history."""
+        self.sampling_params = sampling_params
+        self.tools_kwargs = row_kwargs(row, "tools_kwargs")
+        self.tools = task_tools(self.task, self.tools_kwargs)
+        self.schemas = [tool.schema for tool in self.tools.values()]
+        self.interaction_kwargs = dict(row_kwargs(row, "interaction_kwargs"))
+        self.interaction = task_interaction(self.task, self.interaction_kwargs)
+        self.interaction_kwargs.pop("name", None)
+        self.user_answers = 0
+        self.is_last = False
+        self.create_tasks = {}
+        trajectory = self.start(row, self.schemas)
+        try:
+            await self._run_states(trajectory)
+            for name, task in self.create_tasks.items():
+                succeeded = task.done() and not task.exception()
+                if succeeded:
+                    reward = await self._call_at_end(trajectory, name, "calc_reward")
+                    trajectory.record("tool", name, reward, None)
+        finally:
+            await self.close(trajectory)
+        if trajectory.finished:
+            return trajectory.outputs()
+        return trajectory.output()
+
+    async def _run_states(self, trajectory):
+        """Goes from state to state until the end, or until trajectory_timeout has passed."""
+        state = self.pending
+        try:
+            async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
+                while state:
+                    state = await state(trajectory)
+                    if not state and self._may_answer(trajectory):
+                        state = self.answering_last
+        except TimeoutError:
+            if not budget.expired():  # user code raised it, so the rollout fails
+                raise
+            trajectory.stop_reason = "timeout"  # the tokens so far are kept and graded
+
+    async def pending(self, trajectory):
+        """The first state: lets the interaction speak first, if it has an opening message."""
+        text = None
+        if self.interaction:
+            text = await self._ask_interaction(
+                self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
+        if text is not None:
+            text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
+            trajectory.messages.append({"role": "user", "content": text})
+            engine_ids = self.conversation().render(
+                trajectory.messages, self.schemas, trajectory.trusted)
+            prompt_ids = expand(engine_ids, trajectory.images, self.processor)
+            trajectory.begin(prompt_ids, engine_ids)
+        if self.tools:
+            trajectory.count("tool_calls", 0)  # so that the metric exists
+        for name in self.tools:
+            trajectory.count(f"tool_calls/{name}", 0)
+        if self.args.max_turn_tokens:
+            trajectory.count("cut_turns", 0)
+        if self.args.final_answer_tokens:
+            trajectory.count("final_answers", 0)
+        return self.generating
+
+    async def generating(self, trajectory):
+        """Samples an assistant turn. Next, its tools are called, or else the user answers."""
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        if self._is_cut(trajectory):
+            trajectory.count("cut_turns")
+            next_state = self.told_of_cut
+        elif text is None:
+            return None
+        else:
+            trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
+            if not trajectory.tool_calls:
+                return self.interacting if self.interaction else None
+            next_state = self.processing_tools
+        if self._at_assistant_limit(trajectory):
+            trajectory.stop_reason = "max_turns"
+            return None
+        return next_state
+
+    def _is_cut(self, trajectory):
+        """Returns whether a limit of one turn cut the last one, and the rollout has more room."""
+        has_limit = self.args.max_turn_tokens > 0
+        return has_limit and trajectory.stop_reason == "length" and self.room(trajectory) > 0
+
+    async def told_of_cut(self, trajectory):
+        """Tells the policy that its turn was cut, in a user's message, so that it continues."""
+        limit = self.turn_limit(self.sampling_params)
+        called = "No tool was called. " if self.tools else ""
+        text = f"Your turn was cut at {limit} tokens. {called}Continue, more briefly."
+        return self.answer(trajectory, [{"role": "user", "content": text}])
+
+    def room(self, trajectory, used=None):
+        """As in AgentLoopBase, but without the tokens that are kept for the final answer."""
+        room = super().room(trajectory, used)
+        return room if self.is_last else room - self.args.final_answer_tokens
+
+    def _may_answer(self, trajectory):
+        """Returns whether a limit ends the rollout now, and a final answer can be asked for."""
+        at_limit = trajectory.stop_reason in ("length", "max_turns")
+        return at_limit and self.args.final_answer_tokens > 0 and not self.is_last
+
+    async def answering_last(self, trajectory):
+        """Asks for the final answer, and samples it with the tokens that are kept for it.
+
+        The request answers the calls that are pending, or else it is a user's message. (If the
+        policy has not spoken since it was asked, it is asked nothing new.) Calls in the final
+        answer are not executed. A simulated user judges it."""
+        self.is_last = True
+        trajectory.count("final_answers")
+        last = trajectory.messages[-1]
+        request = self.args.final_answer_request
+        messages = []
+        for tool_call in last.get("tool_calls", ()):
+            messages.append({
+                "role": "tool",
+                "name": tool_call["function"]["name"],
+                "content": request,
+                "tool_call_id": tool_call["id"],
+            })
+        if not messages:
+            messages.append({"role": "user", "content": request})
+        has_spoken = last["role"] == "assistant"
+        if has_spoken and not self.answer(trajectory, messages):
+            return None
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        return self.interacting if self.interaction and text is not None else None
+
+    def _at_assistant_limit(self, trajectory):
+        """Returns whether max_assistant_turns is reached."""
+        limit = self.args.max_assistant_turns
+        return limit > 0 and trajectory.assistant_turns >= limit
+
+    def _at_user_limit(self):
+        """Returns whether max_user_turns is reached."""
+        limit = self.args.max_user_turns
+        return limit > 0 and self.user_answers >= limit
+
+    def parse(self, trajectory, text):
+        """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
+
+        Puts them into the trajectory's last message if at least one has a name, and the chat
+        template shows the message. Else they stay in its text."""
+        content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
+        message = trajectory.messages[-1]
+        shown, _ = self._split_calls(calls)
+        if any(tool_call["name"] for tool_call in shown):
+            called = dict(message)
+            set_tool_calls(called, content, shown, trajectory.assistant_turns)
+            if self.talk.shows(called, self.schemas):
+                message.update(called)
+        return calls
+
+    def _max_calls(self):
+        """Returns how many tool calls of a turn are executed."""
+        return self.args.max_parallel_calls if self.talk.takes_two_calls else 1
+
+    def _split_calls(self, calls):
+        """Returns (the calls that the turn's message shows, the number of the others)."""
+        n = 1 if self._max_calls() == 1 else len(calls)
+        return calls[:n], len(calls[n:])
+
+    @property
+    def talk(self) -> "Conversation":
+        """What the chat template does."""
+        return self.conversation(self.stop_token_ids(self.sampling_params))
+
+    async def processing_tools(self, trajectory):
+        """Executes the turn's tool calls concurrently, and appends the responses in order."""
+        calls, n_left_out = self._split_calls(trajectory.tool_calls)
+        limit = self._max_calls()
+        for tool_call in calls[limit:]:
+            tool_call["error"] = f"only {limit} tool calls at a time are executed"
+        started = time.perf_counter()
+        responses = await asyncio.gather(
+            *(self.call_tool(trajectory, tool_call) for tool_call in calls),
+            return_exceptions=True,
+        )
+        trajectory.count("tool_s", time.perf_counter() - started)
+        trajectory.count("tool_calls", len(calls))
+        messages = []
+        images = []
+        for number, (tool_call, response) in enumerate(zip(calls, responses)):
+            name = tool_call["name"]
+            n_images = len(trajectory.images) + len(images)
+            response = self._record_response(trajectory, name, response, n_images)
+            if n_left_out:  # the template shows one call, so there is one response
+                trajectory.count("tool_errors", n_left_out)
+                response.text += f"\nError: your {n_left_out} other calls were not executed: "
+                response.text += "call one tool at a time"
+            messages.append({
+                "role": "tool",
+                "name": name,
+                "content": self._content(response),
+                "tool_call_id": _call_id(trajectory.assistant_turns, number),
+            })
+            images += response.images
+        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
+            contents = [message["content"] for message in messages]
+            messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
+        return self.answer(trajectory, messages, images)
+
+    def _record_response(self, trajectory, name, response, n_images):
+        """Counts a tool call, records its response's reward and metrics, and returns the response.
+
+        If it is an exception, or is invalid, returns a response with the error instead: the
+        model reads it, and the rollout continues. n_images: images in the rollout so far."""
+        if name in self.tools:
+            trajectory.count(f"tool_calls/{name}")
+        if isinstance(response, Exception):
+            return self._error_response(trajectory, name, response)
+        try:
+            trajectory.record("tool", name, response.reward, response.metrics)
+            self._check_room_for_images(n_images, len(response.images))
+        except Exception as error:
+            return self._error_response(trajectory, name, error)
+        return response
+
+    def _check_room_for_images(self, n_images, n_new):
+        """Raises ValueError if more images would exceed max_images."""
+        limit = self.args.max_images
+        if n_images + n_new > limit:
+            raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
+
+    def _error_response(self, trajectory, name, error):
+        """Counts an error, and returns a ToolResponse that tells the model about it."""
+        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
+        trajectory.count(kind)
+        if name in self.tools:  # the model may write any name
+            trajectory.count(f"{kind}/{name}")
+        return ToolResponse(f"Error: {str(error) or repr(error)}")
+
+    def _content(self, response):
+        """Returns the content of a tool's message: a text, or a list of parts with images."""
+        limit = self.args.max_tool_response_tokens
+        side = self.args.tool_response_truncate_side
+        text = shorten(response.text, limit, side, self.tokenizer)
+        if not response.images:
+            return text
+        content = [{"type": "image"} for _ in response.images]
+        if text:
+            content.insert(0, {"type": "text", "text": text})
+        return content
+
+    async def call_tool(self, trajectory, tool_call):
+        """Executes a tool call, and returns a ToolResponse whose images are loaded.
+
+        tool_call: as from `parse_tool_calls`. Raises ValueError if it is malformed or names
+        an unknown tool, CallTimeoutError after tool_timeout, and whatever the tool raises."""
+        name = tool_call["name"]
+        if tool_call["error"]:
+            raise ValueError(tool_call["error"])
+        if name not in self.tools:
+            raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
+        execution = self._execute(trajectory, name, tool_call["arguments"])
+        return await in_time(name, self.args.tool_timeout, execution)
+
+    async def _execute(self, trajectory, name, arguments):
+        """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
+        if name not in self.create_tasks:
+            create = self._tool_method(trajectory, name, "create")
+            self.create_tasks[name] = asyncio.ensure_future(_contained(create))
+        # Parallel calls wait for the same `create`, so the timeout of one must not cancel it.
+        await asyncio.shield(self.create_tasks[name])
+        response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
+        reward = metrics = None
+        if isinstance(response, tuple):
+            response, reward, metrics = response
+        if not isinstance(response, ToolResponse):
+            response = ToolResponse(response)
+        if response.images and self.processor is None:
+            raise ValueError("the tool returned an image, and this agent reads text only")
+        images = [load_image(image) for image in response.images]
+        if images:
+            image_tokens(images, self.processor)  # raises if the model does not accept a shape
+        return ToolResponse(
+            text=tool_text(response.text),
+            images=images,
+            reward=response.reward if reward is None else reward,
+            metrics={**response.metrics, **(metrics or {})},
+        )
+
+    async def _tool_method(self, trajectory, name, method, *arguments):
+        """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
+        kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
+        function = getattr(self.tools[name], method)
+        return await call(function, trajectory.request_id, *arguments, **kwargs)
+
+    async def _call_at_end(self, trajectory, name, method):
+        """Calls `calc_reward` or `release` of a tool, limited by tool_timeout."""
+        coroutine = self._tool_method(trajectory, name, method)
+        return await in_time(f"{method} of tool {name!r}", self.args.tool_timeout, coroutine)
+
+    async def _ask_interaction(self, method, *args, **kwargs):
+        """Calls a method of the interaction, limited by tool_timeout."""
+        coroutine = call(method, *args, **kwargs)
+        return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
+
+    async def interacting(self, trajectory):
+        """Lets the simulated user answer and reward the assistant's turn. Returns the next state,
+        None after the user's last words, at a limit, or if this was the final answer."""
+        reply = await self._ask_interaction(
+            self.interaction.generate_response,
+            trajectory.request_id,
+            [_own_copy(message) for message in trajectory.messages],
+            **self.interaction_kwargs,
+        )
+        name = self.interaction.name
+        if not isinstance(reply, Sequence) or len(reply) != 4 or reply[0] not in (True, False):
+            raise ValueError(
+                f"interaction {name!r} returned {reply!r:.80}: must be (done, text, "
+                "reward, metrics), and done True or False")
+        done, text, reward, metrics = reply
+        trajectory.record("interaction", name, reward, metrics)
+        if done and text is None:
+            text = ""
+        text = checked_text(text, f"the text of interaction {name!r}")
+        done = done or self.is_last
+        if not done and (self._at_assistant_limit(trajectory) or self._at_user_limit()):
+            trajectory.stop_reason = "max_turns"
+            done = True
+        if done:
+            trajectory.extra["unread"] = text  # the report shows it
+            return None
+        self.user_answers += 1
+        return self.answer(trajectory, [{"role": "user", "content": text}])
+
+    def answer(self, trajectory, messages, images=()):
+        """Appends messages, and returns the next state: `generating` if they and a reply fit."""
+        stops = self.stop_token_ids(self.sampling_params)
+        fits = self.append(trajectory, messages, self.schemas, stops, images)
+        return self.generating if fits else None
+
+    async def close(self, trajectory):
+        """Releases the tools and the interaction, even after a failure or a cancellation.
+
+        Errors are counted, and not raised."""
+        for task in self.create_tasks.values():
+            task.cancel()  # it may have outlived its deadline
+        closers = [self._call_at_end(trajectory, name, "release") for name in self.create_tasks]
+        if self.interaction:
+            finalize = self.interaction.finalize
+            closers.append(self._ask_interaction(finalize, trajectory.request_id))
+        for result in await asyncio.gather(*closers, return_exceptions=True):
+            if isinstance(result, BaseException):
+                trajectory.count("release_errors")
+
+
+def _own_copy(message):
+    """Returns a copy of a message. An Interaction may rewrite its calls for another API."""
+    copied = dict(message)
+    if "tool_calls" in message:
+        copied["tool_calls"] = copy.deepcopy(message["tool_calls"])
+    return copied
+
+
+@register("compacting")
+class CompactingLoop(ToolAgentLoop):
+    """A tool_agent that continues from a summary when its context is long.
+
+    When the answer of tools or of a user makes prompt and response compact_at tokens long, it
+    ends with SUMMARISE. The policy's reply is the summary. A new sequence then begins with the
+    conversation's opening (system message and task), the summary and CONTINUE:
+
+        processing_tools or interacting -> compacting -> generating ...
+
+    The sequences are outputs of one rollout and share its reward. So a summary's tokens are
+    trained by what it leads to. The summary counts as a turn of the assistant. Its request and
+    itself need room in the window beyond compact_at."""
+
+    SUMMARISE = (
+        "Your context is full. Call no tool now, but write a summary: what you did, what you found "
+        "out, and what is left to do. You will continue from the task and this summary alone.")
+    CONTINUE = "Continue from your summary."
+
+    async def pending(self, trajectory):
+        """Remembers how the conversation begins, with an interaction's opening message."""
+        next_state = await super().pending(trajectory)
+        trajectory.count("compactions", 0)
+        self.opening = list(trajectory.messages)
+        self.opening_images = list(trajectory.images)
+        return next_state
+
+    def answer(self, trajectory, messages, images=()):
+        """As in ToolAgentLoop; asks for a summary if the context is long with these messages."""
+        n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
+        for message in messages:
+            n_tokens += len(_tokenise(self.tokenizer, str(message["content"])))
+        if self.is_last or n_tokens < (self.args.compact_at or 0.75 * self.window):
+            return super().answer(trajectory, messages, images)
+        *others, last = messages
+        # Part of the last message, because some templates refuse one more user's.
+        last = {**last, "content": _join_contents([last["content"], self.SUMMARISE], "\n\n")}
+        fits = super().answer(trajectory, [*others, last], images)
+        return self.compacting if fits else None
+
+    async def compacting(self, trajectory):
+        """Samples the summary, and begins a new sequence with it."""
+        text = await self.assistant_turn(trajectory, self.sampling_params)
+        if text is None and not self._is_cut(trajectory):
+            return None
+        trajectory.count("compactions")
+        messages = [
+            *self.opening,
+            {"role": "assistant", "content": trajectory.messages[-1]["content"]},
+            {"role": "user", "content": self.CONTINUE},
+        ]
+        engine_ids = self.conversation().render(messages, self.schemas, trajectory.trusted)
+        trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
+        trajectory.messages = messages
+        trajectory.images = list(self.opening_images)
+        if self._at_assistant_limit(trajectory):
+            trajectory.stop_reason = "max_turns"
+            return None
+        return self.generating
+
+
+# ---------------------------------------------------------------- tools and interactions
+
+
+@dataclass
+class ToolResponse:
+    """A tool's answer: text (see `tool_text`) and images (see `open_image`) for the model to read.
+
+    reward and metrics are recorded, and the model does not see them."""
+
+    text: str = ""
+    images: list = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict = field(default_factory=dict)
+
+
+def tool_text(value) -> str:
+    """Returns what the model reads of a value that a tool returned.
+
+    A str stays as it is, None is "", and anything else becomes JSON. Raises TypeError or
+    ValueError if it can't."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=_json_value)
+
+
+def _json_value(value):
+    """Returns a value that `json.dumps` does not know as one that it knows.
+
+    These are dataclasses, pydantic models, enums, sets, dates, and scalars of numpy and torch.
+    Raises TypeError for other types."""
+    from pydantic_core import to_jsonable_python  # installed with vLLM
+
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    # pydantic would decode bytes, and run a generator here, outside of the tool's deadline.
+    if not isinstance(value, (bytes, bytearray, Iterator)):
+        with suppress(ValueError):  # pydantic does not know the type
+            return to_jsonable_python(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(f"the tool returned a {kind}: return text, JSON, or a ToolResponse with images")
+
+
+class Tool:
+    """A tool with state or resources.
+
+    One instance serves all rollouts, so keep each rollout's state under its request_id.
+
+    Each rollout that calls the tool runs `create` once before the first `execute`,
+    `calc_reward` once at its end, and then `release`, even after a failure. Subclasses must
+    override `execute`, and set `name` and `schema` (the JSON schema of an OpenAI function) on
+    the class or the instance."""
+
+    name: str
+    schema: dict
+
+    async def create(self, request_id: str, **create_kwargs):
+        """Prepares the tool for one rollout. request_id names the rollout, not the call."""
+
+    async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
+        """Returns a ToolResponse or its text, or a tuple (response, reward, metrics)."""
+        raise TypeError(f"{type(self).__name__} has no execute method")
+
+    async def calc_reward(self, request_id: str, **kwargs) -> float:
+        """Returns a reward that is added to the rollout's, once, at its end."""
+        return 0.0
+
+    async def release(self, request_id: str, **kwargs):
+        """Frees what `create` made for this rollout, even if the rollout failed."""
+
+
+# What the type hints of a tool's arguments may consist of, besides enums.
+JSON_HINTS = [
+    int, float, str, bool, NoneType, Any, list, dict, tuple, ..., Union, UnionType, Literal,
+]  # fmt: skip
+CACHED = type(functools.cache(int))
+
+
+def _json_hint(name: str, hint, types: list):
+    """Returns the type hint of a parameter with a Literal of its values in place of each enum.
+
+    Appends the types that it consists of to `types`. Raises ValueError for one that is neither
+    an enum nor in JSON_HINTS."""
+    origin = get_origin(hint) or hint
+    arguments = get_args(hint)
+    types.append(origin)
+    if isinstance(hint, EnumMeta):
+        return Literal[tuple(each.value for each in hint)]
+    if origin not in JSON_HINTS:
+        raise ValueError(
+            f"its parameter {name!r} has the type hint {hint}; use str, int, float, bool, list, "
+            "dict, tuple, Literal or an enum")
+    if origin is dict and arguments[:1] not in [(), (str,), (Any,)]:
+        types.append(tuple)  # JSON's keys are str: these are converted, as tuples are
+    if origin is Literal or not arguments:
+        return hint
+    container = Union if origin is UnionType else origin
+    return container[tuple(_json_hint(name, each, types) for each in arguments)]
+
+
+class FunctionTool(Tool):
+    """A Python function as a tool. Its type hints and docstring give the schema.
+
+    Arguments whose hints hold enums or tuples are converted from the model's JSON. Raises
+    BadInput if the function has no schema, or can't be called by it."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+        self.adapters = {}  # pydantic's, by the name of the argument that they convert
+        # The function that has the name, the type hints and the docstring.
+        inner = function.func if isinstance(function, functools.partial) else function
+        if not inspect.isroutine(inner):
+            inner = inner.__call__
+        self.name = inner.__name__
+        if self.name == "__call__":
+            self.name = type(inner.__self__).__name__
+        try:
+            self.signature = self._signature()
+            self.schema = self._schema(inner)
+            self._check_calls()
+        except Exception as error:
+            reason = " ".join(str(error).split())[:400]
+            raise BadInput(f"the function {self.name!r} can't be a tool: {reason}") from error
+
+    def _signature(self):
+        """Returns the signature, without arguments that functools.partial gives.
+
+        Raises ValueError if an argument can't be passed by name."""
+        signature = inspect.signature(self.function)
+        parameters = list(signature.parameters.values())
+        if isinstance(self.function, functools.partial):
+            parameters = [each for each in parameters if each.name not in self.function.keywords]
+        for each in parameters:
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                raise ValueError(
+                    f"its parameter `{each}` is {each.kind.description}, but models pass "
+                    "arguments by name; make it an ordinary one, perhaps a list or a dict")
+        return signature.replace(parameters=parameters)
+
+    def _schema(self, inner):
+        """Returns the schema, as `get_json_schema` writes it. Raises ValueError.
+
+        inner: the function that has the name, the type hints and the docstring."""
+        from transformers.utils import get_json_schema
+
+        def stand_in(): ...
+
+        hints = get_type_hints(inner)
+        stand_in.__name__ = self.name
+        stand_in.__doc__ = inner.__doc__ or inspect.getdoc(inner)
+        stand_in.__signature__ = self.signature
+        known = {
+            name: self._known_hint(name, hints[name])
+            for name in self.signature.parameters
+            if name in hints
+        }
+        result = {"return": hints["return"]} if "return" in hints else {}
+        for annotations in known | result, known:  # some types of results have no schema
+            try:
+                stand_in.__annotations__ = annotations
+                return get_json_schema(stand_in)
+            except Exception as error:
+                problem = error
+        raise ValueError(f"{problem} (tools need type hints and a Google-style docstring)")
+
+    def _known_hint(self, name, hint):
+        """Returns the hint of a parameter for `get_json_schema`, and adds its adapter if needed."""
+        types = []
+        json_hint = _json_hint(name, hint, types)
+        if isinstance(self.function, CACHED) and (list in types or dict in types):
+            raise ValueError(f"functools.cache needs a hashable {name!r}, not a list or dict")
+        if tuple in types or any(isinstance(each, EnumMeta) for each in types):
+            from pydantic import TypeAdapter
+
+            self.adapters[name] = TypeAdapter(hint)
+        return json_hint
+
+    def _check_calls(self):
+        """Raises an error if calls with all arguments of the schema can't work."""
+        arguments = dict.fromkeys(self.schema["function"]["parameters"]["properties"])
+        self.signature.bind(**arguments)
+        with suppress(ValueError):  # functools.cache has no signature of its own
+            inspect.signature(self.function, follow_wrapped=False).bind(**arguments)
+        if inspect.isgeneratorfunction(self.function) or inspect.isasyncgenfunction(self.function):
+            raise ValueError("it is a generator, so return a list instead")
+        if isinstance(self.function, CACHED):
+            if inspect.iscoroutinefunction(self.function.__wrapped__):
+                raise ValueError("functools.cache keeps a coroutine, which can run only once")
+
+    async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
+        """Calls the function. execute_kwargs win over the model's arguments.
+
+        Returns a tuple that is no (response, reward, metrics) as a list. Raises ValueError for
+        wrong arguments, and whatever the function raises."""
+        values = arguments | execute_kwargs
+        try:
+            self.signature.bind(**values)
+        except TypeError as error:
+            names = ", ".join(self.signature.parameters) or "none"
+            raise ValueError(f"{self.name}: {error} (its arguments: {names})") from None
+        for name, adapter in self.adapters.items():
+            if name in arguments and name not in execute_kwargs:
+                values[name] = self._converted(name, adapter, values[name])
+        result = await call(self.function, **values)
+        if isinstance(result, tuple):
+            is_triple = len(result) == 3 and isinstance(result[2], (dict, NoneType))
+            # A ToolResponse in another tuple is a mistake, for which the caller raises.
+            if not is_triple and not any(isinstance(each, ToolResponse) for each in result):
+                return list(result)
+        return result
+
+    def _converted(self, name, adapter, value):
+        """Returns an argument of the model as its type. Raises ValueError for the model."""
+        from pydantic import ValidationError
+
+        try:
+            return adapter.validate_json(json.dumps(value))
+        except ValidationError as error:
+            problems = [
+                f"{'.'.join(map(str, [name, *each['loc']]))}: {each['msg']}"
+                for each in error.errors(include_url=False)
+            ]
+            raise ValueError(f"{self.name}: {'; '.join(problems)}") from None
+
+
+_function_tool = functools.cache(FunctionTool)
+
+
+def as_tool(tool: Tool | Callable) -> Tool:
+    """Returns a Tool unchanged, and a function or another callable object as a Tool (cached).
+
+    Raises BadInput for anything else, and for a function that can't be a tool."""
+    if isinstance(tool, Tool):
+        return tool
+    if inspect.isroutine(tool) or isinstance(tool, functools.partial):
+        return _function_tool(tool)
+    if callable(tool) and not isinstance(tool, type):
+        return _function_tool(tool.__call__)  # the object itself may have no hash
+    raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
+
+
+def row_kwargs(row: dict, name: str) -> dict:
+    """Returns a row's tools_kwargs or interaction_kwargs.
+
+    They are stored in a column of that name, or, as in verl, under that key of extra_info.
+    A row without them has {}."""
+    return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
+
+
+def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
+    """Returns the task's tools by name: those that are keys of tools_kwargs, or all if it is empty.
+
+    Raises BadInput for an invalid tool, two tools of the same name, and an unknown key."""
+    tools = {}
+    for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
+        if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
+            raise BadInput(f"a tool needs a `name`, a str, and a `schema`, a dict: {tool!r}")
+        if tool.name in tools:
+            raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
+        tools[tool.name] = tool
+    if not tools_kwargs:
+        return tools
+    unknown = sorted(tools_kwargs.keys() - tools)
+    if unknown:
+        raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
+    return {name: tool for name, tool in tools.items() if name in tools_kwargs}
+
+
+class Interaction:
+    """A simulated user or environment, which answers when the assistant calls no tool.
+
+    One instance serves all rollouts, so keep each rollout's state under its request_id."""
+
+    name: str = "interaction"
+
+    async def start(self, request_id: str, **kwargs) -> str | None:
+        """Returns a first user message, which follows the row's prompt, or None."""
+
+    async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
+        """Returns (done, text, reward, metrics).
+
+        done: whether the rollout ends here. text: the next user message; if done, it may be None.
+        reward: for the assistant's last turn, or None. metrics: a dict of numbers, or None."""
+        raise TypeError(f"{type(self).__name__} has no generate_response method")
+
+    async def finalize(self, request_id: str):
+        """Frees what `start` made for this rollout, even if the rollout failed."""
+
+
+def task_interaction(task, kwargs: dict) -> Interaction | None:
+    """Returns the task's interaction named kwargs["name"], or its only one if there is no name.
+
+    Returns None if the task has no interactions, or if kwargs are empty and it has several.
+    Raises BadInput for an unknown name, for kwargs without a name if the task has several
+    interactions, and for invalid INTERACTIONS."""
+    given = getattr(task, "INTERACTIONS", None) or ()
+    interactions = {each.name: each for each in given if isinstance(each, Interaction)}
+    if len(interactions) < len(given):
+        raise BadInput(f"INTERACTIONS holds what is no Interaction, or two of one name: {given}")
+    name = kwargs.get("name")
+    if name is None and len(interactions) < 2:
+        return next(iter(interactions.values()), None)
+    if kwargs and name not in interactions:
+        raise BadInput(
+            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
+            f"INTERACTIONS: {sorted(interactions)}")
+    return interactions.get(name)
+
+
+# ---------------------------------------------------------------- tool calls in a turn's text
+
+
+@functools.cache
+def tool_parser(name: str, tokenizer):
+    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
+
+    Raises BadInput if there is none, if the tokenizer lacks the tokens of its format, or if
+    it can't parse plain text."""
+    from vllm.tool_parsers import ToolParserManager
+
+    flag = f"--tool_parser {name}"
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+        parser.extract_tool_calls("", _parser_request("[]"))
+    except KeyError:
+        names = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise BadInput(f"{flag}: choose from {names}") from None
+    except NotImplementedError:  # it needs vLLM's own chat server
+        raise BadInput(f"{flag} does not parse plain text: choose another") from None
+    except (RuntimeError, ValueError) as error:  # the tokenizer lacks a token of its format
+        raise BadInput(f"{flag} does not fit the model: {error}") from None
+    return parser
+
+
+@functools.cache
+def _parser_request(schemas):
+    """Returns a chat request for `extract_tool_calls`, because some parsers read tools from it.
+
+    schemas: the tools' schemas, as a JSON list so that requests can be cached."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": ""}],
+        tools=json.loads(schemas) or None,
+    )
+
+
+# A tool call that leaves its arguments out, which most parsers do not accept.
+WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
+
+
+def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
+    """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
+
+    arguments is a dict. error is None, or tells the model why the call can't be executed. A
+    call that the parser does not recognise becomes one with the name "" and an error."""
+    # vLLM logs each malformed call with a traceback. Here the model reads the error instead.
+    # A new vLLM engine resets the level. Setting it clears all loggers' caches, so look first.
+    logger = logging.getLogger("vllm.tool_parsers")
+    if logger.level != logging.CRITICAL:
+        logger.setLevel(logging.CRITICAL)
+    parser = tool_parser(parser_name, tokenizer)
+    malformed = {
+        "name": "",
+        "arguments": {},
+        "error": "the tool call is not valid JSON with name and arguments",
+    }
+    try:
+        parsed = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
+    except Exception:  # some texts of a model make some parsers raise
+        return text, [malformed]
+    if not parsed.tools_called:
+        # A start token shows that the model tried to call a tool. Not all parsers have one.
+        start = getattr(parser, "tool_call_start_token", None)
+        if not (start and start in text):
+            return text, []
+        completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
+        if completed == text:
+            return text, [malformed]
+        return parse_tool_calls(completed, parser_name, tokenizer, schemas)
+    calls = []
+    for parsed_call in parsed.tool_calls:
+        function = parsed_call.function
+        arguments = {}
+        error = None
+        try:
+            arguments = _parse_arguments(function.arguments)
+        except (ValueError, RecursionError) as problem:
+            error = f"wrong arguments: {problem}"
+        calls.append({"name": clean(function.name), "arguments": arguments, "error": error})
+    return parsed.content or "", calls
+
+
+MAX_DEPTH = 100  # deeper ones would reach Python's limit on recursion where they are rendered
+
+
+def _parse_arguments(text):
+    """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError.
+
+    A call without arguments has {}, even if its text is missing, "", null or '""'."""
+    if not text:
+        return {}
+    # `clean` would miss a surrogate that JSON escapes ("\ud83d"), so the text is unescaped first.
+    unescaped = json.dumps(json.loads(text), ensure_ascii=False)
+    arguments = json.loads(clean(unescaped))
+    if arguments in (None, ""):
+        return {}
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be a JSON object")
+    if _depth(arguments) > MAX_DEPTH:
+        raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
+    json.dumps(arguments, allow_nan=False)  # raises for NaN and Infinity, which are no JSON
+    return arguments
+
+
+def _depth(value):
+    """Returns how deep lists and dicts are nested."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
+    """Sets content and tool_calls of an assistant's message, in place.
+
+    content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
+    the ids of the calls."""
+    message["content"] = content
+    message["tool_calls"] = [
+        function_call(_call_id(turn, number), tool_call["name"], tool_call["arguments"])
+        for number, tool_call in enumerate(calls)
+    ]
+
+
+def _call_id(turn, number):
+    """Returns the id of a tool call: nine characters, as Mistral's template requires.
+
+    turn: the number of the assistant's turn. number: that of the call within the turn. The
+    id depends on nothing else, so that it is the same in every run."""
+    return f"{turn:06d}{number:03d}"
+
+
+def function_call(call_id: str, name: str, arguments: dict) -> dict:
+    """Returns a tool call for an assistant's message, in the form that chat templates read."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": call_id, "function": function}
+
+
+# ---------------------------------------------------------------- running user code
+
+
+def _failure(error):
+    """Returns the error, or a RuntimeError in its place if asyncio treats it specially.
+
+    A SystemExit would end the event loop, and a CancelledError would cancel the task. A future
+    does not accept a StopIteration."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(repr(error))
+
+
+async def _contained(coroutine):
+    """Awaits user code, and raises its exceptions as ones that asyncio passes on (`_failure`).
+
+    If the running task itself is cancelled, CancelledError passes through unchanged."""
+    try:
+        return await coroutine
+    except GeneratorExit:  # the process ends, and the coroutine is abandoned
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+            raise
+        raise _failure(error) from None
+
+
+class CallTimeoutError(TimeoutError):
+    """User code took longer than its deadline."""
+
+
+# The asyncio.Timeout of the running user code. Code that must first wait for a slot may
+# postpone the deadline with `reschedule`, as examples/sandbox.py does.
+DEADLINE = contextvars.ContextVar("DEADLINE")
+
+
+async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
+    """Awaits user code under a deadline, and returns its result.
+
+    The code runs as a task called `name`. The task is cancelled at the deadline, or if the
+    caller is cancelled. It then has `seconds` once more for its cleanup, and after that it
+    is abandoned. seconds 0 means no deadline and no limit on the cleanup.
+
+    Raises CallTimeoutError at the deadline, and whatever the code raises."""
+    try:
+        async with asyncio.timeout(seconds or None) as deadline:
+            previous = DEADLINE.set(deadline)
+            task = asyncio.create_task(_contained(coroutine), name=name)  # copies the context
+            DEADLINE.reset(previous)
+            await asyncio.wait([task])
+    except TimeoutError:
+        if not task.done():  # else it finished just in time
+            raise CallTimeoutError(f"{name} took longer than {seconds:g} seconds") from None
+    finally:
+        if task.cancel():  # False if it is done
+            await asyncio.wait([task], timeout=seconds or None)
+    return await _contained(task)
+
+
+_IDLE_THREADS: list[queue.SimpleQueue] = []  # for each idle thread, the queue of its jobs
+
+
+async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
+    """Runs a plain function in a daemon thread, so that it does not block the event loop.
+
+    Not asyncio.to_thread: Python waits for its threads when it exits, forever if a tool never
+    returns. It does not wait for daemon threads. An idle thread is reused, because starting
+    a new one takes far longer.
+
+    Raises whatever the function raises (see `_failure`)."""
+    result = asyncio.get_running_loop().create_future()
+    context = contextvars.copy_context()
+    try:
+        jobs = _IDLE_THREADS.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_run_jobs, args=[jobs], daemon=True).start()
+    jobs.put((result, functools.partial(context.run, function, *args, **kwargs)))
+    return await result
+
+
+def _run_jobs(jobs):
+    """Runs the jobs from a thread's queue, forever. Between two jobs the thread is idle."""
+    while True:
+        result, function = jobs.get()
+        try:
+            value = function()
+            deliver = result.set_result
+        except BaseException as error:
+            value = _failure(error)
+            deliver = result.set_exception
+        _IDLE_THREADS.append(jobs)  # before the result is known: the next call finds it idle
+        with suppress(RuntimeError):  # the event loop may be closed by now
+            result.get_loop().call_soon_threadsafe(_deliver_once, result, deliver, value)
+
+
+def _deliver_once(result, deliver, value):
+    """Calls deliver(value), which sets the result of a future, unless that is cancelled."""
+    if not result.done():
+        deliver(value)
+
+
+async def call(function: Callable, /, *args, **kwargs) -> Any:
+    """Awaits an async function, or runs a plain one `in_thread`."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await in_thread(function, *args, **kwargs)
+    if inspect.isawaitable(result):  # from a decorated async function
+        return await result
+    return result
+
+
 # ---------------------------------------------------------------- texts and numbers of user code
 
 
@@ -264,92 +1760,96 @@ def checked_number(value, name: str) -> float:
     return number
 
 
-# ---------------------------------------------------------------- control tokens
+# ---------------------------------------------------------------- images
 
 
-@functools.cache
-def _control_tokens(tokenizer):
-    """Returns the tokenizer's control tokens by id, such as <|im_end|> or <tool_call>.
-
-    They are its special tokens, and all other added tokens that have punctuation and more
-    than one character. The rest are plain words, white space and single characters."""
-    controls = {}
-    for number, token in tokenizer.added_tokens_decoder.items():
-        has_punctuation = re.search(r"[^\w\s]|_", token.content)
-        is_markup = len(token.content) > 1 and has_punctuation
-        if token.special or is_markup:
-            controls[number] = token
-    return controls
+# Others are excluded: decoding EPS, for example, runs programs.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 64_000_000  # 256 MB decoded
 
 
-def _any_of(texts, flags=0):
-    """Returns a regular expression for any of the texts, the longest first, as its group 1."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    any_text = "|".join(map(re.escape, longest_first)) or "(?!)"  # without texts nothing matches
-    return re.compile(f"({any_text})", flags)
+def open_image(source):
+    """Opens an image from a path, bytes, or a dict {"bytes", "path"} as in Hugging Face's files.
+
+    Reads only the header. Raises ValueError unless the file has one of IMAGE_FORMATS and at
+    most MAX_PIXELS. A PIL image is returned as it is, without these checks."""
+    from PIL import Image
+
+    source = _file_of(source)
+    if isinstance(source, Image.Image):
+        return source
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        image = Image.open(file, formats=IMAGE_FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels: more than {MAX_PIXELS:,}")
+        return image
+    except Exception as error:  # PIL, the file system and a wrong type each raise their own
+        raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
 
 
-def _tokenise(tokenizer, text, begins=True):
-    """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
-
-    begins: whether the text begins a sequence. If not, no tokenizer may put a space before it.
-
-    A character after a TOKEN_BREAK never becomes a control token. If the tokenizer has no
-    other token for it (it is a special token itself, or unknown), the character is dropped.
-
-    No special tokens are added, because the template writes them all, BOS included."""
-    first, *pieces = text.split(TOKEN_BREAK)
-    if begins:
-        ids = tokenizer.encode(first, add_special_tokens=False)
-    else:
-        ids = _inner_ids(tokenizer, first)
-    for piece in pieces:
-        ids += _character_ids(tokenizer, piece[:1])
-        ids += _inner_ids(tokenizer, piece[1:])
-    return ids
+def _file_of(source):
+    """Returns the bytes or the path of a dict {"bytes", "path"}, and any other source as it is."""
+    if isinstance(source, dict):
+        return source.get("bytes") or source.get("path")
+    return source
 
 
-@functools.lru_cache(maxsize=1024)
-def _character_ids(tokenizer, character):
-    """Returns the ids of a character as text. A control token is not one of them."""
-    ids = _inner_ids(tokenizer, character)
-    return [token for token in ids if token not in _control_tokens(tokenizer)]
+def load_image(source):
+    """Opens an image (`open_image`) and decodes it, upright and in RGB.
+
+    Raises ValueError if that fails."""
+    from PIL import ImageOps
+
+    image = open_image(source)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # a file that ends early, a decompression bomb
+        raise ValueError(f"an image can't be decoded: {error}") from None
 
 
-def _inner_ids(tokenizer, text):
-    """Returns the ids of a text that does not begin a sequence.
-
-    Some tokenizers put a space before the first word of a sequence. So the text is tokenised
-    after the EOS token, whose id is then left out."""
-    start = tokenizer.eos_token or ""
-    ids = tokenizer.encode(start + text, add_special_tokens=False)
-    return ids[1:] if start else ids
+_cached_image = functools.lru_cache(maxsize=64)(load_image)
 
 
-def shorten(text: str, limit: int, side: str, tokenizer) -> str:
-    """Cuts a long text to `limit` tokens, with "..." for the rest.
+def _load_row_image(source):
+    """Loads an image of a row (`load_image`). A PIL image has been loaded, and is returned.
 
-    side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and
-    "middle" both."""
-    text = clean(text)
-    if len(text.encode()) <= limit:  # a token has at least one byte
-        return text
-    # Tokenising a huge text is slow, so its middle is cut out first.
-    n_kept = 64 * limit  # characters at either end
-    if len(text) > 2 * n_kept:
-        text = f"{text[:n_kept]}...{text[-n_kept:]}"
-    ids = _tokenise(tokenizer, text)
-    if len(ids) <= limit:
-        return text
-    n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
-    n_head = n_heads[side]
-    n_tail = limit - n_head
-    head = tokenizer.decode(ids[:n_head])
-    tail = tokenizer.decode(ids[len(ids) - n_tail :])
-    return f"{head}...{tail}"
+    All rollouts of a group get the same object, so that it is preprocessed only once."""
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    return _cached_image(_file_of(source))
 
 
-# ---------------------------------------------------------------- the conversation
+def image_tokens(images, processor):
+    """Returns the number of tokens of each image. Raises ValueError for an impossible shape."""
+    sizes = [(image.height, image.width) for image in images]
+    return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+
+
+def expand(ids: list[int], images: Sequence, processor) -> list[int]:
+    """Repeats each image's placeholder for every token of the image, as the model expects.
+
+    processor: the model's image processor; None for text models. Raises ValueError unless
+    there is one placeholder for each image, and the model accepts each image's shape."""
+    if processor is None:
+        if images:
+            raise ValueError("there are images, and this model reads text only")
+        return ids
+    placeholder = processor.image_token_id
+    n_found = ids.count(placeholder)
+    if n_found != len(images):
+        raise ValueError(f"there are {len(images)} images, but {n_found} placeholders")
+    counts = iter(image_tokens(images, processor))
+    expanded = []
+    for token in ids:
+        n = next(counts) if token == placeholder else 1
+        expanded += [token] * n
+    return expanded
+
+
+# ---------------------------------------------------------------- the chat template
 
 
 @functools.lru_cache(maxsize=64)
@@ -369,195 +1869,8 @@ def with_template_variables(tokenizer, variables: str):
     return changed
 
 
-def _kept(cache, limit, key, make):
-    """Returns cache[key], which is make() the first time. A cache at its limit is emptied."""
-    if key not in cache:
-        if len(cache) >= limit:
-            cache.clear()
-        cache[key] = make()
-    return cache[key]
-
-
-# Tags such as <tool_call> stay tokens in what these say: the policy samples them, and system
-# messages show how to.
-ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
-
-
-def _edit_message(message, edit_text, edit_other):
-    """Returns a copy of a message, with other texts.
-
-    edit_text(text) takes the place of what the message says. edit_other(text) takes that of
-    everything else, at any depth and under any key: names, ids, arguments of tool calls, an image's
-    address. The message's role stays, and so do blank texts."""
-    edited = {}
-    for key, value in message.items():
-        if key in ("content", "reasoning_content") and isinstance(value, str):
-            value = _edit_values(value, edit_text)
-        elif key == "content" and isinstance(value, list):
-            value = [
-                {
-                    name: _edit_values(inner, edit_text if name == "text" else edit_other)
-                    for name, inner in part.items()
-                }
-                for part in value
-            ]
-        elif key != "role":
-            value = _edit_values(value, edit_other)
-        edited[key] = value
-    return edited
-
-
-def _edit_around(kept, edit, text):
-    """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
-    pieces = kept.split(text)  # every second one is a match
-    pieces[::2] = [_edit_values(piece, edit) for piece in pieces[::2]]
-    return "".join(pieces)
-
-
-def _edit_values(value, edit):
-    """Returns nested lists and dicts with edit(text) in place of each text and each key."""
-    if isinstance(value, str):
-        return edit(value) if value.strip() else value
-    if isinstance(value, list):
-        return [_edit_values(inner, edit) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    edited = {}
-    for key, inner in value.items():
-        key = _edit_values(key, edit)
-        while key in edited:  # two keys became equal, and both must stay
-            key += "x"
-        edited[key] = _edit_values(inner, edit)
-    return edited
-
-
 class RewritesHistory(ValueError):
     """New messages make the template change earlier ones, so a new sequence must begin."""
-
-
-def _call_id(turn, number):
-    """Returns the id of a tool call: nine characters, as Mistral's template requires.
-
-    turn: the number of the assistant's turn. number: that of the call within the turn. The
-    id depends on nothing else, so that it is the same in every run."""
-    return f"{turn:06d}{number:03d}"
-
-
-def function_call(call_id: str, name: str, arguments: dict) -> dict:
-    """Returns a tool call for an assistant's message, in the form that chat templates read."""
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id, "function": function}
-
-
-# The messages of dry chats. A dry chat is made up, and rendered only to see what the template does
-# with it. Each "?" becomes a word of its own (`_dry_chat`). In [ASKS, _calls(1), _tells()] the user
-# says dry000, the assistant calls dry(text="dry001"), and the tool says dry002. The template has
-# dropped what the rendering lacks.
-ASKS = {"role": "user", "content": "?"}
-ANSWERS = {"role": "assistant", "content": "?"}
-REASONS = {"role": "assistant", "reasoning_content": "?", "content": "?"}
-
-
-def _calls(n, **others):
-    """Returns the dry message of an assistant that calls a tool n times."""
-    calls = [function_call(_call_id(1, number), "dry", {"text": "?"}) for number in range(n)]
-    return {"role": "assistant", "content": "", **others, "tool_calls": calls}
-
-
-def _tells(number=0):
-    """Returns the dry message of a tool that answers a call of `_calls`."""
-    call_id = _call_id(1, number)
-    return {"role": "tool", "name": "dry", "content": "?", "tool_call_id": call_id}
-
-
-MALFORMED = "an answer to a malformed call"
-# A round is a message of the assistant and what answers it.
-ROUNDS = {
-    "a user's answer": (ANSWERS, ASKS),
-    "reasoning": (REASONS, ASKS),
-    "a tool's answer": (_calls(1), _tells()),
-    "reasoning before a call": (_calls(1, reasoning_content="?"), _tells()),
-    "text before a call": (_calls(1, content="?"), _tells()),
-    "two calls in a turn": (_calls(2), _tells(), _tells(1)),
-    MALFORMED: (ANSWERS, _tells()),  # the call stayed in the text
-}
-
-
-def _dry_chat(messages):
-    """Returns dry messages with words in place of "?", and {word: its message's role}."""
-    words = {}
-    chat = []
-    for message in messages:
-
-        def next_word(text, role=message["role"]):
-            if text != "?":
-                return text
-            word = f"dry{len(words):03d}"
-            words[word] = role
-            return word
-
-        chat.append(_edit_message(message, next_word, next_word))
-    return chat, words
-
-
-class Recent:
-    """The recent part of a growing chat. What comes next can't depend on more of it.
-
-    A turn must not cost the whole history, which a template renders anew each time. So
-    `Conversation.suffix` shows the template less of it: enough to look back at the system message,
-    say, or at the last turn that had reasoning. These are
-    - the messages before the assistant's first,
-    - the latest round, which is a message of the assistant with what answers it,
-    - the last earlier round of each form.
-
-    Of ten rounds with the forms A A B A A B A A A B, these are the 9th (the last earlier A), the
-    6th (the last earlier B) and the 10th.
-
-    Two rounds have one form if the template can't distinguish them, except by words that it only
-    copies. Dry chats show whether this is enough for a template
-    (`Conversation.needs_only_recent`); otherwise it is shown all.
-
-    form_of: returns the form of a message (`Conversation.form_of`)."""
-
-    def __init__(self, form_of: Callable):
-        self.form_of = form_of
-        self._clear()
-
-    def __deepcopy__(self, memo):
-        """A copied trajectory makes its own, without a copy of the Conversation."""
-        return Recent(self.form_of)
-
-    def _clear(self):
-        """Forgets all messages."""
-        self.n_seen = 0  # messages so far
-        self.last_seen = None  # the last of them
-        self.start = []  # the messages before the assistant's first
-        self.rounds = {}  # the last round of each form, the latest one excluded
-        self.latest = []  # the latest round
-
-    def update(self, messages: list[dict]) -> list[dict]:
-        """Returns the recent part of a chat. Looks only at messages that it has not seen."""
-        n = self.n_seen
-        if n and (len(messages) < n or messages[n - 1] is not self.last_seen):
-            self._clear()  # it is another history
-        for message in messages[self.n_seen :]:
-            if message["role"] == "assistant":
-                self._end_round()
-                self.latest = [message]
-            elif self.latest:
-                self.latest.append(message)
-            else:
-                self.start.append(message)
-            self.last_seen = message
-        self.n_seen = len(messages)
-        return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
-
-    def _end_round(self):
-        """Puts the latest round behind the earlier ones, in place of one of its form."""
-        if self.latest:
-            form = tuple(map(self.form_of, self.latest))
-            self.rounds.pop(form, None)
-            self.rounds[form] = self.latest
 
 
 class Conversation:
@@ -681,7 +1994,7 @@ class Conversation:
         new: list[dict],
         stop: int | None,
         tools: list[dict] | None = None,
-        recent: Recent | None = None,
+        recent: "Recent | None" = None,
     ) -> list[int]:
         """Returns the tokens that `new` messages (of tools or users) add after an assistant turn.
 
@@ -1246,992 +2559,286 @@ def _with_word(messages, number, word):
     return [_edit_message(message, edit, str) for message in messages]
 
 
-# ---------------------------------------------------------------- images
-
-
-# Others are excluded: decoding EPS, for example, runs programs.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 64_000_000  # 256 MB decoded
-
-
-def open_image(source):
-    """Opens an image from a path, bytes, or a dict {"bytes", "path"} as in Hugging Face's files.
-
-    Reads only the header. Raises ValueError unless the file has one of IMAGE_FORMATS and at
-    most MAX_PIXELS. A PIL image is returned as it is, without these checks."""
-    from PIL import Image
-
-    source = _file_of(source)
-    if isinstance(source, Image.Image):
-        return source
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
-    try:
-        image = Image.open(file, formats=IMAGE_FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels: more than {MAX_PIXELS:,}")
-        return image
-    except Exception as error:  # PIL, the file system and a wrong type each raise their own
-        raise ValueError(f"{source!r:.80} can't be read as an image: {error}") from None
-
-
-def _file_of(source):
-    """Returns the bytes or the path of a dict {"bytes", "path"}, and any other source as it is."""
-    if isinstance(source, dict):
-        return source.get("bytes") or source.get("path")
-    return source
-
-
-def load_image(source):
-    """Opens an image (`open_image`) and decodes it, upright and in RGB.
-
-    Raises ValueError if that fails."""
-    from PIL import ImageOps
-
-    image = open_image(source)
-    try:
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # a file that ends early, a decompression bomb
-        raise ValueError(f"an image can't be decoded: {error}") from None
-
-
-_cached_image = functools.lru_cache(maxsize=64)(load_image)
-
-
-def _load_row_image(source):
-    """Loads an image of a row (`load_image`). A PIL image has been loaded, and is returned.
-
-    All rollouts of a group get the same object, so that it is preprocessed only once."""
-    from PIL import Image
-
-    if isinstance(source, Image.Image):
-        return source
-    return _cached_image(_file_of(source))
-
-
-def image_tokens(images, processor):
-    """Returns the number of tokens of each image. Raises ValueError for an impossible shape."""
-    sizes = [(image.height, image.width) for image in images]
-    return processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-
-
-def expand(ids: list[int], images: Sequence, processor) -> list[int]:
-    """Repeats each image's placeholder for every token of the image, as the model expects.
-
-    processor: the model's image processor; None for text models. Raises ValueError unless
-    there is one placeholder for each image, and the model accepts each image's shape."""
-    if processor is None:
-        if images:
-            raise ValueError("there are images, and this model reads text only")
-        return ids
-    placeholder = processor.image_token_id
-    n_found = ids.count(placeholder)
-    if n_found != len(images):
-        raise ValueError(f"there are {len(images)} images, but {n_found} placeholders")
-    counts = iter(image_tokens(images, processor))
-    expanded = []
-    for token in ids:
-        n = next(counts) if token == placeholder else 1
-        expanded += [token] * n
-    return expanded
-
-
-# ---------------------------------------------------------------- tools and interactions
-
-
-@dataclass
-class ToolResponse:
-    """A tool's answer: text (see `tool_text`) and images (see `open_image`) for the model to read.
-
-    reward and metrics are recorded, and the model does not see them."""
-
-    text: str = ""
-    images: list = field(default_factory=list)
-    reward: float | None = None
-    metrics: dict = field(default_factory=dict)
-
-
-def tool_text(value) -> str:
-    """Returns what the model reads of a value that a tool returned.
-
-    A str stays as it is, None is "", and anything else becomes JSON. Raises TypeError or
-    ValueError if it can't."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=_json_value)
-
-
-def _json_value(value):
-    """Returns a value that `json.dumps` does not know as one that it knows.
-
-    These are dataclasses, pydantic models, enums, sets, dates, and scalars of numpy and torch.
-    Raises TypeError for other types."""
-    from pydantic_core import to_jsonable_python  # installed with vLLM
-
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
-    if getattr(value, "ndim", None) == 0:
-        return value.item()
-    # pydantic would decode bytes, and run a generator here, outside of the tool's deadline.
-    if not isinstance(value, (bytes, bytearray, Iterator)):
-        with suppress(ValueError):  # pydantic does not know the type
-            return to_jsonable_python(value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(f"the tool returned a {kind}: return text, JSON, or a ToolResponse with images")
-
-
-class Tool:
-    """A tool with state or resources.
-
-    One instance serves all rollouts, so keep each rollout's state under its request_id.
-
-    Each rollout that calls the tool runs `create` once before the first `execute`,
-    `calc_reward` once at its end, and then `release`, even after a failure. Subclasses must
-    override `execute`, and set `name` and `schema` (the JSON schema of an OpenAI function) on
-    the class or the instance."""
-
-    name: str
-    schema: dict
-
-    async def create(self, request_id: str, **create_kwargs):
-        """Prepares the tool for one rollout. request_id names the rollout, not the call."""
-
-    async def execute(self, request_id: str, arguments: dict, **execute_kwargs):
-        """Returns a ToolResponse or its text, or a tuple (response, reward, metrics)."""
-        raise TypeError(f"{type(self).__name__} has no execute method")
-
-    async def calc_reward(self, request_id: str, **kwargs) -> float:
-        """Returns a reward that is added to the rollout's, once, at its end."""
-        return 0.0
-
-    async def release(self, request_id: str, **kwargs):
-        """Frees what `create` made for this rollout, even if the rollout failed."""
-
-
-# What the type hints of a tool's arguments may consist of, besides enums.
-JSON_HINTS = [
-    int, float, str, bool, NoneType, Any, list, dict, tuple, ..., Union, UnionType, Literal,
-]  # fmt: skip
-CACHED = type(functools.cache(int))
-
-
-def _json_hint(name: str, hint, types: list):
-    """Returns the type hint of a parameter with a Literal of its values in place of each enum.
-
-    Appends the types that it consists of to `types`. Raises ValueError for one that is neither
-    an enum nor in JSON_HINTS."""
-    origin = get_origin(hint) or hint
-    arguments = get_args(hint)
-    types.append(origin)
-    if isinstance(hint, EnumMeta):
-        return Literal[tuple(each.value for each in hint)]
-    if origin not in JSON_HINTS:
-        raise ValueError(
-            f"its parameter {name!r} has the type hint {hint}; use str, int, float, bool, list, "
-            "dict, tuple, Literal or an enum")
-    if origin is dict and arguments[:1] not in [(), (str,), (Any,)]:
-        types.append(tuple)  # JSON's keys are str: these are converted, as tuples are
-    if origin is Literal or not arguments:
-        return hint
-    container = Union if origin is UnionType else origin
-    return container[tuple(_json_hint(name, each, types) for each in arguments)]
-
-
-class FunctionTool(Tool):
-    """A Python function as a tool. Its type hints and docstring give the schema.
-
-    Arguments whose hints hold enums or tuples are converted from the model's JSON. Raises
-    BadInput if the function has no schema, or can't be called by it."""
-
-    def __init__(self, function: Callable):
-        self.function = function
-        self.adapters = {}  # pydantic's, by the name of the argument that they convert
-        # The function that has the name, the type hints and the docstring.
-        inner = function.func if isinstance(function, functools.partial) else function
-        if not inspect.isroutine(inner):
-            inner = inner.__call__
-        self.name = inner.__name__
-        if self.name == "__call__":
-            self.name = type(inner.__self__).__name__
-        try:
-            self.signature = self._signature()
-            self.schema = self._schema(inner)
-            self._check_calls()
-        except Exception as error:
-            reason = " ".join(str(error).split())[:400]
-            raise BadInput(f"the function {self.name!r} can't be a tool: {reason}") from error
-
-    def _signature(self):
-        """Returns the signature, without arguments that functools.partial gives.
-
-        Raises ValueError if an argument can't be passed by name."""
-        signature = inspect.signature(self.function)
-        parameters = list(signature.parameters.values())
-        if isinstance(self.function, functools.partial):
-            parameters = [each for each in parameters if each.name not in self.function.keywords]
-        for each in parameters:
-            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                raise ValueError(
-                    f"its parameter `{each}` is {each.kind.description}, but models pass "
-                    "arguments by name; make it an ordinary one, perhaps a list or a dict")
-        return signature.replace(parameters=parameters)
-
-    def _schema(self, inner):
-        """Returns the schema, as `get_json_schema` writes it. Raises ValueError.
-
-        inner: the function that has the name, the type hints and the docstring."""
-        from transformers.utils import get_json_schema
-
-        def stand_in(): ...
-
-        hints = get_type_hints(inner)
-        stand_in.__name__ = self.name
-        stand_in.__doc__ = inner.__doc__ or inspect.getdoc(inner)
-        stand_in.__signature__ = self.signature
-        known = {
-            name: self._known_hint(name, hints[name])
-            for name in self.signature.parameters
-            if name in hints
-        }
-        result = {"return": hints["return"]} if "return" in hints else {}
-        for annotations in known | result, known:  # some types of results have no schema
-            try:
-                stand_in.__annotations__ = annotations
-                return get_json_schema(stand_in)
-            except Exception as error:
-                problem = error
-        raise ValueError(f"{problem} (tools need type hints and a Google-style docstring)")
-
-    def _known_hint(self, name, hint):
-        """Returns the hint of a parameter for `get_json_schema`, and adds its adapter if needed."""
-        types = []
-        json_hint = _json_hint(name, hint, types)
-        if isinstance(self.function, CACHED) and (list in types or dict in types):
-            raise ValueError(f"functools.cache needs a hashable {name!r}, not a list or dict")
-        if tuple in types or any(isinstance(each, EnumMeta) for each in types):
-            from pydantic import TypeAdapter
-
-            self.adapters[name] = TypeAdapter(hint)
-        return json_hint
-
-    def _check_calls(self):
-        """Raises an error if calls with all arguments of the schema can't work."""
-        arguments = dict.fromkeys(self.schema["function"]["parameters"]["properties"])
-        self.signature.bind(**arguments)
-        with suppress(ValueError):  # functools.cache has no signature of its own
-            inspect.signature(self.function, follow_wrapped=False).bind(**arguments)
-        if inspect.isgeneratorfunction(self.function) or inspect.isasyncgenfunction(self.function):
-            raise ValueError("it is a generator, so return a list instead")
-        if isinstance(self.function, CACHED):
-            if inspect.iscoroutinefunction(self.function.__wrapped__):
-                raise ValueError("functools.cache keeps a coroutine, which can run only once")
-
-    async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
-        """Calls the function. execute_kwargs win over the model's arguments.
-
-        Returns a tuple that is no (response, reward, metrics) as a list. Raises ValueError for
-        wrong arguments, and whatever the function raises."""
-        values = arguments | execute_kwargs
-        try:
-            self.signature.bind(**values)
-        except TypeError as error:
-            names = ", ".join(self.signature.parameters) or "none"
-            raise ValueError(f"{self.name}: {error} (its arguments: {names})") from None
-        for name, adapter in self.adapters.items():
-            if name in arguments and name not in execute_kwargs:
-                values[name] = self._converted(name, adapter, values[name])
-        result = await call(self.function, **values)
-        if isinstance(result, tuple):
-            is_triple = len(result) == 3 and isinstance(result[2], (dict, NoneType))
-            # A ToolResponse in another tuple is a mistake, for which the caller raises.
-            if not is_triple and not any(isinstance(each, ToolResponse) for each in result):
-                return list(result)
-        return result
-
-    def _converted(self, name, adapter, value):
-        """Returns an argument of the model as its type. Raises ValueError for the model."""
-        from pydantic import ValidationError
-
-        try:
-            return adapter.validate_json(json.dumps(value))
-        except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, [name, *each['loc']]))}: {each['msg']}"
-                for each in error.errors(include_url=False)
+# ---------------------------------------------------------------- probe chats
+
+
+# The messages of dry chats. A dry chat is made up, and rendered only to see what the template does
+# with it. Each "?" becomes a word of its own (`_dry_chat`). In [ASKS, _calls(1), _tells()] the user
+# says dry000, the assistant calls dry(text="dry001"), and the tool says dry002. The template has
+# dropped what the rendering lacks.
+ASKS = {"role": "user", "content": "?"}
+ANSWERS = {"role": "assistant", "content": "?"}
+REASONS = {"role": "assistant", "reasoning_content": "?", "content": "?"}
+
+
+def _calls(n, **others):
+    """Returns the dry message of an assistant that calls a tool n times."""
+    calls = [function_call(_call_id(1, number), "dry", {"text": "?"}) for number in range(n)]
+    return {"role": "assistant", "content": "", **others, "tool_calls": calls}
+
+
+def _tells(number=0):
+    """Returns the dry message of a tool that answers a call of `_calls`."""
+    call_id = _call_id(1, number)
+    return {"role": "tool", "name": "dry", "content": "?", "tool_call_id": call_id}
+
+
+MALFORMED = "an answer to a malformed call"
+# A round is a message of the assistant and what answers it.
+ROUNDS = {
+    "a user's answer": (ANSWERS, ASKS),
+    "reasoning": (REASONS, ASKS),
+    "a tool's answer": (_calls(1), _tells()),
+    "reasoning before a call": (_calls(1, reasoning_content="?"), _tells()),
+    "text before a call": (_calls(1, content="?"), _tells()),
+    "two calls in a turn": (_calls(2), _tells(), _tells(1)),
+    MALFORMED: (ANSWERS, _tells()),  # the call stayed in the text
+}
+
+
+def _dry_chat(messages):
+    """Returns dry messages with words in place of "?", and {word: its message's role}."""
+    words = {}
+    chat = []
+    for message in messages:
+
+        def next_word(text, role=message["role"]):
+            if text != "?":
+                return text
+            word = f"dry{len(words):03d}"
+            words[word] = role
+            return word
+
+        chat.append(_edit_message(message, next_word, next_word))
+    return chat, words
+
+
+# ---------------------------------------------------------------- the recent part of a chat
+
+
+class Recent:
+    """The recent part of a growing chat. What comes next can't depend on more of it.
+
+    A turn must not cost the whole history, which a template renders anew each time. So
+    `Conversation.suffix` shows the template less of it: enough to look back at the system message,
+    say, or at the last turn that had reasoning. These are
+    - the messages before the assistant's first,
+    - the latest round, which is a message of the assistant with what answers it,
+    - the last earlier round of each form.
+
+    Of ten rounds with the forms A A B A A B A A A B, these are the 9th (the last earlier A), the
+    6th (the last earlier B) and the 10th.
+
+    Two rounds have one form if the template can't distinguish them, except by words that it only
+    copies. Dry chats show whether this is enough for a template
+    (`Conversation.needs_only_recent`); otherwise it is shown all.
+
+    form_of: returns the form of a message (`Conversation.form_of`)."""
+
+    def __init__(self, form_of: Callable):
+        self.form_of = form_of
+        self._clear()
+
+    def __deepcopy__(self, memo):
+        """A copied trajectory makes its own, without a copy of the Conversation."""
+        return Recent(self.form_of)
+
+    def _clear(self):
+        """Forgets all messages."""
+        self.n_seen = 0  # messages so far
+        self.last_seen = None  # the last of them
+        self.start = []  # the messages before the assistant's first
+        self.rounds = {}  # the last round of each form, the latest one excluded
+        self.latest = []  # the latest round
+
+    def update(self, messages: list[dict]) -> list[dict]:
+        """Returns the recent part of a chat. Looks only at messages that it has not seen."""
+        n = self.n_seen
+        if n and (len(messages) < n or messages[n - 1] is not self.last_seen):
+            self._clear()  # it is another history
+        for message in messages[self.n_seen :]:
+            if message["role"] == "assistant":
+                self._end_round()
+                self.latest = [message]
+            elif self.latest:
+                self.latest.append(message)
+            else:
+                self.start.append(message)
+            self.last_seen = message
+        self.n_seen = len(messages)
+        return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
+
+    def _end_round(self):
+        """Puts the latest round behind the earlier ones, in place of one of its form."""
+        if self.latest:
+            form = tuple(map(self.form_of, self.latest))
+            self.rounds.pop(form, None)
+            self.rounds[form] = self.latest
+
+
+# ---------------------------------------------------------------- texts of messages
+
+
+def _kept(cache, limit, key, make):
+    """Returns cache[key], which is make() the first time. A cache at its limit is emptied."""
+    if key not in cache:
+        if len(cache) >= limit:
+            cache.clear()
+        cache[key] = make()
+    return cache[key]
+
+
+# Tags such as <tool_call> stay tokens in what these say: the policy samples them, and system
+# messages show how to.
+ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
+
+
+def _edit_message(message, edit_text, edit_other):
+    """Returns a copy of a message, with other texts.
+
+    edit_text(text) takes the place of what the message says. edit_other(text) takes that of
+    everything else, at any depth and under any key: names, ids, arguments of tool calls, an image's
+    address. The message's role stays, and so do blank texts."""
+    edited = {}
+    for key, value in message.items():
+        if key in ("content", "reasoning_content") and isinstance(value, str):
+            value = _edit_values(value, edit_text)
+        elif key == "content" and isinstance(value, list):
+            value = [
+                {
+                    name: _edit_values(inner, edit_text if name == "text" else edit_other)
+                    for name, inner in part.items()
+                }
+                for part in value
             ]
-            raise ValueError(f"{self.name}: {'; '.join(problems)}") from None
+        elif key != "role":
+            value = _edit_values(value, edit_other)
+        edited[key] = value
+    return edited
 
-
-_function_tool = functools.cache(FunctionTool)
-
-
-def as_tool(tool: Tool | Callable) -> Tool:
-    """Returns a Tool unchanged, and a function or another callable object as a Tool (cached).
-
-    Raises BadInput for anything else, and for a function that can't be a tool."""
-    if isinstance(tool, Tool):
-        return tool
-    if inspect.isroutine(tool) or isinstance(tool, functools.partial):
-        return _function_tool(tool)
-    if callable(tool) and not isinstance(tool, type):
-        return _function_tool(tool.__call__)  # the object itself may have no hash
-    raise BadInput(f"TOOLS holds {tool!r}, which is neither a Tool instance nor a function")
-
-
-def row_kwargs(row: dict, name: str) -> dict:
-    """Returns a row's tools_kwargs or interaction_kwargs.
-
-    They are stored in a column of that name, or, as in verl, under that key of extra_info.
-    A row without them has {}."""
-    return row.get(name) or (row.get("extra_info") or {}).get(name) or {}
-
-
-def task_tools(task, tools_kwargs: dict | None = None) -> dict[str, Tool]:
-    """Returns the task's tools by name: those that are keys of tools_kwargs, or all if it is empty.
-
-    Raises BadInput for an invalid tool, two tools of the same name, and an unknown key."""
-    tools = {}
-    for tool in map(as_tool, getattr(task, "TOOLS", None) or ()):
-        if not (isinstance(tool.name, str) and isinstance(tool.schema, dict)):
-            raise BadInput(f"a tool needs a `name`, a str, and a `schema`, a dict: {tool!r}")
-        if tool.name in tools:
-            raise BadInput(f"two of the task's TOOLS have the same name, {tool.name!r}")
-        tools[tool.name] = tool
-    if not tools_kwargs:
-        return tools
-    unknown = sorted(tools_kwargs.keys() - tools)
-    if unknown:
-        raise BadInput(f"tools_kwargs names {unknown}, but the task's TOOLS are {sorted(tools)}")
-    return {name: tool for name, tool in tools.items() if name in tools_kwargs}
-
-
-class Interaction:
-    """A simulated user or environment, which answers when the assistant calls no tool.
-
-    One instance serves all rollouts, so keep each rollout's state under its request_id."""
-
-    name: str = "interaction"
-
-    async def start(self, request_id: str, **kwargs) -> str | None:
-        """Returns a first user message, which follows the row's prompt, or None."""
-
-    async def generate_response(self, request_id: str, messages: list[dict], **kwargs) -> tuple:
-        """Returns (done, text, reward, metrics).
-
-        done: whether the rollout ends here. text: the next user message; if done, it may be None.
-        reward: for the assistant's last turn, or None. metrics: a dict of numbers, or None."""
-        raise TypeError(f"{type(self).__name__} has no generate_response method")
-
-    async def finalize(self, request_id: str):
-        """Frees what `start` made for this rollout, even if the rollout failed."""
-
-
-def task_interaction(task, kwargs: dict) -> Interaction | None:
-    """Returns the task's interaction named kwargs["name"], or its only one if there is no name.
-
-    Returns None if the task has no interactions, or if kwargs are empty and it has several.
-    Raises BadInput for an unknown name, for kwargs without a name if the task has several
-    interactions, and for invalid INTERACTIONS."""
-    given = getattr(task, "INTERACTIONS", None) or ()
-    interactions = {each.name: each for each in given if isinstance(each, Interaction)}
-    if len(interactions) < len(given):
-        raise BadInput(f"INTERACTIONS holds what is no Interaction, or two of one name: {given}")
-    name = kwargs.get("name")
-    if name is None and len(interactions) < 2:
-        return next(iter(interactions.values()), None)
-    if kwargs and name not in interactions:
-        raise BadInput(
-            f"interaction_kwargs names {name!r}, but needs a 'name' of the task's "
-            f"INTERACTIONS: {sorted(interactions)}")
-    return interactions.get(name)
-
-
-# ---------------------------------------------------------------- running user code
-
-
-def _failure(error):
-    """Returns the error, or a RuntimeError in its place if asyncio treats it specially.
-
-    A SystemExit would end the event loop, and a CancelledError would cancel the task. A future
-    does not accept a StopIteration."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    return RuntimeError(repr(error))
-
-
-async def _contained(coroutine):
-    """Awaits user code, and raises its exceptions as ones that asyncio passes on (`_failure`).
-
-    If the running task itself is cancelled, CancelledError passes through unchanged."""
-    try:
-        return await coroutine
-    except GeneratorExit:  # the process ends, and the coroutine is abandoned
-        raise
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-            raise
-        raise _failure(error) from None
-
-
-class CallTimeoutError(TimeoutError):
-    """User code took longer than its deadline."""
-
-
-# The asyncio.Timeout of the running user code. Code that must first wait for a slot may
-# postpone the deadline with `reschedule`, as examples/sandbox.py does.
-DEADLINE = contextvars.ContextVar("DEADLINE")
-
-
-async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
-    """Awaits user code under a deadline, and returns its result.
-
-    The code runs as a task called `name`. The task is cancelled at the deadline, or if the
-    caller is cancelled. It then has `seconds` once more for its cleanup, and after that it
-    is abandoned. seconds 0 means no deadline and no limit on the cleanup.
-
-    Raises CallTimeoutError at the deadline, and whatever the code raises."""
-    try:
-        async with asyncio.timeout(seconds or None) as deadline:
-            previous = DEADLINE.set(deadline)
-            task = asyncio.create_task(_contained(coroutine), name=name)  # copies the context
-            DEADLINE.reset(previous)
-            await asyncio.wait([task])
-    except TimeoutError:
-        if not task.done():  # else it finished just in time
-            raise CallTimeoutError(f"{name} took longer than {seconds:g} seconds") from None
-    finally:
-        if task.cancel():  # False if it is done
-            await asyncio.wait([task], timeout=seconds or None)
-    return await _contained(task)
-
-
-_IDLE_THREADS: list[queue.SimpleQueue] = []  # for each idle thread, the queue of its jobs
-
-
-async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
-    """Runs a plain function in a daemon thread, so that it does not block the event loop.
-
-    Not asyncio.to_thread: Python waits for its threads when it exits, forever if a tool never
-    returns. It does not wait for daemon threads. An idle thread is reused, because starting
-    a new one takes far longer.
-
-    Raises whatever the function raises (see `_failure`)."""
-    result = asyncio.get_running_loop().create_future()
-    context = contextvars.copy_context()
-    try:
-        jobs = _IDLE_THREADS.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_run_jobs, args=[jobs], daemon=True).start()
-    jobs.put((result, functools.partial(context.run, function, *args, **kwargs)))
-    return await result
-
-
-def _run_jobs(jobs):
-    """Runs the jobs from a thread's queue, forever. Between two jobs the thread is idle."""
-    while True:
-        result, function = jobs.get()
-        try:
-            value = function()
-            deliver = result.set_result
-        except BaseException as error:
-            value = _failure(error)
-            deliver = result.set_exception
-        _IDLE_THREADS.append(jobs)  # before the result is known: the next call finds it idle
-        with suppress(RuntimeError):  # the event loop may be closed by now
-            result.get_loop().call_soon_threadsafe(_deliver_once, result, deliver, value)
-
-
-def _deliver_once(result, deliver, value):
-    """Calls deliver(value), which sets the result of a future, unless that is cancelled."""
-    if not result.done():
-        deliver(value)
-
-
-async def call(function: Callable, /, *args, **kwargs) -> Any:
-    """Awaits an async function, or runs a plain one `in_thread`."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    result = await in_thread(function, *args, **kwargs)
-    if inspect.isawaitable(result):  # from a decorated async function
-        return await result
-    return result
-
-
-# ---------------------------------------------------------------- agent loops
-
-
-AGENT_LOOPS: dict[str, type] = {}
-
-
-def register(name: str) -> Callable:
-    """Class decorator: makes a loop available to `--agent name` and to a row's agent_name.
-
-    Raises BadInput unless the class is a subclass of AgentLoopBase."""
-
-    def add(cls):
-        if not issubclass(cls, AgentLoopBase):
-            raise BadInput(f"@register({name!r}) is for subclasses of AgentLoopBase: {cls!r}")
-        AGENT_LOOPS[name] = cls
-        return cls
-
-    return add
-
-
-def agent_loop_class(row: dict, task, args) -> type:
-    """Returns the agent loop's class, selected by row["agent_name"], else by args.agent.
-
-    If both are None, it is "tool_agent" for a task with TOOLS or INTERACTIONS, else
-    "single_turn". Raises BadInput for an unknown name."""
-    has_turns = getattr(task, "TOOLS", None) or getattr(task, "INTERACTIONS", None)
-    default = "tool_agent" if has_turns else "single_turn"
-    name = row.get("agent_name") or args.agent or default
-    if name not in AGENT_LOOPS:
-        raise BadInput(
-            f"no agent loop {name!r}: choose from {sorted(AGENT_LOOPS)} or add "
-            f"@register({name!r}) to the task")
-    return AGENT_LOOPS[name]
-
-
-class Trajectory:
-    """The messages and tokens of one rollout while it runs.
-
-    Only methods of this class append tokens, and always to all five lists together:
-    engine_ids and the four response_* lists. These are the current token sequence. If the
-    template rewrites the history, `fork` ends the sequence and starts another. `outputs`
-    returns one AgentLoopOutput for each sequence.
-
-    For an image, the engine gets one placeholder, and the trainer gets one for each token of
-    the image (`expand`):
-    - engine_ids: prompt and response as `engine.generate` gets them
-    - prompt_ids, response_ids: prompt and response as the trainer gets them
-
-    trusted: the messages that may spell control tokens (`render`). By default these are the
-    messages that are given here. Messages appended later are not trusted.
-
-    reward, unit and group are those of its outputs (see AgentLoopOutput)."""
-
-    def __init__(
-        self,
-        messages: list[dict],
-        prompt_ids: list[int],
-        engine_ids: list[int],
-        images: Sequence,
-        trusted: Sequence[dict] | None = None,
-    ):
-        self.request_id = uuid4().hex  # names the rollout for the engine and for tools
-        self.messages = list(messages)
-        self.trusted = list(messages if trusted is None else trusted)
-        self.images = list(images)
-        self.metrics = {}
-        self.extra = {}
-        self.stop_reason = "stop"
-        self.reward = None
-        self.unit = ""
-        self.group = ""
-        self.assistant_turns = 0
-        self.user_turns = 0  # replies, those of tools included; max_user_turns counts users' only
-        self.stop_id = None  # the stop token that ended the last assistant turn
-        self.recent = None  # the Recent part of messages, on which the next suffix depends
-        self.tool_calls = []  # in the last assistant turn, not executed yet
-        self.finished = []  # AgentLoopOutputs of the sequences before the last fork
-        self.begin(prompt_ids, engine_ids)
-
-    def begin(self, prompt_ids: list[int], engine_ids: list[int]):
-        """Starts the token sequence with this prompt and an empty response."""
-        self.prompt_ids = prompt_ids
-        self.engine_ids = list(engine_ids)
-        self.turn_rewards = []
-        self.observations = []
-        self.response_ids = []
-        self.response_mask = []
-        self.response_logprobs = []
-        self.response_versions = []
-
-    def fork(self, prompt_ids: list[int], engine_ids: list[int]):
-        """Ends the token sequence, and starts one whose prompt is the rewritten history."""
-        # Reward and metrics go to the last output only. The rollout goes on, so nothing is cut off.
-        so_far = replace(self.output(), reward=None, metrics={}, stop_reason="stop")
-        self.finished.append(so_far)
-        self.begin(prompt_ids, engine_ids)
-        self.count("forks")
-
-    def add_sampled(self, out: TokenOutput, trained: bool = True):
-        """Appends the tokens of an assistant turn, with mask 1.
-
-        trained=False gives them mask 0. It is for constrained decoding, whose logprobs are
-        not those of the policy."""
-        self.assistant_turns += 1
-        if not trained:
-            self.add_given(out.token_ids)
-            return
-        self._add(
-            engine_ids=out.token_ids,
-            ids=out.token_ids,
-            mask=[1] * len(out.token_ids),
-            logprobs=out.logprobs,
-            versions=out.versions,
-        )
-
-    def add_given(
-        self,
-        ids: list[int],
-        engine_ids: list[int] | None = None,
-        observations: Iterable[tuple[int, int]] = (),
-    ):
-        """Appends tokens of a tool, a user or the template, with mask 0.
-
-        engine_ids: the same tokens with one placeholder for each image; default: ids.
-        observations: slices (start, end) of ids, see AgentLoopOutput."""
-        n = len(ids)
-        n_before = len(self.response_ids)
-        for start, end in observations:
-            self.observations.append((n_before + start, n_before + end))
-        self._add(
-            engine_ids=engine_ids or ids,
-            ids=ids,
-            mask=[0] * n,
-            logprobs=[0.0] * n,
-            versions=[-1] * n,
-        )
-
-    def _add(self, engine_ids, ids, mask, logprobs, versions):
-        """Appends to all five lists."""
-        self.engine_ids.extend(engine_ids)
-        self.response_ids.extend(ids)
-        self.response_mask.extend(mask)
-        self.response_logprobs.extend(logprobs)
-        self.response_versions.extend(versions)
-
-    def record(self, kind: str, name: str, reward: float | None, metrics: dict | None):
-        """Records a turn reward, at the last token so far, and adds metrics to the rollout's.
-
-        kind and name identify the source, such as "tool" and "calculator". A metric becomes
-        "kind/name/key"; the source's rewards are added up in "kind_reward/name". Raises
-        ValueError, which names the source, and records nothing if reward or metrics are not
-        finite numbers."""
-        source = f"{kind} {name!r}"
-        if not isinstance(metrics, dict | None):
-            raise ValueError(f"the metrics of {source} must be a dict, got {metrics!r:.80}")
-        reward = checked_number(0.0 if reward is None else reward, f"the reward of {source}")
-        checked = {}
-        for key, value in (metrics or {}).items():
-            checked[key] = checked_number(value, f"metric {key!r} of {source}")
-        for key, value in checked.items():
-            self.count(f"{kind}/{name}/{key}", value)
-        if reward:
-            self.count(f"{kind}_reward/{name}", reward)
-            last = max(0, len(self.response_ids) - 1)
-            self.turn_rewards.append((last, reward))
-
-    def count(self, name: str, n: float = 1):
-        """Adds n to a metric."""
-        self.metrics[name] = self.metrics.get(name, 0) + n
-
-    def outputs(self) -> list[AgentLoopOutput]:
-        """Returns the outputs of all token sequences: those before each fork, and the current one.
-
-        If the assistant said nothing after the last fork, that sequence is left out. All but its
-        tokens and messages then goes to the sequence before."""
-        last = self.output()
-        # A turn of the assistant may consist of untrained tokens (mask 0) alone.
-        speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
-        if speaks or not self.finished:
-            return [*self.finished, last]
-        *earlier, before = self.finished
-        end = len(before.response_ids) - 1
-        rewards = [(end, reward) for _, reward in last.turn_rewards]
-        merged = replace(
-            before,
-            reward=last.reward,
-            turn_rewards=before.turn_rewards + rewards,
-            unit=last.unit,
-            group=last.group,
-            metrics=last.metrics,
-            extra=last.extra,
-            stop_reason=last.stop_reason,
-        )
-        return [*earlier, merged]
-
-    def output(self) -> AgentLoopOutput:
-        """Returns the current token sequence alone as an output, with copies of all lists.
-
-        Without forks, it is the whole rollout."""
-        return AgentLoopOutput(
-            prompt_ids=list(self.prompt_ids),
-            response_ids=list(self.response_ids),
-            response_mask=list(self.response_mask),
-            response_logprobs=list(self.response_logprobs),
-            response_versions=list(self.response_versions),
-            reward=copy.copy(self.reward),
-            turn_rewards=list(self.turn_rewards),
-            messages=list(self.messages),
-            num_turns=self.assistant_turns + self.user_turns + 1,
-            stop_reason=self.stop_reason,
-            metrics=dict(self.metrics),
-            images=list(self.images),
-            observations=list(self.observations),
-            extra=dict(self.extra),
-            unit=self.unit,
-            group=self.group,
-        )
-
-
-MAX_TOKEN_CHARACTERS = 16  # hardly any token is longer
-
-
-class AgentLoopBase:
-    """The base class of agent loops. Subclasses override `run`.
-
-    Each rollout has its own instance.
-
-    engine: any object with `async generate(*, request_id, prompt_ids, sampling_params,
-        image_data) -> TokenOutput`. prompt_ids has ONE placeholder for each image of
-        image_data, which is a list of PIL images or None. `score` needs an `async score(*,
-        request_id, prompt_ids) -> list[float]`, too.
-    processor: the model's image processor; None for text models.
-    task: the task module.
-    args: train.Args, LoopArgs or any object with some of LoopArgs' attributes. Those that it
-        lacks get their defaults, except max_response_tokens and max_model_len: without them
-        TypeError is raised."""
-
-    def __init__(self, engine, tokenizer, processor, task, args):
-        missing = {}
-        for each in fields(LoopArgs):
-            if not hasattr(args, each.name):
-                missing[each.name] = each.default
-        if "max_response_tokens" in missing or "max_model_len" in missing:
-            raise TypeError(
-                f"{type(self).__name__} needs args with max_response_tokens and "
-                f"max_model_len; these lack {', '.join(missing)}: see LoopArgs")
-        self.args = copy.copy(args)  # a copy, because other loops share args
-        vars(self.args).update(missing)
-        self.engine = engine
-        self.tokenizer = with_template_variables(tokenizer, self.args.chat_template_args)
-        self.processor = processor
-        self.task = task
-
-    async def run(self, sampling_params: dict, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Runs one rollout, and returns its output or outputs. Must be overridden.
-
-        row: the columns of the data set's row, and index, step, rollout_n (the rollout's
-        number within its group) and validate (True in an evaluation)."""
-        raise TypeError(f"{type(self).__name__} has no run method")
-
-    def start(
-        self,
-        row: dict,
-        tools: list[dict] | None = None,
-        trusted: Sequence[dict] | None = None,
-    ) -> Trajectory:
-        """Returns a trajectory that begins with row["prompt"], even if that is too long.
-
-        trusted: messages that may spell control tokens, now and after a fork; by default all
-        of the prompt. Raises ValueError unless the prompt has one placeholder for each of the
-        row's images."""
-        prompt = row["prompt"]
-        images = [_load_row_image(image) for image in row.get("images") or ()]
-        engine_ids = self.conversation().render(prompt, tools, trusted)
-        prompt_ids = expand(engine_ids, images, self.processor)
-        return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
-
-    @property
-    def window(self):
-        """The most tokens that the engine takes, prompt and response together; inf: no limit."""
-        return self.args.max_model_len or math.inf
-
-    def too_long(self, messages: Sequence[dict]) -> bool:
-        """Returns True if messages are far too long for the window, without tokenising them.
-
-        Tokenising a very long text is slow."""
-        n_tokens = self.window + 64  # 64 is for the keys and brackets that `str` writes
-        return len(str(messages)) > MAX_TOKEN_CHARACTERS * n_tokens
-
-    def room(self, trajectory: Trajectory, used: int | None = None) -> int:
-        """Returns how many more response tokens fit both the rollout's budget and the window.
-
-        used: tokens in the window; default: those of the trajectory's current sequence."""
-        if used is None:
-            used = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        spent = len(trajectory.response_ids)
-        for output in trajectory.finished:
-            spent += len(output.response_ids)
-        return min(self.args.max_response_tokens - spent, self.window - used)
-
-    def append(
-        self,
-        trajectory: Trajectory,
-        messages: list[dict],
-        tools: list[dict] | None,
-        stops: set[int],
-        images: Sequence = (),
-    ) -> bool:
-        """Appends messages of tools or a user to the trajectory, with their tokens.
-
-        Forks the trajectory if the template rewrites its history. Returns True if the
-        messages and at least one token of a reply fit. If not, nothing is appended, and the
-        stop reason becomes "length".
-
-        stops: see `stop_token_ids`. images: one for each placeholder in the messages."""
-        if self.too_long(messages):
-            trajectory.stop_reason = "length"
-            return False
-        images = [_load_row_image(image) for image in images]
-        conversation = self.conversation(stops)
-        try:
-            fits = self._append_suffix(trajectory, conversation, messages, tools, images)
-        except RewritesHistory:
-            fits = self._fork_with(trajectory, conversation, messages, tools, images)
-        if not fits:
-            trajectory.stop_reason = "length"
-            return False
-        trajectory.images += images
-        trajectory.messages += messages
-        trajectory.user_turns += 1
-        return True
-
-    def _append_suffix(self, trajectory, talk, messages, tools, images):
-        """Appends the tokens of messages, if they fit. Raises RewritesHistory."""
-        if not trajectory.recent:
-            trajectory.recent = Recent(talk.form_of)
-
-        def suffix(new):
-            return talk.suffix(
-                trajectory.messages, new, trajectory.stop_id, tools, trajectory.recent)
-
-        engine_ids = suffix(messages)
-        ids = expand(engine_ids, images, self.processor)
-        if self.room(trajectory) - len(ids) < 1:
-            return False
-        said = []
-        if self.args.observation_coef:
-            said = said_in(ids, messages, lambda new: expand(suffix(new), images, self.processor))
-        trajectory.add_given(ids, engine_ids, said)
-        return True
-
-    def _fork_with(self, trajectory, talk, messages, tools, images):
-        """Forks the trajectory: the new prompt is its history with messages, if they fit."""
-        chat = trajectory.messages + messages
-        engine_ids = talk.render(chat, tools, trajectory.trusted)
-        ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
-        if self.room(trajectory, used=len(ids)) < 1:
-            return False
-        trajectory.fork(ids, engine_ids)
-        return True
-
-    async def assistant_turn(self, trajectory: Trajectory, sampling_params: dict) -> str | None:
-        """Samples one assistant turn, and appends its tokens and its message.
-
-        Returns its text without reasoning but with special tokens (see `_read_turn`), or None
-        if the turn was cut off or had no room. Sets the stop reason.
-
-        Raises ValueError if engine and processor expand an image to different numbers of
-        tokens."""
-        room = self.room(trajectory)
-        if room < 1:
-            trajectory.stop_reason = "length"
-            return None
-        max_tokens = min(room, self.turn_limit(sampling_params))
-        out = await self.engine.generate(
-            request_id=trajectory.request_id,
-            prompt_ids=list(trajectory.engine_ids),
-            sampling_params={**sampling_params, "max_tokens": max_tokens},
-            image_data=list(trajectory.images) or None,
-        )
-        if trajectory.images:
-            prompt_ids = trajectory.prompt_ids + trajectory.response_ids
-            if out.prompt_ids != prompt_ids:
-                raise ValueError(
-                    "the engine and the processor disagree about the tokens of the images: "
-                    f"{len(out.prompt_ids)} against {len(prompt_ids)}")
-        before = trajectory.engine_ids[-64:]  # shows whether the template has begun a thought
-        is_constrained = "structured_outputs" in sampling_params
-        trajectory.add_sampled(out, trained=not is_constrained)
-        trajectory.stop_reason = out.stop_reason
-        content_ids = out.token_ids
-        stops = self.stop_token_ids(sampling_params)
-        trajectory.stop_id = None
-        if content_ids and content_ids[-1] in stops:
-            *content_ids, trajectory.stop_id = content_ids
-        message, text = self._read_turn(before, content_ids)
-        trajectory.messages.append(message)
-        return text if out.stop_reason == "stop" else None
-
-    def turn_limit(self, sampling_params: dict) -> float:
-        """Returns the most tokens that one turn may have; inf: no limit."""
-        limits = (self.args.max_turn_tokens, sampling_params.get("max_tokens"))
-        return min(filter(None, limits), default=math.inf)
-
-    def _read_turn(self, before, ids):
-        """Returns (message, text) for the ids of an assistant turn without its stop token.
-
-        The message's content and reasoning_content are separated by `split_reasoning`, and
-        have no special tokens. A turn without reasoning has no reasoning_content. text is
-        the turn without its reasoning, with special tokens, because tool calls may need them.
-
-        before: the last tokens before the turn. Some templates end them with the start tag."""
-        decode = self.tokenizer.decode
-        message = {"role": "assistant", "content": decode(ids, skip_special_tokens=True)}
-        start, end = self.args.think_tags.split()
-        opened = decode(before).rstrip().endswith(start)
-        reasoning, text = split_reasoning(decode(ids), start, end, opened)
-        if reasoning is not None:
-            # The tags may be special tokens, so these are dropped only now.
-            for name, part in (("content", text), ("reasoning_content", reasoning)):
-                part_ids = _tokenise(self.tokenizer, part)
-                message[name] = decode(part_ids, skip_special_tokens=True)
-        return message, text
-
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """Returns the logprob of each of ids[start:], given all ids before it.
-
-        ids: any text without images, at most window - 1 tokens. The weights are those that the
-        engine has when it answers; with --max_staleness they may be newer than those that sampled
-        the ids. The temperature is 1, whatever the run samples with. No turn is counted, and
-        sampling seeds stay. Each call costs a prefill of all ids: the prefix cache is not read.
-
-        Raises ValueError unless 1 <= start <= len(ids) (the first id has no logprob), and if the
-        engine refuses the ids; TypeError if the engine has no `score`."""
-        if not 1 <= start <= len(ids):
-            raise ValueError(f"start must be from 1 to {len(ids)}, the number of ids, got {start}")
-        if not hasattr(self.engine, "score"):
-            raise TypeError(f"the engine {type(self.engine).__name__} has no method `score`")
-        logprobs = await self.engine.score(request_id=uuid4().hex, prompt_ids=ids)
-        return logprobs[start - 1 :]
-
-    def stop_token_ids(self, sampling_params: dict) -> set[int]:
-        """Returns the ids that end a turn: the tokenizer's, the sampling parameters' and those
-        with which the chat template ends one."""
-        stops = {*(sampling_params.get("stop_token_ids") or ()), self.tokenizer.eos_token_id}
-        if self.tokenizer.chat_template:
-            stops |= self.conversation(stops - {None}).stops
-        return stops - {None}
-
-    def conversation(self, stops: Iterable[int] = ()) -> Conversation:
-        """Returns what the model's chat template does, see Conversation."""
-        return conversation(self.tokenizer, stops, self.args.think_tags)
-
-
-def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
-    """Splits an assistant's text into (reasoning, the rest). Reasoning is None without tags.
-
-    Reasoning is everything up to the last end tag, plus anything after a later start tag:
-        "<think>why</think>so"        ("why", "so")
-        "why</think>so"               ("why", "so")
-        "why</think>so<think>or"      ("whyor", "so")
-        "why", opened                 ("why", "")
-        "so", not opened              (None, "so")
-
-    start, end: the tags. opened: whether the prompt ends with the start tag."""
-    if opened:
-        text = start + text
-    before, has_end, after_end = text.rpartition(end)
-    rest, has_start, unfinished = after_end.partition(start)
-    if not has_end and not has_start:
-        return None, text
-    reasoning = before + unfinished
-    return reasoning.removeprefix(start), rest
+
+def _edit_around(kept, edit, text):
+    """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
+    pieces = kept.split(text)  # every second one is a match
+    pieces[::2] = [_edit_values(piece, edit) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def _edit_values(value, edit):
+    """Returns nested lists and dicts with edit(text) in place of each text and each key."""
+    if isinstance(value, str):
+        return edit(value) if value.strip() else value
+    if isinstance(value, list):
+        return [_edit_values(inner, edit) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    edited = {}
+    for key, inner in value.items():
+        key = _edit_values(key, edit)
+        while key in edited:  # two keys became equal, and both must stay
+            key += "x"
+        edited[key] = _edit_values(inner, edit)
+    return edited
+
+
+def _join_contents(contents, separator):
+    """Returns one content of a message for several, each a text or a list of parts.
+
+    The separator stands between texts. With a list among them there is none."""
+    if all(isinstance(content, str) for content in contents):
+        return separator.join(contents)
+    parts = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+# ---------------------------------------------------------------- tokens of texts
+
+
+@functools.cache
+def _control_tokens(tokenizer):
+    """Returns the tokenizer's control tokens by id, such as <|im_end|> or <tool_call>.
+
+    They are its special tokens, and all other added tokens that have punctuation and more
+    than one character. The rest are plain words, white space and single characters."""
+    controls = {}
+    for number, token in tokenizer.added_tokens_decoder.items():
+        has_punctuation = re.search(r"[^\w\s]|_", token.content)
+        is_markup = len(token.content) > 1 and has_punctuation
+        if token.special or is_markup:
+            controls[number] = token
+    return controls
+
+
+def _any_of(texts, flags=0):
+    """Returns a regular expression for any of the texts, the longest first, as its group 1."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    any_text = "|".join(map(re.escape, longest_first)) or "(?!)"  # without texts nothing matches
+    return re.compile(f"({any_text})", flags)
+
+
+def _tokenise(tokenizer, text, begins=True):
+    """Returns the ids of a rendered text, in which no token spans a TOKEN_BREAK.
+
+    begins: whether the text begins a sequence. If not, no tokenizer may put a space before it.
+
+    A character after a TOKEN_BREAK never becomes a control token. If the tokenizer has no
+    other token for it (it is a special token itself, or unknown), the character is dropped.
+
+    No special tokens are added, because the template writes them all, BOS included."""
+    first, *pieces = text.split(TOKEN_BREAK)
+    if begins:
+        ids = tokenizer.encode(first, add_special_tokens=False)
+    else:
+        ids = _inner_ids(tokenizer, first)
+    for piece in pieces:
+        ids += _character_ids(tokenizer, piece[:1])
+        ids += _inner_ids(tokenizer, piece[1:])
+    return ids
+
+
+@functools.lru_cache(maxsize=1024)
+def _character_ids(tokenizer, character):
+    """Returns the ids of a character as text. A control token is not one of them."""
+    ids = _inner_ids(tokenizer, character)
+    return [token for token in ids if token not in _control_tokens(tokenizer)]
+
+
+def _inner_ids(tokenizer, text):
+    """Returns the ids of a text that does not begin a sequence.
+
+    Some tokenizers put a space before the first word of a sequence. So the text is tokenised
+    after the EOS token, whose id is then left out."""
+    start = tokenizer.eos_token or ""
+    ids = tokenizer.encode(start + text, add_special_tokens=False)
+    return ids[1:] if start else ids
+
+
+def shorten(text: str, limit: int, side: str, tokenizer) -> str:
+    """Cuts a long text to `limit` tokens, with "..." for the rest.
+
+    side: the part that is kept, as in verl: "left" keeps the start, "right" the end, and
+    "middle" both."""
+    text = clean(text)
+    if len(text.encode()) <= limit:  # a token has at least one byte
+        return text
+    # Tokenising a huge text is slow, so its middle is cut out first.
+    n_kept = 64 * limit  # characters at either end
+    if len(text) > 2 * n_kept:
+        text = f"{text[:n_kept]}...{text[-n_kept:]}"
+    ids = _tokenise(tokenizer, text)
+    if len(ids) <= limit:
+        return text
+    n_heads = {"left": limit, "middle": (limit + 1) // 2, "right": 0}
+    n_head = n_heads[side]
+    n_tail = limit - n_head
+    head = tokenizer.decode(ids[:n_head])
+    tail = tokenizer.decode(ids[len(ids) - n_tail :])
+    return f"{head}...{tail}"
+
+
+# ---------------------------------------------------------------- demonstrations
 
 
 @dataclass
@@ -2298,598 +2905,3 @@ class Demonstration:
             raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
         stop = talk.call_end if "tool_calls" in turn else talk.answer_end
         return [*ids, tokenizer.eos_token_id if stop is None else stop]
-
-
-@register("single_turn")
-class SingleTurnLoop(AgentLoopBase):
-    """Samples one answer to the prompt."""
-
-    async def run(self, sampling_params, **row):
-        trajectory = self.start(row)
-        await self.assistant_turn(trajectory, sampling_params)
-        return trajectory.output()
-
-
-# ---------------------------------------------------------------- tool calls
-
-
-@functools.cache
-def tool_parser(name: str, tokenizer):
-    """Returns the parser that `vllm serve --tool-call-parser` selects by this name.
-
-    Raises BadInput if there is none, if the tokenizer lacks the tokens of its format, or if
-    it can't parse plain text."""
-    from vllm.tool_parsers import ToolParserManager
-
-    flag = f"--tool_parser {name}"
-    try:
-        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-        parser.extract_tool_calls("", _parser_request("[]"))
-    except KeyError:
-        names = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise BadInput(f"{flag}: choose from {names}") from None
-    except NotImplementedError:  # it needs vLLM's own chat server
-        raise BadInput(f"{flag} does not parse plain text: choose another") from None
-    except (RuntimeError, ValueError) as error:  # the tokenizer lacks a token of its format
-        raise BadInput(f"{flag} does not fit the model: {error}") from None
-    return parser
-
-
-@functools.cache
-def _parser_request(schemas):
-    """Returns a chat request for `extract_tool_calls`, because some parsers read tools from it.
-
-    schemas: the tools' schemas, as a JSON list so that requests can be cached."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(
-        messages=[{"role": "user", "content": ""}],
-        tools=json.loads(schemas) or None,
-    )
-
-
-# A tool call that leaves its arguments out, which most parsers do not accept.
-WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
-
-
-def parse_tool_calls(text: str, parser_name: str, tokenizer, schemas: list[dict]) -> tuple:
-    """Returns (the text outside of tool calls, [{"name", "arguments", "error"}, ...]).
-
-    arguments is a dict. error is None, or tells the model why the call can't be executed. A
-    call that the parser does not recognise becomes one with the name "" and an error."""
-    # vLLM logs each malformed call with a traceback. Here the model reads the error instead.
-    # A new vLLM engine resets the level. Setting it clears all loggers' caches, so look first.
-    logger = logging.getLogger("vllm.tool_parsers")
-    if logger.level != logging.CRITICAL:
-        logger.setLevel(logging.CRITICAL)
-    parser = tool_parser(parser_name, tokenizer)
-    malformed = {
-        "name": "",
-        "arguments": {},
-        "error": "the tool call is not valid JSON with name and arguments",
-    }
-    try:
-        parsed = parser.extract_tool_calls(text, _parser_request(json.dumps(schemas)))
-    except Exception:  # some texts of a model make some parsers raise
-        return text, [malformed]
-    if not parsed.tools_called:
-        # A start token shows that the model tried to call a tool. Not all parsers have one.
-        start = getattr(parser, "tool_call_start_token", None)
-        if not (start and start in text):
-            return text, []
-        completed = WITHOUT_ARGUMENTS.sub(r'\1, "arguments": {}}', text)
-        if completed == text:
-            return text, [malformed]
-        return parse_tool_calls(completed, parser_name, tokenizer, schemas)
-    calls = []
-    for parsed_call in parsed.tool_calls:
-        function = parsed_call.function
-        arguments = {}
-        error = None
-        try:
-            arguments = _parse_arguments(function.arguments)
-        except (ValueError, RecursionError) as problem:
-            error = f"wrong arguments: {problem}"
-        calls.append({"name": clean(function.name), "arguments": arguments, "error": error})
-    return parsed.content or "", calls
-
-
-def _parse_arguments(text):
-    """Returns the arguments of a tool call, a JSON text, as a dict. Raises ValueError.
-
-    A call without arguments has {}, even if its text is missing, "", null or '""'."""
-    if not text:
-        return {}
-    # `clean` would miss a surrogate that JSON escapes ("\ud83d"), so the text is unescaped first.
-    unescaped = json.dumps(json.loads(text), ensure_ascii=False)
-    arguments = json.loads(clean(unescaped))
-    if arguments in (None, ""):
-        return {}
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments must be a JSON object")
-    if _depth(arguments) > MAX_DEPTH:
-        raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
-    json.dumps(arguments, allow_nan=False)  # raises for NaN and Infinity, which are no JSON
-    return arguments
-
-
-MAX_DEPTH = 100  # deeper ones would reach Python's limit on recursion where they are rendered
-
-
-def _depth(value):
-    """Returns how deep lists and dicts are nested."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
-
-
-def set_tool_calls(message: dict, content: str, calls: list[dict], turn: int):
-    """Sets content and tool_calls of an assistant's message, in place.
-
-    content, calls: as from `parse_tool_calls`. turn: the number of the assistant's turn, for
-    the ids of the calls."""
-    message["content"] = content
-    message["tool_calls"] = [
-        function_call(_call_id(turn, number), tool_call["name"], tool_call["arguments"])
-        for number, tool_call in enumerate(calls)
-    ]
-
-
-def _join_contents(contents, separator):
-    """Returns one content of a message for several, each a text or a list of parts.
-
-    The separator stands between texts. With a list among them there is none."""
-    if all(isinstance(content, str) for content in contents):
-        return separator.join(contents)
-    parts = []
-    for content in contents:
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return parts
-
-
-def _own_copy(message):
-    """Returns a copy of a message. An Interaction may rewrite its calls for another API."""
-    copied = dict(message)
-    if "tool_calls" in message:
-        copied["tool_calls"] = copy.deepcopy(message["tool_calls"])
-    return copied
-
-
-@register("tool_agent")
-class ToolAgentLoop(AgentLoopBase):
-    """Turns of sampling, tool calls and simulated users: a state machine, as in verl.
-
-        pending -> generating -> processing_tools -> generating ...   the model calls tools
-                              -> interacting -> generating ...        a simulated user answers
-                              -> told_of_cut -> generating ...        the turn was too long
-                              -> None                                 the end
-        answering_last                                                at a limit, before the end
-
-    Most names of states are verl's. A state is a method that gets the trajectory and
-    returns the next state. A subclass adds one by returning it from another:
-    `return self.reflecting`. If a tool raises, exceeds its deadline or is called wrongly, the
-    model reads a message about it, and a metric counts it."""
-
-    def __init__(self, engine, tokenizer, processor, task, args):
-        """Sets what `run` sets for its row, so that a subclass or a test may call a part alone."""
-        super().__init__(engine, tokenizer, processor, task, args)
-        self.sampling_params = {}
-        self.tools = {}  # by name
-        self.tools_kwargs = {}
-        self.schemas = []  # of the tools
-        self.interaction = None
-        self.interaction_kwargs = {}
-        self.user_answers = 0  # answers of the simulated user so far
-        self.is_last = False  # whether the final answer was asked for
-        self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
-
-    async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Runs one rollout: its turns, then the tools' `calc_reward`, then their `release`.
-
-        Returns one output, or a list of several if the template rewrote the history."""
-        self.sampling_params = sampling_params
-        self.tools_kwargs = row_kwargs(row, "tools_kwargs")
-        self.tools = task_tools(self.task, self.tools_kwargs)
-        self.schemas = [tool.schema for tool in self.tools.values()]
-        self.interaction_kwargs = dict(row_kwargs(row, "interaction_kwargs"))
-        self.interaction = task_interaction(self.task, self.interaction_kwargs)
-        self.interaction_kwargs.pop("name", None)
-        self.user_answers = 0
-        self.is_last = False
-        self.create_tasks = {}
-        trajectory = self.start(row, self.schemas)
-        try:
-            await self._run_states(trajectory)
-            for name, task in self.create_tasks.items():
-                succeeded = task.done() and not task.exception()
-                if succeeded:
-                    reward = await self._call_at_end(trajectory, name, "calc_reward")
-                    trajectory.record("tool", name, reward, None)
-        finally:
-            await self.close(trajectory)
-        if trajectory.finished:
-            return trajectory.outputs()
-        return trajectory.output()
-
-    async def _run_states(self, trajectory):
-        """Goes from state to state until the end, or until trajectory_timeout has passed."""
-        state = self.pending
-        try:
-            async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
-                while state:
-                    state = await state(trajectory)
-                    if not state and self._may_answer(trajectory):
-                        state = self.answering_last
-        except TimeoutError:
-            if not budget.expired():  # user code raised it, so the rollout fails
-                raise
-            trajectory.stop_reason = "timeout"  # the tokens so far are kept and graded
-
-    async def pending(self, trajectory):
-        """The first state: lets the interaction speak first, if it has an opening message."""
-        text = None
-        if self.interaction:
-            text = await self._ask_interaction(
-                self.interaction.start, trajectory.request_id, **self.interaction_kwargs)
-        if text is not None:
-            text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
-            trajectory.messages.append({"role": "user", "content": text})
-            engine_ids = self.conversation().render(
-                trajectory.messages, self.schemas, trajectory.trusted)
-            prompt_ids = expand(engine_ids, trajectory.images, self.processor)
-            trajectory.begin(prompt_ids, engine_ids)
-        if self.tools:
-            trajectory.count("tool_calls", 0)  # so that the metric exists
-        for name in self.tools:
-            trajectory.count(f"tool_calls/{name}", 0)
-        if self.args.max_turn_tokens:
-            trajectory.count("cut_turns", 0)
-        if self.args.final_answer_tokens:
-            trajectory.count("final_answers", 0)
-        return self.generating
-
-    async def generating(self, trajectory):
-        """Samples an assistant turn. Next, its tools are called, or else the user answers."""
-        text = await self.assistant_turn(trajectory, self.sampling_params)
-        if self._is_cut(trajectory):
-            trajectory.count("cut_turns")
-            next_state = self.told_of_cut
-        elif text is None:
-            return None
-        else:
-            trajectory.tool_calls = self.parse(trajectory, text) if self.tools else []
-            if not trajectory.tool_calls:
-                return self.interacting if self.interaction else None
-            next_state = self.processing_tools
-        if self._at_assistant_limit(trajectory):
-            trajectory.stop_reason = "max_turns"
-            return None
-        return next_state
-
-    def _is_cut(self, trajectory):
-        """Returns whether a limit of one turn cut the last one, and the rollout has more room."""
-        has_limit = self.args.max_turn_tokens > 0
-        return has_limit and trajectory.stop_reason == "length" and self.room(trajectory) > 0
-
-    async def told_of_cut(self, trajectory):
-        """Tells the policy that its turn was cut, in a user's message, so that it continues."""
-        limit = self.turn_limit(self.sampling_params)
-        called = "No tool was called. " if self.tools else ""
-        text = f"Your turn was cut at {limit} tokens. {called}Continue, more briefly."
-        return self.answer(trajectory, [{"role": "user", "content": text}])
-
-    def room(self, trajectory, used=None):
-        """As in AgentLoopBase, but without the tokens that are kept for the final answer."""
-        room = super().room(trajectory, used)
-        return room if self.is_last else room - self.args.final_answer_tokens
-
-    def _may_answer(self, trajectory):
-        """Returns whether a limit ends the rollout now, and a final answer can be asked for."""
-        at_limit = trajectory.stop_reason in ("length", "max_turns")
-        return at_limit and self.args.final_answer_tokens > 0 and not self.is_last
-
-    async def answering_last(self, trajectory):
-        """Asks for the final answer, and samples it with the tokens that are kept for it.
-
-        The request answers the calls that are pending, or else it is a user's message. (If the
-        policy has not spoken since it was asked, it is asked nothing new.) Calls in the final
-        answer are not executed. A simulated user judges it."""
-        self.is_last = True
-        trajectory.count("final_answers")
-        last = trajectory.messages[-1]
-        request = self.args.final_answer_request
-        messages = []
-        for tool_call in last.get("tool_calls", ()):
-            messages.append({
-                "role": "tool",
-                "name": tool_call["function"]["name"],
-                "content": request,
-                "tool_call_id": tool_call["id"],
-            })
-        if not messages:
-            messages.append({"role": "user", "content": request})
-        has_spoken = last["role"] == "assistant"
-        if has_spoken and not self.answer(trajectory, messages):
-            return None
-        text = await self.assistant_turn(trajectory, self.sampling_params)
-        return self.interacting if self.interaction and text is not None else None
-
-    def _at_assistant_limit(self, trajectory):
-        """Returns whether max_assistant_turns is reached."""
-        limit = self.args.max_assistant_turns
-        return limit > 0 and trajectory.assistant_turns >= limit
-
-    def _at_user_limit(self):
-        """Returns whether max_user_turns is reached."""
-        limit = self.args.max_user_turns
-        return limit > 0 and self.user_answers >= limit
-
-    def parse(self, trajectory, text):
-        """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
-
-        Puts them into the trajectory's last message if at least one has a name, and the chat
-        template shows the message. Else they stay in its text."""
-        content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
-        message = trajectory.messages[-1]
-        shown, _ = self._split_calls(calls)
-        if any(tool_call["name"] for tool_call in shown):
-            called = dict(message)
-            set_tool_calls(called, content, shown, trajectory.assistant_turns)
-            if self.talk.shows(called, self.schemas):
-                message.update(called)
-        return calls
-
-    def _max_calls(self):
-        """Returns how many tool calls of a turn are executed."""
-        return self.args.max_parallel_calls if self.talk.takes_two_calls else 1
-
-    def _split_calls(self, calls):
-        """Returns (the calls that the turn's message shows, the number of the others)."""
-        n = 1 if self._max_calls() == 1 else len(calls)
-        return calls[:n], len(calls[n:])
-
-    @property
-    def talk(self) -> Conversation:
-        """What the chat template does."""
-        return self.conversation(self.stop_token_ids(self.sampling_params))
-
-    async def processing_tools(self, trajectory):
-        """Executes the turn's tool calls concurrently, and appends the responses in order."""
-        calls, n_left_out = self._split_calls(trajectory.tool_calls)
-        limit = self._max_calls()
-        for tool_call in calls[limit:]:
-            tool_call["error"] = f"only {limit} tool calls at a time are executed"
-        started = time.perf_counter()
-        responses = await asyncio.gather(
-            *(self.call_tool(trajectory, tool_call) for tool_call in calls),
-            return_exceptions=True,
-        )
-        trajectory.count("tool_s", time.perf_counter() - started)
-        trajectory.count("tool_calls", len(calls))
-        messages = []
-        images = []
-        for number, (tool_call, response) in enumerate(zip(calls, responses)):
-            name = tool_call["name"]
-            n_images = len(trajectory.images) + len(images)
-            response = self._record_response(trajectory, name, response, n_images)
-            if n_left_out:  # the template shows one call, so there is one response
-                trajectory.count("tool_errors", n_left_out)
-                response.text += f"\nError: your {n_left_out} other calls were not executed: "
-                response.text += "call one tool at a time"
-            messages.append({
-                "role": "tool",
-                "name": name,
-                "content": self._content(response),
-                "tool_call_id": _call_id(trajectory.assistant_turns, number),
-            })
-            images += response.images
-        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
-            contents = [message["content"] for message in messages]
-            messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
-        return self.answer(trajectory, messages, images)
-
-    def _record_response(self, trajectory, name, response, n_images):
-        """Counts a tool call, records its response's reward and metrics, and returns the response.
-
-        If it is an exception, or is invalid, returns a response with the error instead: the
-        model reads it, and the rollout continues. n_images: images in the rollout so far."""
-        if name in self.tools:
-            trajectory.count(f"tool_calls/{name}")
-        if isinstance(response, Exception):
-            return self._error_response(trajectory, name, response)
-        try:
-            trajectory.record("tool", name, response.reward, response.metrics)
-            self._check_room_for_images(n_images, len(response.images))
-        except Exception as error:
-            return self._error_response(trajectory, name, error)
-        return response
-
-    def _check_room_for_images(self, n_images, n_new):
-        """Raises ValueError if more images would exceed max_images."""
-        limit = self.args.max_images
-        if n_images + n_new > limit:
-            raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
-
-    def _error_response(self, trajectory, name, error):
-        """Counts an error, and returns a ToolResponse that tells the model about it."""
-        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
-        trajectory.count(kind)
-        if name in self.tools:  # the model may write any name
-            trajectory.count(f"{kind}/{name}")
-        return ToolResponse(f"Error: {str(error) or repr(error)}")
-
-    def _content(self, response):
-        """Returns the content of a tool's message: a text, or a list of parts with images."""
-        limit = self.args.max_tool_response_tokens
-        side = self.args.tool_response_truncate_side
-        text = shorten(response.text, limit, side, self.tokenizer)
-        if not response.images:
-            return text
-        content = [{"type": "image"} for _ in response.images]
-        if text:
-            content.insert(0, {"type": "text", "text": text})
-        return content
-
-    async def call_tool(self, trajectory, tool_call):
-        """Executes a tool call, and returns a ToolResponse whose images are loaded.
-
-        tool_call: as from `parse_tool_calls`. Raises ValueError if it is malformed or names
-        an unknown tool, CallTimeoutError after tool_timeout, and whatever the tool raises."""
-        name = tool_call["name"]
-        if tool_call["error"]:
-            raise ValueError(tool_call["error"])
-        if name not in self.tools:
-            raise ValueError(f"there is no tool {name!r}; the tools are {sorted(self.tools)}")
-        execution = self._execute(trajectory, name, tool_call["arguments"])
-        return await in_time(name, self.args.tool_timeout, execution)
-
-    async def _execute(self, trajectory, name, arguments):
-        """Runs a tool's `execute`, after its `create`, and returns a ToolResponse."""
-        if name not in self.create_tasks:
-            create = self._tool_method(trajectory, name, "create")
-            self.create_tasks[name] = asyncio.ensure_future(_contained(create))
-        # Parallel calls wait for the same `create`, so the timeout of one must not cancel it.
-        await asyncio.shield(self.create_tasks[name])
-        response = await self._tool_method(trajectory, name, "execute", copy.deepcopy(arguments))
-        reward = metrics = None
-        if isinstance(response, tuple):
-            response, reward, metrics = response
-        if not isinstance(response, ToolResponse):
-            response = ToolResponse(response)
-        if response.images and self.processor is None:
-            raise ValueError("the tool returned an image, and this agent reads text only")
-        images = [load_image(image) for image in response.images]
-        if images:
-            image_tokens(images, self.processor)  # raises if the model does not accept a shape
-        return ToolResponse(
-            text=tool_text(response.text),
-            images=images,
-            reward=response.reward if reward is None else reward,
-            metrics={**response.metrics, **(metrics or {})},
-        )
-
-    async def _tool_method(self, trajectory, name, method, *arguments):
-        """Calls a method of a tool with its keyword arguments in the row's tools_kwargs."""
-        kwargs = self.tools_kwargs.get(name, {}).get(f"{method}_kwargs", {})
-        function = getattr(self.tools[name], method)
-        return await call(function, trajectory.request_id, *arguments, **kwargs)
-
-    async def _call_at_end(self, trajectory, name, method):
-        """Calls `calc_reward` or `release` of a tool, limited by tool_timeout."""
-        coroutine = self._tool_method(trajectory, name, method)
-        return await in_time(f"{method} of tool {name!r}", self.args.tool_timeout, coroutine)
-
-    async def _ask_interaction(self, method, *args, **kwargs):
-        """Calls a method of the interaction, limited by tool_timeout."""
-        coroutine = call(method, *args, **kwargs)
-        return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
-
-    async def interacting(self, trajectory):
-        """Lets the simulated user answer and reward the assistant's turn. Returns the next state,
-        None after the user's last words, at a limit, or if this was the final answer."""
-        reply = await self._ask_interaction(
-            self.interaction.generate_response,
-            trajectory.request_id,
-            [_own_copy(message) for message in trajectory.messages],
-            **self.interaction_kwargs,
-        )
-        name = self.interaction.name
-        if not isinstance(reply, Sequence) or len(reply) != 4 or reply[0] not in (True, False):
-            raise ValueError(
-                f"interaction {name!r} returned {reply!r:.80}: must be (done, text, "
-                "reward, metrics), and done True or False")
-        done, text, reward, metrics = reply
-        trajectory.record("interaction", name, reward, metrics)
-        if done and text is None:
-            text = ""
-        text = checked_text(text, f"the text of interaction {name!r}")
-        done = done or self.is_last
-        if not done and (self._at_assistant_limit(trajectory) or self._at_user_limit()):
-            trajectory.stop_reason = "max_turns"
-            done = True
-        if done:
-            trajectory.extra["unread"] = text  # the report shows it
-            return None
-        self.user_answers += 1
-        return self.answer(trajectory, [{"role": "user", "content": text}])
-
-    def answer(self, trajectory, messages, images=()):
-        """Appends messages, and returns the next state: `generating` if they and a reply fit."""
-        stops = self.stop_token_ids(self.sampling_params)
-        fits = self.append(trajectory, messages, self.schemas, stops, images)
-        return self.generating if fits else None
-
-    async def close(self, trajectory):
-        """Releases the tools and the interaction, even after a failure or a cancellation.
-
-        Errors are counted, and not raised."""
-        for task in self.create_tasks.values():
-            task.cancel()  # it may have outlived its deadline
-        closers = [self._call_at_end(trajectory, name, "release") for name in self.create_tasks]
-        if self.interaction:
-            finalize = self.interaction.finalize
-            closers.append(self._ask_interaction(finalize, trajectory.request_id))
-        for result in await asyncio.gather(*closers, return_exceptions=True):
-            if isinstance(result, BaseException):
-                trajectory.count("release_errors")
-
-
-@register("compacting")
-class CompactingLoop(ToolAgentLoop):
-    """A tool_agent that continues from a summary when its context is long.
-
-    When the answer of tools or of a user makes prompt and response compact_at tokens long, it
-    ends with SUMMARISE. The policy's reply is the summary. A new sequence then begins with the
-    conversation's opening (system message and task), the summary and CONTINUE:
-
-        processing_tools or interacting -> compacting -> generating ...
-
-    The sequences are outputs of one rollout and share its reward. So a summary's tokens are
-    trained by what it leads to. The summary counts as a turn of the assistant. Its request and
-    itself need room in the window beyond compact_at."""
-
-    SUMMARISE = (
-        "Your context is full. Call no tool now, but write a summary: what you did, what you found "
-        "out, and what is left to do. You will continue from the task and this summary alone.")
-    CONTINUE = "Continue from your summary."
-
-    async def pending(self, trajectory):
-        """Remembers how the conversation begins, with an interaction's opening message."""
-        next_state = await super().pending(trajectory)
-        trajectory.count("compactions", 0)
-        self.opening = list(trajectory.messages)
-        self.opening_images = list(trajectory.images)
-        return next_state
-
-    def answer(self, trajectory, messages, images=()):
-        """As in ToolAgentLoop; asks for a summary if the context is long with these messages."""
-        n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-        for message in messages:
-            n_tokens += len(_tokenise(self.tokenizer, str(message["content"])))
-        if self.is_last or n_tokens < (self.args.compact_at or 0.75 * self.window):
-            return super().answer(trajectory, messages, images)
-        *others, last = messages
-        # Part of the last message, because some templates refuse one more user's.
-        last = {**last, "content": _join_contents([last["content"], self.SUMMARISE], "\n\n")}
-        fits = super().answer(trajectory, [*others, last], images)
-        return self.compacting if fits else None
-
-    async def compacting(self, trajectory):
-        """Samples the summary, and begins a new sequence with it."""
-        text = await self.assistant_turn(trajectory, self.sampling_params)
-        if text is None and not self._is_cut(trajectory):
-            return None
-        trajectory.count("compactions")
-        messages = [
-            *self.opening,
-            {"role": "assistant", "content": trajectory.messages[-1]["content"]},
-            {"role": "user", "content": self.CONTINUE},
-        ]
-        engine_ids = self.conversation().render(messages, self.schemas, trajectory.trusted)
-        trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
-        trajectory.messages = messages
-        trajectory.images = list(self.opening_images)
-        if self._at_assistant_limit(trajectory):
-            trajectory.stop_reason = "max_turns"
-            return None
-        return self.generating
