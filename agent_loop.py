@@ -1,14 +1,15 @@
 """Runs ONE rollout: agent loops, tools and interactions.
 
 An agent loop gets a row of the data set and an engine, and returns tokens: those that the
-policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, the
-template's own). One rule governs this file: *token in, token out*. Sampled ids are appended
+policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, and what
+the template writes). One rule governs this file: *token in, token out*. Sampled ids are appended
 verbatim and never tokenised again. The text between two sampled turns is the difference of
-two renderings of the chat template (`Conversation.suffix`).
+two renderings of the chat template (`ChatTemplate.suffix`).
 
 In this order: settings and results; agent loops, from `Trajectory` and `AgentLoopBase` to
-`ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code, images. Last, all that
-depends on a model's chat template. A small class there learns it by rendering short made-up chats.
+`ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code and images. All that
+depends on a model's chat template comes last. It is the longest part, because every model has
+another template: `ChatTemplate` learns what this one does by rendering short made-up chats.
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -83,14 +84,14 @@ class LoopArgs:
     max_assistant_turns: int = setting(
         8, "a rollout ends after this many turns, with stop reason max_turns; 0: no limit")
     max_user_turns: int = setting(
-        0, "a rollout ends after this many answers of a simulated user, who is then asked once "
+        0, "a rollout ends after this many replies of a simulated user, who is then called once "
         "more, for the reward only; 0: no limit")
     max_turn_tokens: int = setting(
         0, "tokens of one turn. In a tool_agent, the policy is told that its turn was cut, and the "
-        "rollout continues; other loops only cut it; 0: no limit")
+        "rollout continues; other loops just end it there; 0: no limit")
     final_answer_tokens: int = setting(
-        0, "tokens of max_response_tokens that a tool_agent keeps for final_answer_request and its "
-        "answer. It asks where a limit on turns or tokens would end the rollout; 0: it never asks")
+        0, "tokens of max_response_tokens that a tool_agent reserves for a final answer, which it "
+        "requests when a limit on turns or tokens would end the rollout; 0: off")
     final_answer_request: str = setting(
         "No turns are left. Give your final answer now.", "the message that asks for the answer")
     compact_at: int = setting(
@@ -397,10 +398,10 @@ class Trajectory:
     def outputs(self) -> list[AgentLoopOutput]:
         """Returns the outputs of all token sequences: those before each fork, and the current one.
 
-        If the assistant said nothing after the last fork, that sequence is left out. All but its
-        tokens and messages then goes to the sequence before."""
+        If the assistant said nothing after the last fork, that sequence is left out. Its reward,
+        turn rewards, unit, group, metrics, extra and stop reason then move to the one before."""
         last = self.output()
-        # A turn of the assistant may consist of untrained tokens (mask 0) alone.
+        # The mask alone does not tell: turns of constrained decoding have mask 0.
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
         if speaks or not self.finished:
             return [*self.finished, last]
@@ -497,7 +498,7 @@ class AgentLoopBase:
         row's images."""
         prompt = row["prompt"]
         images = [_load_row_image(image) for image in row.get("images") or ()]
-        engine_ids = self.conversation().render(prompt, tools, trusted)
+        engine_ids = self.chat_template().render(prompt, tools, trusted)
         prompt_ids = expand(engine_ids, images, self.processor)
         return Trajectory(prompt, prompt_ids, engine_ids, images, trusted)
 
@@ -543,11 +544,11 @@ class AgentLoopBase:
             trajectory.stop_reason = "length"
             return False
         images = [_load_row_image(image) for image in images]
-        conversation = self.conversation(stops)
+        template = self.chat_template(stops)
         try:
-            fits = self._append_suffix(trajectory, conversation, messages, tools, images)
+            fits = self._append_suffix(trajectory, template, messages, tools, images)
         except RewritesHistory:
-            fits = self._fork_with(trajectory, conversation, messages, tools, images)
+            fits = self._fork_with(trajectory, template, messages, tools, images)
         if not fits:
             trajectory.stop_reason = "length"
             return False
@@ -556,13 +557,13 @@ class AgentLoopBase:
         trajectory.user_turns += 1
         return True
 
-    def _append_suffix(self, trajectory, talk, messages, tools, images):
+    def _append_suffix(self, trajectory, template, messages, tools, images):
         """Appends the tokens of messages, if they fit. Raises RewritesHistory."""
         if not trajectory.recent:
-            trajectory.recent = Recent(talk.form_of)
+            trajectory.recent = Recent(template.form_of)
 
         def suffix(new):
-            return talk.suffix(
+            return template.suffix(
                 trajectory.messages, new, trajectory.stop_id, tools, trajectory.recent)
 
         engine_ids = suffix(messages)
@@ -571,14 +572,18 @@ class AgentLoopBase:
             return False
         said = []
         if self.args.observation_coef:
-            said = said_in(ids, messages, lambda new: expand(suffix(new), images, self.processor))
+
+            def ids_of(new):
+                return expand(suffix(new), images, self.processor)
+
+            said = text_slices(ids, messages, ids_of)
         trajectory.add_given(ids, engine_ids, said)
         return True
 
-    def _fork_with(self, trajectory, talk, messages, tools, images):
+    def _fork_with(self, trajectory, template, messages, tools, images):
         """Forks the trajectory: the new prompt is its history with messages, if they fit."""
         chat = trajectory.messages + messages
-        engine_ids = talk.render(chat, tools, trajectory.trusted)
+        engine_ids = template.render(chat, tools, trajectory.trusted)
         ids = expand(engine_ids, [*trajectory.images, *images], self.processor)
         if self.room(trajectory, used=len(ids)) < 1:
             return False
@@ -670,12 +675,12 @@ class AgentLoopBase:
         with which the chat template ends one."""
         stops = {*(sampling_params.get("stop_token_ids") or ()), self.tokenizer.eos_token_id}
         if self.tokenizer.chat_template:
-            stops |= self.conversation(stops - {None}).stops
+            stops |= self.chat_template(stops - {None}).stops
         return stops - {None}
 
-    def conversation(self, stops: Iterable[int] = ()) -> "Conversation":
-        """Returns what the model's chat template does, see Conversation."""
-        return conversation(self.tokenizer, stops, self.args.think_tags)
+    def chat_template(self, stops: Iterable[int] = ()) -> "ChatTemplate":
+        """Returns what the model's chat template does, see ChatTemplate."""
+        return chat_template(self.tokenizer, stops, self.args.think_tags)
 
 
 def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str | None, str]:
@@ -717,7 +722,7 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
-        answering_last                                                at a limit, before the end
+        any state -> answering_last -> None                             a limit ends the rollout
 
     Most names of states are verl's. A state is a method that gets the trajectory and
     returns the next state. A subclass adds one by returning it from another:
@@ -734,7 +739,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interaction = None
         self.interaction_kwargs = {}
         self.user_answers = 0  # answers of the simulated user so far
-        self.is_last = False  # whether the final answer was asked for
+        self.is_last = False  # whether the final answer was requested
         self.create_tasks = {}  # by tool name, the asyncio task that runs its `create`
 
     async def run(self, sampling_params, **row) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -788,7 +793,7 @@ class ToolAgentLoop(AgentLoopBase):
         if text is not None:
             text = checked_text(text, f"the text of interaction {self.interaction.name!r}")
             trajectory.messages.append({"role": "user", "content": text})
-            engine_ids = self.conversation().render(
+            engine_ids = self.chat_template().render(
                 trajectory.messages, self.schemas, trajectory.trusted)
             prompt_ids = expand(engine_ids, trajectory.images, self.processor)
             trajectory.begin(prompt_ids, engine_ids)
@@ -838,16 +843,16 @@ class ToolAgentLoop(AgentLoopBase):
         return room if self.is_last else room - self.args.final_answer_tokens
 
     def _may_answer(self, trajectory):
-        """Returns whether a limit ends the rollout now, and a final answer can be asked for."""
+        """Returns whether a limit ends the rollout now, and a final answer can be requested."""
         at_limit = trajectory.stop_reason in ("length", "max_turns")
         return at_limit and self.args.final_answer_tokens > 0 and not self.is_last
 
     async def answering_last(self, trajectory):
         """Asks for the final answer, and samples it with the tokens that are kept for it.
 
-        The request answers the calls that are pending, or else it is a user's message. (If the
-        policy has not spoken since it was asked, it is asked nothing new.) Calls in the final
-        answer are not executed. A simulated user judges it."""
+        If tool calls are pending, the request is their result; otherwise it is a user's message. If
+        the last message is not the policy's, no request is added. Calls in the final answer are not
+        executed. A simulated user judges it."""
         self.is_last = True
         trajectory.count("final_answers")
         last = trajectory.messages[-1]
@@ -882,20 +887,20 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
         Puts them into the trajectory's last message if at least one has a name, and the chat
-        template shows the message. Else they stay in its text."""
+        template shows the message. Otherwise they stay in its text."""
         content, calls = parse_tool_calls(text, self.args.tool_parser, self.tokenizer, self.schemas)
         message = trajectory.messages[-1]
         shown, _ = self._split_calls(calls)
         if any(tool_call["name"] for tool_call in shown):
             called = dict(message)
             set_tool_calls(called, content, shown, trajectory.assistant_turns)
-            if self.talk.shows(called, self.schemas):
+            if self.template.shows(called, self.schemas):
                 message.update(called)
         return calls
 
     def _max_calls(self):
         """Returns how many tool calls of a turn are executed."""
-        return self.args.max_parallel_calls if self.talk.takes_two_calls else 1
+        return self.args.max_parallel_calls if self.template.accepts_parallel_calls else 1
 
     def _split_calls(self, calls):
         """Returns (the calls that the turn's message shows, the number of the others)."""
@@ -903,9 +908,9 @@ class ToolAgentLoop(AgentLoopBase):
         return calls[:n], len(calls[n:])
 
     @property
-    def talk(self) -> "Conversation":
+    def template(self) -> "ChatTemplate":
         """What the chat template does."""
-        return self.conversation(self.stop_token_ids(self.sampling_params))
+        return self.chat_template(self.stop_token_ids(self.sampling_params))
 
     async def processing_tools(self, trajectory):
         """Executes the turn's tool calls concurrently, and appends the responses in order."""
@@ -937,7 +942,9 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
-        if "tool_calls" not in trajectory.messages[-1] and not self.talk.takes(MALFORMED):
+        is_malformed = "tool_calls" not in trajectory.messages[-1]
+        if is_malformed and not self.template.accepts(AFTER_MALFORMED_CALL):
+            # The template refuses tool messages after a plain turn: a user tells the error.
             contents = [message["content"] for message in messages]
             messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
         return self.answer(trajectory, messages, images)
@@ -1062,7 +1069,7 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.stop_reason = "max_turns"
             done = True
         if done:
-            trajectory.extra["unread"] = text  # the report shows it
+            trajectory.extra["unread"] = text  # the policy never reads it; the report shows it
             return None
         self.user_answers += 1
         return self.answer(trajectory, [{"role": "user", "content": text}])
@@ -1089,7 +1096,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _own_copy(message):
-    """Returns a copy of a message. An Interaction may rewrite its calls for another API."""
+    """Returns a copy of a message, because an Interaction may modify its tool calls."""
     copied = dict(message)
     if "tool_calls" in message:
         copied["tool_calls"] = copy.deepcopy(message["tool_calls"])
@@ -1100,15 +1107,15 @@ def _own_copy(message):
 class CompactingLoop(ToolAgentLoop):
     """A tool_agent that continues from a summary when its context is long.
 
-    When the answer of tools or of a user makes prompt and response compact_at tokens long, it
-    ends with SUMMARISE. The policy's reply is the summary. A new sequence then begins with the
-    conversation's opening (system message and task), the summary and CONTINUE:
+    When a reply of tools or of a user would bring prompt and response to compact_at tokens,
+    SUMMARISE is appended to it. The policy answers with a summary. A new sequence then begins with
+    the opening messages (system message and task), the summary and CONTINUE:
 
         processing_tools or interacting -> compacting -> generating ...
 
-    The sequences are outputs of one rollout and share its reward. So a summary's tokens are
-    trained by what it leads to. The summary counts as a turn of the assistant. Its request and
-    itself need room in the window beyond compact_at."""
+    The sequences are outputs of one rollout and share its reward, so a summary is rewarded for what
+    follows it. It counts as a turn of the assistant. The request and the summary need room in the
+    window beyond compact_at."""
 
     SUMMARISE = (
         "Your context is full. Call no tool now, but write a summary: what you did, what you found "
@@ -1131,7 +1138,7 @@ class CompactingLoop(ToolAgentLoop):
         if self.is_last or n_tokens < (self.args.compact_at or 0.75 * self.window):
             return super().answer(trajectory, messages, images)
         *others, last = messages
-        # Part of the last message, because some templates refuse one more user's.
+        # Not a message of its own: some templates refuse two of a user in a row.
         last = {**last, "content": _join_contents([last["content"], self.SUMMARISE], "\n\n")}
         fits = super().answer(trajectory, [*others, last], images)
         return self.compacting if fits else None
@@ -1147,7 +1154,7 @@ class CompactingLoop(ToolAgentLoop):
             {"role": "assistant", "content": trajectory.messages[-1]["content"]},
             {"role": "user", "content": self.CONTINUE},
         ]
-        engine_ids = self.conversation().render(messages, self.schemas, trajectory.trusted)
+        engine_ids = self.chat_template().render(messages, self.schemas, trajectory.trusted)
         trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
         trajectory.messages = messages
         trajectory.images = list(self.opening_images)
@@ -1873,32 +1880,29 @@ class RewritesHistory(ValueError):
     """New messages make the template change earlier ones, so a new sequence must begin."""
 
 
-class Conversation:
-    """What a model's chat template does in a conversation.
+class ChatTemplate:
+    """What a model's chat template does. It learns this in milliseconds by rendering probe chats.
 
-    It learns this from dry chats, of neutral words, in milliseconds:
+    Use `text` and `render` for a whole chat, and `suffix` for what new messages add to one. The
+    rest is known or learned about the template:
         answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
         ends                    the texts that the template writes after a turn
-        closing                 what follows a whole chat and not a turn, mostly ""
-        takes(name)             whether it takes one of the ROUNDS
+        closing                 what it writes only at the end of a whole chat, usually ""
+        accepts(name)           whether it accepts one of the ROUNDS
         shows_reasoning         whether it knows reasoning_content
         writes_date             whether it writes today's date
         needs_only_recent       whether a suffix depends on the `Recent` part of a chat alone
-
-    Its methods are in five sections: rendering a chat; the suffix of a turn; control tokens; what
-    dry chats tell; how far back the template looks.
-
-    `special`, `markup` and `control` are patterns of control tokens: of the special ones, of the
-    others, and of all.
+        control                 a pattern of all control tokens: special ones and markup
+        special, markup         patterns of these two
 
     tokenizer: with the variables of the template (`with_template_variables`).
-    stops: the ids that end a turn. The attribute has the template's as well.
+    stops: the ids that end a turn. The attribute also contains those of the template.
     think_tags: the tags around reasoning.
 
     Raises BadInput if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer, stops: Iterable[int] = (), think_tags: str = "<think> </think>"):
-        """Renders dry chats to learn what ends a turn. All else is learned when it is asked for."""
+        """Learns what ends a turn. Everything else is learned when it is needed."""
         if not tokenizer.chat_template:
             raise BadInput("the tokenizer has no chat template: set one, or use an instruct model")
         self.tokenizer = tokenizer
@@ -1916,9 +1920,9 @@ class Conversation:
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
-        self.answer_end = self._turn_end(ANSWERS, ASKS, given)
-        # A call may end with the token of an answer. A special token behind it that ends no answer
-        # may belong to the call: </tool_call>.
+        self.answer_end = self._turn_end(PROBE_ANSWER, PROBE_USER, given)
+        # A call may end with the same token as an answer. Another special token after it may belong
+        # to the call, as </tool_call> does.
         self.call_end = self._turn_end(*ROUNDS["a tool's answer"], {*given, self.answer_end})
         self.stops = {*given, self.answer_end, self.call_end} - {None}
 
@@ -1937,7 +1941,7 @@ class Conversation:
         return self._written(messages, tools, add_generation_prompt)
 
     def _written(self, messages, tools=None, add_generation_prompt=False, **variables):
-        """Returns the same with reasoning left where it is. `shows_reasoning` needs that."""
+        """As `text`, but does not move reasoning. `shows_reasoning` needs that."""
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
@@ -1964,11 +1968,12 @@ class Conversation:
     ) -> list[int]:
         """Returns the token ids of a chat, see the function `render`.
 
-        Some are kept, because the rollouts of a group begin with the same prompt."""
+        The latest results are cached, because the rollouts of a group begin with the same
+        prompt."""
         if not messages:
             return []
 
-        def ids_of(chat, schemas):  # of copies with other texts, too
+        def ids_of(chat, schemas):  # also called with edited copies of messages and tools
             text = self.text(chat, schemas, add_generation_prompt)
             return _tokenise(self.tokenizer, text)
 
@@ -1984,7 +1989,7 @@ class Conversation:
             )
 
         key = json.dumps([messages, tools, trusted, add_generation_prompt], default=repr)
-        return list(_kept(self.rendered_ids, 64, key, protected_ids))
+        return list(_cached(self.rendered_ids, 64, key, protected_ids))
 
     # -- the suffix of a turn
 
@@ -2008,12 +2013,12 @@ class Conversation:
 
         stop: the stop token with which the turn ended. Without one (a stop string ended it, or a
             limit), the suffix begins with the end-of-turn token.
-        recent: what an earlier call for the same chat was given; saves a walk over the chat.
-            Without one, it is made from the whole chat.
+        recent: the Recent of this chat, the same object in each call, which is updated here. By
+            default a new one walks over the whole chat.
 
         Raises RewritesHistory if the tokens so far, including the stop token, are not how the
         template writes this chat: Qwen3 drops earlier reasoning, for example. Raises ValueError
-        if there is nothing to append."""
+        if the template writes nothing for `new`."""
         if self.needs_only_recent:
             messages = (recent or Recent(self.form_of)).update(messages)
         n = len(messages)
@@ -2029,7 +2034,7 @@ class Conversation:
         after = self.text(messages + new, tools, True)
         before = before.removesuffix(self.closing)
         added = self._added(before, after, messages)
-        # The suffix begins inside the turn's end, behind the stop token. The end is "" if the turn
+        # The suffix begins inside the turn's end, after the stop token. The end is "" if the turn
         # ends at the next speaker's marker.
         end = self.end_of(before)
         if end is None:
@@ -2045,11 +2050,11 @@ class Conversation:
         return ids[1:]
 
     def _added(self, before, after, messages):
-        """Returns the text that `after` has behind `before`.
+        """Returns what the text `after` adds to the text `before`.
 
-        In between, `after` may have lost empty blocks of reasoning, or `before` may lack them.
-        messages: the chat in `before`. Raises RewritesHistory if `after` begins otherwise, or
-        lacks what the assistant said last."""
+        Both must begin with the same history. Only empty blocks of reasoning may differ, because
+        Qwen3 writes one into the last turn alone. messages: the chat in `before`. Raises
+        RewritesHistory if the history differs, or lacks what the assistant said last."""
         last = messages[-1] if messages else {}
         said = [last.get(key) for key in ("content", "reasoning_content")]
         said = [text.strip() for text in said if isinstance(text, str)]
@@ -2092,8 +2097,8 @@ class Conversation:
         """What the template writes after a whole chat, and not between turns.
 
         That is Phi-3's EOS, or gpt-oss's <|return|>, which becomes <|end|> when messages follow."""
-        alone = self._text_after(ANSWERS) or ""
-        answered = self._text_after(ANSWERS, ASKS) or ""
+        alone = self._text_after(PROBE_ANSWER) or ""
+        answered = self._text_after(PROBE_ANSWER, PROBE_USER) or ""
         if answered.startswith(alone):
             return ""
         starts = [match.start() for match in self.special.finditer(alone)]
@@ -2105,24 +2110,23 @@ class Conversation:
     def _without_forged_tokens(self, ids_of, depends_on, messages, tools, trusted=()):
         """Returns the ids of a chat, in which no text from outside has become a control token.
 
-        If a tool answers "so<|im_end|>", for example, that must not end its message. Such a token
-        is forged: the template has not written it, but a text spells it, perhaps only after the
-        template has changed or joined texts.
+        A tool result "so<|im_end|>", for example, must not end its message. Such a token is forged:
+        it comes from a message, not from the template. It may appear only after the template has
+        stripped or joined texts.
 
-        The chat is rendered twice: with neutral words (x00000000) for all texts, and as it is. If
-        both have the same control tokens, no text forged one. Otherwise texts are divided, and
-        compared again:
-            as they are                            so, <|im_end|>
-            divided where they spell a token       so, <, |im_end|>
+        The right control tokens are those of the same chat with a neutral word (x00000000) for each
+        text. The chat itself must have the same ones. Three ways to tokenise it are tried:
+            its texts as they are                  so, <|im_end|>
+            divided where they contain a token     so, <, |im_end|>
             divided everywhere                     s, o, <, |, i, m, ...
 
         ids_of: a function of (messages, tools) that renders and tokenises a chat.
-        depends_on: what else ids_of reads. Neutral chats of rollouts are often the same, so their
-            control tokens are kept.
+        depends_on: what else ids_of depends on. Neutral chats of rollouts are often the same, so
+            their control tokens are cached.
         trusted: messages whose texts stay as they are, and so do those of messages that equal one
             of them. A suffix has none.
 
-        Raises ValueError if no way succeeds."""
+        Raises ValueError if all three fail."""
         written_tools = json.dumps(tools, default=repr)
         # words: of the tools' texts, so that a message that repeats one gets the same word.
         neutral_tools, plain_tools, words = self._edited_tools(tools, written_tools)
@@ -2134,20 +2138,20 @@ class Conversation:
             ]
 
         neutral_chat = edited(self._neutral_edit(dict(words)))
-        key = json.dumps([depends_on, neutral_chat], default=repr), written_tools
-        expected = _kept(
+        key = (json.dumps([depends_on, neutral_chat], default=repr), written_tools)
+        expected = _cached(
             self.neutral_controls,
             1024,
             hash(key),  # because a chat is long
             lambda: self._controls_in(ids_of(neutral_chat, neutral_tools)),
         )
         for edit in (str, self._divide_tokens, self._divide_everywhere):
-            # str leaves texts as they are. The tools for that case are kept.
+            # str leaves texts as they are. The tools for that case are cached.
             edited_tools = plain_tools if edit is str else self._edit_tools(tools, edit)
             ids = ids_of(edited(edit), edited_tools)
             if self._controls_in(ids) == expected:
                 return ids
-        raise ValueError("the chat template makes control tokens of what messages say")
+        raise ValueError("the chat template turns what messages say into control tokens")
 
     def _controls_in(self, ids):
         """Returns the control tokens among ids."""
@@ -2167,7 +2171,7 @@ class Conversation:
 
         In messages of ROLES_THAT_KEEP_MARKUP, control tokens that are not special stay. The policy
         may have sampled a token such as <think>, and its history must keep it. A special token was
-        not sampled: decoding drops those, so a text that still has one spelled it out."""
+        not sampled: decoding drops those, so one that is in a text was typed out."""
         edit_text = edit
         if message["role"] in ROLES_THAT_KEEP_MARKUP:
             edit_text = functools.partial(_edit_around, self.markup, edit)
@@ -2185,8 +2189,8 @@ class Conversation:
     def _neutral_edit(self, words):
         """Returns an edit that puts neutral words in place of texts.
 
-        words: the word for each text so far. Equal texts stay equal: Mistral's template compares
-        messages. It also wants ids of nine characters."""
+        words: the word for each text so far. Equal texts stay equal, because Mistral's template
+        compares messages. It also requires ids of nine characters."""
 
         def neutral_word(text):
             return words.setdefault(text, f"x{len(words):08d}")
@@ -2196,7 +2200,7 @@ class Conversation:
         return functools.partial(_edit_around, switches, neutral_word)
 
     def _edited_tools(self, tools, key):
-        """Returns (neutral tools, plain tools, words), which are kept for all rollouts.
+        """Returns (neutral tools, plain tools, words), which are cached for all rollouts.
 
         words: {text: the neutral word in its place}, see `_neutral_edit`. key: the tools as a
         text."""
@@ -2206,23 +2210,23 @@ class Conversation:
             neutral_tools = self._edit_tools(tools, self._neutral_edit(words))
             return neutral_tools, self._edit_tools(tools, str), words
 
-        return _kept(self.edited_tools, 64, key, edited)
+        return _cached(self.edited_tools, 64, key, edited)
 
     def _edit_tools(self, tools, edit):
         """Returns the tools with edit(text) in place of their texts."""
         return _edit_values(tools, functools.partial(self._edit_value, edit))
 
-    # -- what dry chats tell
+    # -- what the template accepts
 
     def check(self, prompt: list[dict], tools: list[dict], has_user: bool) -> list[str]:
-        """Checks a task's conversation: a prompt, calls of tools, answers of a simulated user.
+        """Checks a task's chats: a prompt, calls of tools, replies of a simulated user.
 
-        Returns warnings. Raises BadInput if the template does not take it."""
+        Returns warnings. Raises BadInput if the template does not accept them."""
         self.check_prompt(prompt, tools)
         warnings = []
-        rounds = []  # (what the messages below call it, the round that is tried)
+        rounds = []  # (the name used in the messages below, the key of ROUNDS that is tried)
         if tools:
-            tried = "a tool's answer" if self.shows_calls else MALFORMED
+            tried = "a tool's answer" if self.shows_calls else AFTER_MALFORMED_CALL
             rounds.append(("a tool's answer", tried))
         if has_user:
             rounds.append(("a user's answer", "a user's answer"))
@@ -2234,7 +2238,7 @@ class Conversation:
                 raise BadInput(
                     f"the model's chat template does not take {name}: {problem}. Choose another "
                     "model, or change the template (chat_template.jinja in the model's folder)")
-            if self.forks_at(round_name, tools):
+            if self.rewrites_history_in(round_name, tools):
                 warnings.append(
                     f"the chat template rewrites the history at {name}: the rollout goes on in a "
                     "new token sequence")
@@ -2242,7 +2246,7 @@ class Conversation:
             warnings.append(
                 "the chat template ends the assistant's turns without a token: each turn begins a "
                 "new token sequence")
-        if tools and not self.takes_two_calls:
+        if tools and not self.accepts_parallel_calls:
             warnings.append(
                 "the chat template takes one tool call in a turn: the model is told that others "
                 "were not executed")
@@ -2254,7 +2258,7 @@ class Conversation:
             warnings.append(
                 "the chat template writes today's date. So that runs can be repeated, fix it: "
                 """--chat_template_args '{"strftime_now": "26 Jul 2024"}'""")
-        chat, words = _dry_chat([ASKS, ANSWERS, ASKS])
+        chat, words = _probe_chat([PROBE_USER, PROBE_ANSWER, PROBE_USER])
         text = self.text(chat)
         if any(text.count(word) > 1 for word in words):
             warnings.append(f"the chat template writes a message twice: {text!r:.200}")
@@ -2263,25 +2267,25 @@ class Conversation:
     def check_prompt(self, prompt: list[dict], tools: list[dict] | None = None):
         """Raises BadInput if the template does not show what each message of a prompt says.
 
-        Reasoning is not checked, because many templates drop that of earlier turns. Prompts with
+        Reasoning is not checked, because many templates drop it in earlier turns. Prompts with
         the same roles and calls, all with tools or all without, are checked once."""
-        dry = []
+        probe = []
         for message in prompt:
             message = _edit_message(message, lambda text: "?", str)
             message.pop("reasoning_content", None)
             for call in message.get("tool_calls", ()):
                 call["function"] |= {"arguments": {"text": "?"}}
-            dry.append(message)
-        form = json.dumps([dry, bool(tools)], default=repr)
-        if dry and form not in self.checked_forms:
-            problem = self.problem_with(dry, tools)
+            probe.append(message)
+        form = json.dumps([probe, bool(tools)], default=repr)
+        if probe and form not in self.checked_forms:
+            problem = self.problem_with(probe, tools)
             if problem:
                 raise BadInput(f"the model's chat template does not take this prompt: {problem}")
             self.checked_forms.add(form)
 
     def problem_with(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        """Returns why the template does not take dry messages, or "" if it does."""
-        chat, words = _dry_chat(messages)
+        """Returns why the template does not accept messages of a probe chat, or "" if it does."""
+        chat, words = _probe_chat(messages)
         try:
             text = self.text(chat, tools)
         except Exception as error:  # templates raise whatever they like
@@ -2293,30 +2297,33 @@ class Conversation:
 
     @functools.cached_property
     def problems(self) -> dict[str, str]:
-        """For the name of each round, why the template does not take it, or ""."""
-        # Some templates take an answer, and refuse the turn after it.
+        """For the name of each round, why the template does not accept it, or ""."""
+        # Some templates accept a round, and refuse the turn after it.
         return {
-            name: self.problem_with([ASKS, *round, ANSWERS, ASKS])
+            name: self.problem_with([PROBE_USER, *round, PROBE_ANSWER, PROBE_USER])
             for name, round in ROUNDS.items()
         }
 
-    def takes(self, name: str) -> bool:
-        """Returns whether the template takes the round of this name."""
+    def accepts(self, name: str) -> bool:
+        """Returns whether the template accepts the round of this name."""
         return not self.problems[name]
 
     @functools.cached_property
-    def takes_two_calls(self) -> bool:
-        """Whether the template takes two calls in a turn, and their answers.
+    def accepts_parallel_calls(self) -> bool:
+        """Whether the template accepts two calls in a turn, and their results.
 
         If it shows no calls, these are two tool messages after a plain answer."""
         if self.shows_calls:
-            return self.takes("two calls in a turn")
-        return not self.problem_with([ASKS, ANSWERS, _tells(), _tells(1), ANSWERS, ASKS])
+            return self.accepts("two calls in a turn")
+        results = [_probe_result(), _probe_result(1)]
+        return not self.problem_with(
+            [PROBE_USER, PROBE_ANSWER, *results, PROBE_ANSWER, PROBE_USER]
+        )
 
     @functools.cached_property
     def shows_reasoning(self) -> bool:
         """Whether the template knows reasoning_content."""
-        chat, words = _dry_chat([ASKS, REASONS])
+        chat, words = _probe_chat([PROBE_USER, PROBE_REASONING])
         with suppress(Exception):  # templates raise whatever they like
             text = self._written(chat)
             return all(word in text for word in words)
@@ -2325,25 +2332,25 @@ class Conversation:
     @functools.cached_property
     def shows_calls(self) -> bool:
         """Whether the template shows tool_calls in a message without text."""
-        return not self.problem_with([ASKS, _calls(1)])
+        return not self.problem_with([PROBE_USER, _probe_calls(1)])
 
     def shows(self, message: dict, tools: list[dict]) -> bool:
-        """Returns whether the template takes a message with calls, and shows all that it says."""
+        """Returns whether the template accepts a message with calls, and shows all of it."""
         said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
         written_tools = json.dumps(tools, default=repr)
         with suppress(Exception):  # templates raise whatever they like
-            text = self.text([ASKS, message], tools)
-            # Schemas have the names, too.
-            before = _kept(
-                self.asked_with_tools, 64, written_tools, lambda: self.text([ASKS], tools)
+            text = self.text([PROBE_USER, message], tools)
+            # The tools' schemas also contain the names.
+            before = _cached(
+                self.asked_with_tools, 64, written_tools, lambda: self.text([PROBE_USER], tools)
             )
             return all(text.count(each) > before.count(each) for each in said)
         return False
 
-    def forks_at(self, name: str, tools: list[dict]) -> bool:
+    def rewrites_history_in(self, name: str, tools: list[dict]) -> bool:
         """Returns whether the template rewrites the history in the round of this name."""
-        chat, _ = _dry_chat([ASKS, *ROUNDS[name]])
+        chat, _ = _probe_chat([PROBE_USER, *ROUNDS[name]])
         stop = self.call_end if "tool_calls" in chat[1] else self.answer_end
         return self._suffix_or_error(chat[:2], chat[2:], stop, tools) is RewritesHistory
 
@@ -2353,25 +2360,28 @@ class Conversation:
         variables = getattr(self.tokenizer.apply_chat_template, "keywords", {})
         if "strftime_now" in variables:  # see `with_template_variables`
             return False
-        chat, _ = _dry_chat([ASKS])
+        chat, _ = _probe_chat([PROBE_USER])
         with suppress(Exception):
-            return "dry date" in self._written(chat, strftime_now=lambda form: "dry date")
+            return "probe date" in self._written(chat, strftime_now=lambda form: "probe date")
         return False
 
     def _turn_end(self, turn, reply, stops):
-        """Returns the id of the token that ends a dry turn in the template, or None.
+        """Returns the id of the token that ends a turn of a probe chat, or None.
 
-        In this order: a known stop in what follows the turn; for an answer, the first special token
-        there; if there is none, the special token with which the reply begins (GLM). stops: the
-        known ids."""
+        It is the first of these that exists:
+        1. a known stop in the text after the turn
+        2. for an answer, any special token there
+        3. the special token with which the reply begins (GLM)
+
+        stops: the known ids."""
         alone = self._text_after(turn)
         answered = self._text_after(turn, reply)
         if alone is None:
             return None
-        # In Phi-3's closing stands its EOS, which ends no turn.
+        # Phi-3's closing is its EOS, which does not end a turn.
         special = self._special_in(alone.removesuffix(self.closing) or alone)
         found = [token for token in special if token in stops]
-        if turn is ANSWERS:
+        if turn is PROBE_ANSWER:
             found += special
         if answered and answered.startswith(alone) and not special:
             marker = self.special.match(answered[len(alone) :])  # of the next speaker
@@ -2380,13 +2390,14 @@ class Conversation:
         return found[0] if found else None
 
     def _text_after(self, turn, *replies):
-        """Returns the text after the last word of a dry turn, or None if there is none.
+        """Returns the text after the last word of a probe turn, or None if there is none.
 
-        For Qwen that is "<|im_end|>\\n", with the replies behind it."""
-        _, words = _dry_chat([ASKS, turn])
+        For Qwen that is "<|im_end|>\\n", followed by the replies."""
+        _, words = _probe_chat([PROBE_USER, turn])
         with suppress(Exception):
-            chat, _ = _dry_chat([ASKS, turn, *replies])
-            _, found, text = self.text(chat).rpartition([*words][-1])
+            chat, _ = _probe_chat([PROBE_USER, turn, *replies])
+            last_word = [*words][-1]
+            _, found, text = self.text(chat).rpartition(last_word)
             if found:
                 return text
         return None
@@ -2395,14 +2406,14 @@ class Conversation:
         """Returns the ids of the special tokens in a text."""
         return [self.tokenizer.convert_tokens_to_ids(token) for token in self.special.findall(text)]
 
-    # -- how far back the template looks
+    # -- how far back the template looks (for speed only, see `Recent`)
 
     @functools.cached_property
     def needs_only_recent(self) -> bool:
         """Whether the template's suffixes depend on the `Recent` part of a chat alone.
 
-        That is tried, not proved: in dry chats of one kind of round and of all kinds, with up to 33
-        rounds, one of them long, the suffix after the part must be that after the whole."""
+        This is tested, not proved: in probe chats of one kind of round and of all kinds, with up to
+        33 rounds, one of them long, the suffix after the part must be the one after the whole."""
         rounds = [round for round in ROUNDS.values() if self._text_after(*round) is not None]
         random_numbers = random.Random(0)
         for n in (3, 9, 33):
@@ -2415,15 +2426,15 @@ class Conversation:
 
     def _needs_only_recent_in(self, rounds):
         """Returns whether the suffix of the last round depends on the `Recent` part alone."""
-        chat, _ = _dry_chat([ASKS, *itertools.chain(*rounds)])
-        chat[len(chat) // 3]["content"] += " and so on" * 100  # a template may look for long texts
+        chat, _ = _probe_chat([PROBE_USER, *itertools.chain(*rounds)])
+        chat[len(chat) // 3]["content"] += " and so on" * 100  # the template may measure texts
         n_new = len(rounds[-1]) - 1
         history, new = chat[:-n_new], chat[-n_new:]
         part = Recent(self.form_of).update(history)
         return self._suffix_or_error(history, new) == self._suffix_or_error(part, new)
 
     def _suffix_or_error(self, messages, new, stop=None, tools=None):
-        """Returns the ids of a dry suffix, or the type of the error that it raises."""
+        """Returns the ids of a suffix in a probe chat, or the type of the error that it raises."""
         try:
             return self._suffix_ids(messages, new, stop, tools)
         except Exception as error:
@@ -2442,11 +2453,11 @@ class Conversation:
 
     @functools.cached_property
     def _texts_looked_for(self):
-        """Two regular expressions: of the texts that the template may look for in a message, and of
-        the switches among them, such as "/no_think". These have no control tokens.
+        """Two regular expressions: one of the strings that the template may look for in a message,
+        and one of the switches among them, such as "/no_think", which have no control tokens.
 
-        They are the texts in the template's code but for roles, keys and those that are looked for
-        without a consequence (`_is_without_consequence`)."""
+        These are the strings in the template's code, except for roles, keys, and those that do not
+        change the suffix of a later turn (`_is_without_consequence`)."""
         from jinja2 import Environment, nodes
 
         template = self.tokenizer.chat_template
@@ -2471,41 +2482,41 @@ class Conversation:
     def _is_without_consequence(self, text):
         """Returns whether a common text in messages does not change the suffix of a later turn.
 
-        Tried in a dry chat: its suffix stays if all messages with the text are left out of the
-        middle. Otherwise nearly every message would have a form of its own.
+        Without this check nearly every message would have a form of its own. It compares two probe
+        chats, with and without the messages in the middle that contain the text.
 
         Only words, punctuation, and texts of at most 2 characters are tried. Others count as having
-        a consequence: two of them may matter together, as <tool_response> and </tool_response> do
-        for Qwen3."""
+        a consequence, because two of them may matter together, as <tool_response> and
+        </tool_response> do for Qwen3."""
         if len(text) > 2 and not re.fullmatch(r"[\w\s]+|\W+", text):
             return False
         rounds = []  # all have the text
         for said in (text, f"{text} so", f"so {text}", f"so {text} so"):
-            rounds += [{**ANSWERS, "content": said}, {**ASKS, "content": said}]
-            if self.takes("a tool's answer"):
-                rounds += [_calls(1), {**_tells(), "content": said}]
-        chat, _ = _dry_chat([ASKS, *rounds, ANSWERS, ASKS])
+            rounds += [{**PROBE_ANSWER, "content": said}, {**PROBE_USER, "content": said}]
+            if self.accepts("a tool's answer"):
+                rounds += [_probe_calls(1), {**_probe_result(), "content": said}]
+        chat, _ = _probe_chat([PROBE_USER, *rounds, PROBE_ANSWER, PROBE_USER])
         ends = [chat[0], chat[-2]]
         new = chat[-1:]
         return self._suffix_or_error(ends, new) == self._suffix_or_error(chat[:-1], new)
 
 
 @functools.lru_cache(maxsize=64)
-def _conversation(tokenizer, template, stops, think_tags):
-    """Returns a Conversation (cached). template: so that a changed one is learned anew."""
-    return Conversation(tokenizer, stops, think_tags)
+def _chat_template(tokenizer, template, stops, think_tags):
+    """Returns a ChatTemplate (cached). template: a changed one is learned again."""
+    return ChatTemplate(tokenizer, stops, think_tags)
 
 
-def conversation(
+def chat_template(
     tokenizer,
     stops: Iterable[int] = (),
     think_tags: str = LoopArgs.think_tags,
-) -> Conversation:
-    """Returns the tokenizer's Conversation. It is made once for the same arguments.
+) -> ChatTemplate:
+    """Returns the tokenizer's ChatTemplate, which is made once for the same arguments.
 
-    stops: the ids that end a turn, beside the tokenizer's EOS."""
+    stops: the ids that end a turn, in addition to the tokenizer's EOS."""
     stops = frozenset({*stops, tokenizer.eos_token_id} - {None})
-    return _conversation(tokenizer, str(tokenizer.chat_template), stops, think_tags)
+    return _chat_template(tokenizer, str(tokenizer.chat_template), stops, think_tags)
 
 
 def render(
@@ -2521,31 +2532,33 @@ def render(
     other messages, and in tools, it stays text. By default all messages are trusted, as in a
     row's prompt.
 
-    An empty chat has no tokens. Its rollout begins with an Interaction's message."""
-    return conversation(tokenizer).render(messages, tools, trusted, add_generation_prompt)
+    An empty chat has no tokens: an Interaction must then speak first."""
+    return chat_template(tokenizer).render(messages, tools, trusted, add_generation_prompt)
 
 
-def said_in(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
+def text_slices(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
     """Returns the slices (start, end) of a suffix's ids that are the texts of its messages.
 
-    A token with a part of the text is inside, also if it has a part of the template. Images are
-    outside. suffix: a function of messages that returns their ids; suffix(messages) == ids.
+    A token that contains part of a text counts, even if it also contains part of the template.
+    Images do not count. suffix: a function of messages that returns their ids, which for
+    `messages` are `ids`.
 
-    The template's tokens are those that stay when the text is replaced by another. For "hello" in
+    The suffix is rendered twice more, with "x" and with "0" in place of a text. The tokens that all
+    three have in common at their start and at their end are the template's: for "hello" in
     "U: hello.", the others are "U: x." and "U: 0.". A text is left out if the template then does
     something else, such as rewriting the history."""
     slices = []
     texts = []
     for message in messages:
-        _edit_message(message, texts.append, str)  # collects them
+        _edit_message(message, texts.append, str)  # visits each text
     for number in range(len(texts)):
         others = [_with_word(messages, number, word) for word in ("x", "0")]
         with suppress(RewritesHistory):
             # Two words, because the text may begin or end like one of them.
             versions = [ids, *map(suffix, others)]
             start = len(commonprefix(versions))
-            n_behind = len(commonprefix([version[::-1] for version in versions]))
-            slices.append((start, len(ids) - n_behind))
+            n_after = len(commonprefix([version[::-1] for version in versions]))
+            slices.append((start, len(ids) - n_after))
     return slices
 
 
@@ -2562,42 +2575,42 @@ def _with_word(messages, number, word):
 # ---------------------------------------------------------------- probe chats
 
 
-# The messages of dry chats. A dry chat is made up, and rendered only to see what the template does
-# with it. Each "?" becomes a word of its own (`_dry_chat`). In [ASKS, _calls(1), _tells()] the user
-# says dry000, the assistant calls dry(text="dry001"), and the tool says dry002. The template has
-# dropped what the rendering lacks.
-ASKS = {"role": "user", "content": "?"}
-ANSWERS = {"role": "assistant", "content": "?"}
-REASONS = {"role": "assistant", "reasoning_content": "?", "content": "?"}
+# A probe chat is made up, and rendered only to see what the template does with it. These are its
+# messages. Each "?" becomes a word of its own (`_probe_chat`). A word that is missing from the
+# rendering was dropped by the template. In [PROBE_USER, _probe_calls(1), _probe_result()] the user
+# says probe000, the assistant calls probe(text="probe001"), and the tool says probe002.
+PROBE_USER = {"role": "user", "content": "?"}
+PROBE_ANSWER = {"role": "assistant", "content": "?"}
+PROBE_REASONING = {"role": "assistant", "reasoning_content": "?", "content": "?"}
 
 
-def _calls(n, **others):
-    """Returns the dry message of an assistant that calls a tool n times."""
-    calls = [function_call(_call_id(1, number), "dry", {"text": "?"}) for number in range(n)]
+def _probe_calls(n, **others):
+    """Returns the message of an assistant that calls a tool n times."""
+    calls = [function_call(_call_id(1, number), "probe", {"text": "?"}) for number in range(n)]
     return {"role": "assistant", "content": "", **others, "tool_calls": calls}
 
 
-def _tells(number=0):
-    """Returns the dry message of a tool that answers a call of `_calls`."""
+def _probe_result(number=0):
+    """Returns the message of a tool that answers a call of `_probe_calls`."""
     call_id = _call_id(1, number)
-    return {"role": "tool", "name": "dry", "content": "?", "tool_call_id": call_id}
+    return {"role": "tool", "name": "probe", "content": "?", "tool_call_id": call_id}
 
 
-MALFORMED = "an answer to a malformed call"
+AFTER_MALFORMED_CALL = "an answer to a malformed call"
 # A round is a message of the assistant and what answers it.
 ROUNDS = {
-    "a user's answer": (ANSWERS, ASKS),
-    "reasoning": (REASONS, ASKS),
-    "a tool's answer": (_calls(1), _tells()),
-    "reasoning before a call": (_calls(1, reasoning_content="?"), _tells()),
-    "text before a call": (_calls(1, content="?"), _tells()),
-    "two calls in a turn": (_calls(2), _tells(), _tells(1)),
-    MALFORMED: (ANSWERS, _tells()),  # the call stayed in the text
+    "a user's answer": (PROBE_ANSWER, PROBE_USER),
+    "reasoning": (PROBE_REASONING, PROBE_USER),
+    "a tool's answer": (_probe_calls(1), _probe_result()),
+    "reasoning before a call": (_probe_calls(1, reasoning_content="?"), _probe_result()),
+    "text before a call": (_probe_calls(1, content="?"), _probe_result()),
+    "two calls in a turn": (_probe_calls(2), _probe_result(), _probe_result(1)),
+    AFTER_MALFORMED_CALL: (PROBE_ANSWER, _probe_result()),  # the call stayed in the text
 }
 
 
-def _dry_chat(messages):
-    """Returns dry messages with words in place of "?", and {word: its message's role}."""
+def _probe_chat(messages):
+    """Returns messages with words in place of "?", and {word: its message's role}."""
     words = {}
     chat = []
     for message in messages:
@@ -2605,7 +2618,7 @@ def _dry_chat(messages):
         def next_word(text, role=message["role"]):
             if text != "?":
                 return text
-            word = f"dry{len(words):03d}"
+            word = f"probe{len(words):03d}"
             words[word] = role
             return word
 
@@ -2617,11 +2630,12 @@ def _dry_chat(messages):
 
 
 class Recent:
-    """The recent part of a growing chat. What comes next can't depend on more of it.
+    """The part of a growing chat that the suffix of its next turn depends on.
 
-    A turn must not cost the whole history, which a template renders anew each time. So
-    `Conversation.suffix` shows the template less of it: enough to look back at the system message,
-    say, or at the last turn that had reasoning. These are
+    This class is for speed only. A template renders the whole history at each turn, so a late turn
+    would cost more than an early one. `ChatTemplate.suffix` therefore gives the template less of
+    it: enough to look back at the system message, say, or at the last turn that had reasoning.
+    That is
     - the messages before the assistant's first,
     - the latest round, which is a message of the assistant with what answers it,
     - the last earlier round of each form.
@@ -2629,18 +2643,18 @@ class Recent:
     Of ten rounds with the forms A A B A A B A A A B, these are the 9th (the last earlier A), the
     6th (the last earlier B) and the 10th.
 
-    Two rounds have one form if the template can't distinguish them, except by words that it only
-    copies. Dry chats show whether this is enough for a template
-    (`Conversation.needs_only_recent`); otherwise it is shown all.
+    Two rounds have the same form if the template can't distinguish them, except by words that it
+    only copies. Probe chats show whether this is enough for a template
+    (`ChatTemplate.needs_only_recent`). If not, the template gets the whole history.
 
-    form_of: returns the form of a message (`Conversation.form_of`)."""
+    form_of: returns the form of a message (`ChatTemplate.form_of`)."""
 
     def __init__(self, form_of: Callable):
         self.form_of = form_of
         self._clear()
 
     def __deepcopy__(self, memo):
-        """A copied trajectory makes its own, without a copy of the Conversation."""
+        """A copied trajectory gets a new one, because form_of must not be copied."""
         return Recent(self.form_of)
 
     def _clear(self):
@@ -2669,7 +2683,7 @@ class Recent:
         return [*self.start, *itertools.chain(*self.rounds.values()), *self.latest]
 
     def _end_round(self):
-        """Puts the latest round behind the earlier ones, in place of one of its form."""
+        """Moves the latest round to `rounds`, where it replaces the earlier one of its form."""
         if self.latest:
             form = tuple(map(self.form_of, self.latest))
             self.rounds.pop(form, None)
@@ -2679,7 +2693,7 @@ class Recent:
 # ---------------------------------------------------------------- texts of messages
 
 
-def _kept(cache, limit, key, make):
+def _cached(cache, limit, key, make):
     """Returns cache[key], which is make() the first time. A cache at its limit is emptied."""
     if key not in cache:
         if len(cache) >= limit:
@@ -2688,8 +2702,8 @@ def _kept(cache, limit, key, make):
     return cache[key]
 
 
-# Tags such as <tool_call> stay tokens in what these say: the policy samples them, and system
-# messages show how to.
+# In messages of these roles, markup such as <tool_call> stays a control token: the policy samples
+# it, and system prompts show it in examples.
 ROLES_THAT_KEEP_MARKUP = ("assistant", "system")
 
 
@@ -2697,8 +2711,8 @@ def _edit_message(message, edit_text, edit_other):
     """Returns a copy of a message, with other texts.
 
     edit_text(text) takes the place of what the message says. edit_other(text) takes that of
-    everything else, at any depth and under any key: names, ids, arguments of tool calls, an image's
-    address. The message's role stays, and so do blank texts."""
+    everything else, at any depth and under any key: names, ids, arguments of tool calls, the URL of
+    an image. The message's role stays, and so do blank texts."""
     edited = {}
     for key, value in message.items():
         if key in ("content", "reasoning_content") and isinstance(value, str):
@@ -2717,9 +2731,9 @@ def _edit_message(message, edit_text, edit_other):
     return edited
 
 
-def _edit_around(kept, edit, text):
-    """Returns a text with edit(piece) in place of what is between its matches of `kept`."""
-    pieces = kept.split(text)  # every second one is a match
+def _edit_around(pattern, edit, text):
+    """Returns a text with edit(piece) in place of each piece between the matches of a pattern."""
+    pieces = pattern.split(text)  # every second one is a match
     pieces[::2] = [_edit_values(piece, edit) for piece in pieces[::2]]
     return "".join(pieces)
 
@@ -2742,9 +2756,9 @@ def _edit_values(value, edit):
 
 
 def _join_contents(contents, separator):
-    """Returns one content of a message for several, each a text or a list of parts.
+    """Returns the contents of several messages as one. Each is a text or a list of parts.
 
-    The separator stands between texts. With a list among them there is none."""
+    If all are texts, the separator stands between them. Otherwise the result is a list of parts."""
     if all(isinstance(content, str) for content in contents):
         return separator.join(contents)
     parts = []
@@ -2886,12 +2900,12 @@ class Demonstration:
         itself. Raises ValueError if the policy could not sample the turn: if it is empty, if
         a stop token occurs inside it, or if the template does not end it with one."""
         tokenizer = self.loop.tokenizer
-        talk = self.loop.conversation(self.stops)
+        template = self.loop.chat_template(self.stops)
         turn = {"content": ""} | message
         chat = [{"role": "user", "content": "?"}]
-        before = talk.text(chat, add_generation_prompt=True)
-        written = talk.text([*chat, turn]).partition(before)[2].removesuffix(talk.closing)
-        written = written.removesuffix(talk.end_of(written) or "")
+        before = template.text(chat, add_generation_prompt=True)
+        written = template.text([*chat, turn]).partition(before)[2].removesuffix(template.closing)
+        written = written.removesuffix(template.end_of(written) or "")
         if "tool_calls" not in turn and turn["content"] not in written:
             written = turn["content"]
         # After the prompt, because some tokenizers put a space before words in other places.
@@ -2901,7 +2915,7 @@ class Demonstration:
             ids = ids[len(prompt_ids) :]
         else:  # a token spans the border
             ids = _inner_ids(tokenizer, written)
-        if not ids or not talk.stops.isdisjoint(ids):
+        if not ids or not template.stops.isdisjoint(ids):
             raise ValueError(f"the policy could not say this turn of a demonstration: {message}")
-        stop = talk.call_end if "tool_calls" in turn else talk.answer_end
+        stop = template.call_end if "tool_calls" in turn else template.answer_end
         return [*ids, tokenizer.eos_token_id if stop is None else stop]

@@ -41,7 +41,7 @@ import losses
 from agent_loop import (
     AgentLoopOutput,
     agent_loop_class,
-    conversation,
+    chat_template,
     expand,
     numeric_entries,
     open_image,
@@ -311,7 +311,7 @@ def _prompt_length(
         )
         prompt = told_prompt(row, args.hints)
         schemas = tool_schemas(row, task)
-        conversation(chat_tokenizer).check_prompt(prompt, schemas)
+        chat_template(chat_tokenizer).check_prompt(prompt, schemas)
         ids = render(chat_tokenizer, prompt, schemas)
         opened = [open_image(image) for image in images]
         return len(expand(ids, opened, processor))

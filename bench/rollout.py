@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from agent_loop import Interaction, ToolAgentLoop, conversation, register, render
+from agent_loop import Interaction, ToolAgentLoop, chat_template, register, render
 from examples import calculator
 from rollout import Engine, rollout
 
@@ -132,7 +132,7 @@ class Rollouts:
         """Returns the tokens of the user's answer."""
         messages = [*self.rows[0]["prompt"], {"role": "assistant", "content": ""}]
         answer = [{"role": "user", "content": ANSWER}]
-        return conversation(self.tokenizer).suffix(messages, answer, stop=None)
+        return chat_template(self.tokenizer).suffix(messages, answer, stop=None)
 
     def generate(self, n: int) -> float:
         """Calls LLM.generate once a turn, with the prompts of the first n rows."""

@@ -175,7 +175,7 @@ FAULTS = {
     ),
     "two BOS tokens": Fault(
         "does not give a prompt back",
-        "agent_loop.Conversation.render",
+        "agent_loop.ChatTemplate.render",
         "[1] + old(*a, **k)",
     ),
     # -- credit

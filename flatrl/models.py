@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from agent_loop import conversation, tool_parser, with_template_variables
+from agent_loop import chat_template, tool_parser, with_template_variables
 from flatrl.bad_input import need, refusing
 from flatrl.log import versions
 
@@ -162,7 +162,7 @@ def stop_token_ids(args, tokenizer) -> list[int]:
     )
     if tokenizer.chat_template:
         variables = getattr(args, "chat_template_args", "{}")
-        stops = conversation(with_template_variables(tokenizer, variables), ids).stops
+        stops = chat_template(with_template_variables(tokenizer, variables), ids).stops
         if stops > ids:
             names = ", ".join(tokenizer.decode([token]) for token in sorted(stops - ids))
             warnings.warn(

@@ -14,8 +14,8 @@ from agent_loop import (
     LoopArgs,
     ToolAgentLoop,
     agent_loop_class,
+    chat_template,
     clean,
-    conversation,
     load_image,
     row_kwargs,
     task_tools,
@@ -107,20 +107,20 @@ def tool_schemas(row: dict, task) -> list[dict]:
 def check_tokenizer(tokenizer, templates, row: dict, task, args=None):
     """Raises BadInput if a conversation that begins with a row does not reach the model unchanged.
 
-    The chat template is tried on a dry conversation with the task's tools and users
-    (`Conversation.check`). The prompt's tokens, decoded, must be its text again, except for
+    The chat template is tried on probe chats with the task's tools and users
+    (`ChatTemplate.check`). The prompt's tokens, decoded, must be its text again, except for
     spaces and the form of accents, which some tokenizers normalise.
 
     templates: the tokenizer with the variables of --chat_template_args. args: LoopArgs."""
-    talk = conversation(templates)
+    template = chat_template(templates)
     prompt = row["prompt"] or [{"role": "user", "content": "hello"}]
     schemas = tool_schemas(row, task)
     runs_tools = issubclass(agent_loop_class(row, task, args or LoopArgs()), ToolAgentLoop)
     has_user = runs_tools and bool(getattr(task, "INTERACTIONS", None))
-    for warning in talk.check(prompt, schemas if runs_tools else [], has_user):
+    for warning in template.check(prompt, schemas if runs_tools else [], has_user):
         warnings.warn(warning, stacklevel=2)
-    text = talk.text(prompt, schemas, True)
-    decoded = tokenizer.decode(talk.render(prompt, schemas))
+    text = template.text(prompt, schemas, True)
+    decoded = tokenizer.decode(template.render(prompt, schemas))
     text, decoded = ("".join(normalize("NFKC", x).split()) for x in (text, decoded))
     need(
         text == decoded,

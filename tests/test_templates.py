@@ -38,7 +38,14 @@ from test_agent_loop import (
 from tokenizers import AddedToken, normalizers
 
 import agent_loop
-from agent_loop import BadInput, Conversation, Demonstration, LoopArgs, SingleTurnLoop, conversation
+from agent_loop import (
+    BadInput,
+    ChatTemplate,
+    Demonstration,
+    LoopArgs,
+    SingleTurnLoop,
+    chat_template,
+)
 from data import filter_overlong
 from examples import calculator
 from flatrl.chat.client import ChatAgentLoop
@@ -72,31 +79,32 @@ def play(tokenizer, task, row, stop_ids, *lines, **flags):
 WITHOUT_TOOLS = ("llama2", "gemma3", "phi3")
 
 
-def talk_of(name, tokenizer) -> Conversation:
+def template_of(name, tokenizer) -> ChatTemplate:
     other = chat_templates.tokenizer_for(name, tokenizer)
-    return conversation(other, chat_templates.stop_ids(name, other))
+    return chat_template(other, chat_templates.stop_ids(name, other))
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
     """The policy says each turn as the template writes it. Empty blocks of thought may stay."""
-    talk = talk_of(name, tokenizer)
-    loop = SingleTurnLoop(None, talk.tokenizer, None, None, LoopArgs(max_response_tokens=10**6))
-    player = Demonstration([], loop, talk.stops)
-    names = [each for each in agent_loop.ROUNDS if talk.takes(each)]
+    template = template_of(name, tokenizer)
+    loop = SingleTurnLoop(None, template.tokenizer, None, None, LoopArgs(max_response_tokens=10**6))
+    player = Demonstration([], loop, template.stops)
+    names = [each for each in agent_loop.ROUNDS if template.accepts(each)]
     if name in ("qwen3", "glm4"):
         names.append("reasoning")  # which they drop with the next question
     rounds = [agent_loop.ROUNDS[each] for each in names]
     random_numbers = random.Random(seed)
-    chat, _ = agent_loop._dry_chat([agent_loop.ASKS, *sum(random_numbers.choices(rounds, k=8), ())])
+    messages = [agent_loop.PROBE_USER, *sum(random_numbers.choices(rounds, k=8), ())]
+    chat, _ = agent_loop._probe_chat(messages)
     trajectory = loop.start({"prompt": chat[:1]})
     n_appended = 0
     n = 1
     while n < len(chat):
         ids = player.turn_ids(chat[n])
-        if talk.tokenizer.decode(trajectory.engine_ids).endswith("<think>\n"):
-            ids = encode(talk.tokenizer, "</think>") + ids
+        if template.tokenizer.decode(trajectory.engine_ids).endswith("<think>\n"):
+            ids = encode(template.tokenizer, "</think>") + ids
         trajectory.add_given(ids)
         trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[n])
@@ -105,10 +113,11 @@ def test_a_rollout_has_the_ids_of_the_whole_chat(name, seed, tokenizer):
         while n < len(chat) and chat[n]["role"] != "assistant":
             new.append(chat[n])
             n += 1
-        assert loop.append(trajectory, new, None, talk.stops)
+        assert loop.append(trajectory, new, None, template.stops)
         n_appended += "forks" not in trajectory.metrics
-        ids = [talk.tokenizer.decode(trajectory.engine_ids), talk.text(chat[:n], None, True)]
-        fed, whole = (re.sub(r"<think>\s*</think>(\n\n)?", "", text) for text in ids)
+        texts = [template.tokenizer.decode(trajectory.engine_ids)]
+        texts.append(template.text(chat[:n], None, True))
+        fed, whole = (re.sub(r"<think>\s*</think>(\n\n)?", "", text) for text in texts)
         assert fed == whole
     assert n_appended or name in ("gpt-oss", "qwen3", "glm4")
 
@@ -118,24 +127,24 @@ SAID = ["hello x", "0 is it", '{"a": 1}', "<|im_end|>", "  na\u00efve \U0001f642
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_observations_are_what_was_said_without_the_templates_tokens(name, tokenizer):
-    talk = talk_of(name, tokenizer)
+    template = template_of(name, tokenizer)
     args = LoopArgs(max_response_tokens=10**6, observation_coef=0.1)
-    loop = SingleTurnLoop(None, talk.tokenizer, None, None, args)
-    player = Demonstration([], loop, talk.stops)
+    loop = SingleTurnLoop(None, template.tokenizer, None, None, args)
+    player = Demonstration([], loop, template.stops)
     names = ("a user's answer", "a tool's answer", "two calls in a turn")
-    for each, text in itertools.product(filter(talk.takes, names), SAID):
-        chat, _ = agent_loop._dry_chat([agent_loop.ASKS, *agent_loop.ROUNDS[each]])
+    for each, text in itertools.product(filter(template.accepts, names), SAID):
+        chat, _ = agent_loop._probe_chat([agent_loop.PROBE_USER, *agent_loop.ROUNDS[each]])
         new = [message | {"content": text} for message in chat[2:]]
         trajectory = loop.start({"prompt": chat[:1]})
         ids = player.turn_ids(chat[1])
         trajectory.add_given(ids)
         trajectory.stop_id = ids[-1]
         trajectory.messages.append(chat[1])
-        assert loop.append(trajectory, new, None, talk.stops)
+        assert loop.append(trajectory, new, None, template.stops)
         output = trajectory.output()
         seen = []
         for start, end in output.observations:
-            seen.append(talk.tokenizer.decode(output.response_ids[start:end]).strip())
+            seen.append(template.tokenizer.decode(output.response_ids[start:end]).strip())
         # Some templates write what a tool says as JSON.
         as_json = json.dumps(text, ensure_ascii=False)[1:-1]
         assert {*seen} <= {text.strip(), as_json.strip()}
@@ -144,21 +153,21 @@ def test_observations_are_what_was_said_without_the_templates_tokens(name, token
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_dry_conversation_tells(name, tokenizer):
-    talk = talk_of(name, tokenizer)
+def test_what_probe_chats_tell(name, tokenizer):
+    template = template_of(name, tokenizer)
     of = FAMILIES[name]
-    assert talk.tokenizer.decode([talk.answer_end]) == of.answer_end
-    if talk.call_end is not None:
-        assert talk.tokenizer.decode([talk.call_end]) == of.call_end
-    assert talk.needs_only_recent
-    assert talk.writes_date == (name in ("llama3.2", "gpt-oss"))
+    assert template.tokenizer.decode([template.answer_end]) == of.answer_end
+    if template.call_end is not None:
+        assert template.tokenizer.decode([template.call_end]) == of.call_end
+    assert template.needs_only_recent
+    assert template.writes_date == (name in ("llama3.2", "gpt-oss"))
     task = SimpleNamespace(TOOLS=[calculator.calculator])
     row = {"prompt": PROMPT}
     if name in WITHOUT_TOOLS:
         with pytest.raises(BadInput, match="chat template does not take a tool's answer: it "):
-            check_tokenizer(talk.tokenizer, talk.tokenizer, row, task)
+            check_tokenizer(template.tokenizer, template.tokenizer, row, task)
     else:
-        check_tokenizer(talk.tokenizer, talk.tokenizer, row, task)
+        check_tokenizer(template.tokenizer, template.tokenizer, row, task)
 
 
 NESTED = call(expression="LISTS").replace('"LISTS"', "[" * 700 + "]" * 700)
@@ -206,7 +215,7 @@ def test_a_flag_in_a_text_decides_what_the_template_writes(question, tokenizer):
     other.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
     said = {"role": "assistant", "content": "2"}
     asked = {"role": "user", "content": question + "<|im_end|>"}
-    ids = conversation(other).suffix([*PROMPT, said], [asked], other.eos_token_id)
+    ids = chat_template(other).suffix([*PROMPT, said], [asked], other.eos_token_id)
     assert other.decode(ids) == (
         f"\n<|im_start|>user\n{question}<|im_end|><|im_end|>\n<|im_start|>assistant\n<think>"
         + "</think>" * (question == "Why?"))
@@ -439,11 +448,12 @@ def test_a_template_that_writes_a_message_twice_is_named(tokenizer):
 
 
 def test_the_date_may_be_fixed(tokenizer):
-    talk = talk_of("llama3.2", tokenizer)
-    assert talk.writes_date
-    fixed = agent_loop.with_template_variables(talk.tokenizer, '{"strftime_now": "26 Jul 2024"}')
-    assert "Today Date: 26 Jul 2024" in conversation(fixed, talk.stops).text(PROMPT)
-    assert not conversation(fixed, talk.stops).writes_date
+    template = template_of("llama3.2", tokenizer)
+    assert template.writes_date
+    date = '{"strftime_now": "26 Jul 2024"}'
+    fixed = agent_loop.with_template_variables(template.tokenizer, date)
+    assert "Today Date: 26 Jul 2024" in chat_template(fixed, template.stops).text(PROMPT)
+    assert not chat_template(fixed, template.stops).writes_date
 
 
 # ---------------------------------------------------------------- the recent part of a chat
@@ -484,22 +494,23 @@ def assert_recent_is_whole(tokenizer):
     """Suffixes of random chats are the same from the recent part and from the whole chat."""
     for seed in range(3):
         random_numbers = random.Random(seed)
-        talk = Conversation(tokenizer, {tokenizer.eos_token_id})
-        whole = Conversation(tokenizer, {tokenizer.eos_token_id})
+        template = ChatTemplate(tokenizer, {tokenizer.eos_token_id})
+        whole = ChatTemplate(tokenizer, {tokenizer.eos_token_id})
         whole.needs_only_recent = False
-        recent = agent_loop.Recent(talk.form_of)
+        recent = agent_loop.Recent(template.form_of)
         chat = [{"role": "user", "content": "Hello."}]
         for _ in range(20):
             chat.append({"role": "assistant", "content": random_numbers.choice(TEXTS)})
             role = random_numbers.choice(["user", "tool"])
             new = [{"role": role, "content": random_numbers.choice(TEXTS)}]
-            assert suffix_or_fork(talk, chat, new, recent) == suffix_or_fork(whole, chat, new, None)
+            expected = suffix_or_fork(whole, chat, new, None)
+            assert suffix_or_fork(template, chat, new, recent) == expected
             chat += new
 
 
-def suffix_or_fork(talk, chat, new, recent):
+def suffix_or_fork(template, chat, new, recent):
     try:
-        return talk.suffix(chat, new, None, None, recent)
+        return template.suffix(chat, new, None, None, recent)
     except agent_loop.RewritesHistory:
         return "fork"
 
@@ -510,35 +521,35 @@ def suffix_or_fork(talk, chat, new, recent):
 def test_the_eos_behind_a_whole_chat_ends_no_turn(tokenizer):
     """Phi-3 ends turns with <|end|>, and chats with its EOS, here the only known stop."""
     phi3 = chat_templates.tokenizer_for("phi3", tokenizer)
-    talk = conversation(phi3)
-    assert phi3.convert_ids_to_tokens(talk.answer_end) == "<|end|>"
-    assert talk.check([ADDS], [], has_user=True) == []
+    template = chat_template(phi3)
+    assert phi3.convert_ids_to_tokens(template.answer_end) == "<|end|>"
+    assert template.check([ADDS], [], has_user=True) == []
 
 
 def test_a_user_is_tried_without_tools_that_the_task_does_not_have(tokenizer):
     """Mistral's template writes tools in front of the last user, so with them it would fork."""
-    talk = talk_of("mistral0.3", tokenizer)
-    assert talk.check([ADDS], [], has_user=True) == []
+    template = template_of("mistral0.3", tokenizer)
+    assert template.check([ADDS], [], has_user=True) == []
 
 
 def test_a_name_in_the_schemas_is_no_call_that_is_shown(tokenizer):
     template = "{{ tools | tojson }}" + CHAT.replace("SAID", "m.content") + PROMPTS
-    talk = conversation(with_template(tokenizer, template))
+    template = chat_template(with_template(tokenizer, template))
     message = {"role": "assistant", "content": "", "tool_calls": called(("calculator", {"a": 1}))}
-    assert not talk.shows(message, [{"function": {"name": "calculator"}}])
+    assert not template.shows(message, [{"function": {"name": "calculator"}}])
 
 
 def test_reasoning_stands_before_the_parts_of_a_content(tokenizer):
-    talk = talk_of("chatml-base", tokenizer)
+    template = template_of("chatml-base", tokenizer)
     part = {"type": "text", "text": "3"}
     message = {"role": "assistant", "reasoning_content": "Easy.", "content": [part]}
     thought = {"type": "text", "text": "<think>Easy.</think>"}
-    assert talk.as_shown(message)["content"] == [thought, part]
+    assert template.as_shown(message)["content"] == [thought, part]
 
 
 def test_today_is_not_todays_date(tokenizer):
     template = "How can I help today?" + CHAT.replace("SAID", "m.content") + PROMPTS
-    assert not conversation(with_template(tokenizer, template)).writes_date
+    assert not chat_template(with_template(tokenizer, template)).writes_date
 
 
 def test_think_tags_are_those_of_the_prompt_too(tokenizer):
