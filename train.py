@@ -1,4 +1,4 @@
-"""flatrl: multi-turn reinforcement learning of language models.
+"""flatrl: multi-turn reinforcement learning for language models.
 
 `main` is the whole algorithm. The functions that it calls follow in the order of a step, then
 the networks. Set-up and shutdown are last.
@@ -6,7 +6,7 @@ the networks. Set-up and shutdown are last.
     accelerate launch train.py                               # the built-in task, minutes on CPU
     accelerate launch train.py --model Qwen/Qwen2.5-0.5B-Instruct --task my_task.py
 
-One process per GPU holds a vLLM engine and the policy, and alternates rollout and update."""
+One process per GPU holds a vLLM engine and the policy. It alternates between rollout and update."""
 
 from flatrl.launch import prepare_process
 
@@ -17,7 +17,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +56,7 @@ def main(args: Args):
     run = setup(args)  # checks all input first; holds engine, networks, pool and log
     log = run.log
     with (
-        contextlib.suppress(Stopped),
+        contextlib.suppress(Stopped),  # `finish` saves, and raises it again
         checkpoints.saved_first(run, put_to_sleep),
     ):
         if run.done == 0 and run.rows["val"]:
@@ -72,7 +72,7 @@ def main(args: Args):
 
             # ---- 2. score the sampled tokens while the last rewards are computed
             batch = data.make_batch(rollouts.trained, run.processor, args.observation_coef > 0)
-            score_batch(run, batch, step)  # logprobs_old, logprobs_ref, values: if they are used
+            score_batch(run, batch, step)  # logprobs_old, logprobs_ref and values, if needed
             batch, metrics = add_rewards(run, rollouts, batch)
             metrics["step"] = step + 1
             if run.engine:
@@ -97,17 +97,16 @@ def main(args: Args):
 
             # ---- 5. log, evaluate, save
             metrics |= run.clock.read()
-            eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0
-            save_is_due = args.save_every and run.done % args.save_every == 0
+            eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0  # -1: never
             try:
                 if eval_is_due or run.done == args.num_steps:
                     metrics |= evaluate(run)
             finally:  # even if a stop interrupts the evaluation
                 log.metrics(metrics, rollouts, batch)
-            if save_is_due:
+            if args.save_every and run.done % args.save_every == 0:
                 put_to_sleep(run)
                 checkpoints.save_checkpoint(run)
-            del rollouts, batch  # free the images of a step before those of the next one come
+            del rollouts, batch  # free this step's images before the next step loads its own
             if args.is_reached_by(metrics):  # --stop_at_reward
                 args.num_steps = run.done  # so that the run counts as complete
                 break
@@ -159,12 +158,12 @@ def sync(engine: Engine, policy: "Policy", version: int) -> float:
 def awake(run: "Run") -> Iterator[float]:
     """Wakes the engine, with the current weights. It stays awake until `put_to_sleep`.
 
-    What --offload names is in host memory meanwhile. Yields the seconds of the weight sync, 0 if
-    the engine had these weights already. After Stopped or an error in the block the engine
+    Meanwhile, what --offload names is in host memory. Yields the seconds of the weight sync, 0 if
+    the engine had these weights already. After Stopped or an error in the block, the engine
     sleeps, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
-        # With empty caches, the next rollout has the same digits as without an evaluation.
+        # An evaluation must not change the digits of the next rollout, so caches are emptied.
         run.engine.forget_prompts()
     else:
         offload(run, "cpu")
@@ -205,47 +204,51 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
     kl_is_in_reward = args.kl_coef and args.kl_in == "reward"
     asked = {"logprobs_old", "entropy"} & {*args.estimator_takes}
     if has_several_updates or only_critic_learns or kl_is_in_reward or asked:
-        if "entropy" in asked:
-            batch["logprobs_old"], batch["entropy"] = token_scores(run.policy.net, batch, args, 2)
-        else:
-            batch["logprobs_old"] = score_tokens(run.policy.net, batch, args)
+        names = ["logprobs", "entropy"] if "entropy" in asked else ["logprobs"]
+        scores = score_tokens(run.policy.net, batch, args, names)
+        batch["logprobs_old"] = scores.pop("logprobs")
+        batch.update(scores)
         run.clock.lap("logprobs_old")
     if run.reference:
         seen = batch.get("told", batch)  # with --hints, the teacher's prompts
+        names = ["logprobs"]
         if args.kl_top:
-            scores = token_scores(run.reference, seen | {"top_k": args.kl_top}, args, 4)
-            batch["logprobs_ref"], _, batch["top_logprobs"], batch["top_ids"] = scores
-        else:
-            batch["logprobs_ref"] = score_tokens(run.reference, seen, args)
+            seen = seen | {"top_k": args.kl_top}
+            names += ["top_logprobs", "top_ids"]
+        scores = score_tokens(run.reference, seen, args, names)
+        batch["logprobs_ref"] = scores.pop("logprobs")
+        batch.update(scores)
         run.clock.lap("logprobs_ref")
     if run.critic:
-        batch["values"] = score_tokens(run.critic.net, batch, args)
+        batch.update(score_tokens(run.critic.net, batch, args, ["values"]))
         run.clock.lap("values")
 
 
-def score_tokens(net: "Net", batch: dict, args: Args) -> BT:
-    """Returns a Policy's logprobs or a Critic's values of all sampled tokens, (B, T), 0 elsewhere.
+@torch.no_grad()
+def score_tokens(
+    net: "Net", batch: dict, args: Args, names: Sequence[str] = ("logprobs",)
+) -> dict[str, BT]:
+    """Returns scores of all sampled tokens, by name (see `Net`): (B, T) each, 0 elsewhere.
 
     Each rank scores a share, and gets the scores of all."""
-    return token_scores(net, batch, args, 1)[0]
-
-
-@torch.no_grad()
-def token_scores(net: "Net", batch: dict, args: Args, n: int) -> list[BT]:
-    """Returns the first n scores of `Net.forward`. With batch["top_k"] a Policy has 4."""
     mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
         batch, range(len(mask)), args.tokens_per_micro_batch, net.packed
     )
     # Scores stay on the device until all are computed, because reading them would wait for it.
-    scores = []  # of each micro-batch
+    scores = {name: [] for name in names}  # of each micro-batch
     for micro in Bar(micro_batches, "scoring"):
-        packed = net.pack(batch, micro)
-        scores.append(net(packed)[:n])
-    return [all_sum(scattered(mask.shape, micro_batches, each)) for each in zip(*scores)]
+        scores_of_micro = net(net.pack(batch, micro))
+        for name in names:
+            scores[name].append(scores_of_micro[name])
+    # Rows of other ranks are 0, so the sum over ranks has the scores of all.
+    return {
+        name: all_sum(scatter_to_rows(mask.shape, micro_batches, values))
+        for name, values in scores.items()
+    }
 
 
-def scattered(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
+def scatter_to_rows(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
     """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
     result = torch.zeros(*shape, *scores[0].shape[2:], dtype=scores[0].dtype)
     for micro, values in zip(micro_batches, scores):
@@ -356,7 +359,7 @@ def estimate_advantages(
 
 
 def mask_truncated(batch: data.Batch):
-    """Excludes units with a truncated output from the loss and its normaliser."""
+    """Excludes units with a truncated output from the loss and from the counts that divide it."""
     index = batch.units.unit_of_row  # (B,)
     is_truncated = torch.isin(index, index[batch["truncated"]])
     for name in {"response_mask", "observation_mask"} & batch.keys():
@@ -393,23 +396,24 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
 
 
 def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
-    """Makes one optimiser step of the policy on these rows. Returns metrics."""
+    """Takes one optimiser step of the policy on these rows. Returns metrics."""
     args = run.args
     columns = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
     optional = {"logprobs_ref", "top_logprobs", "imitation_mask", "observation_mask"}
     columns += optional & batch.keys()
+    # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
-        columns.append("logprobs_old")  # else they are the forward pass's own: the ratio is 1
+        columns.append("logprobs_old")
     metrics, logprobs = optimise(
         run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
     )
-    if "logprobs_old" not in batch:  # after the only update: for the metrics of the step
-        batch["logprobs_old"] = all_sum(logprobs)
+    if "logprobs_old" not in batch:
+        batch["logprobs_old"] = all_sum(logprobs)  # for the metrics of the step
     return metrics
 
 
 def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
-    """Makes one optimiser step of the critic on these rows. Returns metrics.
+    """Takes one optimiser step of the critic on these rows. Returns metrics.
 
     It does not learn from demonstrations."""
     columns = ["response_mask", "unit_tokens", "values", "returns"]
@@ -420,22 +424,23 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     return metrics
 
 
-def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStats:
+def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
     """Returns the policy's loss per token, (b, T), and its stats.
 
     That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
     bonus, plus the KL to the reference. Without logprobs_old the old logprobs are those of this
     forward pass. With --rollout_correction bypass, the objective takes the engine's instead."""
-    logprobs, entropy, *at_top = scores  # (b, T), (b, T), with --kl_kind topK (b, T, K)
+    logprobs = scores["logprobs"]  # (b, T)
+    entropy = scores["entropy"]  # (b, T)
     mask = columns["response_mask"]
     old = columns.get("logprobs_old", logprobs.detach())
     kind, low, high = args.correction
-    anchor = columns["logprobs_rollout"] if kind == "bypass" else old
-    more = {"logprobs_rollout", "logprobs_ref", "versions"} & columns.keys()
+    denominator = columns["logprobs_rollout"] if kind == "bypass" else old  # of the ratio
+    optional = {"logprobs_rollout", "logprobs_ref", "versions"} & columns.keys()
     loss, stats = losses.policy_loss(
         args.policy_loss,
         logprobs,
-        anchor,
+        denominator,
         columns["advantages"],
         mask,
         args.clip_low,
@@ -443,9 +448,9 @@ def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStat
         args.clip_c or None,
         entropy,
         args,
-        **{name: columns[name] for name in more},
+        **{name: columns[name] for name in optional},
     )
-    # metrics.batch_metrics logs the correction's stats, for the batch as a whole.
+    # The correction's stats are logged for the whole batch, by metrics.batch_metrics.
     weights, _ = losses.rollout_correction(kind, old, columns["logprobs_rollout"], mask, low, high)
     loss = loss * weights
     stats = {"pg_loss": loss.detach(), "entropy": entropy.detach(), **stats}
@@ -453,8 +458,8 @@ def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStat
     if args.entropy_coef:
         loss = loss - args.entropy_coef * entropy
     if args.kl_coef and args.kl_in == "loss":
-        if at_top:
-            kl = losses.top_kl(*at_top, columns["top_logprobs"])
+        if "top_logprobs" in scores:  # (b, T, K)
+            kl = losses.top_kl(scores["top_logprobs"], columns["top_logprobs"])
         else:
             kl = losses.kl_estimate(logprobs, columns["logprobs_ref"], args.kl_kind)
         loss = loss + args.kl_coef * kl
@@ -462,11 +467,11 @@ def policy_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStat
     return loss, stats
 
 
-def value_objective(scores: list[BT], columns: dict, args: Args) -> LossAndStats:
+def value_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
     """Returns the critic's loss per token, (b, T), and its stats."""
-    return losses.value_loss(
-        scores[0], columns["values"], columns["returns"], columns["response_mask"], VALUE_CLIP
-    )
+    old = columns["values"]
+    mask = columns["response_mask"]
+    return losses.value_loss(scores["values"], old, columns["returns"], mask, VALUE_CLIP)
 
 
 def optimise(
@@ -479,7 +484,7 @@ def optimise(
     accelerator,
     loss_agg: str = "token-mean",
 ) -> tuple[dict, BT]:
-    """Makes one optimiser step on some rows. All ranks pass the same rows; each computes a share.
+    """Takes one optimiser step on some rows. All ranks pass the same rows; each computes its share.
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
     the network returns for b rows. columns: the named columns of the batch for these rows.
@@ -506,7 +511,7 @@ def optimise(
             scores = learner.wrapped(packed)
             loss, shares = micro_batch_loss(objective, scores, of_rows, counts, args, loss_agg)
             (loss * dist.get_world_size()).backward()  # DDP and FSDP average over ranks
-        own_scores.append(scores[0].detach())
+        own_scores.append(scores[learner.net.score].detach())
         for name, share in shares.items():
             sums[f"{learner.name}/{name}"] += share
         if not micro.is_filler:
@@ -514,15 +519,16 @@ def optimise(
 
     grad_norm = learner.step(accelerator, args.max_grad_norm, has_tokens=any(counts.values()))
     sums["batch/unique_tokens"] = n_unique
-    totals = all_sum(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+    sums_of_rank = torch.tensor(list(sums.values()), dtype=torch.float64)
+    totals = all_sum(sums_of_rank).tolist()
     metrics = dict(zip(sums, totals))
     metrics[f"{learner.name}/grad_norm"] = grad_norm
-    return metrics, scattered(batch["response_mask"].shape, micro_batches, own_scores)
+    return metrics, scatter_to_rows(batch["response_mask"].shape, micro_batches, own_scores)
 
 
 def micro_batch_loss(
     objective: Callable,
-    scores: list[BT],
+    scores: dict[str, BT],
     columns: dict,
     counts: dict,
     args: Args,
@@ -546,7 +552,8 @@ def micro_batch_loss(
     for name, coef in ("imitation", 1.0), ("observation", args.observation_coef):
         count = counts[f"{name}_mask"]
         if count:
-            mean_loss = losses.aggregate(-scores[0], columns[f"{name}_mask"], n_tokens=count)
+            mask_of_name = columns[f"{name}_mask"]
+            mean_loss = losses.aggregate(-scores["logprobs"], mask_of_name, n_tokens=count)
             loss = loss + coef * mean_loss
             shares[f"{name}_loss"] = mean_loss.detach()
     shares["loss"] = loss.detach()
@@ -574,7 +581,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
         run.log.warn_once(problem)
         run.mismatch_is_known = True
         return
-    close(run)  # all ranks end together, so that none says that another is gone
+    close(run)  # on all ranks together; otherwise the others would report a lost rank
     raise BadInput(f"{problem}; --allow_mismatch trains all the same")
 
 
@@ -607,13 +614,17 @@ def evaluate(run: "Run") -> dict:
 class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
-    It has no dropout, because the network that is differentiated has to be the one that sampled.
-    What is trained is float32. If `packed`, rows are joined without padding and have packed
+    Dropout is off, because the trained network must be the one that sampled. Trained parameters
+    are float32. If `packed`, rows are joined without padding and have packed
     attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
     own attention, which is not causal.
 
-    A subclass's scores_from_hidden(hidden (M, H), packed) returns scores (M,) or (M, K), one or
-    several, from the hidden states that predict M tokens (data.pack_rows)."""
+    A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
+    hidden states that predict M tokens (data.pack_rows).
+
+    score: the name of the score that is trained."""
+
+    score: str
 
     @shown("loading the model")
     def __init__(self, auto_class: str, args: Args, vision, packed: bool):
@@ -631,28 +642,28 @@ class Net(nn.Module):
         device = next(self.parameters()).device
         return data.pack_rows(batch, micro, device, self.packed)
 
-    def forward(self, packed: dict) -> list[Tensor]:
-        """Returns the scores of each sampled token of R rows, a list of (R, T), 0 elsewhere.
+    def forward(self, packed: dict) -> dict[str, Tensor]:
+        """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
 
-        A Critic gives values, a Policy logprobs, entropies and, with --kl_kind topK, (R, T, K)
-        each, the logprobs of K other ids, and these ids if it has chosen them itself.
+        A Critic gives values; a Policy logprobs and entropy and, with --kl_kind topK, (R, T, K)
+        each, top_logprobs of K other ids and, if it chose them itself, these top_ids.
         packed: `data.pack_rows` of these rows. Everything happens in here, because a call that
         bypasses DDP's wrapper would skip the averaging of gradients."""
         backbone = self.model.base_model
         inputs = packed["inputs"]
-        zero = 0
+        zero_of_vision = 0
         if self.vision and packed["images"]:
             inputs = inputs | self.vision.inputs(backbone, packed)
         elif self.vision:
             # Without images the tower adds 0: all ranks must use all parameters. It runs before
             # the text, as it does with images, because FSDP's ranks gather layers in one order.
-            zero = self.vision.zero(backbone, packed["targets"].device)
+            zero_of_vision = self.vision.zero(backbone, packed["targets"].device)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
-        predicting = hidden[packed["source"]] + zero  # (M, H)
-        results = []
-        for scores in self.scores_from_hidden(predicting, packed):  # (M,) or (M, K) each
+        predicting = hidden[packed["source"]] + zero_of_vision  # (M, H)
+        results = {}
+        for name, scores in self.scores_from_hidden(predicting, packed).items():
             zeros = scores.new_zeros(*packed["shape"], *scores.shape[1:])
-            results.append(zeros.index_put(packed["at"], scores[packed["pair"]]))
+            results[name] = zeros.index_put(packed["at"], scores[packed["pair"]])
         return results
 
 
@@ -661,25 +672,16 @@ class Policy(Net):
 
     Token ids from vocab_size on belong to a padded vocabulary and have no probability."""
 
+    score = "logprobs"
+
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
-        auto_class = "AutoModelForCausalLM"
-        if vision:
-            auto_class = "AutoModelForImageTextToText"
+        auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
         # A text model is packed only if choose_attention, below, finds that it can be.
         super().__init__(auto_class, args, vision, packed=bool(vision))
-        # It is a parameter of self.model; in a list it is not registered a second time.
+        # In a list, so that nn.Module does not register it a second time.
         self.head = [self.model.get_output_embeddings()]
-        need(
-            self.head[0].bias is None,
-            f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "
-            "implement",
-        )
-        text = self.model.config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
-        self.logits = {  # as losses.token_logprobs takes them
+        self.logits = models.logit_settings(self.model, args) | {
             "vocab_size": vocab_size,
-            "temperature": args.temperature / scale,  # some models multiply their logits
-            "softcap": getattr(text, "final_logit_softcapping", None),
             "banned": [vision.image_token_id] if vision else [],  # the engine never samples it
         }
         self.vocab_size = vocab_size
@@ -692,24 +694,28 @@ class Policy(Net):
             layers.add_adapters(self.model, args)
 
     def scores_from_hidden(self, hidden, packed):
-        """Returns logprobs and entropies of the targets, (M,) each; with top_k, logprobs and ids of
-        the likeliest, too; with (M, 1 + K) targets, logprobs of the other K ids, too: (M, K)."""
+        """Returns logprobs and entropy of the targets, (M,) each. With top_k, also logprobs and ids
+        of the likeliest; with (M, 1 + K) targets, logprobs of the other K ids: (M, K) each."""
         weight = self.head[0].weight
         logprobs, entropy = losses.token_logprobs(
             hidden, weight, packed["targets"], entropy=True, **self.logits
         )
+        scores = {"logprobs": logprobs, "entropy": entropy}
         if packed["top_k"]:
             top = losses.top_logprobs(hidden, weight, packed["top_k"], **self.logits)
-            return logprobs, entropy, *top
-        if logprobs.ndim == 2:
-            return logprobs[:, 0], entropy, logprobs[:, 1:]
-        return logprobs, entropy
+            scores["top_logprobs"], scores["top_ids"] = top
+        elif logprobs.ndim == 2:
+            scores["logprobs"] = logprobs[:, 0]
+            scores["top_logprobs"] = logprobs[:, 1:]
+        return scores
 
 
 class Critic(Net):
     """Gives the value of the state before each sampled token.
 
     It has a backbone of its own, and a linear head that starts at 0."""
+
+    score = "values"
 
     def __init__(self, args: Args, vision=None, packed: bool = True):
         super().__init__("AutoModel", args, vision, packed)
@@ -720,7 +726,7 @@ class Critic(Net):
     def scores_from_hidden(self, hidden, packed):
         """Returns the values, (M,), computed in float32."""
         values = (hidden.float() * self.head.weight).sum(-1) + self.head.bias
-        return (values,)
+        return {"values": values}
 
 
 class Learner:
@@ -731,8 +737,6 @@ class Learner:
     learns. The learning rate is a function of the step, with no state to save."""
 
     def __init__(self, net, lr: float, num_steps: int, args: Args, accelerator, name="actor"):
-        from transformers import get_scheduler
-
         self.name = name
         self.net = net
         self.lr = lr
@@ -741,11 +745,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             net.parameters(), lr, weight_decay=0.0, fused=accelerator.device.type == "cuda"
         )
-        schedule = args.lr_schedule
-        if schedule == "constant":
-            schedule = "constant_with_warmup"
-        scheduler = get_scheduler(schedule, self.optimizer, args.warmup_steps, num_steps)
-        (self.lr_factor,) = scheduler.lr_lambdas
+        self.lr_factor = models.lr_factor(self.optimizer, args, num_steps)
         self.is_sharded = bool(args.shard)
 
     def set_lr(self, step: int) -> float:
@@ -764,7 +764,7 @@ class Learner:
         return accelerator.no_sync(self.wrapped)
 
     def step(self, accelerator, max_norm: float, has_tokens: bool) -> float:
-        """Makes an optimiser step with the current gradients, clipped to max_norm, and clears them.
+        """Takes an optimiser step with the current gradients, clipped to max_norm, and clears them.
 
         Returns their norm. Raises RuntimeError if that is not finite. Without any tokens the step
         is skipped, because Adam's momentum would move the weights."""
@@ -852,7 +852,7 @@ def setup(args: Args) -> Run:
     log = SilentLog()
     if accelerator.is_main_process:
         log = Log(args, tokenizer, state.get("step", 0), contents)
-        # Before the engine starts, which takes seconds or minutes.
+        # Printed now, because starting the engine may take minutes.
         log.notices.start(rows, all_rows, policy, device)
     engine = None
     if not args.replay:
@@ -920,7 +920,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     rows: by split, before and after. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
-    without_hints = replace(args, hints=False)  # as evaluations are
+    without_hints = replace(args, hints=False)  # evaluations never show them
     rows = {
         "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),
         "val": data.filter_overlong(rows["val"], tokenizer, task, without_hints, processor),
@@ -947,7 +947,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
 def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
     """Returns what the KL compares the policy with: --ref_model or the starting model, frozen.
 
-    With --hints it is the policy itself, with LoRA the policy without its adapters."""
+    With --hints it is the policy itself, not frozen; with LoRA the policy without its adapters."""
     if args.hints:
         return policy
     if args.lora_rank and not args.ref_model:
@@ -989,10 +989,9 @@ def close(run: Run):
         run.pool.end()
     run.log.close()
     run.background.close()
-    run.stop.finished.set()
-    run.stop.thread.join()  # it ends together with the other ranks'
+    run.stop.wait_for_other_ranks()
     if run.engine:
-        offload(run, "cpu")  # makes room: closing wakes the engine's memory once more
+        offload(run, "cpu")  # frees the device: closing maps the engine's memory once more
         run.engine.close()
 
 

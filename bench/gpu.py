@@ -104,7 +104,7 @@ class Sides:
     def difference(self, prompts: list, answers: list) -> str:
         """Returns how far the engine's logprobs are from the trainer's, as text."""
         batch = data.collate(common.as_outputs(prompts, answers))
-        logprobs = train.score_tokens(self.net, batch, self.args)
+        logprobs = train.score_tokens(self.net, batch, self.args)["logprobs"]
         distance = (logprobs - batch["logprobs_rollout"]).abs()
         distance = distance[batch["response_mask"].bool()]
         n = len(distance)

@@ -235,7 +235,7 @@ def policy_scores(policy, outputs: list, args) -> list:
 
     batch = data.collate(outputs)
     mask = batch["response_mask"].bool()
-    scores = train.score_tokens(policy, batch, args)
+    scores = train.score_tokens(policy, batch, args)["logprobs"]
     return [row[sampled] for row, sampled in zip(scores, mask, strict=True)]
 
 

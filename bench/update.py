@@ -85,7 +85,7 @@ class Flatrl:
 
     def score(self, batch: dict) -> torch.Tensor:
         data.in_prefix_order = self.in_prefix_order
-        return train.score_tokens(self.model, batch, self.args)
+        return train.score_tokens(self.model, batch, self.args)["logprobs"]
 
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order

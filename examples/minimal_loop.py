@@ -143,7 +143,7 @@ def update(policy, optimizer, rollouts, advantages, args, device) -> float:
     for micro in data.micro_batches_of_this_rank(
         batch, range(len(rollouts)), args.tokens_per_micro_batch, policy.packed
     ):
-        logprobs, _ = policy(policy.pack(batch, micro))  # (b, T)
+        logprobs = policy(policy.pack(batch, micro))["logprobs"]  # (b, T)
         mask = batch["response_mask"][micro.rows].to(device)  # (b, T)
         advantage = advantages[micro.rows].to(device)[:, None].expand_as(mask)  # (b, T)
         # With a single update per rollout these logprobs are the old ones, too.

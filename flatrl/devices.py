@@ -224,7 +224,7 @@ def _fits(name, learners, args) -> bool:
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)
         scores = net(net.pack(batch, micro))
-        sum(x.sum() for x in scores).backward()
+        sum(x.sum() for x in scores.values()).backward()
         return True
     except torch.OutOfMemoryError:
         if args.shard:

@@ -82,7 +82,7 @@ def _try_attentions(policy, probe, args) -> tuple[str, bool]:
         policy.packed = is_packed
         with contextlib.suppress(Exception):  # a model may raise what it likes
             scores = functional_call(policy, weights_of_policy, (policy.pack(PROBE, probe),))
-            found = scores[0].flatten()
+            found = scores["logprobs"].flatten()
             if torch.allclose(found, expected, rtol=0, atol=1e-3 / args.temperature):
                 return attention, is_packed
     raise BadInput(

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from flatrl.log import versions
 
 DAY = 86_400  # seconds
 HEAD = "lm_head.weight"  # the output head's name in a checkpoint
+CHUNK = 4096  # columns of the vocabulary in a block of logits: fewer, larger steps on a GPU
 
 
 def task_model(task: ModuleType, args) -> str:
@@ -172,6 +173,37 @@ def stop_token_ids(args, tokenizer) -> list[int]:
             )
         ids = stops
     return sorted(ids)
+
+
+def logit_settings(model: nn.Module, args) -> dict:
+    """Returns how a causal model makes its logits, as arguments of losses.token_logprobs.
+
+    Raises BadInput if its output head has a bias."""
+    need(
+        model.get_output_embeddings().bias is None,
+        f"--model {args.model} has a bias in its output head, which token_logprobs doesn't "
+        "implement",
+    )
+    text = model.config.get_text_config()
+    # Cohere multiplies logits by logit_scale, and Granite divides them by logits_scaling.
+    scale = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
+    return {
+        "temperature": args.temperature / scale,
+        "softcap": getattr(text, "final_logit_softcapping", None),
+        "chunk": CHUNK,
+    }
+
+
+def lr_factor(optimizer, args, num_steps: int) -> Callable[[int], float]:
+    """Returns a function of the step: the share of the learning rate, by --lr_schedule."""
+    from transformers import get_scheduler
+
+    schedule = args.lr_schedule
+    if schedule == "constant":
+        schedule = "constant_with_warmup"
+    scheduler = get_scheduler(schedule, optimizer, args.warmup_steps, num_steps)
+    (factor,) = scheduler.lr_lambdas  # all that is used of it
+    return factor
 
 
 def adam_steps(optimizer) -> float:

@@ -118,7 +118,7 @@ class Stop:
     def __init__(self):
         self.requested = False  # on any rank
         self.is_told = False  # the user knows that the run will stop
-        self.finished = threading.Event()  # this rank's run is over: set by train.close
+        self.finished = threading.Event()  # this rank's run is over
         self.is_leaving = False  # this process ends, whatever the other ranks do
         for number in SIGNALS:
             ignored = signal.getsignal(number) == signal.SIG_IGN
@@ -130,6 +130,11 @@ class Stop:
         self.thread = threading.Thread(target=self._watch, args=[group], daemon=True)
         self.thread.start()
         atexit.register(self._leave)
+
+    def wait_for_other_ranks(self):
+        """Returns when the run is over on all ranks. Their threads end together."""
+        self.finished.set()
+        self.thread.join()
 
     def _leave(self):
         """Ends the thread of a run that failed. Python would abort if it were in torch's code."""

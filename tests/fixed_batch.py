@@ -75,10 +75,10 @@ def gradients(
     policy, optimizer = learner.wrapped, torch.optim.SGD(learner.net.parameters(), lr=0.1)
     learner.optimizer = optimizer
     if args.kl_top:  # the teacher is the policy, and less sure
-        scores = train.token_scores(learner.net, batch | {"top_k": args.kl_top}, args, 4)
-        batch["top_logprobs"], batch["top_ids"] = scores[2:]
-        batch["top_logprobs"] -= torch.rand(scores[2].shape, generator=generator)
-    batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)
+        of_teacher = batch | {"top_k": args.kl_top}
+        batch |= train.score_tokens(learner.net, of_teacher, args, ["top_logprobs", "top_ids"])
+        batch["top_logprobs"] -= torch.rand(batch["top_logprobs"].shape, generator=generator)
+    batch["logprobs_old"] = train.score_tokens(learner.net, batch, args)["logprobs"]
     batch["logprobs_old"] += 0.3 * torch.randn(shape, generator=generator)  # some are clipped
     kept = {}
     zero_grad = optimizer.zero_grad

@@ -227,6 +227,7 @@ def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():
     """Ratios 1.1, 1.3, 0.7, 1.3 and 1,280 to the engine's probabilities, all of them 0.0005."""
     ratios = torch.tensor([[1.1, 1.3, 0.7, 1.3, 1280.0]], dtype=torch.float64)
     logprobs = (ratios * 0.0005).log().requires_grad_()
+    scores = {"logprobs": logprobs, "entropy": 0 * logprobs}
     columns = {
         "logprobs_rollout": torch.full_like(ratios, 0.0005).log(),
         "advantages": torch.tensor([[1.0, 1, -1, -1, -1]], dtype=torch.float64),
@@ -234,7 +235,7 @@ def test_a_single_asynchronous_update_clips_the_ratio_to_the_engine():
     }
     for flags, last, slope in (({}, 3.0, 0.0), ({"clip_c": 0.0}, 1280.0, 1280.0)):
         args = Args(max_staleness=2, **flags)  # clips at 0.2
-        loss, stats = train.policy_objective((logprobs, 0 * logprobs), columns, args)
+        loss, stats = train.policy_objective(scores, columns, args)
         close(loss, torch.tensor([[-1.1, -1.2, 0.8, 1.3, last]], dtype=torch.float64))
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         close(gradient, torch.tensor([[-1.1, 0, 0, 1.3, slope]], dtype=torch.float64))
@@ -257,7 +258,8 @@ def test_objective_is_policy_loss_times_correction_minus_entropy_plus_kl():
     args = Args(
         rollout_correction="tis", entropy_coef=0.03, clip_high=0.1, kl_coef=0.2, kl_kind="k2"
     )
-    loss, stats = train.policy_objective((logprobs, entropy), columns, args)
+    scores = {"logprobs": logprobs, "entropy": entropy}
+    loss, stats = train.policy_objective(scores, columns, args)
 
     weights = (old - behaviour).exp().clamp(max=2)
     ratio = (logprobs - old).exp()
@@ -273,5 +275,6 @@ def test_objective_is_policy_loss_times_correction_minus_entropy_plus_kl():
 
     # A KL in the reward is no loss, too.
     columns = {name: column.detach() for name, column in columns.items()}
-    _, stats = train.policy_objective((old, entropy), columns, Args(kl_coef=0.5, kl_in="reward"))
+    args = Args(kl_coef=0.5, kl_in="reward")
+    _, stats = train.policy_objective(scores | {"logprobs": old}, columns, args)
     assert "kl" not in stats

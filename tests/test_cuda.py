@@ -72,7 +72,7 @@ def test_a_value_has_the_digits_of_float32(args, process_group):
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
     torch.nn.init.constant_(critic.head.bias, 0.5)
     with torch.autocast("cpu", torch.bfloat16):
-        (values,) = critic.scores_from_hidden(hidden, None)
+        values = critic.scores_from_hidden(hidden, None)["values"]
     expected = hidden.double() @ critic.head.weight[0].double() + 0.5
     torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=1e-6)
     assert values.dtype == torch.float32
@@ -93,7 +93,8 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     learning = [{p.requires_grad for p in net.parameters()} for net in (reference, policy.net)]
     assert learning == [{False}, {True}]
     batch = batch_of(4)
-    scores = [train.score_tokens(net, batch, args) for net in (reference, policy.net)]
+    networks = reference, policy.net
+    scores = [train.score_tokens(net, batch, args)["logprobs"] for net in networks]
     # FSDP casts before it gathers: the numbers are the same.
     assert torch.equal(*scores) and scores[0].abs().sum() > 1
 

@@ -123,7 +123,7 @@ def differences(policy, outputs: list) -> torch.Tensor:
     logprobs = torch.zeros_like(batch["logprobs_rollout"])
     packed, rows = pack(batch, range(len(outputs)))
     with torch.no_grad():
-        logprobs[rows], _ = policy(packed)
+        logprobs[rows] = policy(packed)["logprobs"]
     return (logprobs - batch["logprobs_rollout"]).abs()[batch["response_mask"].bool()]
 
 

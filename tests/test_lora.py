@@ -62,17 +62,21 @@ def test_merged_weights_are_those_of_the_adapted_policy(
 
     plain = train.Policy(args_of(model, lora_rank=0))
     batch = batch_of(19)  # a forest: with shared prefixes
-    start = train.score_tokens(plain, batch, args)
+
+    def scores_of(net):
+        return train.score_tokens(net, batch, args)["logprobs"]
+
+    start = scores_of(plain)
     plain.model.load_state_dict(weights, strict=False)
-    found = train.score_tokens(policy, batch, args)
-    torch.testing.assert_close(found, train.score_tokens(plain, batch, args), atol=5e-4, rtol=0)
+    found = scores_of(policy)
+    torch.testing.assert_close(found, scores_of(plain), atol=5e-4, rtol=0)
     assert (found - start).abs().max() > 0.1
 
     # The reference is the same network: no second copy, and nothing is left switched off.
     accelerator = Accelerator(cpu=True)
     _, _, reference = train.build_networks(args_of(model, kl_coef=0.1), accelerator, policy)
-    assert torch.equal(train.score_tokens(reference, batch, args), start)
-    assert torch.equal(train.score_tokens(policy, batch, args), found)
+    assert torch.equal(scores_of(reference), start)
+    assert torch.equal(scores_of(policy), found)
 
 
 def test_peft_is_asked_for(monkeypatch, tiny_model, process_group):

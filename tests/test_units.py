@@ -81,7 +81,8 @@ def gradient(outputs: list[AgentLoopOutput], columns: dict, args: Args) -> torch
     batch["advantages"] = train.estimate_advantages(batch, rollouts, args)
 
     logprobs = batch["logprobs"].double().requires_grad_()
-    loss, _ = train.policy_objective([logprobs, torch.zeros_like(logprobs)], batch, args)
+    scores = {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}
+    loss, _ = train.policy_objective(scores, batch, args)
     total = losses.aggregate(
         loss,
         mask,

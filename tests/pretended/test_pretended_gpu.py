@@ -25,7 +25,7 @@ IMAGES = [
 # All that a run waits for, from its first step on: function and reason. Scores, the sums of the
 # metrics and the norm are read when everything else has been queued.
 WAITS = {
-    ("scattered", "a copy to the host"),
+    ("scatter_to_rows", "a copy to the host"),
     ("optimise", "item"),
     ("Learner.step", "item"),
     ("adam_steps", "item"),
