@@ -878,11 +878,6 @@ class ToolAgentLoop(AgentLoopBase):
         limit = self.args.max_assistant_turns
         return limit > 0 and trajectory.assistant_turns >= limit
 
-    def _at_user_limit(self):
-        """Returns whether max_user_turns is reached."""
-        limit = self.args.max_user_turns
-        return limit > 0 and self.user_answers >= limit
-
     def parse(self, trajectory, text):
         """Returns the tool calls of a turn, including malformed ones (see `parse_tool_calls`).
 
@@ -960,16 +955,14 @@ class ToolAgentLoop(AgentLoopBase):
             return self._error_response(trajectory, name, response)
         try:
             trajectory.record("tool", name, response.reward, response.metrics)
-            self._check_room_for_images(n_images, len(response.images))
+            n_new = len(response.images)
+            limit = self.args.max_images
+            if n_images + n_new > limit:
+                raise ValueError(
+                    f"no room for {n_new} more images: {n_images} of {limit} are there")
         except Exception as error:
             return self._error_response(trajectory, name, error)
         return response
-
-    def _check_room_for_images(self, n_images, n_new):
-        """Raises ValueError if more images would exceed max_images."""
-        limit = self.args.max_images
-        if n_images + n_new > limit:
-            raise ValueError(f"no room for {n_new} more images: {n_images} of {limit} are there")
 
     def _error_response(self, trajectory, name, error):
         """Counts an error, and returns a ToolResponse that tells the model about it."""
@@ -1065,7 +1058,8 @@ class ToolAgentLoop(AgentLoopBase):
             text = ""
         text = checked_text(text, f"the text of interaction {name!r}")
         done = done or self.is_last
-        if not done and (self._at_assistant_limit(trajectory) or self._at_user_limit()):
+        at_user_limit = 0 < self.args.max_user_turns <= self.user_answers
+        if not done and (at_user_limit or self._at_assistant_limit(trajectory)):
             trajectory.stop_reason = "max_turns"
             done = True
         if done:
@@ -1964,7 +1958,6 @@ class ChatTemplate:
         messages: list[dict],
         tools: list[dict] | None = None,
         trusted: Sequence[dict] | None = None,
-        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Returns the token ids of a chat, see the function `render`.
 
@@ -1974,21 +1967,15 @@ class ChatTemplate:
             return []
 
         def ids_of(chat, schemas):  # also called with edited copies of messages and tools
-            text = self.text(chat, schemas, add_generation_prompt)
-            return _tokenise(self.tokenizer, text)
+            return _tokenise(self.tokenizer, self.text(chat, schemas, True))
 
         def protected_ids():
             if trusted is None and not tools:  # nothing to protect from, and faster
                 return ids_of(messages, tools)
-            return self._without_forged_tokens(
-                ids_of,
-                add_generation_prompt,
-                messages,
-                tools,
-                messages if trusted is None else trusted,
-            )
+            unchanged = messages if trusted is None else trusted
+            return self._without_forged_tokens(ids_of, [], messages, tools, unchanged)
 
-        key = json.dumps([messages, tools, trusted, add_generation_prompt], default=repr)
+        key = json.dumps([messages, tools, trusted], default=repr)
         return list(_cached(self.rendered_ids, 64, key, protected_ids))
 
     # -- the suffix of a turn
@@ -2524,16 +2511,15 @@ def render(
     messages: list[dict],
     tools: list[dict] | None = None,
     trusted: Sequence[dict] | None = None,
-    add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Returns the token ids of a chat, by default with the generation prompt at its end.
+    """Returns the token ids of a chat, with the generation prompt at its end.
 
     trusted: messages in which a text like "<|im_end|>" becomes that control token. In all
     other messages, and in tools, it stays text. By default all messages are trusted, as in a
     row's prompt.
 
     An empty chat has no tokens: an Interaction must then speak first."""
-    return chat_template(tokenizer).render(messages, tools, trusted, add_generation_prompt)
+    return chat_template(tokenizer).render(messages, tools, trusted)
 
 
 def text_slices(ids: list[int], messages: list[dict], suffix: Callable) -> list[tuple[int, int]]:
@@ -2712,7 +2698,7 @@ def _edit_message(message, edit_text, edit_other):
 
     edit_text(text) takes the place of what the message says. edit_other(text) takes that of
     everything else, at any depth and under any key: names, ids, arguments of tool calls, the URL of
-    an image. The message's role stays, and so do blank texts."""
+    an image. The message's role stays if it is a word, and so do blank texts."""
     edited = {}
     for key, value in message.items():
         if key in ("content", "reasoning_content") and isinstance(value, str):
@@ -2725,7 +2711,7 @@ def _edit_message(message, edit_text, edit_other):
                 }
                 for part in value
             ]
-        elif key != "role":
+        elif key != "role" or not re.fullmatch(r"\w+", value):
             value = _edit_values(value, edit_other)
         edited[key] = value
     return edited

@@ -2,10 +2,10 @@
 
 Two threads matter here. The MAIN thread owns the device: it calls `Engine.step` during a rollout
 and trains in between. One BACKGROUND thread runs one event loop for the whole run, with all agent
-loops, tools and rewards. (A plain function of the user gets a thread of its own meanwhile.)
+loops, tools and rewards. (Plain functions of the user run in threads of their own.)
 
 An agent loop awaits `Engine.generate`, which posts a request. The main thread picks it up at its
-next step. The call returns when the tokens are there. Outside a rollout phase, requests wait.
+next step. The call returns when the tokens are ready. Outside a rollout phase, requests wait.
 
 The engine is a state machine, so that nothing can be generated from stale weights:
 
@@ -91,11 +91,7 @@ MAX_CONCURRENT = 1024  # rollouts that run on one rank; many of them wait for to
 REWARD_TIMEOUT = 300.0  # seconds for the reward of one rollout, which is dropped after that
 
 
-def seed_of(*parts) -> int:
-    """Returns a sampling seed in [0, 2^63) that depends on the parts alone.
-
-    Parts are anything with a repr, for example (--seed, name of the trajectory, turn)."""
-    return data.stable_hash(*parts)
+seed_of = data.stable_hash  # a sampling seed, of (--seed, name of the trajectory, turn) for example
 
 
 # ---------------------------------------------------------------- the engine
@@ -148,7 +144,7 @@ class Engine:
 
         self.args = args
         self.stop_token_ids = sorted(set(stop_token_ids))
-        # Such as a block_size that the device does not take, or too little memory.
+        # It may fail, for example, for an unsupported block_size or too little memory.
         with refusing(f"--engine_args {args.engine_args}: vLLM's engine does not start"):
             self.llm = LLM(**vllm_arguments(model, args, device, image_token_id is not None))
         self.core = self.llm.llm_engine
@@ -170,8 +166,8 @@ class Engine:
         # Both threads use these, under the lock.
         self.lock = threading.Condition()
         self.inbox = []  # requests that have just come
-        self.live = {}  # trajectory whose agent loop runs -> its tokens in the KV cache
-        self.departed = []  # trajectories that have ended since the last command
+        self.active = {}  # trajectory whose agent loop is running -> its tokens in the KV cache
+        self.ended_trajectories = []  # trajectories that have ended since the last command
         self.poked = False  # whether a waiting `step` should return
         # Only the background thread uses these.
         self.last_calls = {}  # trajectory -> the _Request of its last `generate`
@@ -179,8 +175,8 @@ class Engine:
         # Only the main thread uses these.
         self.waiting = []  # requests that wait for room in the KV cache
         self.running = {}  # call_id -> request that vLLM has
-        # trajectory -> vLLM's request of its last call, whose block hashes the next call reuses
-        self.hashed = reuse_block_hashes(self.core)
+        # trajectory -> vLLM's request of its last call. The next prompt reuses its block hashes.
+        self.last_vllm_requests = reuse_block_hashes(self.core)
         self.statistics = Counter()  # sums since the engine was built: see Rollouts
         self.memory = {}  # state -> `memory()` at the last transition to it
         self.state = "awake"
@@ -222,7 +218,7 @@ class Engine:
         """Copies all parameters into the engine.
 
         named_tensors: (name in a checkpoint, tensor) pairs, each taken when the one before is
-        done. A tied parameter comes once. The tensors of a layer are kept until the layer is
+        done. A tied parameter is passed once. The tensors of a layer are kept until the layer is
         complete; then vLLM rebuilds derived weights (other layouts, fp8).
         Raises RuntimeError with the name of a parameter that failed or did not arrive. The engine
         is unusable after that."""
@@ -261,13 +257,13 @@ class Engine:
                 raise RuntimeError(
                     f"{len(self.requests)} requests are unfinished: end the rollout first"
                 )
-            self.live = dict.fromkeys(self.live, 0)  # the KV cache is lost
+            self.active = dict.fromkeys(self.active, 0)  # the KV cache is lost
         self.memory["before_sleep"] = memory()
         if keep:
             self.mark_versions()
-        else:  # no trajectory is under way
+        else:  # no trajectory is running
             self.last_calls.clear()
-            self.hashed.clear()
+            self.last_vllm_requests.clear()
         self.core.sleep(level, "keep" if keep else "abort")
         self._become("asleep")
 
@@ -288,7 +284,7 @@ class Engine:
         self.statistics["tokens"] += n_new
 
     def close(self):
-        """Ends vLLM, and with it the process group of this process. A run does it last."""
+        """Shuts down vLLM, and with it this process's process group. A run does it last."""
         if torch.cuda.is_available() and self.state == "asleep":
             # vLLM unmaps all its memory now, and would print an error for each part of it that
             # sleep has unmapped.
@@ -314,7 +310,7 @@ class Engine:
         invalid, or if vLLM refuses the request (a prompt longer than the window, a bad sampling
         parameter)."""
         prompt_ids = list(prompt_ids)
-        # A prompt nearly always extends the one before: only what is new is checked.
+        # A prompt usually extends the last one, so only its new tokens are checked.
         last = self.last_calls.get(request_id)
         checked = last.prompt_ids if last else []
         n_checked = len(checked) if prompt_ids[: len(checked)] == checked else 0
@@ -327,7 +323,7 @@ class Engine:
             "stop_token_ids": self.stop_token_ids,
             "max_tokens": max(1, min(self.args.max_response_tokens, room)),
         } | sampling_params
-        if "min_tokens" in params:  # of --sampling_args: a late turn may have less room
+        if "min_tokens" in params:  # of --sampling_args: a late turn may have fewer tokens left
             params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         future = asyncio.get_running_loop().create_future()
         request = _Request(
@@ -339,8 +335,8 @@ class Engine:
     async def score(self, *, request_id: str, prompt_ids: list[int]) -> list[float]:
         """Returns the logprob of each token but the first, given those before it.
 
-        See `AgentLoopBase.score`. Waits as `generate` does. It is no turn of the trajectory that
-        request_id names, so that sampling seeds stay as they are."""
+        See `AgentLoopBase.score`. Waits as `generate` does. It does not count as a turn of the
+        trajectory that request_id names, so sampling seeds are unaffected."""
         prompt_ids = list(prompt_ids)
         check_ids(prompt_ids, self.vocab_size, "the ids to score")
         turn = self._next_turn(request_id)
@@ -370,13 +366,13 @@ class Engine:
         """Records that a trajectory starts. With --deterministic, no model step starts before this
         trajectory asks for tokens."""
         with self.lock:
-            self.live[trajectory] = 0
+            self.active[trajectory] = 0
 
     def leave(self, trajectory: str):
         """Records that a trajectory has ended."""
         with self.lock:
-            self.live.pop(trajectory, None)
-            self.departed.append(trajectory)
+            self.active.pop(trajectory, None)
+            self.ended_trajectories.append(trajectory)
             self.lock.notify()
         self.last_calls.pop(trajectory, None)
 
@@ -401,9 +397,8 @@ class Engine:
 
     def _has_work(self):
         """Returns whether a model step can start now."""
-        if self.args.deterministic and not self.live.keys() <= self.pending:
-            # A trajectory is still at work: what it asks next has to be in this very step,
-            # so that steps do not depend on timing.
+        if self.args.deterministic and not self.active.keys() <= self.pending:
+            # Wait for the running loops: which requests share a step must not depend on timing.
             return False
         return bool(self.inbox or self.waiting or self.running)
 
@@ -425,7 +420,7 @@ class Engine:
                 self.waiting += arrived
         self.statistics["idle_s"] += time.perf_counter() - started
         if has_work:
-            self._advance(self._take_fitting(), steps=True)
+            self._advance(self._take_fitting(), runs_model=True)
         else:
             self._advance()
 
@@ -444,36 +439,36 @@ class Engine:
         # The cached tokens of trajectories whose tools run are to stay.
         asking = {request.trajectory for request in (*waiting, *self.running.values())}
         with self.lock:
-            room -= sum(n for name, n in self.live.items() if name not in asking)
+            room -= sum(n for name, n in self.active.items() if name not in asking)
         later_turns_first = sorted(waiting, key=lambda request: request.turn == 0)
         for request in later_turns_first:
             room -= len(request.prompt_ids)
             is_first = not fitting and not self.running  # something has to run in any case
-            # A refused request takes room, too, so that no later one overtakes it.
+            # A request that stays in the queue takes room, too, so that no later one overtakes it.
             if request.turn > 0 or room > 0 or is_first:
                 fitting.append(request)
             else:
                 self.waiting.append(request)
         return fitting
 
-    def _advance(self, added: Iterable[_Request] = (), steps: bool = False, aborts_all=False):
+    def _advance(self, added: Iterable[_Request] = (), runs_model=False, aborts_all=False):
         """Sends one command to the team and carries it out: aborts, additions, a model step.
 
-        added: the requests that start. steps: whether a model step follows, if there is anything
-        to compute. aborts_all: whether all requests are aborted; otherwise those that were given
-        up. The futures of requests that ended get their results. Sends nothing if there is
-        nothing to do."""
+        added: the requests that start. runs_model: whether a model step follows, if there is
+        anything to compute. aborts_all: whether all requests are aborted; otherwise only those that
+        were given up. The futures of requests that ended get their results. Sends nothing if there
+        is nothing to do."""
         aborted = [
             call_id
             for call_id, request in self.running.items()
             if aborts_all or request.is_given_up
         ]
         with self.lock:
-            departed = self.departed
-            self.departed = []
-        has_steps = steps and bool(added or self.running)
-        command = Command(aborted, list(added), departed, has_steps)
-        if not (aborted or command.added or departed or command.steps):
+            ended = self.ended_trajectories
+            self.ended_trajectories = []
+        runs_model = runs_model and bool(added or self.running)
+        command = Command(aborted, list(added), ended, runs_model)
+        if not (aborted or command.added or ended or runs_model):
             return
         self._send(command)
         results = self._carry_out(command)
@@ -494,22 +489,18 @@ class Engine:
             copy = replace(command, added=added)
             dist.broadcast_object_list([copy], group=self.team, group_src=0)
 
-    def _receive(self) -> "Command":
-        """Waits for the leader's next command."""
-        received = [None]
-        dist.broadcast_object_list(received, group=self.team, group_src=0)
-        return received[0]
-
     def follow(self):
-        """Carries out the leader's commands until the leader calls `dismiss`."""
+        """Carries out the leader's commands until the leader calls `end_phase`."""
         while True:
-            command = self._receive()
+            received = [None]
+            dist.broadcast_object_list(received, group=self.team, group_src=0)
+            command = received[0]
             if command.is_last:
                 return
             self._carry_out(command)
 
-    def dismiss(self):
-        """Ends a rollout: aborts the calls that were given up, and releases the followers."""
+    def end_phase(self):
+        """Ends a rollout phase: aborts the calls that were given up, and releases followers."""
         self._advance()
         self._send(Command(is_last=True))
 
@@ -529,20 +520,20 @@ class Engine:
             except Exception as error:  # of any type; only this request fails
                 results.append((request, ValueError(str(error))))
 
-        if command.steps and self.running:
+        if command.runs_model and self.running:
             for output in self.core.step():
                 if output.finished:
                     request = self.running.pop(output.request_id)
                     results.append((request, self._result(request, output)))
-        for trajectory in command.departed:
-            self.hashed.pop(trajectory, None)
+        for trajectory in command.ended:
+            self.last_vllm_requests.pop(trajectory, None)
         return results
 
     def _admit(self, request):
         """Hands a request to vLLM."""
         params = sampling_params(request.params)
         if request.is_score:
-            params.prompt_logprobs = 0  # of the prompt's tokens alone
+            params.prompt_logprobs = 0  # 0: no alternatives to the prompt's own tokens
             params.skip_reading_prefix_cache = True  # cached tokens would have no logprobs
         prompt = {"prompt_token_ids": request.prompt_ids}
         if request.images:
@@ -553,7 +544,7 @@ class Engine:
     def _result(self, request, output) -> TokenOutput | list[float]:
         """Returns what a finished request sampled, or its prompt's logprobs; counts its tokens."""
         if request.is_score:  # not counted: nothing of it is used again
-            return [*output.prompt_logprobs.logprobs]  # flat_logprobs: a list of numbers
+            return [*output.prompt_logprobs.logprobs]  # with flat_logprobs, a list of numbers
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         prompt_ids = list(output.prompt_token_ids)
@@ -561,8 +552,8 @@ class Engine:
         self._stamp(request, len(token_ids))
         self.statistics += Counter(prompt_tokens=len(prompt_ids), cached_tokens=n_cached)
         with self.lock:
-            if request.trajectory in self.live:
-                self.live[request.trajectory] += len(prompt_ids) - n_cached + len(token_ids)
+            if request.trajectory in self.active:
+                self.active[request.trajectory] += len(prompt_ids) - n_cached + len(token_ids)
         reason = completion.finish_reason
         if reason not in ("stop", "length"):
             reason = "abort"
@@ -570,13 +561,13 @@ class Engine:
             token_ids, [*completion.logprobs.logprobs], request.versions, reason, prompt_ids
         )
 
-    def drain(self):
-        """Drops all requests. Call it only when no other pool is at work.
+    def abort_all(self):
+        """Drops all requests. Call it only when no other pool is running.
 
         The pool has cancelled the agent loops that wait for them. Their futures are left alone:
-        a second cancellation would interrupt their tidying up."""
+        a second cancellation would interrupt their cleanup."""
         with self.lock:
-            for queue in (self.inbox, self.waiting, self.live):
+            for queue in (self.inbox, self.waiting, self.active):
                 queue.clear()
         self._advance(aborts_all=True)
 
@@ -587,16 +578,16 @@ class Command:
 
     aborted: list[str] = field(default_factory=list)  # call_ids
     added: list[_Request] = field(default_factory=list)
-    departed: list[str] = field(default_factory=list)  # trajectories that have ended
-    steps: bool = False  # whether a model step follows
-    is_last: bool = False  # the rollout is over: followers return
+    ended: list[str] = field(default_factory=list)  # trajectories
+    runs_model: bool = False  # whether a model step follows
+    is_last: bool = False  # the rollout phase is over: followers return
 
 
 # ---------------------------------------------------------------- the rollouts of a step
 
 
 class NothingLeft(BadInput, RuntimeError):
-    """All rollouts of a step or evaluation have failed, mostly by an error in the user's code."""
+    """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
 
 
 @dataclass
@@ -854,7 +845,7 @@ async def run_agent_loop(
     for output in outputs:
         if args.hints:
             tell(output, row, loop)
-        else:  # another teacher, if there is one, is told nothing
+        else:  # any other teacher reads the policy's own prompts
             output.extra.pop("told_prompt_ids", None)
     if outputs:
         outputs[-1].metrics["generate_s"] = session.generate_s
@@ -875,7 +866,7 @@ def checked_outputs(
         raise ValueError(f"{name}.run returned one output twice")
     for output in outputs:
         if not isinstance(output, AgentLoopOutput):
-            raise TypeError(f"{name}.run returned {type(output)}, no AgentLoopOutput")
+            raise TypeError(f"{name}.run returned {type(output)}, not an AgentLoopOutput")
         window = context.args.window
         check_output(output, engine.vocab_size, oldest_version, engine.version, window)
         check_images(output, context.processor)
@@ -907,19 +898,19 @@ def complete_output(
     return output
 
 
-GRADED = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
+REWARD_FIELDS = ("reward", "turn_rewards", "metrics")  # fields of an output that a reward may write
 
 
 @dataclass
 class Grade:
     """What became of a rollout's reward."""
 
-    fields: Sequence[dict] = ()  # for each output, the values of the fields GRADED
+    fields: Sequence[dict] = ()  # for each output, the values of the fields REWARD_FIELDS
     error: dict | None = None  # if the reward failed: an entry of Rollouts.errors
 
 
 async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: dict) -> list[dict]:
-    """Computes the rewards of a rollout. Returns the fields GRADED of each output.
+    """Computes the rewards of a rollout. Returns the fields REWARD_FIELDS of each output.
 
     outputs, row: copies, to which the reward function may write whatever it likes. Raises
     whatever it raises, and ValueError for a result that can't be used."""
@@ -929,7 +920,7 @@ async def grade_rollout(context: Context, outputs: list[AgentLoopOutput], row: d
         # Only to validate: it raises if states and turns differ in number.
         batch = data.make_batch(outputs)
         data.turn_states(outputs, data.turns_of_units(batch))
-    graded = [{name: getattr(output, name) for name in GRADED} for output in outputs]
+    graded = [{name: getattr(output, name) for name in REWARD_FIELDS} for output in outputs]
     pickle.dumps(graded)  # ranks will send it to each other
     return graded
 
@@ -970,7 +961,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
             output.reward = _checked(reward)
 
     for output in outputs:
-        # A range is indexed like a list: -1 is the last token, and an index too large raises.
+        # Indexing a range allows -1 for the last token, and raises if the index is too large.
         places = range(max(1, len(output.response_ids)))
         output.turn_rewards = [
             (places[index], checked_number(value, "a turn's reward"))
@@ -980,7 +971,7 @@ async def set_rewards(task: ModuleType, outputs: list[AgentLoopOutput], row: dic
         json.dumps([output.messages, output.extra], default=str)  # as the log does
 
 
-score = set_rewards  # its former name
+score = set_rewards  # its former name, which other projects may import
 
 
 def _checked(reward):
@@ -994,7 +985,7 @@ def _checked(reward):
 
 
 def _loggable(values: dict) -> dict:
-    """Returns a copy of metrics. Raises if a name is no string, or a number is infinite."""
+    """Returns a copy of metrics. Raises if a name is not a string, or a number is infinite."""
     json.dumps(values, default=str, sort_keys=True)
     for name, number in numeric_entries(values).items():
         checked_number(number, name)
@@ -1012,15 +1003,13 @@ def _copy(output: AgentLoopOutput) -> AgentLoopOutput:
 
 # ---------------------------------------------------------------- many rollouts: the pool
 
-# The state of a prompt's group in the ranks' store. A key that was never set reads as 0.
-RUNNING, DONE, ALIKE = range(3)
+# The state of a prompt's group in the ranks' store, where a key that was never set reads as 0.
+RUNNING, DONE, NO_SIGNAL = range(3)
 
 
 @dataclass(eq=False)
-class Group:
-    """All rollouts of one prompt, on the rank that runs them. Fields are as in Rollouts.
-
-    (Units of a prompt can form several groups that are compared: data.by_unit.)"""
+class PromptGroup:
+    """All rollouts of one prompt, on the rank that runs them. Fields are as in Rollouts."""
 
     unfinished: int  # rollouts that have not ended
     outputs: list[AgentLoopOutput] = field(default_factory=list)
@@ -1080,8 +1069,8 @@ class Pool:
         self.limit = self.first  # prompts with smaller numbers may start
         self.limit_changed = asyncio.Event()
         self.room = asyncio.Semaphore(self._slots())  # for rollouts
-        self.groups = {}  # prompt -> Group, on this rank
-        self.n_alike = 0  # groups alike, over all ranks, in the batches handed out so far
+        self.groups = {}  # prompt -> PromptGroup, on this rank
+        self.n_without_signal = 0  # such groups in the batches so far, over all ranks
         self.printed = set()  # kinds of failures
         # Of this rank, for the next batch.
         self.seconds = 0.0
@@ -1117,7 +1106,7 @@ class Pool:
 
     @property
     def needs_engine(self) -> bool:
-        """True if the next batch has a prompt without a demonstration, or may wait with others."""
+        """True if the next batch has a prompt without a demonstration, or others may be running."""
         prompts = range(self.first, self.first + self.batch)
         return self.staleness > 0 or any(not self.demonstration(prompt) for prompt in prompts)
 
@@ -1138,7 +1127,7 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 while self.engine.leader:
-                    await self.room.acquire()  # first, because a drawn prompt can't be given back
+                    await self.room.acquire()  # first, because a drawn prompt must be started
                     prompt = next(self.prompts)
                     while prompt >= self.limit:
                         await self.limit_changed.wait()
@@ -1151,7 +1140,7 @@ class Pool:
         """Starts the rollouts of a prompt. The caller has acquired room for the first one."""
         demonstration = self.demonstration(prompt)
         n_members = 1 if demonstration else self.n_members
-        group = Group(unfinished=n_members)
+        group = PromptGroup(unfinished=n_members)
         self.groups[prompt] = group
         for sample in range(n_members):
             if sample > 0:
@@ -1168,7 +1157,7 @@ class Pool:
             self.engine.enter(member.name)
             self.tasks.create_task(self._run_member(group, member))
 
-    async def _run_member(self, group: Group, member: Member):
+    async def _run_member(self, group: PromptGroup, member: Member):
         """Runs one rollout, adds its outputs or its error to the group, and starts its grader.
 
         The group's last rollout ends the group. Raises only if the pool is ended."""
@@ -1180,7 +1169,7 @@ class Pool:
                 self._start_grader(group, member, outputs)
             else:
                 group.skipped += 1
-        except BaseException:  # also CancelledError, if an agent's own scope cancelled the task
+        except BaseException:  # including a CancelledError that the agent itself caused
             if self.future.cancelled():
                 raise
             group.errors.append(self._failure("failed_agent_loop", member))
@@ -1191,15 +1180,15 @@ class Pool:
         group.unfinished -= 1
         if not group.unfinished:
             state = DONE
-            if not member.demonstration and await self._is_alike(group):
-                state = ALIKE
+            if not member.demonstration and await self._has_no_signal(group):
+                state = NO_SIGNAL
                 self.store.add("alike", 1)
             # "ended" is counted last: a rank that sees it grow finds the rest in the store.
             self.store.add(str(member.prompt), state)
             self.store.add("ended", 1)
             self.engine.poke()
 
-    def _start_grader(self, group: Group, member: Member, outputs: list[AgentLoopOutput]):
+    def _start_grader(self, group: PromptGroup, member: Member, outputs: list[AgentLoopOutput]):
         """Adds outputs to the group, and starts a grader that works on copies.
 
         A reward that the loop has set is removed here: the grader checks it and writes it back."""
@@ -1222,9 +1211,9 @@ class Pool:
                 raise
             return Grade(error=self._failure("failed_reward", member))
 
-    async def _is_alike(self, group: Group) -> bool:
-        """Returns whether there is nothing to learn from the group: all members have the same
-        outcome (DAPO, arXiv 2503.14476, sec. 3.2).
+    async def _has_no_signal(self, group: PromptGroup) -> bool:
+        """Returns whether all members have the same outcome, so that nothing can be learned (DAPO,
+        arXiv 2503.14476, sec. 3.2).
 
         Waits for the group's rewards. Returns False without dynamic sampling, and True if at most
         one member is left. Turn rewards nearly always differ, so they count only if all outcomes
@@ -1267,25 +1256,25 @@ class Pool:
 
         states = []  # of the groups first, first + 1, ..., up to one that has not ended
 
-        def are_enough():
+        def batch_is_full():
             self._poll(states)
             if not self._is_full(states):
                 self._start_replacements(len(states), capacity)
             return self._is_full(states)
 
-        finished = self._work_until(are_enough, self.title, self.batch)
+        finished = self._work_until(batch_is_full, self.title, self.batch)
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
         states = gather_unless_stopped(states, not finished)[0]
 
-        alike = [prompt for prompt, state in enumerate(states, self.first) if state == ALIKE]
-        self.n_alike += len(alike)
+        alike = [prompt for prompt, state in enumerate(states, self.first) if state == NO_SIGNAL]
+        self.n_without_signal += len(alike)
         self.first += len(states)
         return self._gather(range(self.step_first, self.first), alike[: self.replacements])
 
     def _is_full(self, states: list[int]) -> bool:
         """Returns whether the groups in these states make a batch. At most `replacements` groups
         without a signal are not counted."""
-        return len(states) - min(states.count(ALIKE), self.replacements) >= self.batch
+        return len(states) - min(states.count(NO_SIGNAL), self.replacements) >= self.batch
 
     def _poll(self, states: list[int]):
         """Appends the states of the next groups that have ended, up to a full batch."""
@@ -1302,14 +1291,14 @@ class Pool:
         there the time at which a group starts must not depend on the speed of others."""
         all_have_ended = self.first + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
-            n_alike = self.store.add("alike", 0) - self.n_alike
-            self._set_limit(capacity + min(n_alike, self.replacements))
+            n_without_signal = self.store.add("alike", 0) - self.n_without_signal
+            self._set_limit(capacity + min(n_without_signal, self.replacements))
 
     def _work_until(self, is_done: Callable[[], bool], title: str, total: int) -> bool:
         """Lets the engine generate until is_done(), and counts seconds and statistics.
 
         Returns False if the run is told to stop before. A follower of a --tp team carries out
-        its leader's commands, and returns True. Raises what ended the pool."""
+        its leader's commands, and returns True. Raises the error that ended the pool, if any."""
         engine = self.engine
         statistics_before = Counter(engine.statistics)
         started = time.perf_counter()
@@ -1322,7 +1311,7 @@ class Pool:
             return True
         finally:
             if engine.leader:
-                engine.dismiss()
+                engine.end_phase()
             engine.mark_versions()
             self.seconds += time.perf_counter() - started
             self.statistics += engine.statistics - statistics_before
@@ -1343,7 +1332,7 @@ class Pool:
                 if is_done():
                     return True
             if self.future.done():
-                self.future.result()
+                self.future.result()  # raises the error that ended the pool
             if self.engine.state == "awake":
                 self.engine.step(0.02)  # not longer: other ranks may end the rollout
             else:
@@ -1390,8 +1379,8 @@ class Pool:
         A step that was interrupted after its rollout takes its batch again."""
         return self.first if steps_done > self.step else self.step_first
 
-    def settle(self):
-        """Lets the rollouts under way come to their end, for an evaluation, and starts no others
+    def finish_running(self):
+        """Waits until all running rollouts have finished, before an evaluation. No others start
         until the next `rollout`. Raises Stopped."""
         self._set_limit(0)
         groups = list(self.groups.values())
@@ -1418,9 +1407,9 @@ class Pool:
             self.engine.follow()
             return
         self.future.cancel()
-        self.engine.drain()
+        self.engine.abort_all()
         self.ended.wait(timeout=10)
-        self.engine.dismiss()
+        self.engine.end_phase()
 
 
 async def _grades(graders: dict) -> dict[tuple, Grade]:
@@ -1464,17 +1453,14 @@ def wait_for_rewards(rollouts: Rollouts, background: Background, stop: Stop):
 def rollout(
     run, rows: list[dict], step: int, group_size: int, sampling: dict, kind: str = "train"
 ) -> Rollouts:
-    """Runs group_size rollouts of each row, and returns them with rewards: an evaluation.
+    """Runs group_size rollouts of each row, and returns them with rewards, as for an evaluation.
 
     They are the only batch of a pool of their own. All ranks pass the same rows and get the same
-    result. The engine must be awake, and no other pool at work. A rollout whose agent loop or
+    result. The engine must be awake, and no other pool running. A rollout whose agent loop or
     reward raises is dropped and counted, and so is one whose loop returns []. Raises Stopped, and
     NothingLeft if nothing was sampled or nothing has a reward."""
-    pool = Pool(
-        context=context_of(run),
-        background=run.background,
-        stop=run.stop,
-        store=run.store,
+    pool = _pool_of(
+        run,
         kind=kind,
         row_of=rows.__getitem__,
         batch=len(rows),
@@ -1504,7 +1490,7 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
     rows = run.rows["train"]
     sampler = getattr(run.task, "sampler", None)
 
-    @functools.lru_cache(maxsize=256)  # a row of a large table is read and rendered anew
+    @functools.lru_cache(maxsize=256)  # a row of a large table is read and rendered each time
     def row_of(prompt):
         """Returns the row of a prompt, which the sampler chooses if there is one."""
         if sampler is None:
@@ -1518,11 +1504,8 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
         return rows[run.history[prompt][0]]
 
     batch = args.prompts_per_step
-    return Pool(
-        context=context_of(run),
-        background=run.background,
-        stop=run.stop,
-        store=run.store,
+    return _pool_of(
+        run,
         kind="train",
         row_of=row_of,
         batch=batch,
@@ -1537,6 +1520,13 @@ def training_pool(run, step: int, first: int = 0) -> Pool:
     )
 
 
-def context_of(run) -> Context:
-    """Returns the Context of a run (train.Run)."""
-    return Context(run.engine, run.task, run.tokenizer, run.processor, run.args)
+def _pool_of(run, **settings) -> Pool:
+    """Returns a Pool of a run (train.Run)."""
+    context = Context(run.engine, run.task, run.tokenizer, run.processor, run.args)
+    return Pool(
+        context=context,
+        background=run.background,
+        stop=run.stop,
+        store=run.store,
+        **settings,
+    )

@@ -597,7 +597,7 @@ def evaluate(run: "Run") -> dict:
         if run.done == args.num_steps:
             run.pool.end()
         else:
-            run.pool.settle()
+            run.pool.finish_running()
         sampling = args.sampling(validate=True)
         rollouts = rollout(run, run.rows["val"], run.done, args.eval_samples, sampling, "eval")
     run.log.rollouts(f"eval_{run.done:06d}", rollouts.outputs, rollouts.errors)

@@ -482,9 +482,11 @@ def check_flags_together(args: Args):
          "number, as in top16")
     need(not args.kl_top or args.kl_in == "loss",
          f"--kl_kind {args.kl_kind} is a loss, no reward of the sampled token: give --kl_in loss")
-    need(not args.kl_coef or args.kl_in == "reward" or args.kl_kind != "k1",
-         "--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give --kl_in "
-         "reward, or --kl_kind k2, k3 or topK")
+    if args.kl_coef and args.kl_in == "loss" and args.kl_kind == "k1":
+        problem = ("--kl_kind k1 teaches nothing as a loss, its gradient is 0 on average: give "
+                   "--kl_in reward, or --kl_kind k2, k3 or topK")
+        need(args.reward_coef > 0, problem)
+        warnings.warn(problem, stacklevel=2)
     need(args.policy_loss != "sapo" or min(args.clip_low, args.clip_high) > 0,
          "--policy_loss sapo: its temperatures --clip_low and --clip_high must be greater than 0")
     need(args.reward_coef > 0 or args.hints or args.ref_model,

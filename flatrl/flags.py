@@ -83,8 +83,11 @@ def parse_flags(
     words = sys.argv[1:] if argv is None else argv
     values, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
     if unknown:
-        similar = difflib.get_close_matches(unknown[0].split("=")[0], names)
+        name = unknown[0].split("=")[0]
+        similar = difflib.get_close_matches(name, names)
         hint = f": did you mean {similar[0]}?" if similar else "; see --help"
+        if name[2:] in hidden:
+            hint = ": it is a key of --agent_args"
         raise BadInput(f"unknown flag {unknown[0]}{hint}")
     return cls(**vars(values))
 

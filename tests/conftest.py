@@ -124,7 +124,7 @@ def engine(session_engine):
     assert session_engine.state == "asleep"
     yield session_engine
     if session_engine.state == "awake":
-        session_engine.drain()
+        session_engine.abort_all()
         session_engine.sleep()
     session_engine.state = "asleep"
     session_engine.args.deterministic = False

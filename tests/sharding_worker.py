@@ -121,7 +121,7 @@ def compare_tp(accelerator, model: str) -> dict:
         lost.cancel()
         (refused,) = generate(engine, background, [[3] * 200])
         found["refused"] = repr(refused)
-        engine.dismiss()
+        engine.end_phase()
     else:
         engine.follow()
     found["unfinished"] = processes.all_gather(engine.core.has_unfinished_requests())

@@ -226,7 +226,7 @@ class Run:
     def nothing_is_left(self) -> None:
         engine = self.engine
         assert not (engine.running or engine.waiting or engine.inbox)
-        assert not (engine.live or engine.last_calls or engine.hashed)
+        assert not (engine.active or engine.last_calls or engine.last_vllm_requests)
         assert not engine.core.has_unfinished_requests()
         assert sorted(self.task.created) == sorted(self.task.released)
 
@@ -354,7 +354,7 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
     assert prompts(run.step(0)) == [0, 1]
     run.open((2, MIDDLE), (3, START))
     wake(run.engine, run.models[1], 1)
-    run.pool.settle()
+    run.pool.finish_running()
     assert run.started() == set(range(4))  # nothing new is started
     run.nothing_is_left()
     rows = run.run.rows["train"][:3]
@@ -370,7 +370,7 @@ def test_what_is_under_way_settles_for_an_evaluation(make_run, monkeypatch):
     with monkeypatch.context() as patch:  # another rank was told to stop
         patch.setattr(processes, "all_gather", lambda x: [x, None])
         with pytest.raises(Stopped):
-            run.pool.settle()
+            run.pool.finish_running()
     run.pool.end()
     run.nothing_is_left()
 

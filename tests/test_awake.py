@@ -39,7 +39,7 @@ def one(engine, background, tokenizer, args, tiny_model):
     net = types.SimpleNamespace(model=hf_model(tiny_model), dtype="as it is")
     one.done = 3
     one.policy = types.SimpleNamespace(net=net)
-    one.pool = types.SimpleNamespace(settle=lambda: None)
+    one.pool = types.SimpleNamespace(finish_running=lambda: None)
     one.accelerator = types.SimpleNamespace(device="cpu")
     one.log = types.SimpleNamespace(rollouts=lambda *_: None)
     one.rows = {"val": make_rows("x", "x")}
@@ -67,5 +67,5 @@ def test_after_a_stop_or_error_in_an_evaluation_the_engine_sleeps(one, agent, er
         train.evaluate(one)
     assert one.engine.state == "asleep" and moves == ["cpu", one.accelerator.device]
     assert not one.engine.requests
-    one.engine.drain()
+    one.engine.abort_all()
     assert not one.engine.core.has_unfinished_requests()

@@ -51,7 +51,7 @@ SPOILT = {
     "twice": (lambda output: [output, output], "Spoilt.run returned one output twice"),
     "a trajectory": (
         lambda output: Trajectory([], [1], [1], []),
-        "Spoilt.run returned <class 'agent_loop.Trajectory'>, no AgentLoopOutput",
+        "Spoilt.run returned <class 'agent_loop.Trajectory'>, not an AgentLoopOutput",
     ),
 }
 

@@ -73,7 +73,7 @@ def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_m
 
     def hashes_of(prompt):
         (out,) = generate(engine, background, [prompt], max_tokens=10, ignore_eos=True)
-        hashes = engine.hashed["r0"].block_hashes[: len(prompt) // size]
+        hashes = engine.last_vllm_requests["r0"].block_hashes[: len(prompt) // size]
         return prompt + out.token_ids, list(hashes)
 
     history, first = hashes_of(list(range(3, 70)))
@@ -81,12 +81,12 @@ def test_a_turns_block_hashes_are_those_of_its_prompt(engine, background, tiny_m
     other = [4, *longer[1:]]
     found = {name: hashes_of(prompt)[1] for name, prompt in (("same", longer), ("changed", other))}
     for name, prompt in (("same", longer), ("changed", other)):
-        engine.hashed.clear()
+        engine.last_vllm_requests.clear()
         assert hashes_of(prompt)[1] == found[name]
     assert len(found["same"]) > len(first) > 0 and found["same"][: len(first)] == first
     assert not {*found["changed"]} & {*found["same"]}
     engine.sleep()
-    assert not engine.hashed
+    assert not engine.last_vllm_requests
 
 
 def test_stop_reasons_stop_tokens_and_stop_strings(engine, background, tiny_model, tokenizer):

@@ -452,6 +452,11 @@ def test_flags_without_effect_or_sense_are_refused(flags, said):
     assert said in str(error.value)
 
 
+def test_a_loss_without_a_gradient_gets_a_warning():
+    with pytest.warns(UserWarning, match="--kl_kind k1 teaches nothing as a loss"):
+        check_args(Args(kl_coef=0.1, kl_kind="k1"))
+
+
 def test_sampling_parameters():
     said = "min_p, top_k: the engine samples from another distribution"
     with pytest.warns(UserWarning, match=said):
@@ -523,6 +528,7 @@ def test_a_damaged_rollout_file_is_named(tmp_path):
 def test_command_line_shows_one_line_and_exits_with_2(cache, tmp_path):
     for flags, said in (
         (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
+        (["--tool_timeout", "1"], "unknown flag --tool_timeout: it is a key of --agent_args"),
         (["--task", "nothing.py"], "--task nothing.py: no such file"),
     ):
         printed = run(*flags, cache=cache, code=2)

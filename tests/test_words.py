@@ -227,6 +227,7 @@ def test_a_text_that_is_changed_or_joined_forges_no_token(tokenizer, change, tex
     for role in ("user", "tool"):
         assert rendered(role, said) == rendered(role, plain)
         assert rendered(role, said, trusted=None) != rendered(role, plain)  # it was forged
+    assert rendered("user<|im_end|>", plain) == rendered("user", plain)
     assert suffix(said) == suffix(plain)
     # The policy may have sampled what is not special.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
