@@ -161,7 +161,7 @@ def critic_value(critic: str, game, state: tuple, hidden: int) -> float:
 # Names, each with flags of train.py, and the critic of --algo ppo.
 ESTIMATORS = {name: ({"algo": name}, "") for name in "grpo drgrpo rloo opo gigpo".split()}
 ESTIMATORS["reinforce_pp"] = ({"algo": "reinforce_pp", "kl_coef": 0.0}, "")
-ESTIMATORS["by_state"] = ({"adv_estimator": "by_state"}, "")  # of examples/bisection.py
+ESTIMATORS["by_state"] = ({"adv_estimator": "by_state"}, "")  # of examples/methods.py
 CRITICS = {"critic off": (1.0, 0.5, 0.0), "exact critic": (1.0, 0.0), "played on": (0.0,)}
 for critic, lams in CRITICS.items():
     for lam in lams:

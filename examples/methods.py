@@ -22,7 +22,14 @@ from torch import no_grad
 
 from examples import calculator
 from examples.calculator import SYSTEM_PROMPT, TOOLS, build_model, load  # noqa: F401
-from losses import OBJECTIVES, estimator, grpo_advantages, objective
+from losses import (
+    OBJECTIVES,
+    estimator,
+    group_sum,
+    grpo_advantages,
+    objective,
+    turn_starts,
+)
 
 M2_LIMIT = 0.04  # m2po: the largest mean square of log(pi / mu)
 OPSM_LIMIT = 0.5  # opsm: the largest mean of log(mu / pi) over an output
@@ -178,3 +185,20 @@ def rae(rewards, names, state):
         state[name] = DECAY * state.get(name, 0.0) + (1 - DECAY) * reward
         advantages[i] = reward - state[name]
     return advantages
+
+
+@estimator("by_state")
+def by_state(token_rewards, mask, states):
+    """A critic without a network: A = V(next state) - V(state), for the tokens of each turn.
+
+    V is the share of the group's rewards among its units that came to the state; after the last
+    turn it is the unit's own reward. Loops name the state of each turn in metrics["states"], as
+    examples/bisection.py does."""
+    starts = turn_starts(mask)  # (N, S)
+    unit = starts.nonzero()[:, 0]  # (turns,)
+    rewards = token_rewards.sum(1)[unit]
+    values = group_sum(rewards, states) / group_sum(torch.ones_like(rewards), states)
+    is_last = torch.cat([unit[1:] != unit[:-1], torch.tensor([True])])
+    advantages = torch.where(is_last, rewards, values.roll(-1)) - values
+    turn = starts.flatten().cumsum(0).view_as(mask) - 1  # of each token; -1 before the first
+    return mask * advantages[turn]
