@@ -273,8 +273,8 @@ class Trajectory:
     - engine_ids: prompt and response as `engine.generate` gets them
     - prompt_ids, response_ids: prompt and response as the trainer gets them
 
-    trusted: the messages that may spell control tokens (`render`). By default these are the
-    messages that are given here. Messages appended later are not trusted.
+    trusted: the messages that may contain the text of control tokens (`render`), by default those
+    that are given here. Messages that are appended later are not trusted.
 
     reward, unit and group are those of its outputs (see AgentLoopOutput)."""
 
@@ -317,7 +317,7 @@ class Trajectory:
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence, and starts one whose prompt is the rewritten history."""
-        # Reward and metrics go to the last output only. The rollout goes on, so nothing is cut off.
+        # Only the last output has reward and metrics. The rollout continues, so this one is not cut.
         so_far = replace(self.output(), reward=None, metrics={}, stop_reason="stop")
         self.finished.append(so_far)
         self.begin(prompt_ids, engine_ids)
@@ -493,9 +493,9 @@ class AgentLoopBase:
     ) -> Trajectory:
         """Returns a trajectory that begins with row["prompt"], even if that is too long.
 
-        trusted: messages that may spell control tokens, now and after a fork; by default all
-        of the prompt. Raises ValueError unless the prompt has one placeholder for each of the
-        row's images."""
+        trusted: messages that may contain the text of control tokens, now and after a fork; by
+        default all of the prompt. Raises ValueError unless the prompt has one placeholder for each
+        of the row's images."""
         prompt = row["prompt"]
         images = [_load_row_image(image) for image in row.get("images") or ()]
         engine_ids = self.chat_template().render(prompt, tools, trusted)
@@ -615,7 +615,7 @@ class AgentLoopBase:
                 raise ValueError(
                     "the engine and the processor disagree about the tokens of the images: "
                     f"{len(out.prompt_ids)} against {len(prompt_ids)}")
-        before = trajectory.engine_ids[-64:]  # shows whether the template has begun a thought
+        before = trajectory.engine_ids[-64:]  # may end with an opening <think> tag
         is_constrained = "structured_outputs" in sampling_params
         trajectory.add_sampled(out, trained=not is_constrained)
         trajectory.stop_reason = out.stop_reason
@@ -659,7 +659,8 @@ class AgentLoopBase:
         ids: any text without images, at most window - 1 tokens. The weights are those that the
         engine has when it answers; with --max_staleness they may be newer than those that sampled
         the ids. The temperature is 1, whatever the run samples with. No turn is counted, and
-        sampling seeds stay. Each call costs a prefill of all ids: the prefix cache is not read.
+        sampling seeds are unaffected. Each call costs a prefill of all ids, because the prefix
+        cache is not read.
 
         Raises ValueError unless 1 <= start <= len(ids) (the first id has no logprob), and if the
         engine refuses the ids; TypeError if the engine has no `score`."""
@@ -1186,10 +1187,10 @@ def tool_text(value) -> str:
 
 
 def _json_value(value):
-    """Returns a value that `json.dumps` does not know as one that it knows.
+    """Converts a value that `json.dumps` can't serialise.
 
-    These are dataclasses, pydantic models, enums, sets, dates, and scalars of numpy and torch.
-    Raises TypeError for other types."""
+    That may be a dataclass, a pydantic model, an enum, a set, a date, or a scalar of numpy or
+    torch. Raises TypeError for other types."""
     from pydantic_core import to_jsonable_python  # installed with vLLM
 
     if is_dataclass(value) and not isinstance(value, type):
@@ -1232,7 +1233,8 @@ class Tool:
         """Frees what `create` made for this rollout, even if the rollout failed."""
 
 
-# What the type hints of a tool's arguments may consist of, besides enums.
+# What the type hints of a tool's arguments may consist of, besides enums. "..." is that of
+# tuple[int, ...].
 JSON_HINTS = [
     int, float, str, bool, NoneType, Any, list, dict, tuple, ..., Union, UnionType, Literal,
 ]  # fmt: skip
@@ -1318,7 +1320,8 @@ class FunctionTool(Tool):
             if name in hints
         }
         result = {"return": hints["return"]} if "return" in hints else {}
-        for annotations in known | result, known:  # some types of results have no schema
+        # Some types of results have no schema. It is then made without the result.
+        for annotations in known | result, known:
             try:
                 stand_in.__annotations__ = annotations
                 return get_json_schema(stand_in)
@@ -1353,8 +1356,8 @@ class FunctionTool(Tool):
     async def execute(self, request_id: str, arguments: dict, /, **execute_kwargs):
         """Calls the function. execute_kwargs win over the model's arguments.
 
-        Returns a tuple that is no (response, reward, metrics) as a list. Raises ValueError for
-        wrong arguments, and whatever the function raises."""
+        A tuple that is not (response, reward, metrics) is returned as a list. Raises ValueError
+        for wrong arguments, and whatever the function raises."""
         values = arguments | execute_kwargs
         try:
             self.signature.bind(**values)
@@ -1451,7 +1454,7 @@ class Interaction:
 
 
 def task_interaction(task, kwargs: dict) -> Interaction | None:
-    """Returns the task's interaction named kwargs["name"], or its only one if there is no name.
+    """Returns the task's interaction named kwargs["name"] or, without a name, its only one.
 
     Returns None if the task has no interactions, or if kwargs are empty and it has several.
     Raises BadInput for an unknown name, for kwargs without a name if the task has several
@@ -1508,7 +1511,7 @@ def _parser_request(schemas):
     )
 
 
-# A tool call that leaves its arguments out, which most parsers do not accept.
+# A tool call without "arguments", such as {"name": "now"}, which most parsers reject.
 WITHOUT_ARGUMENTS = re.compile(r'(\{\s*"name"\s*:\s*"[^"\\]*"\s*)\}')
 
 
@@ -1572,7 +1575,7 @@ def _parse_arguments(text):
         raise ValueError("arguments must be a JSON object")
     if _depth(arguments) > MAX_DEPTH:
         raise ValueError(f"arguments must not be nested more than {MAX_DEPTH} deep")
-    json.dumps(arguments, allow_nan=False)  # raises for NaN and Infinity, which are no JSON
+    json.dumps(arguments, allow_nan=False)  # raises for NaN and Infinity, which are not valid JSON
     return arguments
 
 
@@ -1612,8 +1615,8 @@ def function_call(call_id: str, name: str, arguments: dict) -> dict:
 # ---------------------------------------------------------------- running user code
 
 
-def _failure(error):
-    """Returns the error, or a RuntimeError in its place if asyncio treats it specially.
+def _safe_error(error):
+    """Returns an error that asyncio passes on: the given one, or a RuntimeError in its place.
 
     A SystemExit would end the event loop, and a CancelledError would cancel the task. A future
     does not accept a StopIteration."""
@@ -1623,7 +1626,7 @@ def _failure(error):
 
 
 async def _contained(coroutine):
-    """Awaits user code, and raises its exceptions as ones that asyncio passes on (`_failure`).
+    """Awaits user code, with exceptions that asyncio passes on (`_safe_error`).
 
     If the running task itself is cancelled, CancelledError passes through unchanged."""
     try:
@@ -1633,7 +1636,7 @@ async def _contained(coroutine):
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
             raise
-        raise _failure(error) from None
+        raise _safe_error(error) from None
 
 
 class CallTimeoutError(TimeoutError):
@@ -1649,8 +1652,8 @@ async def in_time(name: str, seconds: float, coroutine: Awaitable) -> Any:
     """Awaits user code under a deadline, and returns its result.
 
     The code runs as a task called `name`. The task is cancelled at the deadline, or if the
-    caller is cancelled. It then has `seconds` once more for its cleanup, and after that it
-    is abandoned. seconds 0 means no deadline and no limit on the cleanup.
+    caller is cancelled. It then has another `seconds` for its cleanup, and after that it is
+    abandoned. seconds 0 means no deadline and no limit on the cleanup.
 
     Raises CallTimeoutError at the deadline, and whatever the code raises."""
     try:
@@ -1678,7 +1681,7 @@ async def in_thread(function: Callable, /, *args, **kwargs) -> Any:
     returns. It does not wait for daemon threads. An idle thread is reused, because starting
     a new one takes far longer.
 
-    Raises whatever the function raises (see `_failure`)."""
+    Raises whatever the function raises (see `_safe_error`)."""
     result = asyncio.get_running_loop().create_future()
     context = contextvars.copy_context()
     try:
@@ -1698,9 +1701,9 @@ def _run_jobs(jobs):
             value = function()
             deliver = result.set_result
         except BaseException as error:
-            value = _failure(error)
+            value = _safe_error(error)
             deliver = result.set_exception
-        _IDLE_THREADS.append(jobs)  # before the result is known: the next call finds it idle
+        _IDLE_THREADS.append(jobs)  # before the result is sent, so that the next call finds it
         with suppress(RuntimeError):  # the event loop may be closed by now
             result.get_loop().call_soon_threadsafe(_deliver_once, result, deliver, value)
 
@@ -1751,7 +1754,7 @@ def checked_number(value, name: str) -> float:
     """Returns a number from user code as a float.
 
     Raises ValueError for NaN, for numbers of 1e38 or more, and for all other values, even a
-    str that spells a number. `name` identifies the value in its message."""
+    str that contains a number. `name` identifies the value in its message."""
     number = math.nan
     if not isinstance(value, (str, bytes)):
         with suppress(TypeError, ValueError, OverflowError):
