@@ -317,7 +317,7 @@ class Trajectory:
 
     def fork(self, prompt_ids: list[int], engine_ids: list[int]):
         """Ends the token sequence, and starts one whose prompt is the rewritten history."""
-        # Only the last output has reward and metrics. The rollout continues, so this one is not cut.
+        # Only the last output has reward and metrics. The rollout continues: this one is not cut.
         so_far = replace(self.output(), reward=None, metrics={}, stop_reason="stop")
         self.finished.append(so_far)
         self.begin(prompt_ids, engine_ids)
