@@ -4,6 +4,7 @@
     python bench/rollout.py --turns 4 --spread even     # turns of half to three halves of --tokens
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
     python bench/rollout.py --many 1024                 # against a rollout of 8,192 trajectories
+    python bench/rollout.py --turns 160 --prompts 2 --tokens 16 --rounds 3  # long trajectories
 
 Both sides have the same engine, prompts and lengths. They take turns in one process after a
 warm-up, and the table has the median of the rounds' ratios. A rollout also renders templates,
@@ -178,6 +179,8 @@ def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
     sizes = f"{n} prompts x {options.group_size}, {options.turns} turns of {least} to {most} tokens"
     print(f"{sizes}, {millions:.2f}M parameters, {policy.model.device.type}")
     name = f"of {options.many} prompts" if options.many else "LLM.generate"
+    tokens_per_turn = sum(map(sum, sides.lengths_of(n))) / options.turns
+    seconds = []  # of a turn: a rollout's
     ratios = []
     shares = []
     for i in range(options.rounds + 1):
@@ -185,14 +188,21 @@ def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
         idle = sides.idle
         theirs = sides.rollout(options.many) if options.many else sides.generate(n)
         if i:  # after the warm-up
+            seconds.append(tokens_per_turn / ours)
             ratios.append(ours / theirs)
             shares.append(idle)
         speeds = f"rollout {ours:9,.0f} tokens/s   {name} {theirs:9,.0f}"
         print(f"round {i}  {speeds}   ratio {ours / theirs:.3f}", flush=True)
     idle = common.of_rounds(shares)[0]
-    print(f"ratio {common.spread(ratios)}")
+    turn_s = common.of_rounds(seconds)
+    print(f"ratio {common.spread(ratios)}, {turn_s[0]:.4f} s a turn")
     print(f"the engine is idle for {idle:.1%} of a rollout")
-    return {"ratio": common.of_rounds(ratios), "idle": idle}
+    return {
+        "turns": options.turns,
+        "ratio": common.of_rounds(ratios),
+        "turn_s": turn_s,
+        "idle": idle,
+    }
 
 
 # ---------------------------------------------------------------- main
@@ -213,11 +223,12 @@ def main() -> None:
     options = parse_options()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        model_folder = options.model or common.random_model(folder, max_position_embeddings=4096)
+        model_folder = options.model or common.random_model(folder, max_position_embeddings=1 << 15)
         args = train.Args(
             model=model_folder,
             dtype="bfloat16" if device.type == "cuda" else "float32",
             agent="fixed_turns",
+            max_assistant_turns=0,
             engine_args=options.engine_args,
         )
         _, longest = shortest_and_longest(options)
