@@ -8,14 +8,11 @@
                 end without padding, and each shared prefix only once. flatrl/attention.py
                 implements the attention.
 
-Three words have a fixed meaning:
-    output      one token sequence; a rollout has one or more of them
-    unit        the outputs of a rollout that share one reward; by default all of them
-    group       the units that are compared; by default all those of one prompt
+The words output, unit, group and turn, and the letters of shapes, are those of losses.py. L is
+the number of tokens of the longest sequence.
 
 Every rank holds the batch of the whole step (token ids and images are small), so advantages and
-mini-batches are computed globally. Then each rank works on its own rows. The letters of shapes
-are those of losses.py, and L is the number of tokens of the longest sequence."""
+mini-batches are computed globally. Then each rank works on its own rows."""
 
 import functools
 import hashlib
@@ -39,7 +36,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 import losses
 from agent_loop import (
-    AgentLoopOutput,
     agent_loop_class,
     chat_template,
     expand,
@@ -56,16 +52,17 @@ from agent_loop import (
 from flatrl import tables
 from flatrl.attention import packed_attention, register_packed_attention  # noqa: F401
 from flatrl.bad_input import check_types, need, refusing
+from flatrl.contents import as_text
 from flatrl.devices import to_device
 from flatrl.hints import told_outputs, told_prompt
 from flatrl.processes import on_main
 from flatrl.rows import check_row, check_tokenizer, tool_schemas
-from flatrl.tables import Rows, read_files
+from flatrl.tables import Rows, prompt_order, read_files
 from flatrl.terminal import Bar
+from flatrl.units import Outputs, last_outputs, rollout_of, unit_of
 from flatrl.vision import same_images
 from losses import BT, NS, B, N, Turns
 
-Outputs = list[AgentLoopOutput]
 BL = Annotated[Tensor, "B L"]  # outputs x tokens of prompt and response, right-padded
 
 # ---------------------------------------------------------------- rows
@@ -100,7 +97,7 @@ def load_task(path: str, needs: Sequence[str] = ("load", "reward")) -> ModuleTyp
     known = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses and pickle look the module up by name
     folder = str(file.resolve().parent)
-    if folder not in sys.path:  # as in `python my_project/task.py`, but behind train.py's folder
+    if folder not in sys.path:  # as in `python my_project/task.py`, but after train.py's folder
         sys.path.insert(1, folder)
     with refusing(f"--task {path} does not import", str(file)):
         spec.loader.exec_module(module)
@@ -210,7 +207,11 @@ def filter_overlong(
     if is_sample:
         numbers = prompt_order(n_rows, 0, 1000, args.seed)
 
-    lengths = on_main(_prompt_lengths, rows, numbers, *context)  # (rows checked,)
+    def lengths_of_prompts() -> np.ndarray:
+        bar = Bar(numbers, "prompts")
+        return np.array([_prompt_length(rows, number, *context) for number in bar])
+
+    lengths = on_main(lengths_of_prompts)  # (rows checked,)
     on_main(check_tokenizer, tokenizer, chat_tokenizer, rows[numbers[0]], task, args)
     too_long = lengths > limit
     need(
@@ -243,9 +244,9 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
         return len(chat_tokenizer.encode(text, add_special_tokens=False))
 
     def cut(number: int) -> dict:
-        """Returns row `number`, cut in place: a row in memory is cut only once."""
+        """Returns row `number`, cut in place, so a row that is kept in memory is cut once."""
         row = rows[number]
-        texts = _texts(row["prompt"])
+        texts = _text_places(row["prompt"])
         while texts and (excess := _prompt_length({number: row}, number, *context) - limit) > 0:
             place, key = max(texts, key=lambda text: len(text[0][text[1]]))
             n_now = n_tokens(place[key])
@@ -253,7 +254,7 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
             if n_kept < 1:
                 break
             shortened = shorten(place[key], n_kept, args.prompt_truncate_side, chat_tokenizer)
-            if n_tokens(shortened) >= n_now:  # half a character may take more tokens
+            if n_tokens(shortened) >= n_now:  # cutting inside a character can add tokens
                 break
             place[key] = shortened
         return row
@@ -261,8 +262,8 @@ def _cut_to(limit: int, rows: Sequence[dict], context) -> Rows:
     return Rows(cut, range(len(rows)))
 
 
-def _texts(messages: list[dict]) -> list[tuple[dict, str]]:
-    """Returns where the texts of messages are: (a message or a part of one, its key)."""
+def _text_places(messages: list[dict]) -> list[tuple[dict, str]]:
+    """Returns the places of the texts of messages: (a message or a part of one, its key)."""
     places = []
     for message in messages:
         content = message.get("content")
@@ -271,14 +272,6 @@ def _texts(messages: list[dict]) -> list[tuple[dict, str]]:
         else:
             places += [(part, "text") for part in content or () if "text" in part]
     return places
-
-
-def _prompt_lengths(rows, numbers, *context) -> np.ndarray:
-    """Returns the `_prompt_length` of the rows with these numbers."""
-    lengths = []
-    for number in Bar(numbers, "prompts"):
-        lengths.append(_prompt_length(rows, number, *context))
-    return np.array(lengths)
 
 
 def _prompt_length(
@@ -317,31 +310,6 @@ def _prompt_length(
         return len(expand(ids, opened, processor))
 
 
-def prompt_order(
-    n_rows: int,
-    start: int,
-    count: int,
-    seed: int,
-) -> list[int]:
-    """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
-
-    Every epoch of n_rows positions is a new permutation. With 3 rows, for example, the endless
-    shuffle may begin 2 0 1, 1 0 2, and positions 2 .. 4 then have the rows 1 1 0. It depends on
-    seed and position alone, so a resumed run needs no sampler state."""
-    numbers = []
-    for position in range(start, start + count):
-        epoch, place = divmod(position, n_rows)
-        numbers.append(int(_permutation(n_rows, epoch, seed)[place]))
-    return numbers
-
-
-# Cached, because prompts are drawn one by one, and permuting a million rows takes 30 ms.
-@functools.lru_cache(maxsize=4)
-def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
-    """Returns the numbers of all rows, in an epoch's random order."""
-    return np.random.default_rng((seed, epoch)).permutation(n_rows)
-
-
 # ---------------------------------------------------------------- batches
 
 
@@ -365,16 +333,6 @@ class Units:
         return self.outcomes + self.turn_rewards
 
 
-def rollout_of(output: AgentLoopOutput) -> tuple:
-    """Returns the key that outputs of one rollout share: prompt and sample."""
-    return output.extra["prompt"], output.extra["sample"]
-
-
-def unit_of(output: AgentLoopOutput) -> tuple:
-    """Returns the key that outputs of one unit share: prompt, sample and the unit's name."""
-    return *rollout_of(output), output.unit
-
-
 def stable_hash(*parts) -> int:
     """Returns an integer in [0, 2^63) that depends on the reprs of the parts alone.
 
@@ -391,14 +349,6 @@ def _group_label(output):
     name = output.group or output.unit
     prompt = output.extra["prompt"]
     return stable_hash(prompt, name) if name else prompt
-
-
-def last_outputs(outputs: Outputs) -> Outputs:
-    """Returns the last output of each unit, in the order of the units' first outputs."""
-    last = {}
-    for output in outputs:
-        last[unit_of(output)] = output
-    return list(last.values())
 
 
 def by_unit(outputs: Outputs) -> Units:
@@ -617,9 +567,9 @@ class EndToEnd:
         0      0 1 1 0 1 0 1 1
         1      0 1 1 0 0 0 0 0
 
-    One empty place precedes each turn, so place 0 is always empty. The exception is an output
-    that continues its unit's previous output exactly, in the middle of a turn: it extends that
-    turn, without an empty place (`continues_previous`).
+    One empty place precedes each turn, so that turns stay separate runs of 1s. Place 0 is always
+    empty. The exception is an output that continues its unit's previous output exactly, in the
+    middle of a turn: it extends that turn, without an empty place.
 
     mask: (N, S) 1 at the places of tokens, 0 at empty ones. This is the estimators' mask.
     sampled: (B, T) True where a token was sampled, and so has a place.
@@ -639,18 +589,20 @@ class EndToEnd:
     def _nearest_places(self, batch: Batch) -> BT:
         """Returns nearest_place."""
         # A sampled token takes one place, the first one of a turn also the empty place before it.
+        # In the example above: 2 1 0 0 2, then 2 1, then 0 2 1.
         widths = self.sampled.int() + losses.turn_starts(self.sampled)  # (B, T)
 
         output_starts = []
         unit_ends = [0] * self.n_units
+        previous_rows = {}  # unit -> row of its previous output
         output_widths = widths.sum(1).tolist()
-        continues = continues_previous(batch)
         for row, unit in enumerate(batch.units.unit_of_row.tolist()):
             start = unit_ends[unit]
-            if continues[row]:
+            if unit in previous_rows and _continues(batch, row, previous_rows[unit]):
                 start -= 1  # no empty place in the middle of a turn
             output_starts.append(start)
             unit_ends[unit] = start + output_widths[row]
+            previous_rows[unit] = row
 
         # A token's place is its output's start, plus the widths up to and with its own, minus 1.
         # Other tokens have width 0, so they have the place of the last sampled one before them.
@@ -673,17 +625,6 @@ class EndToEnd:
         """Moves values of places back to their tokens. Tokens without a place get 0."""
         zeros = torch.zeros(self.sampled.shape, dtype=torch.float32)
         return zeros.masked_scatter(self.sampled, x[self.places].type_as(zeros))
-
-
-def continues_previous(batch: Batch) -> list[bool]:
-    """Returns, for each output, whether it continues the last turn of its unit's previous one."""
-    continues = []
-    previous_rows = {}  # unit -> row of its previous output
-    for row, unit in enumerate(batch.units.unit_of_row.tolist()):
-        previous = previous_rows.get(unit)
-        continues.append(previous is not None and _continues(batch, row, previous))
-        previous_rows[unit] = row
-    return continues
 
 
 def _continues(batch: Batch, row: int, previous: int) -> bool:
@@ -756,7 +697,7 @@ def turn_states(outputs: Outputs, turns: list[int]) -> Turns:
         if len(states) != n_turns:
             raise ValueError(f"metrics['states'] has {len(states)} states for {n_turns} turns")
         group = _group_label(output)
-        labels += [stable_hash(group, _by_value(state)) for state in states]
+        labels += [stable_hash(group, as_text(state)) for state in states]
     return torch.tensor(labels, dtype=torch.long)
 
 
@@ -769,11 +710,10 @@ def reward_parts(outputs: Outputs) -> dict[str, N]:
         is_dict = isinstance(output.reward, dict)
         parts.append(numeric_entries(output.reward) if is_dict else {})
     names = sorted(set().union(*parts) - {"score"})
-    columns = {}
-    for name in names:
-        column = [part.get(name, math.nan) for part in parts]
-        columns[name] = torch.tensor(column, dtype=torch.float32)
-    return columns
+    return {
+        name: torch.tensor([part.get(name, math.nan) for part in parts], dtype=torch.float32)
+        for name in names
+    }
 
 
 def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
@@ -808,33 +748,15 @@ def turns_of_units(batch: Batch) -> list[int]:
     return losses.turn_starts(batch.layout.mask).sum(1).tolist()
 
 
-def _by_value(state):
-    """Returns a state in which equal values have equal reprs, in nested lists and dicts, too.
-
-    Of arrays and images these are shape and bytes, because the repr of large ones is abbreviated.
-    The order of a dict or a set does not count."""
-    if isinstance(state, Tensor) or hasattr(state, "__array_interface__"):
-        array = np.asarray(state)
-        return array.shape, array.tobytes()
-    if isinstance(state, dict):
-        return "dict", sorted((repr(key), repr(_by_value(value))) for key, value in state.items())
-    if isinstance(state, (set, frozenset)):
-        return "set", sorted(repr(_by_value(member)) for member in state)
-    if isinstance(state, (list, tuple)):
-        return [_by_value(part) for part in state]
-    return state
-
-
 def total_rewards(outputs: Outputs) -> list[tuple[int, float]]:
     """Returns the prompt and the total reward of each unit, as the task gave it."""
-    totals = []
     turn_rewards = defaultdict(float)
     for output in outputs:
         turn_rewards[unit_of(output)] += sum(reward for _, reward in output.turn_rewards)
-    for output in last_outputs(outputs):
-        reward = outcome(output) + turn_rewards[unit_of(output)]
-        totals.append((output.extra["prompt"], reward))
-    return totals
+    return [
+        (output.extra["prompt"], outcome(output) + turn_rewards[unit_of(output)])
+        for output in last_outputs(outputs)
+    ]
 
 
 def mini_batches(prompts: B, n: int, seeds: Sequence[int]) -> Iterator[list[int]]:
@@ -954,8 +876,8 @@ def in_prefix_order(batch: dict, rows: Sequence[int]) -> MicroBatch:
 def balance(lengths: list[int], n: int) -> list[list[int]]:
     """Deals the indices of some lengths to n shares of about equal total length.
 
-    The longest is dealt first (ties: lower index), each to the lightest share so far. With fewer
-    indices than n, some shares stay empty."""
+    The LPT rule of scheduling: the longest is dealt first (ties: lower index), each to the
+    lightest share so far. With fewer indices than n, some shares stay empty."""
     shares = [[] for _ in range(n)]
     totals = [0] * n
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -1012,8 +934,8 @@ def _cut_into_runs(whole: MicroBatch, max_tokens: int) -> list[Part]:
 def _fill_packed(whole: MicroBatch, max_tokens: int) -> list[Part]:
     """Divides rows into parts of at most max_tokens tokens, run by run.
 
-    The longest run comes first, and each goes to the first part that has room.
-    max_tokens is at least the longest row."""
+    First-fit decreasing: the longest run comes first, and each goes to the first part that has
+    room. max_tokens is at least the longest row."""
     runs = _cut_into_runs(whole, max_tokens)
     runs.sort(key=lambda run: run.n_tokens, reverse=True)
     positions = [[] for _ in runs]  # one list for each part; the last ones stay empty
@@ -1070,7 +992,10 @@ def micro_batches_of_this_rank(
     share = sorted(shares[dist.get_rank()], key=lambda k: -parts[k].n_tokens)
     micros = [whole.select(parts[k].positions) for k in share]
     n_missing = max(map(len, shares)) - len(micros)
-    return micros + _fillers(whole, n_missing)
+    # A filler has the shortest row, because its results are not used.
+    shortest = whole.lengths.index(min(whole.lengths))
+    filler = whole.select([shortest], is_filler=True)
+    return micros + [filler] * n_missing
 
 
 def _equal_parts(
@@ -1087,8 +1012,8 @@ def _equal_parts(
     n_needed = len(fill(whole, max_tokens))
     at_most = math.ceil(n_needed / n_ranks) * n_ranks  # the same number for each rank
 
-    # A small budget that needs no more parts than that makes them about equal. Bisection finds
-    # one, if not always the smallest: a larger budget may need more parts.
+    # Bisect for a smaller budget that still needs at most `at_most` parts; parts then have about
+    # equal size. It may not be the smallest one, because a larger budget can need more parts.
     low = longest
     high = max_tokens
     while low < high:
@@ -1098,12 +1023,6 @@ def _equal_parts(
         else:
             low = middle + 1
     return fill(whole, low)
-
-
-def _fillers(whole: MicroBatch, n: int) -> list[MicroBatch]:
-    """Returns n fillers. Each has the shortest row, because its results are not used."""
-    shortest = whole.lengths.index(min(whole.lengths))
-    return [whole.select([shortest], is_filler=True)] * n
 
 
 def pack(
@@ -1117,10 +1036,10 @@ def pack(
     lengths (R,): where each sequence ends.
     starts: how many tokens to leave out at the start of each sequence; default: none.
 
-    Returns a tuple, with S = sum(lengths - starts):
-        input_ids      (1, S)
-        position_ids   (1, S) start .. length - 1 for each sequence
-        cu_seqlens     (R + 1,) int32, the bounds of the packed sequences: 0, ..., S
+    Returns a tuple, with P = sum(lengths - starts):
+        input_ids      (1, P)
+        position_ids   (1, P) start .. length - 1 for each sequence
+        cu_seqlens     (R + 1,) int32, the bounds of the packed sequences: 0, ..., P
         max_seqlen     max(lengths)"""
     sequences = []
     positions = []
@@ -1180,8 +1099,8 @@ def pack_rows(
 ) -> dict:
     """Returns the network's inputs for a micro-batch, and where to read the predictions.
 
-    S tokens go through the network for R rows. If they are packed, a prefix that a row shares
-    with the row before it counts once. A token's place is its position among these S: see the
+    P tokens go through the network for R rows. If they are packed, a prefix that a row shares
+    with the row before it counts once. A token's place is its position among these P: see the
     example of `_pack_shared_prefixes`.
 
     Returns a dict:

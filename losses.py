@@ -5,10 +5,11 @@
     loss, stats = policy_loss("ppo", logprobs, logprobs_old, advantages, mask, clip_high=0.28)
     aggregate(loss, mask, "token-mean", n_tokens=tokens_in_the_global_batch).backward()
 
-Three words have a fixed meaning:
+Four words have a fixed meaning:
     output             one token sequence, a row of (B, T); a rollout has one or more of them
     unit               the outputs of a rollout that share one reward; by default all of them
     group              the units that are compared; by default all those of one prompt
+    turn               here, a run of mask-1 tokens (one message of the assistant)
 
 Arguments that most functions take:
     mask               (B, T), bool or 0/1. 1 marks a token that the policy sampled. 0 marks a
@@ -45,10 +46,10 @@ B = Annotated[Tensor, "B"]  # outputs
 BT = Annotated[Tensor, "B T"]  # outputs x response tokens, right-padded
 BTK = Annotated[Tensor, "B T K"]  # the same x K ids of the vocabulary for each token
 Same = Annotated[Tensor, "*S"]  # any shape, but the same one throughout a call
-T = Annotated[Tensor, "T"]  # tokens of a packed sequence
-TH = Annotated[Tensor, "T H"]  # tokens of a packed sequence x hidden size
+P = Annotated[Tensor, "P"]  # tokens of a packed sequence
+PH = Annotated[Tensor, "P H"]  # tokens of a packed sequence x hidden size
 VH = Annotated[Tensor, "V H"]  # vocabulary x hidden size
-TK = Annotated[Tensor, "T K"]  # tokens of a packed sequence x K ids of the vocabulary each
+PK = Annotated[Tensor, "P K"]  # tokens of a packed sequence x K ids of the vocabulary each
 LossAndStats = tuple[BT, dict[str, BT]]
 
 KL_ESTIMATES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -298,7 +299,7 @@ def reinforce_pp_advantages(
     -baseline takes rewards minus their group's mean, which
     `grpo_advantages(..., normalize_std=False)` returns."""
     # With V = 0 and lam = 1, GAE is the discounted return.
-    no_values = _floating(torch.zeros_like(rewards))
+    no_values = _as_float(torch.zeros_like(rewards))
     advantages, _ = gae(rewards, no_values, mask, gamma, 1.0, turn_discount)
     return advantages
 
@@ -335,7 +336,7 @@ def _moments(values, mask):
     return centered, mean, centered.square().sum(), n_tokens
 
 
-def _floating(values):
+def _as_float(values):
     """Converts integers to torch's default dtype, and leaves floating-point values alone."""
     return values.to(torch.result_type(values, 1.0))
 
@@ -380,7 +381,7 @@ def grpo_advantages(
         std = (squares / (size - 1).clamp(min=1)).sqrt()
         # Where std is 0 we divide by 1: 0 stays 0, even with eps = 0.
         centered /= torch.where(std > 0, std + eps, 1)
-    return centered.type_as(_floating(rewards))
+    return centered.type_as(_as_float(rewards))
 
 
 @estimator("drgrpo")
@@ -449,7 +450,7 @@ def rloo_advantages(rewards: N, groups: N) -> N:
     A group with one member gets 0."""
     centered, size = _center(rewards, groups)
     advantages = centered * size / (size - 1).clamp(min=1)
-    return advantages.type_as(_floating(rewards))
+    return advantages.type_as(_as_float(rewards))
 
 
 @estimator("opo")
@@ -466,7 +467,7 @@ def opo_advantages(rewards: N, groups: N, lengths: N) -> N:
     lengths = lengths.double()
     weighted = group_sum(lengths * centered, groups)
     baseline = weighted / group_sum(lengths, groups).clamp(min=1)
-    return (centered - baseline).type_as(_floating(rewards))
+    return (centered - baseline).type_as(_as_float(rewards))
 
 
 @estimator("remax")
@@ -477,7 +478,7 @@ def remax_advantages(rewards: N, baselines: N) -> N:
         A_i = r_i - b_i    b_i is the reward of a greedy rollout of the same prompt
 
     Where b_i is NaN, because that rollout failed, A_i is 0."""
-    return torch.where(baselines.isnan(), 0, _floating(rewards) - baselines)
+    return torch.where(baselines.isnan(), 0, _as_float(rewards) - baselines)
 
 
 @no_grad
@@ -488,9 +489,7 @@ def overlong_penalty(lengths: N, max_len: int, buffer: int) -> N:
         (max_len - buffer - len) / buffer   in between
         -1                                  from max_len tokens on
 
-    See arXiv 2503.14476, eq. 13. Raises ValueError unless 0 < buffer <= max_len."""
-    if not 0 < buffer <= max_len:
-        raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
+    See arXiv 2503.14476, eq. 13. 0 < buffer <= max_len."""
     return ((max_len - buffer - lengths) / buffer).clamp(-1, 0)
 
 
@@ -518,7 +517,7 @@ def policy_loss(
     the name of your own `objective`. Only your own gets entropy, args and `more`, which are
     further inputs by their names.
 
-    Good to know:
+    Notes:
         all six            With logprobs_old = logprobs.detach() the ratio is exactly 1, and the
                            gradient is that of REINFORCE. (gmpo: if the advantage is constant
                            along a row.)
@@ -544,7 +543,8 @@ def policy_loss(
     )
     if entropy is not None:
         more["entropy"] = entropy
-    inputs = {name: torch.where(mask, x, 0) for name, x in more.items()} | {
+    inputs = {name: torch.where(mask, x, 0) for name, x in more.items()}
+    inputs |= {
         "logprobs": logprobs,
         "logprobs_old": logprobs_old,
         "ratio": _ratio(logprobs - logprobs_old),
@@ -819,7 +819,9 @@ def value_loss(
     stats:
         value_clipfrac   1 where the bound is active: the gradient is 0
         value_error      |V - R|"""
-    mask, values, values_old, returns = _masked(mask, values, values_old.detach(), returns.detach())
+    mask, values, values_old, returns = _masked(
+        mask, values, values_old.detach(), returns.detach()
+    )
     error = values - returns
     unbounded = error.square()
     bounded = unbounded
@@ -827,7 +829,10 @@ def value_loss(
         clipped = values_old + (values - values_old).clamp(-clip, clip)
         bounded = (clipped - returns).square()
     loss = 0.5 * torch.maximum(unbounded, bounded)
-    stats = {"value_clipfrac": bounded > unbounded, "value_error": error.abs()}
+    stats = {
+        "value_clipfrac": bounded > unbounded,
+        "value_error": error.abs(),
+    }
     return _zero_where_masked(mask, loss, stats)
 
 
@@ -976,7 +981,7 @@ def count_sequences(mask: BT, unit_tokens: B | None = None) -> Scalar:
 
 
 def token_logprobs(
-    hidden: TH,
+    hidden: PH,
     weight: VH,
     targets: Tensor,
     temperature: float = 1.0,
@@ -985,11 +990,11 @@ def token_logprobs(
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
     softcap: float | None = None,
-) -> Tensor | tuple[Tensor, T]:
+) -> Tensor | tuple[Tensor, P]:
     """Computes log softmax(hidden @ weight.T / temperature) at targets, without storing logits.
 
-    targets: an id for each token, (T,), or several, (T, K). Returns logprobs of the same shape, or
-    with entropy=True a pair (logprobs, entropy), entropy (T,). Both are differentiable. With y a
+    targets: an id for each token, (P,), or several, (P, K). Returns logprobs of the same shape, or
+    with entropy=True a pair (logprobs, entropy), entropy (P,). Both are differentiable. With y a
     target and z the logits over the temperature:
 
         lse = log sum exp z,   log p = z - lse,   logprob = log p_y,   entropy = -sum p log p
@@ -1010,10 +1015,8 @@ def token_logprobs(
         raise ValueError(f"temperature ({temperature}) and chunk ({chunk}) must be positive")
     hidden = _as_autocast(hidden)
     blocks = _blocks(weight, vocab_size, banned, chunk)
-    ids = targets if targets.ndim == 2 else targets[:, None]  # (T, K)
-    logprobs, entropies = _TokenLogprobs.apply(
-        hidden, weight, ids, temperature, softcap, blocks, entropy
-    )
+    ids = targets if targets.ndim == 2 else targets[:, None]  # (P, K)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, ids, temperature, softcap, blocks)
     logprobs = logprobs.view(targets.shape)
     if entropy:
         return logprobs, entropies
@@ -1022,7 +1025,7 @@ def token_logprobs(
 
 @no_grad
 def top_logprobs(
-    hidden: TH,
+    hidden: PH,
     weight: VH,
     k: int,
     temperature: float = 1.0,
@@ -1030,13 +1033,13 @@ def top_logprobs(
     vocab_size: int | None = None,
     banned: Sequence[int] = (),
     softcap: float | None = None,
-) -> tuple[TK, TK]:
+) -> tuple[PK, PK]:
     """Returns logprobs and ids of each token's k likeliest ids, the likeliest first.
 
     Fewer, if the vocabulary has fewer. The other arguments are those of `token_logprobs`."""
     hidden = _as_autocast(hidden)
-    lses = []  # for each block, log sum exp z: (T,)
-    tops = []  # the k largest logits of the blocks so far, then of one more block: (T, k) each
+    lses = []  # for each block, log sum exp z: (P,)
+    tops = []  # the k largest logits of the blocks so far, then of one more block: (P, k) each
     ids = []
     for start, stop in _blocks(weight, vocab_size, banned, chunk):
         logits, _ = _block(hidden, weight, temperature, softcap, start, stop)
@@ -1098,7 +1101,7 @@ def _block(hidden, weight, temperature, softcap, start, stop):
     """Computes the logits of n = stop - start vocabulary columns.
 
     Returns a tuple:
-        logits (T, n)         softcapped, and divided by the temperature
+        logits (P, n)         softcapped, and divided by the temperature
         block_weight (n, H)   the block's rows of weight, in hidden's dtype"""
     block_weight = weight[start:stop].to(hidden.dtype)
     logits = _matmul(hidden, block_weight.T)
@@ -1123,14 +1126,14 @@ def _compiled_on_gpu(function):
 
 @_compiled_on_gpu
 def _lse_and_entropy(logits):
-    """Returns log sum exp of each row of a block, and the entropy of its softmax: (T,) each."""
+    """Returns log sum exp of each row of a block, and the entropy of its softmax: (P,) each."""
     lse = logits.logsumexp(-1)
     logp = logits - lse[:, None]
     return lse, -logp.exp().mul_(logp).sum(-1)
 
 
 @_compiled_on_gpu
-def _grad_of_targets(logits, lse, sum_of_g):
+def _grad_of_logprobs(logits, lse, sum_of_g):
     """Returns -sum_y g_y p, for `_TokenLogprobs.backward`."""
     return (logits - lse[:, None]).exp_().mul_(-sum_of_g)
 
@@ -1145,7 +1148,7 @@ def _grad_of_both(logits, lse, sum_of_g, entropy, grad_entropy):
 
 
 def _in_block(targets, start, stop):
-    """Returns for targets (T, K) whether each is in a block, and its column there.
+    """Returns for targets (P, K) whether each is in a block, and its column there.
 
     The column of a target that is elsewhere is clamped."""
     inside = (targets >= start) & (targets < stop)
@@ -1155,13 +1158,13 @@ def _in_block(targets, start, stop):
 class _TokenLogprobs(torch.autograd.Function):
     """`token_logprobs` with its own backward pass.
 
-    targets: (T, K). blocks: the (start, stop) of each block of vocabulary columns."""
+    targets: (P, K). blocks: the (start, stop) of each block of vocabulary columns."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, softcap, blocks, with_entropy):
-        """Returns logprobs (T, K), and entropy (T,) or None."""
-        lses = []  # for each block, log sum exp z: (T,)
-        entropies = []  # for each block, the entropy of its own softmax: (T,)
+    def forward(ctx, hidden, weight, targets, temperature, softcap, blocks):
+        """Returns logprobs (P, K), and entropy (P,)."""
+        lses = []  # for each block, log sum exp z: (P,)
+        entropies = []  # for each block, the entropy of its own softmax: (P,)
         target_logits = float("-inf")
         ctx.scale = temperature, softcap
         ctx.blocks = blocks
@@ -1169,23 +1172,18 @@ class _TokenLogprobs(torch.autograd.Function):
             logits, _ = _block(hidden, weight, *ctx.scale, *block)
             inside, column = _in_block(targets, *block)
             target_logits = torch.where(inside, logits.gather(1, column), target_logits)
-            if with_entropy:
-                lse, entropy = _lse_and_entropy(logits)
-                entropies.append(entropy)
-            else:
-                lse = logits.logsumexp(-1)
+            lse, entropy = _lse_and_entropy(logits)
             lses.append(lse)
+            entropies.append(entropy)
             del logits  # or two blocks are alive at once
-        lses = torch.stack(lses)  # (blocks, T)
-        lse = lses.logsumexp(0)  # (T,), over all columns
+        lses = torch.stack(lses)  # (blocks, P)
+        lse = lses.logsumexp(0)  # (P,), over all columns
 
-        entropy = None
-        if with_entropy:
-            # Choosing a token is choosing a block, then a column in it, and the entropies add
-            # up. Both terms have the same sign, so nothing cancels.
-            log_share = lses - lse  # (blocks, T), log of each block's probability
-            terms = log_share.exp() * (torch.stack(entropies) - log_share)
-            entropy = terms.sum(0)
+        # Choosing a token is choosing a block, then a column in it, and the entropies add up.
+        # Both terms have the same sign, so nothing cancels.
+        log_share = lses - lse  # (blocks, P), log of each block's probability
+        terms = log_share.exp() * (torch.stack(entropies) - log_share)
+        entropy = terms.sum(0)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs no gradient
         return target_logits - lse[:, None], entropy
@@ -1207,7 +1205,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
         if needs_weight:
             grad_weight = torch.zeros_like(weight)
-        g = grad_logprobs  # (T, K)
+        g = grad_logprobs  # (P, K)
         if g is None:
             g = torch.zeros_like(targets, dtype=lse.dtype)
         sum_of_g = g.sum(1, keepdim=True)
@@ -1217,7 +1215,7 @@ class _TokenLogprobs(torch.autograd.Function):
             inside, column = _in_block(targets, start, stop)
             tanh = z * (temperature / softcap) if softcap else None
             if grad_entropy is None:
-                dz = _grad_of_targets(z, lse, sum_of_g)
+                dz = _grad_of_logprobs(z, lse, sum_of_g)
             else:
                 dz = _grad_of_both(z, lse, sum_of_g, entropy, grad_entropy)
             del z
@@ -1233,4 +1231,4 @@ class _TokenLogprobs(torch.autograd.Function):
             if needs_weight:
                 grad_weight[start:stop] = _matmul(dz.T, hidden)
             del dz
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None

@@ -57,7 +57,15 @@ from agent_loop import (
     in_time,
     numeric_entries,
 )
-from flatrl.bad_input import check_ids, check_numbers, check_output, describe_error, need, refusing
+from flatrl.bad_input import (
+    NothingLeft,
+    check_ids,
+    check_numbers,
+    check_output,
+    describe_error,
+    need,
+    refusing,
+)
 from flatrl.compact import compact
 from flatrl.hints import tell
 from flatrl.metrics import describe
@@ -584,10 +592,6 @@ class Command:
 
 
 # ---------------------------------------------------------------- the rollouts of a step
-
-
-class NothingLeft(BadInput, RuntimeError):
-    """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
 
 
 @dataclass

@@ -658,7 +658,7 @@ class Net(nn.Module):
             # Without images the tower adds 0: all ranks must use all parameters. It runs before
             # the text, as it does with images, because FSDP's ranks gather layers in one order.
             zero_of_vision = self.vision.zero(backbone, packed["targets"].device)
-        hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (S, H)
+        hidden = backbone(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (P, H)
         predicting = hidden[packed["source"]] + zero_of_vision  # (M, H)
         results = {}
         for name, scores in self.scores_from_hidden(predicting, packed).items():
@@ -688,7 +688,7 @@ class Policy(Net):
         self.dtype = getattr(torch, args.dtype, torch.float32)  # of the engine
         if not vision:
             probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
-            attention, self.packed = layers.choose_attention(self, probe, args)
+            attention, self.packed = on_main(layers.choose_attention, self, probe, args)
             self.model.set_attn_implementation(attention)
         if args.lora_rank:
             layers.add_adapters(self.model, args)

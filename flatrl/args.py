@@ -333,18 +333,12 @@ class Args(LoopArgs):
             low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
             if self.max_staleness:
                 low = 0.0  # with staleness a small ratio is no reason to drop a token
-            match [float(bound) for bound in bounds]:
-                case []:
-                    pass
-                case [high]:
-                    pass
-                case [low, high] if not kind.endswith("tis"):
-                    pass
-                case _:
-                    raise ValueError(f"{part}: must be KIND, KIND:HIGH or, unless the kind "
-                                     "truncates (*tis), KIND:LOW:HIGH")
+            *given, high = [float(bound) for bound in bounds] or [high]
+            if len(given) > (not kind.endswith("tis")):
+                raise ValueError(f"{part}: must be KIND, KIND:HIGH or, unless the kind "
+                                 "truncates (*tis), KIND:LOW:HIGH")
             kinds.append(kind)
-            lows.append(low)
+            lows += given or [low]
             highs.append(high)
         return ",".join(kinds), lows, highs
 

@@ -28,12 +28,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each packed sequence, for transformers' "packed".
 
-    query (1, H, S, D); key, value (1, H_kv, S, D), H a multiple of H_kv. cu_seqlens to
+    query (1, H, P, D); key, value (1, H_kv, P, D), H a multiple of H_kv. cu_seqlens to
     key_index: from `pack` or `pack_rows`, passed on by the model's forward. sliding_window: the
     tokens that a token sees, itself included. softcap: scores are softcap *
     tanh(scores / softcap). s_aux (H,): attention sinks.
 
-    Returns (1, S, H, D), and None for the weights. There is no dropout: a policy gradient needs
+    Returns (1, P, H, D), and None for the weights. There is no dropout: a policy gradient needs
     the network that sampled."""
     # Under autocast RoPE leaves query and key in float32, which flash attention doesn't take.
     query = query.to(value.dtype)
@@ -51,7 +51,7 @@ def packed_attention(
         # Exactly -1 chooses the faster, causal kernel.
         left = -1 if window == max_seqlen else window - 1
         attended = varlen_attn(
-            query[0].transpose(0, 1),  # (S, H, D)
+            query[0].transpose(0, 1),  # (P, H, D)
             key[0].transpose(0, 1),  # (K, H_kv, D)
             value[0].transpose(0, 1),
             cu_seqlens,

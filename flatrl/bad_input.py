@@ -28,6 +28,10 @@ TAKEN_KEYS = {"filtered", "greedy", "demonstration"}
 TAKEN_UNITS = {"mean", "std", "min", "max", "greedy"}
 
 
+class NothingLeft(BadInput, RuntimeError):
+    """All rollouts of a step or evaluation have failed, usually by an error in the user's code."""
+
+
 def need(ok, message: str):
     """Raises BadInput with the message unless `ok`."""
     if not ok:

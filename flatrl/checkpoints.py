@@ -20,14 +20,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from agent_loop import BadInput
-from flatrl.bad_input import need, refusing
+from flatrl.bad_input import NothingLeft, need, refusing
 from flatrl.contents import MODEL, ROWS, VAL_ROWS
 from flatrl.files import logged
 from flatrl.log import or_warn
 from flatrl.models import whole, whole_weights
 from flatrl.processes import all_gather, on_main
 from flatrl.terminal import shown
-from rollout import NothingLeft
 
 # Flags that may differ with --resume: they concern evaluation, log, memory and speed, and don't
 # make it another run.

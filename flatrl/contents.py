@@ -9,8 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-import data
+import numpy as np
+from torch import Tensor
+
 from flatrl.bad_input import OURS, is_installed
+from flatrl.tables import prompt_order
 
 ROWS = "the training rows"
 VAL_ROWS = "the validation rows"
@@ -53,26 +56,35 @@ def _of_rows(rows: Sequence[dict], seed: int) -> str:
     """Identifies rows by their number and contents; those on disk by the first thousand drawn."""
     numbers = range(len(rows))
     if not isinstance(rows, list):
-        numbers = data.prompt_order(len(rows), 0, min(len(rows), 1000), seed)
-    return f"{len(rows)} rows, {_digest(_text(rows[number]).encode() for number in numbers)}"
+        numbers = prompt_order(len(rows), 0, min(len(rows), 1000), seed)
+    texts = (re.sub(" at 0x[0-9a-f]+", "", as_text(rows[number])) for number in numbers)
+    return f"{len(rows)} rows, {_digest(text.encode() for text in texts)}"
 
 
-def _text(value) -> str:
-    """Returns a value as a text that is the same in every process."""
+def as_text(value) -> str:
+    """Returns a text of a value. Equal values have equal texts, in every process.
+
+    The order of a dict or a set does not count. Of arrays and images, shape and bytes count,
+    because the repr of large ones is abbreviated."""
     match value:
+        case str():
+            return repr(value)
         case dict():
-            return _text([*value.items()])
+            items = [f"{as_text(key)}: {as_text(part)}" for key, part in value.items()]
+            return f"dict({', '.join(sorted(items))})"
+        case set() | frozenset():
+            return f"set({', '.join(sorted(map(as_text, value)))})"
         case list() | tuple():
-            return f"[{', '.join(map(_text, value))}]"
-        case set() | frozenset():  # their order depends on the process
-            return _text(sorted(map(_text, value)))
+            return f"[{', '.join(map(as_text, value))}]"
+        case bytes():
+            return hashlib.blake2b(value).hexdigest()
+        case Tensor():
+            return as_text(value.tolist())
     if getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
-        return _text(value.tolist())
-    if hasattr(value, "tobytes"):  # an image or an array
-        value = value.tobytes()
-    if isinstance(value, bytes):
-        return _digest([value])
-    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+        return as_text(value.tolist())
+    if hasattr(value, "tobytes"):
+        return f"{np.shape(value)} {as_text(value.tobytes())}"
+    return repr(value)
 
 
 def _of_model(model: str) -> str:

@@ -3,7 +3,7 @@
 import datetime
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -104,25 +104,6 @@ def wrap(net: nn.Module, args, accelerator, frozen: bool = False) -> nn.Module:
     return accelerator.prepare_model(net, evaluation_mode=frozen)
 
 
-def move(
-    optimizers: Iterable[torch.optim.Optimizer],
-    networks: Iterable[nn.Module],
-    device: torch.device | str,
-):
-    """Moves the states of optimisers, and the parameters and buffers of networks, to a device.
-
-    On the host they are in pinned memory if there is CUDA."""
-
-    def moved(tensor):
-        pinned = device == "cpu" and torch.cuda.is_available()
-        return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)
-
-    for optimizer in optimizers:
-        optimizer.state = tree_map(moved, optimizer.state)
-    for network in networks:
-        network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
-
-
 def to_device(tensors, device: torch.device | str):
     """Returns nested dicts and lists with all their tensors on the device.
 
@@ -140,19 +121,26 @@ def to_device(tensors, device: torch.device | str):
 def offload(run, device: torch.device | str):
     """Moves to a device what --offload names. The policy's weights never move.
 
-    These are the optimisers' states; with "all", also critic and reference."""
+    These are the optimisers' states; with "all", also critic and reference. On the host they are
+    in pinned memory if there is CUDA."""
     args = run.args
-    optimizers = []
-    networks = []
+
+    def moved(tensor):
+        pinned = device == "cpu" and torch.cuda.is_available()
+        return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)
+
     if args.offload != "none":
-        optimizers = [learner.optimizer for learner in run.learners.values()]
+        for learner in run.learners.values():
+            learner.optimizer.state = tree_map(moved, learner.optimizer.state)
+    networks = []
     if args.offload == "all":
         if run.critic:
             networks.append(run.critic.net)
         # With --hints the reference is the policy, with LoRA a function of it.
         if isinstance(run.reference, nn.Module) and not args.hints:
             networks.append(run.reference)
-    move(optimizers, networks, device)
+    for network in networks:
+        network._apply(moved)  # as nn.Module.to does; this rank's part of a sharded network
 
 
 # ---------------------------------------------------------------- memory

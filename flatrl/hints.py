@@ -23,16 +23,15 @@ from flatrl.rows import tool_schemas
 
 def require_hints(rows: Iterable[dict], task, args):
     """Raises BadInput if no row has a hint or an agent loop of the task, which may tell its own."""
+    ours = AgentLoopBase.__module__  # no agent loop of agent_loop.py sets told_prompt_ids
     need(
-        any(row.get("hint") or tells(agent_loop_class(row, task, args)) for row in rows),
+        any(
+            row.get("hint") or agent_loop_class(row, task, args).__module__ != ours
+            for row in rows
+        ),
         "--hints (--algo opsd) learns from what the teacher is told: no training row has a 'hint', "
         "and no agent loop is the task's own, which may set extra['told_prompt_ids']",
     )
-
-
-def tells(loop_class: type[AgentLoopBase]) -> bool:
-    """Returns whether an agent loop may set told_prompt_ids: none of agent_loop.py does."""
-    return loop_class.__module__ != AgentLoopBase.__module__
 
 
 def told_prompt(row: dict, is_told: bool = True) -> list[dict]:
@@ -72,7 +71,7 @@ def tell(output: AgentLoopOutput, row: dict, loop: AgentLoopBase):
             expand(render(loop.tokenizer, messages, schemas), images, loop.processor)
             for messages in (row["prompt"], told_prompt(row))
         )
-        # Behind the hint both prompts are equal, up to where the assistant speaks.
+        # After the hint both prompts are equal, up to where the assistant speaks.
         n_equal = len(os.path.commonprefix([plain[::-1], told[::-1]]))
         n_plain = len(plain) - n_equal
         n_told = len(told) - n_equal

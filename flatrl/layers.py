@@ -9,7 +9,6 @@ from torch.func import functional_call
 
 from agent_loop import BadInput
 from flatrl.bad_input import refusing
-from flatrl.processes import on_main
 
 LORA_ALPHA = 32  # adapters are scaled by this over their rank
 
@@ -51,20 +50,14 @@ def recompute_activations(model: nn.Module):
     model.train()  # only then does transformers; without dropout nothing else changes
 
 
+@torch.no_grad()
 def choose_attention(policy, probe, args) -> tuple[str, bool]:
     """Returns the name of the attention that a train.Policy needs, and if its rows are packed.
 
     Packed sequences are tried first, then right-padded rows with the model's own attention, as
     recurrent and convolutional layers need them. The first that gives the logprobs of the model's
-    own logits is returned. The main rank tries it for all. Raises BadInput if neither does.
-    probe: the data.MicroBatch of PROBE. The policy's attention and `packed` are left as they were
-    tried: the caller sets both."""
-    return on_main(_try_attentions, policy, probe, args)
-
-
-@torch.no_grad()
-def _try_attentions(policy, probe, args) -> tuple[str, bool]:
-    """Tries attentions until one gives the logprobs of the model's own logits; see above."""
+    own logits is returned. Raises BadInput if neither does. probe: the data.MicroBatch of PROBE.
+    The policy's attention and `packed` are left as they were tried: the caller sets both."""
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -11,10 +11,9 @@ import numpy as np
 from torch import Tensor
 
 import losses
-from agent_loop import AgentLoopOutput, numeric_entries
-from data import last_outputs, rollout_of
+from agent_loop import numeric_entries
+from flatrl.units import Outputs, last_outputs, rollout_of
 
-Outputs = list[AgentLoopOutput]
 MAX_LOGGED_UNITS = 8  # names of units, such as the sides of a game, whose rewards are logged
 
 
@@ -112,13 +111,10 @@ def describe(outputs: Outputs, units) -> dict[str, float]:
 
 def mean_reward_parts(outputs: Outputs) -> dict[str, float]:
     """Returns the mean of each number in the rewards that are dicts, except "score"."""
-    parts = defaultdict(list)
-    for output in last_outputs(outputs):  # all outputs of a unit have its reward
-        if isinstance(output.reward, dict):
-            for name, value in numeric_entries(output.reward).items():
-                parts[name].append(value)
+    rewards = [output.reward for output in last_outputs(outputs)]  # a unit's outputs share one
+    parts = means([numeric_entries(reward) for reward in rewards if isinstance(reward, dict)])
     parts.pop("score", None)
-    return {f"reward_part/{name}": fmean(values) for name, values in sorted(parts.items())}
+    return {f"reward_part/{name}": part for name, part in sorted(parts.items())}
 
 
 def describe_eval(outputs: Outputs, units, rows: list[dict]) -> dict[str, float]:
@@ -187,23 +183,6 @@ def tokens_to_compare(batch: dict, version: int) -> tuple[Tensor, Tensor]:
     return difference, batch["response_mask"].bool() & (batch["versions"] == version)
 
 
-def worst_token(outputs: Outputs, batch: dict, version: int, tokenizer) -> str:
-    """Describes the token whose logprobs in engine and trainer differ most.
-
-    outputs: those of the batch's rows."""
-    difference, is_comparable = tokens_to_compare(batch, version)
-    largest = difference.where(is_comparable, -1).argmax().item()
-    row, position = divmod(largest, difference.shape[1])
-    extra = outputs[row].extra
-    text = tokenizer.decode(outputs[row].response_ids[position])
-    return (
-        f"prompt {extra['prompt']}, sample {extra['sample']}, segment {extra['segment']}, "
-        f"position {position} of the response, {text!r}: "
-        f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
-        f"{batch['logprobs_old'][row, position]:.3g} in the trainer"
-    )
-
-
 def batch_metrics(batch, version: int, args) -> dict[str, float]:
     """Returns metrics of a trained batch: agreement, critic, staleness, rollout correction.
 
@@ -253,11 +232,19 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 def disagreement(tokenizer, batch, version: int, difference: float, bound: float) -> str:
     """Returns an error message: the logprobs of engine and trainer differ by more than a bound.
 
-    batch: a data.Batch."""
+    It names the token where they differ most. batch: a data.Batch."""
+    differences, is_comparable = tokens_to_compare(batch, version)
+    largest = differences.where(is_comparable, -1).argmax().item()
+    row, position = divmod(largest, differences.shape[1])
+    output = batch.outputs[row]
+    text = tokenizer.decode(output.response_ids[position])
     return (
         f"engine and trainer disagree: their logprobs of step {version + 1} differ by "
-        f"{difference:.2g} in the mean, more than {bound:g}; most at "
-        f"{worst_token(batch.outputs, batch, version, tokenizer)}. Likely causes: a weight that "
+        f"{difference:.2g} in the mean, more than {bound:g}; most at prompt "
+        f"{output.extra['prompt']}, sample {output.extra['sample']}, segment "
+        f"{output.extra['segment']}, position {position} of the response, {text!r}: "
+        f"{batch['logprobs_rollout'][row, position]:.3g} in the engine, "
+        f"{batch['logprobs_old'][row, position]:.3g} in the trainer. Likely causes: a weight that "
         "went to the wrong place, a part of this model that vLLM and the trainer compute "
         "differently, or settings of the engine that the trainer does not know (--engine_args, "
         "--sampling_args, an agent loop's own)"

@@ -1,11 +1,14 @@
-"""Reads rows from jsonl, csv, parquet and datasets; large tables stay on disk."""
+"""Reads rows from jsonl, csv, parquet and datasets; large tables stay on disk. Shuffles rows."""
 
 import csv
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from flatrl.bad_input import need, refusing
 
@@ -31,6 +34,30 @@ class Rows(Sequence):
 
     def __getitem__(self, i):
         return self.get(int(self.numbers[i]))
+
+
+def prompt_order(
+    n_rows: int,
+    start: int,
+    count: int,
+    seed: int,
+) -> list[int]:
+    """Returns the row numbers at positions start .. start + count - 1 of an endless shuffle.
+
+    Every epoch of n_rows positions is a new permutation. With 3 rows, for example, the endless
+    shuffle may begin 2 0 1, 1 0 2, and positions 2 .. 4 then have the rows 1 1 0. It depends on
+    seed and position alone, so a resumed run needs no sampler state."""
+    return [
+        int(_permutation(n_rows, position // n_rows, seed)[position % n_rows])
+        for position in range(start, start + count)
+    ]
+
+
+# Cached, because prompts are drawn one by one, and permuting a million rows takes 30 ms.
+@functools.lru_cache(maxsize=4)
+def _permutation(n_rows: int, epoch: int, seed: int) -> np.ndarray:
+    """Returns the numbers of all rows, in an epoch's random order."""
+    return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
 def read_files(files: list[str]) -> Sequence[dict]:

@@ -96,7 +96,7 @@ class Vision:
     def inputs(self, model, packed: dict) -> dict:
         """Returns a model's inputs besides those of `data.pack_rows`, for rows with images.
 
-        These are position_ids (3, 1, S) and the vision tower's output; an image in a shared
+        These are position_ids (3, 1, P) and the vision tower's output; an image in a shared
         prefix is encoded once. The tower runs here: model.forward would pass it the cu_seqlens
         of the tokens as its own."""
         positions = []

@@ -226,8 +226,7 @@ def test_only_a_run_that_saved_nothing_ends_with_an_error(tmp_path, process_grou
     run.rows = {"val": []}
     run.background = types.SimpleNamespace(close=lambda: None)
     finished = threading.Event()
-    thread = types.SimpleNamespace(join=lambda *_: None)
-    run.stop = types.SimpleNamespace(finished=finished, thread=thread, requested=False)
+    run.stop = types.SimpleNamespace(wait_for_other_ranks=finished.set, requested=False)
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda run: False)
     saves = [True, False]
     monkeypatch.setattr(checkpoints, "save_policy", lambda run, folder: saves.pop(0))

@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -134,7 +135,7 @@ def item(function=train.policy_objective):
     """A number is read in the objective."""
 
     def reading(scores, columns, args):
-        scores[0].sum().item()
+        scores["logprobs"].sum().item()
         return function(scores, columns, args)
 
     return patch.object(train, "policy_objective", reading)
@@ -149,15 +150,15 @@ def pageable():
     return patch.object(data, "to_device", to_device)
 
 
-def forgotten(function=devices.move):
+def forgotten(function=train.offload):
     """The reference stays on the host after the rollout."""
 
-    def move(optimizers, networks, device):
+    def offload(run, device):
         if device != "cpu":
-            networks = [x for x in networks if x is not RUNS[-1].reference]
-        function(optimizers, networks, device)
+            run = replace(run, reference=None)
+        function(run, device)
 
-    return patch.object(devices, "move", move)
+    return patch.object(train, "offload", offload)
 
 
 def on_host(function=train.policy_objective):

@@ -29,8 +29,8 @@ WAITS = {
     ("optimise", "item"),
     ("Learner.step", "item"),
     ("adam_steps", "item"),
-    ("move.<locals>.moved", "a copy to the host"),
-    ("move.<locals>.moved", "a blocking copy to the GPU"),
+    ("offload.<locals>.moved", "a copy to the host"),
+    ("offload.<locals>.moved", "a blocking copy to the GPU"),
     ("save_checkpoint", "synchronize"),
 }
 AT_THE_END = {("save_policy", "a copy to the host")}
