@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from flatrl.bad_input import OURS, is_installed
 from flatrl.tables import prompt_order
@@ -78,8 +78,9 @@ def as_text(value) -> str:
             return f"[{', '.join(map(as_text, value))}]"
         case bytes():
             return hashlib.blake2b(value).hexdigest()
-        case Tensor():
-            return as_text(value.tolist())
+        case torch.Tensor():
+            is_known = value.dtype != torch.bfloat16  # by numpy
+            value = (value if is_known else value.float()).numpy(force=True)
     if getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
         return as_text(value.tolist())
     if hasattr(value, "tobytes"):
