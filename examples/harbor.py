@@ -2,7 +2,8 @@ r"""Harbor tasks: an instruction, a container to work in, and a test that writes
 
     export HARBOR_TASKS=path/to/tasks      # holds folders of tasks; every eighth is held out
     accelerate launch train.py --task examples/harbor.py --model Qwen/Qwen2.5-0.5B-Instruct \
-        --max_prompt_tokens 2048 --max_response_tokens 8192 --agent_args '{"tool_timeout": 120}'
+        --max_prompt_tokens 2048 --max_response_tokens 8192 --max_assistant_turns 0 \
+        --agent_args '{"tool_timeout": 120}'
 
     task.toml        the image, its resources, limits of time
     instruction.md   the prompt
@@ -14,10 +15,13 @@ in which the policy runs commands by the tool `bash`. Then tests/ is copied to /
 runs. A rollout without a reward file is dropped, and counted as failed_agent_loop.
 
 A task that needs more than this, such as steps, several containers or MCP servers, is refused. The
-agent's timeout_sec is not used, because a rollout also waits while the policy trains. docker has to
+agent's timeout_sec is not used, because a rollout also waits while the policy trains.
+trajectory_timeout of --agent_args begins when the container runs, and does not limit the tests. A
+rank has at most 16 containers, but with --deterministic one for each of its rollouts. docker has to
 be on the PATH; its containers were simulated in our tests, so try a small task first."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +30,7 @@ import uuid
 from pathlib import Path
 from string import Template
 
-from agent_loop import BadInput, Tool, ToolAgentLoop, register
+from agent_loop import DEADLINE, BadInput, Tool, ToolAgentLoop, register
 from examples.calculator import build_model  # noqa: F401  (train.py calls it without a --model)
 
 TASKS = Path(os.environ.get("HARBOR_TASKS", ""))
@@ -209,10 +213,13 @@ class HarborLoop(ToolAgentLoop):
 
     async def run(self, sampling_params, **row):
         """Returns the tool_agent's outputs; `extra` of the last holds the rewards."""
+        if deadline := DEADLINE.get(None):  # a queue, a build and tests do not count
+            deadline.reschedule(None)
         container = Container(Path(row["extra_info"]["folder"]))
         kwargs = {"container": container, "seconds": self.args.tool_timeout}
         row["tools_kwargs"] = {"bash": {"execute_kwargs": kwargs}}
-        async with CONTAINERS:
+        # With --deterministic the engine waits for all rollouts, so none can wait for another.
+        async with contextlib.nullcontext() if self.args.deterministic else CONTAINERS:
             try:
                 await container.start()
                 outputs = await super().run(sampling_params, **row)

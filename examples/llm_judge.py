@@ -11,10 +11,11 @@ The judge may be any OpenAI-compatible endpoint. The files need a column prompt 
 reward_model.rubric (a text) and reward_model.ground_truth (a reference answer) are optional.
 
 The reward is the grade / 10; the grade itself is logged. Each rank has at most IN_FLIGHT open
-requests, each with SECONDS to answer. The openai client retries a request that fails (no
-connection, 429, 5xx, too late) once. If that fails too, the reward raises: the trajectory is
-dropped and counted as failed_reward, never scored 0 by mistake. A judge is another model's opinion,
-so read some trajectories (rollouts/*.jsonl) before you believe a rising curve."""
+requests, each with SECONDS to answer; a reward's deadline does not run while it waits for its turn.
+The openai client retries a request that fails (no connection, 429, 5xx, too late) once. If that
+fails too, the reward raises: the trajectory is dropped and counted as failed_reward, never scored 0
+by mistake. A judge is another model's opinion, so read some trajectories (rollouts/*.jsonl) before
+you believe a rising curve."""
 
 import asyncio
 import functools
@@ -25,6 +26,7 @@ import openai
 
 from agent_loop import BadInput
 from examples.calculator import build_model  # noqa: F401  (train.py calls it without a --model)
+from examples.sandbox import slot_of
 
 IN_FLIGHT = 32  # requests of this rank
 SECONDS = 60.0  # for one request, once it is sent
@@ -80,7 +82,7 @@ def judge_of(loop: asyncio.AbstractEventLoop) -> tuple[openai.AsyncOpenAI, async
 async def ask(question: str) -> str:
     """Returns the judge's reply. Raises openai.APIError if the endpoint fails twice."""
     client, requests = judge_of(asyncio.get_running_loop())
-    async with requests:
+    async with slot_of(requests):
         reply = await client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": question}], **SAMPLING
         )

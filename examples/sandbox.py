@@ -112,11 +112,9 @@ _slots = weakref.WeakKeyDictionary()  # event loop -> semaphore
 
 
 @contextlib.asynccontextmanager
-async def _slot():
-    """Waits for a slot, and holds it; a tool's deadline does not run while it waits."""
+async def slot_of(slots: asyncio.Semaphore):
+    """Waits for a slot, and holds it; a tool's or reward's deadline does not run while it waits."""
     loop = asyncio.get_running_loop()
-    cpus = os.cpu_count() or 1
-    slots = _slots.setdefault(loop, asyncio.Semaphore(SLOTS_PER_CPU * cpus))
     deadline = DEADLINE.get(None)
     seconds_left = None
     if deadline and deadline.when():
@@ -168,7 +166,8 @@ async def run_python(
     if os.geteuid() != 0 and not job["insist"]:
         # Our files in /proc then belong to root, and no process may trace us.
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    async with _slot():
+    slots = asyncio.Semaphore(SLOTS_PER_CPU * (os.cpu_count() or 1))
+    async with slot_of(_slots.setdefault(asyncio.get_running_loop(), slots)):
         # The supervisor deletes the folder too, in case this process has died.
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
             return await _run(job, os.path.realpath(folder), timeout, max_output)

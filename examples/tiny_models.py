@@ -184,7 +184,7 @@ def imitate(
     """Trains the model on the tokens of input_ids (N, T) whose mask (N, T) is 1.
 
     A row's tokens after its length (N,) are padding. Each row is seen once, in order."""
-    n_batches = len(input_ids) // batch_size
+    n_batches = max(1, len(input_ids) // batch_size)
     labels = input_ids.masked_fill(mask == 0, -100)
 
     def learning_rate(step: int) -> float:
@@ -279,7 +279,7 @@ def common_pieces(task) -> list[str]:
     pieces = [task.SYSTEM_PROMPT] if getattr(task, "SYSTEM_PROMPT", None) else []
     for name, tool in task_tools(task).items():
         pieces.append(name)
-        for argument in tool.schema["function"]["parameters"]["properties"]:
+        for argument in tool.schema["function"].get("parameters", {}).get("properties", ()):
             pieces.append(f'<tool_call>\n{{"name": "{name}", "arguments": {{"{argument}": "')
             break
     return pieces

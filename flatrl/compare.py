@@ -120,9 +120,10 @@ def run_once(command: str, folder: Path):
     folder: that of the run. Next to it are its output, FOLDER.log, and FOLDER.done, which holds
     the command once it has finished."""
     log, done = (folder.with_name(folder.name + end) for end in (".log", ".done"))
-    if done.exists() and done.read_text() == command:
+    if folder.exists() and done.exists() and done.read_text() == command:
+        print(f"{folder.name} is kept as it is; to run it again, remove {done}", flush=True)
         return
-    done.unlink(missing_ok=True)  # of another command
+    done.unlink(missing_ok=True)  # of another command, or of a folder that is gone
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stream:
         code = subprocess.run(command, shell=True, stdout=stream, stderr=stream).returncode
@@ -159,6 +160,8 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--error", type=float, default=0.05, help="the test's level (%(default)s)")
     parser.add_argument("--output_dir", type=Path, default="runs/compare", help="(%(default)s)")
     args = parser.parse_args(arguments)
+    if args.pairs < 1:
+        parser.error("--pairs must be at least 1")
     home = args.output_dir.resolve()
 
     def run(name: str, seed: int) -> float:

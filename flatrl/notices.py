@@ -3,11 +3,11 @@
 At the start: the plan. During the run: warnings, a trajectory now and then, the report and
 Weights & Biases. At the end: the rewards, and commands to continue."""
 
-import itertools
 import math
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -191,10 +191,14 @@ def dropped(rows: Sequence[dict], n_read: int) -> str:
 
 
 def first(rows: Sequence[dict]) -> list[dict]:
-    """Returns the rows of a split, or the first ones of a table on disk."""
-    if not isinstance(rows, list):  # each row on disk is read when it is looked at
-        rows = itertools.islice(rows, MAX_ROWS_ON_DISK)
-    return [*rows]
+    """Returns a split, or the first rows of a table on disk, without those that can't be read."""
+    if isinstance(rows, list):
+        return rows
+    found = []
+    for number in range(min(len(rows), MAX_ROWS_ON_DISK)):  # each is read when it is looked at
+        with suppress(Exception):  # a malformed one becomes a failed rollout when it is drawn
+            found.append(rows[number])
+    return found
 
 
 def without_images(rows: list[dict]) -> list[dict]:
@@ -270,4 +274,6 @@ def summary(args, steps_done: int) -> str:
             lines.append(f"continue: {again} --resume")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
+            if args.is_reached_by({"eval/reward": rewards.get(steps_done, -math.inf)}):
+                lines[-1] += " and without --stop_at_reward"
     return "\n".join(lines)

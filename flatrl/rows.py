@@ -56,8 +56,10 @@ def check_row(row, prompt_key: str, number: int, name: str, image_key: str = "im
             check_types(columns, {key: dict}, name)
             if key in columns:
                 columns[key] = _tidied(columns[key])
-        number = columns.get("index", number)
-    row.setdefault("index", number)
+        if columns.get("index") is not None:
+            number = columns["index"]
+    if row.get("index") is None:
+        row["index"] = number
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         need(prompt, f"{name}: its prompt is empty")

@@ -1,5 +1,6 @@
 """flatrl/compare.py: pairs of runs, here of a script that writes metrics.jsonl, and the test."""
 
+import shutil
 import sys
 
 import pytest
@@ -63,11 +64,17 @@ def test_a_failed_run_ends_the_comparison_and_a_restart_continues(start, tmp_pat
         start()
     (tmp_path / "broken").unlink()
     *pairs, sentence = start()
+    kept = f"A_0 is kept as it is; to run it again, remove {tmp_path}/out/A_0.done"
+    assert pairs[2] == kept
     assert pairs[1].startswith("seed 1: A 0.6, B 0.714; so far B is better by 0.12 (-inf")
     assert sentence == "B is better by 0.11 (0.083 to 0.14) after 4 pairs"
     assert (tmp_path / "started").read_text() == "A_0 B_0 B_1 A_1 A_2 A_2 B_2 B_3 A_3 "
     assert len((tmp_path / "out/pairs.jsonl").read_text().splitlines()) == 4
-    assert start("--last", "1")[0].startswith("seed 0: A 0.7, B 0.94; so far B is better by 0.24 ")
+    shutil.rmtree(tmp_path / "out/B_3")
+    assert start("--last", "1")[2].startswith("seed 0: A 0.7, B 0.94; so far B is better by 0.24 ")
+    assert (tmp_path / "started").read_text().endswith("A_3 B_3 ")
     with pytest.raises(SystemExit, match="A_0/metrics.jsonl has no eval/pass@1 after step 0"):
         start("--metric", "eval/pass@1")
     assert start("--first_seed", "9", "--pairs", "1")[-1].startswith("not told apart after 1 pair")
+    with pytest.raises(SystemExit, match="2"):
+        start("--pairs", "0")

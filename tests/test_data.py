@@ -102,10 +102,10 @@ def test_rows_are_numbered_and_get_the_system_prompt():
     own = [{"role": "system", "content": "Be long."}, *HELLO]
     filled = [{"role": "user", "content": "hello", "tool_calls": None}]  # as parquet does
     source = [
-        {"prompt": HELLO, "index": 7},
+        {"prompt": HELLO, "index": 7, "extra_info": {"index": 8}},
         {"prompt": own, "extra_info": {"index": 42}},
         {"prompt": filled, "extra_info": None},
-        {"prompt": "hello"},
+        {"prompt": "hello", "index": None, "extra_info": {"index": None}},
     ]
     before = copy.deepcopy(source)
     rows = rows_of(source, SYSTEM_PROMPT="Be brief.")

@@ -97,12 +97,12 @@ def test_tools_run_and_masks_are_exact(tokenizer, first):
     assert (output.stop_reason, output.num_turns) == ("stop", 4)
 
 
-def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_path):
+def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_path, capsys):
     """examples/rollouts_to_rows.py: the tokens of a rollout are those of its demonstration."""
     (tmp_path / "rollouts").mkdir()
     args = Args(model=tiny_model, task=str(REPO / "examples/calculator.py"))
     (tmp_path / "args.json").write_text(json.dumps({"args": dataclasses.asdict(args)}))
-    row = calculator.load("train")[3]
+    row = data.load_rows(calculator, "train")[3]
 
     def line(prompt, sample, reward, *turns, **extra) -> dict:
         output, _ = play(tokenizer, list(turns), row=row)
@@ -114,6 +114,8 @@ def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_pat
     cut["response_ids"][-1:] = cut["response_mask"][-1:] = []
     lines = [
         cut,
+        line(2, 0, 1.0, "of another row") | {"index": 4},
+        line(2, 1, 1.0, "of no row") | {"index": 10**6},
         line(0, 2, 0.5, "bad"),
         line(0, 3, 1.0, "greedy", greedy=True),
         line(0, 4, 1.0, "shown", demonstration=True),
@@ -125,9 +127,10 @@ def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_pat
     ]
     (tmp_path / "rollouts/step_000001.jsonl").write_text(to_json_lines(lines))
     rollouts_to_rows.main([str(tmp_path), str(tmp_path / "rows.jsonl"), "--per_row", "3"])
+    assert capsys.readouterr().out.startswith("left out: 2 good rollouts that do not begin with")
     (written,) = data.load_rows(SimpleNamespace(), "train", [str(tmp_path / "rows.jsonl")])
     assert [turn["content"] for turn in written["demonstration"]] == [SUM, ANSWER]
-    assert written["prompt"][1:] == row["prompt"]
+    assert written["prompt"] == row["prompt"]
     assert written["reward_model"] == row["reward_model"]
     again, left = play(tokenizer, written["demonstration"], row=row)
     assert (again.response_ids, left) == (good["response_ids"], [])

@@ -711,12 +711,13 @@ def test_vllm_keeps_to_a_format(
 ):
     """A random model, whose free replies are garbage: only these are trained."""
     answers = ('"yes"', '"no"')
-    said = {"schema": [], "schema or tool": [], "object": [], "free": []}
+    said = {"schema": [], "schema or tool": [], "no tool": [], "object": [], "free": []}
     schema = {"name": "x", "schema": {"enum": ["yes", "no"]}}
     form = {"type": "json_schema", "json_schema": schema}
     wanted = [
         dict(response_format=form),
         dict(response_format=form, tools=[CALCULATOR]),
+        dict(response_format=form, tools=[CALCULATOR], tool_choice="none"),
         dict(response_format={"type": "json_object"}),
         dict(response_format={"type": "text"}),
     ]
@@ -735,9 +736,9 @@ def test_vllm_keeps_to_a_format(
     row = {"prompt": PROMPT, "agent_name": "in_a_format"}
     rollouts = rollout(run, [row], 0, 2, {"temperature": 1.0})
     assert not rollouts.errors
-    assert {*said["schema"]} <= {*answers}
+    assert {*said["schema"], *said["no tool"]} <= {*answers}
     for text in said["schema or tool"]:
         assert text in answers or text.startswith("<tool_cal")
     assert all(text.lstrip().startswith("{") for text in said["object"])
     is_trained = [sum(output.response_mask) > 0 for output in rollouts.trained]
-    assert is_trained == [False, False, False, True] * 2
+    assert is_trained == [False, False, False, False, True] * 2

@@ -1,15 +1,16 @@
 """examples/harbor.py: a task in Harbor's format, with a folder in place of its container."""
 
 import asyncio
+import contextlib
 import shutil
 
 import pytest
-from conftest import REPO
+from conftest import HANGS, REPO, time_passes
 from test_agent_loop import call
 from test_example_outputs import play
 
 import data
-from agent_loop import BadInput, total_reward
+from agent_loop import BadInput, in_time, total_reward
 
 CONFIG = """
 version = "1.0"
@@ -79,7 +80,19 @@ def harbor(tmp_path, monkeypatch):
     (TEST, {"reward": 1.0}),
     (PARTS, {"reward": 0.5, "speed": 2}),
 ])  # fmt: skip
-def test_a_rollout_in_a_container(harbor, tmp_path, tokenizer, test, rewards):
+def test_a_rollout_in_a_container(harbor, tmp_path, tokenizer, test, rewards, monkeypatch):
+    @contextlib.asynccontextmanager
+    async def queue():
+        time_passes(2 * HANGS)
+        await asyncio.sleep(0.1)
+        yield
+
+    def rollout(loop, sampling_params, **row):
+        return in_time("rollout", HANGS, run(loop, sampling_params, **row))
+
+    run = harbor.HarborLoop.run
+    monkeypatch.setattr(harbor.HarborLoop, "run", rollout)
+    monkeypatch.setattr(harbor, "CONTAINERS", queue())
     write_task(tmp_path / "tasks/hello", test=test)
     (row,) = data.load_rows(harbor, "train")
     # What a policy could leave behind to be paid for does not count.
@@ -112,8 +125,10 @@ def test_dockers_output_is_cut_and_its_time_is_limited(harbor, tmp_path, monkeyp
 
 def test_without_a_reward_the_rollout_fails_and_the_container_goes(harbor, tokenizer):
     (row,) = data.load_rows(harbor, "train")
+    lines = [call("bash", command="echo bye > /app/said"), "Done."]
+    harbor.CONTAINERS = None  # with --deterministic nothing is waited for
     with pytest.raises(FileNotFoundError, match="neither reward.json nor reward.txt"):
-        play(harbor, tokenizer, row, call("bash", command="echo bye > /app/said"), "Done.")
+        play(harbor, tokenizer, row, *lines, deterministic=True)
     assert harbor.asked[-1][0] == "rm"
 
 

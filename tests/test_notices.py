@@ -83,9 +83,9 @@ def test_questions_of_training_among_the_validation_rows_are_counted(log, monkey
     problem = "validation rows have the prompt of a training row: eval/reward is too good"
     assert started(log, train, val)[1:] == [f"3 of 5 {problem}"]
     log.said.clear()
-    many = [row_of(f"{i}") for i in range(50)]
+    many = {i: row_of(f"{i}") for i in range(50) if i != 1}  # row 1 is malformed
     on_disk = tables.Rows(many.__getitem__, range(50))  # only the first three are read
-    assert started(log, on_disk, many[2:4])[1:] == [f"1 of 2 {problem}"]
+    assert started(log, on_disk, [many[2], many[3]])[1:] == [f"1 of 2 {problem}"]
 
 
 @pytest.mark.parametrize("flags, n_parameters, is_high", [
@@ -191,8 +191,12 @@ def test_the_summary_tells_how_it_went_and_what_to_do_next(tmp_path):
     said = notices.summary(args, 4)
     assert f"--num_steps 0 --model {tmp_path}/final --output_dir {tmp_path}-eval\n" in said
     assert said.endswith(" --resume --num_steps 8")
+    args.stop_at_reward = 0.5
+    assert notices.summary(args, 3).endswith(" --resume")
+    args.num_steps = 3  # it has stopped there
+    assert notices.summary(args, 3).endswith(" --num_steps 6 and without --stop_at_reward")
     args.lr_schedule = "linear"  # its end was the schedule's
-    assert "--resume" not in notices.summary(args, 4)
+    assert "--resume" not in notices.summary(args, 3)
 
 
 class Wandb:

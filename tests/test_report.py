@@ -138,12 +138,14 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     )
     cut_off = trajectory(prompt=4, sample=1, stop_reason="length")
     error = {"prompt": 4, "sample": 2, "kind": "failed_reward", "error": "oh"}
-    write_rollouts(folder, "step_000002", [whole, cut_off], [error])
-    batch = learned([whole, cut_off], [1.5, -0.5], 0.25)
+    constrained = trajectory(prompt=4, sample=3, mask=[0] * 4)
+    outputs = [whole, cut_off, constrained]
+    write_rollouts(folder, "step_000002", outputs, [error])
+    batch = learned(outputs, [1.5, -0.5, 0.5], 0.25)
     batch["response_mask"][1] = 0  # --mask_truncated
-    report.keep_learned(folder / "learned" / "step_000002.jsonl", [whole, cut_off], batch)
+    report.keep_learned(folder / "learned" / "step_000002.jsonl", outputs, batch)
     run = run_of(folder, tokenizer)
-    whole, cut_off, failed = run["trajectories"]
+    whole, cut_off, constrained, failed = run["trajectories"]
     policy = {"role": "assistant", "advantages": 1.5}
     two, one = (
         {"logprobs": [-0.5] * n, "versions": [3] * n, "difference": [0.25] * n} for n in (2, 1)
@@ -158,10 +160,10 @@ def test_a_trajectory_is_its_turns_with_what_the_update_knew(folder, tokenizer):
     assert (whole["reward"], whole["turn_rewards"]) == (1.25, [[1, 0.25]])
     assert whole["parts"] == {"score": 1.0, "form": 0.5}
     assert (whole["kind"], whole["step"], whole["prompt"]) == ("step", 2, 4)
-    assert whole["trained"] is True and cut_off["trained"] is False
+    assert whole["trained"] is constrained["trained"] is True and cut_off["trained"] is False
     assert cut_off["stop"] == "length" and "difference" not in cut_off["blocks"][0]
     assert (failed["stop"], failed["error"], failed["sample"]) == ("failed_reward", "oh", 2)
-    assert run["total"] == 3 and run["notes"] == []
+    assert run["total"] == 4 and run["notes"] == []
     assert tokenizer.eos_token in run["special"]
 
 

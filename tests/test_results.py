@@ -138,6 +138,9 @@ def test_a_record_of_the_speedrun_is_verified(tmp_path):
     file = tmp_path / "mine.json"
     script = tmp_path / "run.py"
     file.write_text(json.dumps({"command": f"{sys.executable} {script}"}))
+    script.write_text(COMMAND)
+    assert verify(file)[1] == "seed 1 ends with 0.750, below 0.9"
+    assert "runs" not in json.loads(file.read_text())
 
     script.write_text(COMMAND.replace("0.75", "0.91"))
     assert verify(file) == verify(file) == []

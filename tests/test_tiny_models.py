@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from agent_loop import BadInput
+from agent_loop import BadInput, Tool
 from data import load_rows
 from examples import calculator, warm_start
 from examples.environments import EnvInteraction
@@ -72,6 +72,16 @@ def test_the_rows_loop_plays_a_demonstration():
 def test_what_can_not_be_played_names_its_row(row, said, tmp_path):
     with pytest.raises(BadInput, match=said):
         build_from_demonstrations(tmp_path, COUNT, [row])
+
+
+def test_a_single_demonstration_of_a_task_whose_tool_has_no_arguments(tmp_path):
+    class Look(Tool):
+        name = "look"
+        schema = {"type": "function", "function": {"name": name, "description": "Looks."}}
+
+    task = SimpleNamespace(TOOLS=[Look()])
+    build_from_demonstrations(tmp_path, task, [{"prompt": "1", "demonstration": "2"}])
+    assert (tmp_path / "config.json").is_file() and common_pieces(task) == ["look"]
 
 
 def test_a_model_learns_its_demonstrations(tmp_path, capsys):

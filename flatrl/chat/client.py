@@ -48,7 +48,8 @@ class ChatClient:
         self.over = False  # whether the agent is done
         self.reward = None  # the agent's own; if it stays None, the task's reward is asked
         self.exhausted = None  # "length" | "max_turns" if the last call ran out of budget
-        self.n_given_up = 0  # calls that ran out of budget
+        self.refused = None  # the same, but only if that call was refused
+        self.n_given_up = 0  # calls that were refused
         # client.chat.completions.create is this object's `create`.
         self.chat = self
         self.completions = self
@@ -101,11 +102,10 @@ class ChatClient:
         n_given_up = self.n_given_up
         text = await self._sample(trajectory, sampling)
 
+        if n_given_up == self.n_given_up:  # no parallel call was refused meanwhile
+            self.refused = None
         # If there is no room left, an error that the agent raises now comes from that.
-        if self.loop.room(trajectory) < 1:
-            self.exhausted = "length"
-        elif n_given_up == self.n_given_up:  # no parallel call has run out of budget meanwhile
-            self.exhausted = None
+        self.exhausted = "length" if self.loop.room(trajectory) < 1 else self.refused
         only_one = parallel_tool_calls is False
         stop_string = self._read(trajectory, text, turn, sampling, tools, only_one)
         trajectory.identities = [*identities, _identity(trajectory.messages[-1])]
@@ -223,7 +223,7 @@ class ChatClient:
 
     def _give_up(self, reason):
         """Raises OutOfBudget, and remembers why."""
-        self.exhausted = reason
+        self.exhausted = self.refused = reason
         self.n_given_up += 1
         raise OutOfBudget(f"the trajectory has no room for another reply: {reason}")
 
@@ -393,6 +393,7 @@ class ChatAgentLoop(AgentLoopBase):
                 reward = await self.chat(client, **row)
                 if reward is not None:
                     client.reward = reward
+                cut_off = client.refused  # an agent, or a program, may just end after that
         except Exception:  # frameworks wrap OutOfBudget in errors of their own
             if not client.exhausted and not budget.expired():
                 raise

@@ -20,6 +20,9 @@ post it before the agent returns:
 
     POST {base_url}/reward   {"reward": 1.0}
 
+So can commands of the policy that read the key. Where it has a shell, return the reward from
+`agent`, which wins.
+
 The server binds to 127.0.0.1 at a free port, and answers only requests with the rollout's key. See
 examples/langgraph_math.py."""
 

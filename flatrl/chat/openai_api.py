@@ -93,7 +93,7 @@ def error(status: int, message: str, code: str) -> dict:
 
 
 def structured_outputs(loop, **request):
-    """Returns vLLM's constraint for a response_format, or None; it also allows tool calls.
+    """Returns vLLM's constraint for a response_format, or None. Calls that are allowed stay so.
 
     request: tools, tool_choice and response_format. Raises ValueError if vLLM's own server would
     refuse them."""
@@ -102,7 +102,8 @@ def structured_outputs(loop, **request):
 
     try:
         request = ChatCompletionRequest(messages=[], **request)
-        if request.tools and request.extract_structured_outputs():
+        may_call = request.tools and request.tool_choice != "none"
+        if may_call and request.extract_structured_outputs():
             # The reply is a tool call in the model's own format, or fits the response_format.
             parser_class = ParserManager.get_parser(
                 loop.args.tool_parser, enable_auto_tools=True, tool_strict_level="parameter"
