@@ -1,4 +1,6 @@
-"""Fixtures: a tiny random model (built once), and one real vLLM engine for the whole session."""
+"""Fixtures: a tiny random model (built once), and one real vLLM engine for the whole session.
+
+Nothing here imports torch until a test needs it: pytest-xdist's own process imports this, too."""
 
 import os
 
@@ -11,23 +13,20 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import HealthCheck
+import zygote
+from zygote import HANGS, Forked, wait_for  # noqa: F401  (tests import them from here)
 
 REPO = Path(__file__).parent.parent
-HANGS = 300  # seconds after which something hangs: many times what a slow machine needs
 
 # For --engine_args: to write to the whole default cache of 1 GB takes long.
 SMALL_CACHE = json.dumps({"kv_cache_memory_bytes": 1 << 25})
@@ -49,16 +48,6 @@ OUR_PRESETS = (
 OUR_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo", "remax", "reinforce_pp", "gae")
 OUR_OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
 
-hypothesis.settings.register_profile(
-    "any machine",
-    deadline=None,
-    derandomize=True,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("any machine")
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """A random Qwen2 with the calculator's tokenizer, tied embeddings."""
@@ -71,6 +60,8 @@ def untied_model(tmp_path_factory) -> str:
 
 
 def make_model(path: Path, tied: bool) -> str:
+    import torch
+
     from examples.tiny_models import init_model
 
     torch.manual_seed(0)
@@ -81,6 +72,9 @@ def make_model(path: Path, tied: bool) -> str:
 @pytest.fixture(scope="session")
 def process_group():
     """A group of one; never destroyed: vLLM's shutdown takes it down."""
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -113,6 +107,8 @@ KEPT: list = []
 
 @pytest.fixture(scope="session")
 def session_engine(args, tokenizer, process_group):
+    import torch
+
     from rollout import Engine
 
     return Engine(args.model, args, torch.device("cpu"), [tokenizer.eos_token_id])
@@ -159,6 +155,8 @@ class Asked:
 
 def make_run(engine, background, task, tokenizer, args, processor=None, store=None):
     """Returns the part of train.Run that rollout.py needs; `run.stopped` tells it to stop."""
+    import torch.distributed as dist
+
     run = types.SimpleNamespace(
         engine=engine,
         background=background,
@@ -191,7 +189,7 @@ def output_of(mask: list[int], prompt=(1, 2), ids=None, version=0, logprob=-1.0,
     )
 
 
-def rewards_of_tokens(outputs: list) -> torch.Tensor:
+def rewards_of_tokens(outputs: list):
     """Returns the outputs' own rewards where they fall, (B, T)."""
     import data
 
@@ -264,8 +262,10 @@ def pictures(monkeypatch):
 def clean_env() -> dict[str, str]:
     """Returns this process's environment without the variables that its own engine needed.
 
-    vLLM's cache is shared, because inspecting a model class takes 12 s."""
+    vLLM's cache is shared, because inspecting a model class takes 12 s. So are compiled modules:
+    else every run compiles ours again."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    own |= {"PYTHONDONTWRITEBYTECODE"}
     caches = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     env = {"VLLM_CACHE_ROOT": f"{caches}/vllm"}
     env |= {name: value for name, value in os.environ.items() if name not in own}
@@ -279,68 +279,54 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-class Forked:
-    """A process that the zygote forked, with the methods of subprocess.Popen that tests use."""
-
-    def __init__(self, *argv, cache: Path, env: dict[str, str]):
-        self.returncode = None
-        self.folder = Path(tempfile.mkdtemp(dir=cache.parent, prefix="process"))
-        request = {"argv": list(map(str, argv)), "env": env, "folder": str(self.folder)}
-        print(json.dumps(request), file=zygote(cache).stdin, flush=True)
-        wait_for((self.folder / "pid").exists)
-        self.pid = int((self.folder / "pid").read_text())
-
-    def poll(self) -> int | None:
-        status = self.folder / "status"
-        if status.exists():
-            self.returncode = os.waitstatus_to_exitcode(int(status.read_text()))
-        return self.returncode
-
-    def wait(self, timeout: float = HANGS) -> int:
-        wait_for(lambda: self.poll() is not None, timeout)
-        return self.returncode
-
-    def communicate(self, timeout: float = HANGS) -> tuple[str, None]:
-        self.wait(timeout)
-        return self.printed(), None
-
-    def printed(self) -> str:
-        """Returns what it has printed so far."""
-        return (self.folder / "output").read_text(errors="replace")
-
-    def send_signal(self, which: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, which)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 ZYGOTE: list[subprocess.Popen] = []
 
 
-def zygote(cache: Path) -> subprocess.Popen:
-    """Returns the process of tests/zygote.py, which the first call starts.
+def start_zygote() -> None:
+    """Starts tests/zygote.py, once: our workers and runs find it by their environment."""
+    if "TESTS_ZYGOTE" in os.environ:
+        return
+    process = subprocess.Popen(
+        [sys.executable, "tests/zygote.py"],
+        cwd=REPO,
+        # Hugging Face reads the place of its cache at import.
+        env=clean_env() | zygote.BEFORE | {"XDG_CACHE_HOME": tempfile.mkdtemp()},
+        start_new_session=True,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    os.environ["TESTS_ZYGOTE"] = f"/proc/{os.getpid()}/fd/{process.stdin.fileno()}"
+    ZYGOTE.append(process)
 
-    cache: Hugging Face reads its place at import."""
-    if not ZYGOTE:
-        process = subprocess.Popen(
-            [sys.executable, "tests/zygote.py"],
-            cwd=REPO,
-            env=clean_env() | {"XDG_CACHE_HOME": str(cache)},
-            start_new_session=True,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )
-        ZYGOTE.append(process)
-    return ZYGOTE[0]
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Has pytest-xdist's workers forked, too, so that the imports are paid for once."""
+    if shutil.which("nvidia-smi"):  # a fork can't use a GPU that its parent has asked about itself
+        return
+    start_zygote()
+    for spec in specs:
+        spec.python = f"{sys.executable} {REPO}/tests/zygote.py"
 
 
-def pytest_sessionfinish():
+def pytest_collection_modifyitems(items):
+    """Puts whole runs first in each half of the tests, with which a worker of two begins.
+
+    They take longest. Short tests at the end keep both workers busy until then."""
+    half = len(items) // 2
+    for part in (slice(half), slice(half, None)):
+        items[part] = sorted(items[part], key=lambda item: "cache" not in item.fixturenames)
+
+
+def pytest_collection_finish(session):
+    if any("cache" in item.fixturenames for item in session.items):
+        start_zygote()  # its imports run on another core, beside the first tests
+
+
+def pytest_unconfigure():
     for process in ZYGOTE:
         process.communicate()
-    ZYGOTE.clear()
 
 
 def file_of(module: str) -> str:
@@ -352,30 +338,22 @@ def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py"
     """Starts a training process in a session of its own, which is killed at the end.
 
     by: "fork" forks it from tests/zygote.py. "torchrun" and "forked accelerate" fork a launcher,
-    whose ranks are forks, too. "python" and "accelerate" start a new Python."""
+    whose ranks are forks, too. The rank of "accelerate" is a new Python, as "python" is."""
     env = {name: str(value) for name, value in env.items()}
     env = clean_env() | {"XDG_CACHE_HOME": str(cache)} | env
+    accelerate = file_of("accelerate.commands.launch")
+    anew = "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     forked = {
         "fork": [],
-        "forked accelerate": ["tests/forking.py", file_of("accelerate.commands.launch")],
+        "python": ["-u", "-c", anew],
+        "accelerate": [accelerate],
+        "forked accelerate": ["tests/forking.py", accelerate],
         "torchrun": [
             *["tests/forking.py", file_of("torch.distributed.run")],
             *["--nproc_per_node", "2", "--master_port", free_port()],
         ],
     }
-    if by in forked:
-        process = Forked(*forked[by], script, *flags, cache=cache, env=env)
-    else:
-        launcher = {"python": [], "accelerate": ["-m", "accelerate.commands.launch"]}[by]
-        process = subprocess.Popen(
-            [sys.executable, *launcher, script, *map(str, flags)],
-            cwd=REPO,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = Forked(*forked[by], script, *flags, env=env, folder=cache.parent)
     try:
         yield process
     finally:
@@ -384,35 +362,41 @@ def started(*flags: str, by: str = "fork", cache: Path, script: str = "train.py"
 
 
 @contextlib.contextmanager
-def two_ranks(*flags: str, **more: str):
-    """Starts two processes as a launcher does: ranks 0 and 1 of one group."""
+def grouped(*flags: str, hosts: list[Path] = (REPO,), of_each: int | None = None, **more: str):
+    """Starts the ranks of a group, as launchers do: by default two, on hosts with a disk each."""
+    of_each = of_each or 2 // len(hosts)
     group = {
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
+        "WORLD_SIZE": len(hosts) * of_each,
+        "LOCAL_WORLD_SIZE": of_each,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
     }
     with contextlib.ExitStack() as stack:
         processes = []
-        for rank in range(2):
-            process = started(*flags, **more, **group, RANK=rank, LOCAL_RANK=rank)
-            processes.append(stack.enter_context(process))
+        for rank in range(group["WORLD_SIZE"]):
+            disk = hosts[rank // of_each]
+            disk.mkdir(exist_ok=True)
+            own = {"RANK": rank, "LOCAL_RANK": rank % of_each, "TESTS_START_IN": disk}
+            processes.append(stack.enter_context(started(*flags, **more, **group, **own)))
         yield processes
 
 
-def run(*flags: str, by: str = "fork", code: int = 0, **more: str) -> str:
-    """Returns the output of a training process, after checking its exit code.
+def run_all(*flags: str, by: str = "fork", code: int = 0, **more: str) -> list[str]:
+    """Returns the outputs of training processes, after checking their exit codes.
 
-    by: as for `started`, or "ranks": two of them."""
-    with contextlib.ExitStack() as stack:
-        if by == "ranks":
-            processes = stack.enter_context(two_ranks(*flags, **more))
-        else:
-            processes = [stack.enter_context(started(*flags, by=by, **more))]
-        outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
+    by: as for `started`, or "ranks": those of `grouped`."""
+    is_group = by == "ranks"
+    with grouped(*flags, **more) if is_group else started(*flags, by=by, **more) as processes:
+        processes = processes if is_group else [processes]
+        outputs = [process.wait() for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [code] * len(processes), "\n".join(outputs)
-    return outputs[0]
+    return outputs
+
+
+def run(*flags: str, **more: str) -> str:
+    """Returns the output of the only or the main process of run_all."""
+    return run_all(*flags, **more)[0]
 
 
 def rows_of(file: Path) -> list[dict]:
@@ -436,13 +420,6 @@ def metrics_of(folder: Path, timings: bool = False) -> list[dict]:
         {name: value for name, value in row.items() if not name.startswith(measured)}
         for row in rows
     ]
-
-
-def wait_for(condition, seconds: float = HANGS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it hangs"
-        time.sleep(0.02)
 
 
 def time_passes(seconds: float = HANGS) -> None:
@@ -471,10 +448,3 @@ def lines(file: Path) -> int:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imports_beside_the_first_tests(request):
-    """Starts the zygote's imports on another core, if one of the chosen tests needs it."""
-    if any("cache" in item.fixturenames for item in request.session.items):
-        zygote(request.getfixturevalue("cache"))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import HANGS, TINY, lines, metrics_of, output_of, rollouts_of, two_ranks, wait_for
+from conftest import HANGS, TINY, grouped, lines, metrics_of, output_of, rollouts_of, wait_for
 from conftest import make_run as stage
 from test_algos import output as output_with
 from test_rollout import PROMPTS, hf_logprobs, hf_model, wake
@@ -433,7 +433,7 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
         *[*TINY, "--agent", "slow_turns", "--num_steps", "1000", "--save_every", "2"],
         *["--max_staleness", "1", "--oversample", "1.5", "--output_dir", out],
     ]
-    with two_ranks(*flags, cache=cache, **env) as ranks:
+    with grouped(*flags, cache=cache, **env) as ranks:
         wait_for(lambda: lines(out / "metrics.jsonl") >= 4)
         for process in ranks:
             process.kill()
@@ -447,12 +447,12 @@ def test_two_ranks_killed_resumed_and_interrupted(cache, tmp_path):
     assert json.loads(newest().read_text())["next_prompt"] == 4 * resumed
 
     diary.write_text("")
-    with two_ranks(*flags, "--resume", cache=cache, **env) as ranks:
+    with grouped(*flags, "--resume", cache=cache, **env) as ranks:
         # Or a later one: a busy machine may look only when this one is gone again.
         wait_for(lambda: int(newest().parent.name[5:]) >= resumed + 2)
         for process in ranks:
             process.send_signal(signal.SIGINT)  # groups are always under way
-        output, _ = (process.communicate(timeout=HANGS)[0] for process in ranks)
+        output, _ = (process.wait() for process in ranks)
         assert [process.returncode for process in ranks] == [130, 130]
     assert f"resuming after step {resumed}" in output and "stopping" in output
     rows = metrics_of(out)

@@ -506,7 +506,7 @@ def test_signals_save_and_end_and_a_deleted_folder_comes_back(cache, tmp_path):
         for signalled in signals:
             process.send_signal(signalled)
             time.sleep(0.1)
-        printed, _ = process.communicate()
+        printed = process.wait()
     done = metrics_of(out)[-1]["step"]
     assert process.returncode == 130 and printed.count("stopping") == 1
     assert names(out / "checkpoints") == [f"step_{done:06d}"]

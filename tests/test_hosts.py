@@ -2,14 +2,13 @@
 
 A host without a shared disk is a working directory of its own, in which --output_dir run is."""
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, REPLAY, REPO, TINY, free_port, lines, metrics_of, run, started, wait_for
+from conftest import REPLAY, REPO, TINY, grouped, lines, metrics_of, run, run_all, wait_for
 from test_train import safetensors
 
 import train
@@ -21,29 +20,9 @@ TASK = ["--task", REPO / "tests/tiny_task.py"]
 FLAGS = [*TINY, *TASK, "--deterministic", "--num_steps", "2", "--save_every", "1", "--output_dir"]
 
 
-@contextlib.contextmanager
-def two_hosts(*flags, disks: list[Path], ranks: int = 1, **more):
-    """All processes of two hosts with so many ranks each."""
-    group = {"WORLD_SIZE": 2 * ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": free_port()}  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for i in range(2 * ranks):
-            disk = disks[i // ranks % len(disks)]
-            disk.mkdir(exist_ok=True)
-            own = {"RANK": i, "LOCAL_RANK": i % ranks, "TESTS_START_IN": disk}
-            process = started(*flags, **more, **group, **own)
-            processes.append(stack.enter_context(process))
-        yield processes
-
-
-def run_hosts(*flags, code: int = 0, **more) -> list[str]:
-    """The output of each process."""
-    with two_hosts(*flags, **more) as processes:
-        outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
-    codes = [process.returncode for process in processes]
-    assert codes == [code] * len(processes), "\n".join(outputs)
-    return outputs
+@pytest.fixture
+def disks(tmp_path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
 
 
 @pytest.fixture(scope="session")
@@ -67,9 +46,8 @@ def assert_same(folder: Path, other: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_two_hosts_without_a_shared_disk_give_the_numbers_of_one(one_host, cache, tmp_path):
-    disks = [tmp_path / "a", tmp_path / "b"]
-    first, second = run_hosts(*FLAGS, "run", disks=disks, cache=cache)
+def test_two_hosts_without_a_shared_disk_give_the_numbers_of_one(one_host, cache, tmp_path, disks):
+    first, second = run_all(*FLAGS, "run", by="ranks", hosts=disks, cache=cache)
     assert_same(tmp_path / "a/run", one_host)
     written = "checkpoints/step_000002/__0_0.distcp"  # by host 0, all of it
     size = (tmp_path / "a/run" / written).stat().st_size
@@ -81,25 +59,25 @@ def test_two_hosts_without_a_shared_disk_give_the_numbers_of_one(one_host, cache
 def test_a_killed_host_ends_the_other_and_both_resume(one_host, cache, tmp_path):
     out = tmp_path / "run"
     blocks = tmp_path / "blocks"
+    alike = {"hosts": [tmp_path, tmp_path]}
     # A loop that hangs keeps both in their rollout.
     blocked = {"TINY_TASK_BLOCKS": blocks, "TINY_TASK_BLOCKS_FROM": 1}
-    with two_hosts(*FLAGS, out, disks=[tmp_path], cache=cache, **blocked) as (first, second):
+    with grouped(*FLAGS, out, **alike, cache=cache, **blocked) as (first, second):
         wait_for(blocks.exists)
         os.killpg(second.pid, signal.SIGKILL)
-        output, _ = first.communicate(timeout=HANGS)
+        output = first.wait()
     assert first.returncode == 1 and lines(out / "metrics.jsonl") == 2
     assert "another rank is gone, rank 0 ends: " in output.splitlines()[-1]
-    first, _ = run_hosts(*FLAGS, out, "--resume", disks=[tmp_path], cache=cache)
+    first, _ = run_all(*FLAGS, out, "--resume", by="ranks", **alike, cache=cache)
     assert "resuming after step 1" in first
     assert_same(out, one_host)
 
 
-def test_hybrid_shards_in_a_host_and_needs_no_shared_disk(one_host, cache, tmp_path):
+def test_hybrid_shards_in_a_host_and_needs_no_shared_disk(one_host, cache, tmp_path, disks):
     flags = [*REPLAY, *TASK, "--replay", one_host, "--algo", "ppo", "--num_steps", "2",
              "--save_every", "2", "--tokens_per_micro_batch", "64", "--output_dir"]  # fmt: skip
     run(*flags, tmp_path / "alone", cache=cache)
-    disks = [tmp_path / "a", tmp_path / "b"]
-    run_hosts(*flags, "run", "--shard", "hybrid", disks=disks, ranks=2, cache=cache)
+    run_all(*flags, "run", "--shard", "hybrid", by="ranks", hosts=disks, of_each=2, cache=cache)
     expected = metrics_of(tmp_path / "alone")
     for row, other in zip(metrics_of(tmp_path / "a/run"), expected, strict=True):
         for name in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
@@ -114,10 +92,9 @@ def test_hybrid_shards_in_a_host_and_needs_no_shared_disk(one_host, cache, tmp_p
         torch.testing.assert_close(tensor, two[name], atol=5e-5, rtol=0)
 
 
-def test_sharding_over_hosts_without_a_shared_disk_is_refused(one_host, cache, tmp_path):
-    disks = [tmp_path / "a", tmp_path / "b"]
+def test_sharding_over_hosts_without_a_shared_disk_is_refused(one_host, cache, disks):
     flags = [*REPLAY, *TASK, "--replay", one_host, "--output_dir", "run", "--shard"]
-    for output in run_hosts(*flags, disks=disks, cache=cache, code=2):
+    for output in run_all(*flags, by="ranks", hosts=disks, cache=cache, code=2):
         last = output.splitlines()[-1]
         assert last.startswith("train.py: error: --shard needs one --output_dir that all hosts see")
 

@@ -234,7 +234,7 @@ def shown(processor, text: str, images: list, response="abcdef") -> agent_loop.A
 def gradients(model, batch: dict, parts: list[list[int]]) -> dict[str, torch.Tensor]:
     model.zero_grad()
     for rows in parts:
-        model(pack(batch, rows)[0])[0].sum().backward()
+        model(pack(batch, rows)[0])["logprobs"].sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 

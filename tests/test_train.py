@@ -16,10 +16,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import (
-    HANGS,
     REPLAY,
     REPO,
     TINY,
+    grouped,
     lines,
     metrics_of,
     output_of,
@@ -27,7 +27,6 @@ from conftest import (
     rows_of,
     run,
     started,
-    two_ranks,
     wait_for,
 )
 from fixed_batch import batch_of, check_gradients, gradients
@@ -148,7 +147,7 @@ def test_a_sharded_run_in_bfloat16_is_killed_and_resumed_to_the_last_digit(
     blocks = {"TINY_TASK_BLOCKS": blocked, "TINY_TASK_BLOCKS_FROM": 2}
     # Where Adam's states, critic and reference are changes nothing.
     moving = [*flags, "--offload", "all", "--output_dir", killed]
-    with two_ranks(*moving, **env, **blocks) as processes:
+    with grouped(*moving, **env, **blocks) as processes:
         wait_for(blocked.exists)  # in the third step
         for process in processes:
             process.kill()
@@ -310,7 +309,7 @@ def test_the_first_interrupt_ends_all_ranks_with_the_last_step_saved(by, cache, 
         assert family
         if by == "torchrun":
             os.kill(process.pid, signal.SIGINT)
-            output, _ = process.communicate(timeout=HANGS)
+            output = process.wait()
             assert "stopping" in output
         else:
             os.killpg(process.pid, signal.SIGINT)

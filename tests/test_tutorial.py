@@ -29,7 +29,8 @@ def test_every_command_of_the_tutorial_runs(tmp_path, cache, tiny_model, picture
     (tmp_path / "examples").symlink_to(REPO / "examples")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, calculator.load("val")[:2])))
-    default = ["--model", tiny_model, "--val_files", str(rows), "--max_response_tokens", "8"]
+    default = ["--model", tiny_model, "--train_files", rows, "--val_files", rows]
+    default += ["--max_response_tokens", "8"]
     monkeypatch.chdir(tmp_path)
     printed = []
     for command in COMMANDS:
