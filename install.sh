@@ -129,8 +129,10 @@ pip install --no-compile "${requirements[@]}" || broken
 if [ "${files[0]}" = requirements-cpu.txt ]; then  # CUDA builds: see there
     pip uninstall -y torchvision torchaudio torchcodec || broken
 fi
-say "compiling"  # with all cores, as pip would not; files for a newer Python may fail
-"$python" -m compileall -q -j 0 "$env"/lib/python3*/site-packages >>"$log" 2>&1 || true
+say "compiling"  # what every run imports, with all cores, as pip would not
+packages=$(echo "$env"/lib/python3*/site-packages)
+"$python" -m compileall -q -j 0 -x /models/ "$packages"/{torch,vllm,transformers,sympy} \
+    >>"$log" 2>&1 || true  # files for a newer Python may fail
 echo "$wanted" >"$stamp"
 say "done in $SECONDS s"
 if [ -z "$(_flatrl_env)${FLATRL_SOURCED:-}" ]; then say "now: source $env/bin/activate"; fi
