@@ -216,8 +216,12 @@ def prepare_vllm(device, tp):
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    from vllm.model_executor.models import registry
     from vllm.model_executor.models.transformers.base import Base
 
+    # vLLM looks at a new class of models in another process, which takes 18 s on a slow machine.
+    # This one imports the class anyway.
+    registry._run_in_subprocess = lambda inspect: inspect()
     # If vLLM has no code for a model, it uses transformers' class, and would decorate that to
     # compile it. The trainer's model is of the same class.
     Base._decorate_cls_for_torch_compile = lambda self, **settings: None

@@ -262,13 +262,10 @@ def pictures(monkeypatch):
 def clean_env() -> dict[str, str]:
     """Returns this process's environment without the variables that its own engine needed.
 
-    vLLM's cache is shared, because inspecting a model class takes 12 s. So are compiled modules:
-    else every run compiles ours again."""
+    Without PYTHONDONTWRITEBYTECODE, a run does not compile our modules again."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     own |= {"PYTHONDONTWRITEBYTECODE"}
-    caches = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    env = {"VLLM_CACHE_ROOT": f"{caches}/vllm"}
-    env |= {name: value for name, value in os.environ.items() if name not in own}
+    env = {name: value for name, value in os.environ.items() if name not in own}
     return env | {"OMP_NUM_THREADS": "1"}
 
 

@@ -110,14 +110,12 @@ def import_all() -> dict[str, str]:
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
     from vllm.model_executor.layers import vocab_parallel_embedding
-    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     get_checkpoint_conversion_mapping("qwen2")
     configure_logging(LoggingConfig())
     current_platform.register_triton_kernel_overrides()  # reads every name of every module
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
-    registry._run_in_subprocess = lambda inspect: inspect()  # 12 s, unless vLLM's cache has it
     # Of an engine that ranks share; to compile it takes 8 s.
     masked = vocab_parallel_embedding.get_masked_input_and_mask.__wrapped__
     vocab_parallel_embedding.get_masked_input_and_mask = masked
