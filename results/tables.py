@@ -321,6 +321,15 @@ def horizon():
             yield what, *("" if cell is None else f"{cell:.1f}" for cell in cells)
 
 
+@table
+def horizon_engine():
+    yield "turns", "seconds a turn", "of LLM.generate alone", "generate / flatrl"
+    for turns in (10, 40, 160):
+        [line] = runs("horizon")[f"turns_{turns}"].lines
+        seconds, ratio = line["turn_s"][0], line["ratio"][0]
+        yield str(turns), f"{seconds:.3f}", f"{seconds * ratio:.3f}", spread(*line["ratio"])
+
+
 def credit(game: str) -> Iterator[tuple]:
     """Yields correlation, bias and noise by turn. A bias that may be chance is "<" its limit.
 
