@@ -680,7 +680,7 @@ class AgentLoopBase:
         return stops - {None}
 
     def chat_template(self, stops: Iterable[int] = ()) -> "ChatTemplate":
-        """Returns what the model's chat template does, see ChatTemplate."""
+        """Returns the ChatTemplate of the loop's tokenizer."""
         return chat_template(self.tokenizer, stops, self.args.think_tags)
 
 
@@ -723,7 +723,8 @@ class ToolAgentLoop(AgentLoopBase):
                               -> interacting -> generating ...        a simulated user answers
                               -> told_of_cut -> generating ...        the turn was too long
                               -> None                                 the end
-        any state -> answering_last -> None                             a limit ends the rollout
+        any of them -> answering_last -> None                         a limit ends the rollout
+                                      -> interacting -> None          a simulated user judges it
 
     Most names of states are verl's. A state is a method that gets the trajectory and
     returns the next state. A subclass adds one by returning it from another:
@@ -890,13 +891,13 @@ class ToolAgentLoop(AgentLoopBase):
         if any(tool_call["name"] for tool_call in shown):
             called = dict(message)
             set_tool_calls(called, content, shown, trajectory.assistant_turns)
-            if self.template.shows(called, self.schemas):
+            if self._template.shows(called, self.schemas):
                 message.update(called)
         return calls
 
     def _max_calls(self):
         """Returns how many tool calls of a turn are executed."""
-        return self.args.max_parallel_calls if self.template.accepts_parallel_calls else 1
+        return self.args.max_parallel_calls if self._template.accepts_parallel_calls else 1
 
     def _split_calls(self, calls):
         """Returns (the calls that the turn's message shows, the number of the others)."""
@@ -904,8 +905,8 @@ class ToolAgentLoop(AgentLoopBase):
         return calls[:n], len(calls[n:])
 
     @property
-    def template(self) -> "ChatTemplate":
-        """What the chat template does."""
+    def _template(self) -> "ChatTemplate":
+        """The ChatTemplate, with the stops of this rollout."""
         return self.chat_template(self.stop_token_ids(self.sampling_params))
 
     async def processing_tools(self, trajectory):
@@ -938,9 +939,9 @@ class ToolAgentLoop(AgentLoopBase):
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
-        is_malformed = "tool_calls" not in trajectory.messages[-1]
-        if is_malformed and not self.template.accepts(AFTER_MALFORMED_CALL):
-            # The template refuses tool messages after a plain turn: a user tells the error.
+        are_in_text = "tool_calls" not in trajectory.messages[-1]
+        if are_in_text and not self._template.accepts(AFTER_PLAIN_TURN):
+            # The template refuses tool messages after a plain turn, so a user's has the results.
             contents = [message["content"] for message in messages]
             messages = [{"role": "user", "content": _join_contents(contents, "\n")}]
         return self.answer(trajectory, messages, images)
@@ -1918,8 +1919,8 @@ class ChatTemplate:
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
         self.answer_end = self._turn_end(PROBE_ANSWER, PROBE_USER, given)
-        # A call may end with the same token as an answer. Another special token after it may belong
-        # to the call, as </tool_call> does.
+        # Of a call, only known stops and the end of an answer count as its end: another special
+        # token after it may be part of the call, as </tool_call> is.
         self.call_end = self._turn_end(*ROUNDS["a tool's answer"], {*given, self.answer_end})
         self.stops = {*given, self.answer_end, self.call_end} - {None}
 
@@ -2165,11 +2166,14 @@ class ChatTemplate:
         edit_text = edit
         if message["role"] in ROLES_THAT_KEEP_MARKUP:
             edit_text = functools.partial(_edit_around, self.markup, edit)
-        return _edit_message(
+        edited = _edit_message(
             message,
             lambda text: edit_text(clean(text)),
             functools.partial(self._edit_value, edit_text),
         )
+        if self.control.search(message["role"]):
+            edited["role"] = edit(clean(message["role"]))
+        return edited
 
     def _edit_value(self, edit, text):
         """Returns edit(text), or the text itself if it is a plain word, such as a type's name."""
@@ -2216,7 +2220,7 @@ class ChatTemplate:
         warnings = []
         rounds = []  # (the name used in the messages below, the key of ROUNDS that is tried)
         if tools:
-            tried = "a tool's answer" if self.shows_calls else AFTER_MALFORMED_CALL
+            tried = "a tool's answer" if self.shows_calls else AFTER_PLAIN_TURN
             rounds.append(("a tool's answer", tried))
         if has_user:
             rounds.append(("a user's answer", "a user's answer"))
@@ -2585,7 +2589,7 @@ def _probe_result(number=0):
     return {"role": "tool", "name": "probe", "content": "?", "tool_call_id": call_id}
 
 
-AFTER_MALFORMED_CALL = "an answer to a malformed call"
+AFTER_PLAIN_TURN = "an answer to a call in the text"
 # A round is a message of the assistant and what answers it.
 ROUNDS = {
     "a user's answer": (PROBE_ANSWER, PROBE_USER),
@@ -2594,7 +2598,7 @@ ROUNDS = {
     "reasoning before a call": (_probe_calls(1, reasoning_content="?"), _probe_result()),
     "text before a call": (_probe_calls(1, content="?"), _probe_result()),
     "two calls in a turn": (_probe_calls(2), _probe_result(), _probe_result(1)),
-    AFTER_MALFORMED_CALL: (PROBE_ANSWER, _probe_result()),  # the call stayed in the text
+    AFTER_PLAIN_TURN: (PROBE_ANSWER, _probe_result()),  # the call stayed in the text
 }
 
 
@@ -2701,7 +2705,7 @@ def _edit_message(message, edit_text, edit_other):
 
     edit_text(text) takes the place of what the message says. edit_other(text) takes that of
     everything else, at any depth and under any key: names, ids, arguments of tool calls, the URL of
-    an image. The message's role stays if it is a word, and so do blank texts."""
+    an image. The message's role stays, and so do blank texts."""
     edited = {}
     for key, value in message.items():
         if key in ("content", "reasoning_content") and isinstance(value, str):
@@ -2714,7 +2718,7 @@ def _edit_message(message, edit_text, edit_other):
                 }
                 for part in value
             ]
-        elif key != "role" or not re.fullmatch(r"\w+", value):
+        elif key != "role":
             value = _edit_values(value, edit_other)
         edited[key] = value
     return edited

@@ -130,8 +130,9 @@ if [ "${files[0]}" = requirements-cpu.txt ]; then  # CUDA builds: see there
     pip uninstall -y torchvision torchaudio torchcodec || broken
 fi
 say "compiling"  # what every run imports, with all cores, as pip would not
-packages=$(echo "$env"/lib/python3*/site-packages)
-"$python" -m compileall -q -j 0 -x /models/ "$packages"/{torch,vllm,transformers,sympy} \
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$python" -m compileall -q -j 0 -x 'site-packages/.*/models/' \
+    "$packages"/{torch,vllm,transformers,sympy} \
     >>"$log" 2>&1 || true  # files for a newer Python may fail
 echo "$wanted" >"$stamp"
 say "done in $SECONDS s"

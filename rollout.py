@@ -1186,7 +1186,7 @@ class Pool:
             state = DONE
             if not member.demonstration and await self._has_no_signal(group):
                 state = NO_SIGNAL
-                self.store.add("alike", 1)
+                self.store.add("no_signal", 1)
             # "ended" is counted last: a rank that sees it grow finds the rest in the store.
             self.store.add(str(member.prompt), state)
             self.store.add("ended", 1)
@@ -1270,10 +1270,12 @@ class Pool:
         # Rank 0's: all leaders have the same, and the followers of a --tp team have none.
         states = gather_unless_stopped(states, not finished)[0]
 
-        alike = [prompt for prompt, state in enumerate(states, self.first) if state == NO_SIGNAL]
-        self.n_without_signal += len(alike)
+        numbered = enumerate(states, self.first)
+        without_signal = [prompt for prompt, state in numbered if state == NO_SIGNAL]
+        self.n_without_signal += len(without_signal)
         self.first += len(states)
-        return self._gather(range(self.step_first, self.first), alike[: self.replacements])
+        replaced = without_signal[: self.replacements]
+        return self._gather(range(self.step_first, self.first), replaced)
 
     def _is_full(self, states: list[int]) -> bool:
         """Returns whether the groups in these states make a batch. At most `replacements` groups
@@ -1295,7 +1297,7 @@ class Pool:
         there the time at which a group starts must not depend on the speed of others."""
         all_have_ended = self.first + n_ended == self.limit
         if self.replacements and (all_have_ended or not self.args.deterministic):
-            n_without_signal = self.store.add("alike", 0) - self.n_without_signal
+            n_without_signal = self.store.add("no_signal", 0) - self.n_without_signal
             self._set_limit(capacity + min(n_without_signal, self.replacements))
 
     def _work_until(self, is_done: Callable[[], bool], title: str, total: int) -> bool:

@@ -250,7 +250,8 @@ def score_tokens(
 
 def scatter_to_rows(shape: tuple, micro_batches: list[data.MicroBatch], scores: list) -> BT:
     """Returns the scores of micro-batches as one tensor, (B, T) or (B, T, K), 0 in other rows."""
-    result = torch.zeros(*shape, *scores[0].shape[2:], dtype=scores[0].dtype)
+    first = scores[0]
+    result = torch.zeros(*shape, *first.shape[2:], dtype=first.dtype)
     for micro, values in zip(micro_batches, scores):
         if not micro.is_filler:  # a filler only gives ranks equal numbers of micro-batches
             result[micro.rows] = values.cpu()
@@ -319,7 +320,8 @@ def greedy_baselines(rollouts: Rollouts, units: data.Units, args: Args) -> N:
     rewards = args.reward_coef * (greedy.turn_rewards + shape_rewards(greedy, args))
     greedy_groups = greedy.groups.tolist()
     baseline_of = dict(zip(greedy_groups, rewards.tolist()))
-    baselines = [baseline_of.get(group, math.nan) for group in units.groups.tolist()]
+    groups = units.groups.tolist()
+    baselines = [baseline_of.get(group, math.nan) for group in groups]
     return rewards.new_tensor(baselines)
 
 
@@ -559,7 +561,8 @@ def micro_batch_loss(
     shares["loss"] = loss.detach()
     if counts["tokens"]:
         for name, values in stats.items():
-            shares[name] = torch.where(mask.bool(), values, 0).sum() / counts["tokens"]
+            total = torch.where(mask.bool(), values, 0).sum()
+            shares[name] = total / counts["tokens"]
     return loss, shares
 
 
@@ -615,14 +618,12 @@ class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
     Dropout is off, because the trained network must be the one that sampled. Trained parameters
-    are float32. If `packed`, rows are joined without padding and have packed
-    attention; otherwise they are right-padded and have the model's own. A vision tower keeps its
-    own attention, which is not causal.
+    are float32. If `packed`, rows are joined without padding and have packed attention; otherwise
+    they are right-padded and have the model's own. A vision tower keeps its own attention, which is
+    not causal.
 
     A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
-    hidden states that predict M tokens (data.pack_rows).
-
-    score: the name of the score that is trained."""
+    hidden states that predict M tokens (data.pack_rows); `score` is the one that is trained."""
 
     score: str
 
@@ -645,8 +646,8 @@ class Net(nn.Module):
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
 
-        A Critic gives values; a Policy logprobs and entropy and, with --kl_kind topK, (R, T, K)
-        each, top_logprobs of K other ids and, if it chose them itself, these top_ids.
+        A Critic gives values. A Policy gives logprobs and entropy; with --kl_kind topK also
+        top_logprobs of K ids, (R, T, K), and top_ids if it chose them.
         packed: `data.pack_rows` of these rows. Everything happens in here, because a call that
         bypasses DDP's wrapper would skip the averaging of gradients."""
         backbone = self.model.base_model

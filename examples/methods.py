@@ -1,4 +1,4 @@
-"""Methods of recent papers as functions of a task file: to use, and to copy into your own.
+"""Methods as functions of a task file, most of them of recent papers: to use and to copy.
 
     accelerate launch train.py --task examples/methods.py --adv_estimator gdpo
     accelerate launch train.py --task examples/methods.py --policy_loss dppo_tv --clip_low 0.15 \
@@ -191,8 +191,8 @@ def rae(rewards, names, state):
 def by_state(token_rewards, mask, states):
     """A critic without a network: A = V(next state) - V(state), for the tokens of each turn.
 
-    V is the share of the group's rewards among its units that came to the state; after the last
-    turn it is the unit's own reward. Loops name the state of each turn in metrics["states"], as
+    V is the mean reward of the group's units that came to the state; after the last turn it is the
+    unit's own reward. Loops name the state of each turn in metrics["states"], as
     examples/bisection.py does."""
     starts = turn_starts(mask)  # (N, S)
     unit = starts.nonzero()[:, 0]  # (turns,)

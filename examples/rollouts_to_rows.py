@@ -9,8 +9,8 @@ rejection sampling, or STaR (https://arxiv.org/abs/2203.14465).
 
 A row of the file is a row of the run's task, with a column `demonstration`: the texts of the turns
 that the policy sampled. By default each row has its first rollout with a reward of at least 1. A
-rollout is left out if a turn was cut off, if it has several outputs, or if it does not begin with
-the prompt that its row has now: the task or its files may have changed."""
+rollout is left out if a turn was cut off, if it has several outputs, or if it lacks a message of
+the prompt that its row has now: the task or its files may have changed, or prompts were cut."""
 
 import argparse
 import collections
@@ -72,14 +72,14 @@ def demonstrations(run: Path, min_reward: float, per_row: int) -> list[dict]:
         if line["total_reward"] < min_reward or not turns or others:
             continue
         row = by_index.get(line["index"])
-        if not row or line["messages"][: len(row["prompt"])] != row["prompt"]:
+        if not row or not all(message in line["messages"] for message in row["prompt"]):
             n_strange += 1
             continue
         known = chosen[line["index"]]
         if turns not in known and len(known) < per_row:
             known.append(turns)
     if n_strange:
-        print(f"left out: {n_strange} good rollouts that do not begin with the prompt of their row")
+        print(f"left out: {n_strange} good rollouts that lack the prompt of their row")
     return [
         by_index[index] | {"demonstration": turns}
         for index, known in chosen.items()

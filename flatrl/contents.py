@@ -62,7 +62,7 @@ def _of_rows(rows: Sequence[dict], seed: int) -> str:
 
 
 def as_text(value) -> str:
-    """Returns a text of a value. Equal values have equal texts, in every process.
+    """Returns a text that depends on type and value alone; objects need a repr of their own.
 
     The order of a dict or a set does not count. Of arrays and images, shape and bytes count,
     because the repr of large ones is abbreviated."""
@@ -79,7 +79,8 @@ def as_text(value) -> str:
         case bytes():
             return hashlib.blake2b(value).hexdigest()
         case torch.Tensor():
-            is_known = value.dtype != torch.bfloat16  # by numpy
+            is_known = value.dtype in (torch.float64, torch.float32, torch.float16)
+            is_known = is_known or not value.is_floating_point()  # by numpy
             value = (value if is_known else value.float()).numpy(force=True)
     if getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
         return as_text(value.tolist())

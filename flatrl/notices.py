@@ -274,6 +274,7 @@ def summary(args, steps_done: int) -> str:
             lines.append(f"continue: {again} --resume")
         elif args.lr_schedule == "constant":
             lines.append(f"more steps: {again} --resume --num_steps {2 * args.num_steps}")
+            rewards = logged(folder, "eval/reward")
             if args.is_reached_by({"eval/reward": rewards.get(steps_done, -math.inf)}):
                 lines[-1] += " and without --stop_at_reward"
     return "\n".join(lines)

@@ -158,7 +158,7 @@ def keep_learned(file: Path, outputs: list, batch: dict, share: float = 1.0):
             continue
         sampled = [i for i, is_sampled in enumerate(output.response_mask) if is_sampled]
         line = {key: output.extra[key] for key in ("prompt", "sample", "segment")}
-        line["trained"] = trained or not sampled  # of a constrained reply nothing was left out
+        line["trained"] = trained or not sampled  # nothing to leave out in a constrained reply
         line["advantage"] = single(advantages[sampled].tolist() or [0.0])
         line["logp_diff"] = []
         if trained:

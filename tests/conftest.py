@@ -48,6 +48,7 @@ OUR_PRESETS = (
 OUR_ESTIMATORS = ("grpo", "drgrpo", "rloo", "opo", "gigpo", "remax", "reinforce_pp", "gae")
 OUR_OBJECTIVES = ("ppo", "gspo", "gmpo", "cispo", "sapo", "reinforce")
 
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """A random Qwen2 with the calculator's tokenizer, tied embeddings."""

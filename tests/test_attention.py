@@ -127,3 +127,12 @@ def test_a_head_with_a_bias_is_refused(tmp_path, process_group):
     saved(tmp_path, "gptj", n_embd=32, n_head=4, n_layer=1, rotary_dim=4)
     with pytest.raises(BadInput, match="has a bias in its output head"):
         train.Policy(train.Args(model=str(tmp_path)))
+
+
+def test_large_logits_are_not_refused(untied_model, tmp_path, process_group):
+    """Float32 rounds logprobs of -4,500 by more than 1e-3."""
+    data.register_packed_attention()
+    model = AutoModelForCausalLM.from_pretrained(untied_model)
+    model.lm_head.weight.data *= 1000
+    model.save_pretrained(tmp_path)
+    assert train.Policy(train.Args(model=str(tmp_path))).packed

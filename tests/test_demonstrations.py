@@ -127,7 +127,7 @@ def test_good_rollouts_become_rows_that_play_them(tokenizer, tiny_model, tmp_pat
     ]
     (tmp_path / "rollouts/step_000001.jsonl").write_text(to_json_lines(lines))
     rollouts_to_rows.main([str(tmp_path), str(tmp_path / "rows.jsonl"), "--per_row", "3"])
-    assert capsys.readouterr().out.startswith("left out: 2 good rollouts that do not begin with")
+    assert capsys.readouterr().out.startswith("left out: 2 good rollouts that lack the prompt")
     (written,) = data.load_rows(SimpleNamespace(), "train", [str(tmp_path / "rows.jsonl")])
     assert [turn["content"] for turn in written["demonstration"]] == [SUM, ANSWER]
     assert written["prompt"] == row["prompt"]

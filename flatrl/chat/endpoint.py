@@ -20,8 +20,8 @@ post it before the agent returns:
 
     POST {base_url}/reward   {"reward": 1.0}
 
-So can commands of the policy that read the key. Where it has a shell, return the reward from
-`agent`, which wins.
+Commands that the policy runs can post one, too, if they read the key. If the policy has a shell,
+return the reward from `agent`: that one counts.
 
 The server binds to 127.0.0.1 at a free port, and answers only requests with the rollout's key. See
 examples/langgraph_math.py."""
@@ -162,6 +162,8 @@ class ChatEndpoint:
 
     async def take_reward(self, client: ChatClient, body: dict) -> Response:
         """Keeps the rollout's reward."""
+        if client.over:  # the agent's own counts
+            raise ValueError("the agent has ended")
         client.reward = checked_number(body["reward"], "a reward")
         return JSONResponse({})
 

@@ -93,7 +93,7 @@ def error(status: int, message: str, code: str) -> dict:
 
 
 def structured_outputs(loop, **request):
-    """Returns vLLM's constraint for a response_format, or None. Calls that are allowed stay so.
+    """Returns vLLM's constraint for a response_format, or None. Tool calls stay possible.
 
     request: tools, tool_choice and response_format. Raises ValueError if vLLM's own server would
     refuse them."""

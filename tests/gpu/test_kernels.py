@@ -37,7 +37,7 @@ def check(result: torch.Tensor, expected: torch.Tensor, given: list, exact: list
 
 
 def by_definition(q, k, v, inputs: dict, window: int) -> torch.Tensor:
-    """Returns what data.packed_attention computes: (1, S, H, D)."""
+    """Returns what data.packed_attention computes: (1, P, H, D)."""
     keys = inputs["key_index"]
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     edges = [inputs[name].cpu() for name in ("cu_seqlens", "cu_seqlens_k")]
