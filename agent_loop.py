@@ -2,14 +2,14 @@
 
 An agent loop gets a row of the data set and an engine, and returns tokens: those that the
 policy sampled (mask 1) and those that it was given (mask 0: tool results, user turns, and what
-the template writes). One rule governs this file: *token in, token out*. Sampled ids are appended
-verbatim and never tokenised again. The text between two sampled turns is the difference of
-two renderings of the chat template (`ChatTemplate.suffix`).
+the template writes). One rule governs this file: *token in, token out*. Within a sequence, sampled
+ids are appended verbatim and never tokenised again. The text between two sampled turns is the
+difference of two renderings of the chat template (`ChatTemplate.suffix`).
 
 In this order: settings and results; agent loops, from `Trajectory` and `AgentLoopBase` to
-`ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code and images. All that
-depends on a model's chat template comes last. It is the longest part, because every model has
-another template: `ChatTemplate` learns what this one does by rendering short made-up chats.
+`ToolAgentLoop`; what loops use: tools, interactions, parsed calls, user code and images. Then all
+that depends on a model's chat template, the longest part, because each model has its own:
+`ChatTemplate` learns what it does by rendering short made-up chats. Demonstrations come last.
 
 The words that code, documents, log and flags share:
     prompt      the chat messages in one row of the data set, and the task that they pose
@@ -324,9 +324,9 @@ class Trajectory:
         self.count("forks")
 
     def add_sampled(self, out: TokenOutput, trained: bool = True):
-        """Appends the tokens of an assistant turn, with mask 1.
+        """Appends the tokens of an assistant turn, with mask 1, or 0 if they are not trained.
 
-        trained=False gives them mask 0. It is for constrained decoding, whose logprobs are
+        trained=False is for constrained decoding, whose logprobs are
         not those of the policy."""
         self.assistant_turns += 1
         if not trained:
@@ -399,7 +399,8 @@ class Trajectory:
         """Returns the outputs of all token sequences: those before each fork, and the current one.
 
         If the assistant said nothing after the last fork, that sequence is left out. Its reward,
-        turn rewards, unit, group, metrics, extra and stop reason then move to the one before."""
+        turn rewards, unit, group, metrics, extra and stop reason then move to the one before; its
+        messages and images are dropped."""
         last = self.output()
         # The mask alone does not tell: turns of constrained decoding have mask 0.
         speaks = 1 in last.response_mask or last.messages[-1]["role"] == "assistant"
@@ -810,7 +811,8 @@ class ToolAgentLoop(AgentLoopBase):
         return self.generating
 
     async def generating(self, trajectory):
-        """Samples an assistant turn. Next, its tools are called, or else the user answers."""
+        """Samples an assistant turn. Next, its tools are called, or the user answers, or the policy
+        is told that the turn was cut. Otherwise the rollout ends."""
         text = await self.assistant_turn(trajectory, self.sampling_params)
         if self._is_cut(trajectory):
             trajectory.count("cut_turns")
@@ -928,14 +930,15 @@ class ToolAgentLoop(AgentLoopBase):
             name = tool_call["name"]
             n_images = len(trajectory.images) + len(images)
             response = self._record_response(trajectory, name, response, n_images)
+            content = self._content(response)
             if n_left_out:  # the template shows one call, so there is one response
                 trajectory.count("tool_errors", n_left_out)
-                response.text += f"\nError: your {n_left_out} other calls were not executed: "
-                response.text += "call one tool at a time"
+                note = f"Error: {n_left_out} more calls were not executed: call one tool at a time"
+                content = _join_contents([content, note], "\n")
             messages.append({
                 "role": "tool",
                 "name": name,
-                "content": self._content(response),
+                "content": content,
                 "tool_call_id": _call_id(trajectory.assistant_turns, number),
             })
             images += response.images
@@ -1041,8 +1044,8 @@ class ToolAgentLoop(AgentLoopBase):
         return await in_time(method.__qualname__, self.args.tool_timeout, coroutine)
 
     async def interacting(self, trajectory):
-        """Lets the simulated user answer and reward the assistant's turn. Returns the next state,
-        None after the user's last words, at a limit, or if this was the final answer."""
+        """Lets the simulated user answer and reward the assistant's turn. Returns the next state:
+        `generating`, or None if the user is done, at a limit, or after the final answer."""
         reply = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,
@@ -1080,8 +1083,11 @@ class ToolAgentLoop(AgentLoopBase):
         """Releases the tools and the interaction, even after a failure or a cancellation.
 
         Errors are counted, and not raised."""
-        for task in self.create_tasks.values():
-            task.cancel()  # it may have outlived its deadline
+        late = [task for task in self.create_tasks.values() if not task.done()]
+        for task in late:
+            task.cancel()
+        if late:  # so that `release` does not run before the cleanup of `create`
+            await asyncio.wait(late, timeout=self.args.tool_timeout or None)
         closers = [self._call_at_end(trajectory, name, "release") for name in self.create_tasks]
         if self.interaction:
             finalize = self.interaction.finalize
@@ -1104,10 +1110,11 @@ class CompactingLoop(ToolAgentLoop):
     """A tool_agent that continues from a summary when its context is long.
 
     When a reply of tools or of a user would bring prompt and response to compact_at tokens,
-    SUMMARISE is appended to it. The policy answers with a summary. A new sequence then begins with
-    the opening messages (system message and task), the summary and CONTINUE:
+    SUMMARISE is appended to that reply, unless only one turn is left. The policy answers with a
+    summary. A new sequence then begins with the opening messages (system message and task), the
+    summary and CONTINUE:
 
-        processing_tools or interacting -> compacting -> generating ...
+        processing_tools, interacting or told_of_cut -> compacting -> generating ...
 
     The sequences are outputs of one rollout and share its reward, so a summary is rewarded for what
     follows it. It counts as a turn of the assistant. The request and the summary need room in the
@@ -1131,7 +1138,9 @@ class CompactingLoop(ToolAgentLoop):
         n_tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
         for message in messages:
             n_tokens += len(_tokenise(self.tokenizer, str(message["content"])))
-        if self.is_last or n_tokens < (self.args.compact_at or 0.75 * self.window):
+        limit = self.args.max_assistant_turns
+        is_last_turn = self.is_last or 0 < limit <= trajectory.assistant_turns + 1
+        if is_last_turn or n_tokens < (self.args.compact_at or 0.75 * self.window):
             return super().answer(trajectory, messages, images)
         *others, last = messages
         # Not a message of its own: some templates refuse two of a user in a row.
@@ -1154,9 +1163,6 @@ class CompactingLoop(ToolAgentLoop):
         trajectory.fork(expand(engine_ids, self.opening_images, self.processor), engine_ids)
         trajectory.messages = messages
         trajectory.images = list(self.opening_images)
-        if self._at_assistant_limit(trajectory):
-            trajectory.stop_reason = "max_turns"
-            return None
         return self.generating
 
 
@@ -1881,9 +1887,9 @@ class RewritesHistory(ValueError):
 class ChatTemplate:
     """What a model's chat template does. It learns this in milliseconds by rendering probe chats.
 
-    Use `text` and `render` for a whole chat, and `suffix` for what new messages add to one. The
-    rest is known or learned about the template:
-        answer_end, call_end    the id that ends an answer, and a turn that calls tools, or None
+    Use `text` and `render` for a whole chat, and `suffix` for what new messages add to one. This is
+    learned about the template:
+        answer_end, call_end    the ids that end an answer and a turn with tool calls, or None
         ends                    the texts that the template writes after a turn
         closing                 what it writes only at the end of a whole chat, usually ""
         accepts(name)           whether it accepts one of the ROUNDS
@@ -2365,7 +2371,7 @@ class ChatTemplate:
         It is the first of these that exists:
         1. a known stop in the text after the turn
         2. for an answer, any special token there
-        3. the special token with which the reply begins (GLM)
+        3. if no special token is there, the one with which the reply begins (GLM)
 
         stops: the known ids."""
         alone = self._text_after(turn)
@@ -2633,8 +2639,8 @@ class Recent:
     - the latest round, which is a message of the assistant with what answers it,
     - the last earlier round of each form.
 
-    Of ten rounds with the forms A A B A A B A A A B, these are the 9th (the last earlier A), the
-    6th (the last earlier B) and the 10th.
+    Of ten rounds with the forms A A B A A B A A A B, these are the 6th (the last earlier B), the
+    9th (the last earlier A) and the 10th.
 
     Two rounds have the same form if the template can't distinguish them, except by words that it
     only copies. Probe chats show whether this is enough for a template
@@ -2659,7 +2665,7 @@ class Recent:
         self.latest = []  # the latest round
 
     def update(self, messages: list[dict]) -> list[dict]:
-        """Returns the recent part of a chat. Looks only at messages that it has not seen."""
+        """Returns the recent part of a chat. Walks only over messages that it has not seen."""
         n = self.n_seen
         if n and (len(messages) < n or messages[n - 1] is not self.last_seen):
             self._clear()  # it is another history

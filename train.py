@@ -97,7 +97,7 @@ def main(args: Args):
 
             # ---- 5. log, evaluate, save
             metrics |= run.clock.read()
-            eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0  # -1: never
+            eval_is_due = args.eval_every > 0 and run.done % args.eval_every == 0
             try:
                 if eval_is_due or run.done == args.num_steps:
                     metrics |= evaluate(run)
@@ -145,7 +145,7 @@ def named_weights(policy: "Policy") -> Iterator[tuple[str, Tensor]]:
 
 @shown("weights to the engine")
 def sync(engine: Engine, policy: "Policy", version: int) -> float:
-    """Wakes a sleeping engine, loads the policy's weights as `version`; returns the seconds."""
+    """Wakes a sleeping engine and loads the policy's weights. Returns the seconds that it took."""
     started = time.perf_counter()
     torch.cuda.empty_cache()  # the engine needs the memory that the update left in torch's cache
     engine.wake_weights()
@@ -228,7 +228,7 @@ def score_batch(run: "Run", batch: data.Batch, step: int):
 def score_tokens(
     net: "Net", batch: dict, args: Args, names: Sequence[str] = ("logprobs",)
 ) -> dict[str, BT]:
-    """Returns scores of all sampled tokens, by name (see `Net`): (B, T) each, 0 elsewhere.
+    """Returns scores of all sampled tokens by name, as `Net.forward` does for a micro-batch.
 
     Each rank scores a share, and gets the scores of all."""
     mask = batch["response_mask"]
@@ -918,7 +918,7 @@ def check_input(args: Args) -> tuple:
 def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
     """Loads the model's tokenizer and processor (None for a text model), and drops overlong rows.
 
-    rows: by split, before and after. Raises BadInput if model, teacher and rows don't fit."""
+    rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
     models.check_teacher(args, tokenizer)
     without_hints = replace(args, hints=False)  # evaluations never show them

@@ -251,10 +251,8 @@ COMPACTIONS = {
         [[OPENING, *ASKED_NOTES, NOTES[:6]]], "length", 0,
     ),
     "no room for notes": ([SUM], {"max_response_tokens": 24}, [[OPENING, SUM + END]], "length", 0),
-    "in the last turn": ([SUM, NOTES], {"max_assistant_turns": 2}, [FIRST], "max_turns", 1),
-    "the final answer after it": (
-        [SUM, NOTES, "2"], {"max_assistant_turns": 2, "final_answer_tokens": 5},
-        [FIRST, [after(NOTES), "2" + END]], "stop", 1,
+    "not before the last turn": (
+        [SUM, ANSWER], {"max_assistant_turns": 2}, [[OPENING, *CALLS, DONE]], "stop", 0,
     ),
 }  # fmt: skip
 

@@ -195,6 +195,18 @@ def test_each_turn_is_answered(name, turn, reply, tokenizer):
     assert outputs[-1].stop_reason == "stop"
 
 
+def test_a_cut_result_still_tells_of_the_calls_that_were_left_out(tokenizer):
+    """Llama 3.1 shows one call a turn."""
+    of = FAMILIES["llama3.1"]
+    other = chat_templates.tokenizer_for("llama3.1", tokenizer)
+    turn = call(expression="10*10") + call(expression="2*2") + of.call_end
+    lines = (turn, "stop"), (ANSWER + of.answer_end, "stop")
+    stops = chat_templates.stop_ids("llama3.1", other)
+    limits = {"max_response_tokens": 4000, "max_tool_response_tokens": 1}
+    _, engine = play(other, CALCULATOR, {}, stops, *lines, **limits)
+    assert "Error: 1 more calls were not executed" in other.decode(engine.prompts[1])
+
+
 def test_calls_that_the_template_does_not_take_stay_in_the_text(tokenizer):
     """This one can write arguments that are texts, and 2 is none."""
     arguments = "m.tool_calls[0].function.arguments"
