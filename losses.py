@@ -489,7 +489,9 @@ def overlong_penalty(lengths: N, max_len: int, buffer: int) -> N:
         (max_len - buffer - len) / buffer   in between
         -1                                  from max_len tokens on
 
-    See arXiv 2503.14476, eq. 13. 0 < buffer <= max_len."""
+    See arXiv 2503.14476, eq. 13. Raises ValueError unless 0 < buffer <= max_len."""
+    if not 0 < buffer <= max_len:
+        raise ValueError(f"the overlong buffer {buffer} must lie between 1 and max_len {max_len}")
     return ((max_len - buffer - lengths) / buffer).clamp(-1, 0)
 
 

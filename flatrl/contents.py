@@ -79,9 +79,10 @@ def as_text(value) -> str:
         case bytes():
             return hashlib.blake2b(value).hexdigest()
         case torch.Tensor():
-            is_known = value.dtype in (torch.float64, torch.float32, torch.float16)
-            is_known = is_known or not value.is_floating_point()  # by numpy
-            value = (value if is_known else value.float()).numpy(force=True)
+            of_numpy = (torch.float64, torch.float32, torch.float16)
+            if value.is_floating_point() and value.dtype not in of_numpy:
+                value = value.float()
+            value = value.numpy(force=True)
     if getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
         return as_text(value.tolist())
     if hasattr(value, "tobytes"):

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import shlex
 import shutil
 import signal
 import socket
@@ -277,25 +278,25 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-ZYGOTE: list[subprocess.Popen] = []
+ZYGOTE: list[tuple[subprocess.Popen, str]] = []  # the process and its cache, once started
 
 
 def start_zygote() -> None:
     """Starts tests/zygote.py, once: our workers and runs find it by their environment."""
     if "TESTS_ZYGOTE" in os.environ:
         return
+    cache = tempfile.mkdtemp()  # Hugging Face reads its place at import
     process = subprocess.Popen(
         [sys.executable, "tests/zygote.py"],
         cwd=REPO,
-        # Hugging Face reads the place of its cache at import.
-        env=clean_env() | zygote.BEFORE | {"XDG_CACHE_HOME": tempfile.mkdtemp()},
+        env=clean_env() | zygote.BEFORE | {"XDG_CACHE_HOME": cache},
         start_new_session=True,
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
     os.environ["TESTS_ZYGOTE"] = f"/proc/{os.getpid()}/fd/{process.stdin.fileno()}"
-    ZYGOTE.append(process)
+    ZYGOTE.append((process, cache))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -305,7 +306,7 @@ def pytest_xdist_setupnodes(specs):
         return
     start_zygote()
     for spec in specs:
-        spec.python = f"{sys.executable} {REPO}/tests/zygote.py"
+        spec.python = shlex.join([sys.executable, f"{REPO}/tests/zygote.py"])
 
 
 def pytest_collection_modifyitems(items):
@@ -323,8 +324,9 @@ def pytest_collection_finish(session):
 
 
 def pytest_unconfigure():
-    for process in ZYGOTE:
+    for process, cache in ZYGOTE:
         process.communicate()
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def file_of(module: str) -> str:

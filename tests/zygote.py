@@ -155,7 +155,9 @@ def become(folder: Path, imported: dict[str, str]) -> tuple:
     request = json.loads((folder / "request").read_text())
     modes = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)
     for number, (name, mode) in enumerate(zip(request["stdio"], modes)):
-        os.dup2(os.open(folder / name, mode), number)
+        opened = os.open(folder / name, mode)
+        os.dup2(opened, number)
+        os.close(opened)
     sys.stdin = open(0, closefd=False)  # without what was read ahead
     os.environ.clear()
     os.environ.update(imported | request["env"])
