@@ -2,7 +2,6 @@
 
     python bench/models.py                         # all; minutes each with an empty vLLM cache
     python bench/models.py qwen3 qwen3_moe         # some
-    python bench/models.py --reference eager       # against transformers' own eager forward
 
 Each model is tiny and random, with weights large enough for logits that spread, and runs in a
 process of its own. Three times the weights are changed and synced, the engine samples, and the
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -210,26 +208,11 @@ def sample(engine, background, step: int) -> list:
     return common.as_outputs(prompts, common.generate(engine, background, prompts, **sampling))
 
 
-# ---------------------------------------------------------------- the trainer's logprobs
+# ---------------------------------------------------------------- comparing
 
 
-def eager_scores(model, outputs: list, vocab_size: int) -> list:
-    """Returns the logprobs of the sampled tokens by transformers alone."""
-    import torch
-
-    scores = []
-    for output in outputs:
-        token_ids = torch.tensor([output.prompt_ids + output.response_ids])
-        with torch.no_grad():
-            logits = model(token_ids, use_cache=False).logits
-        of_response = logits[0, len(output.prompt_ids) - 1 : -1, :vocab_size].float()
-        sampled = torch.tensor(output.response_ids)[:, None]
-        scores.append(of_response.log_softmax(-1).gather(1, sampled)[:, 0])
-    return scores
-
-
-def policy_scores(policy, outputs: list, args) -> list:
-    """Returns the same by flatrl's own trainer."""
+def score(policy, outputs: list, args) -> list:
+    """Returns the trainer's logprobs of the tokens that each output sampled."""
     import data
     import train
 
@@ -239,21 +222,7 @@ def policy_scores(policy, outputs: list, args) -> list:
     return [row[sampled] for row, sampled in zip(scores, mask, strict=True)]
 
 
-def load_eager(folder: str):
-    """Returns transformers' model in the place of a policy."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    return SimpleNamespace(model=model.eval(), dtype=model.dtype)
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def compare(name: str, options) -> dict:
+def compare(name: str) -> dict:
     """Builds one architecture in this process; returns the differences of engine and trainer."""
     import torch
 
@@ -263,7 +232,6 @@ def compare(name: str, options) -> dict:
     from flatrl.processes import Background
     from rollout import Engine
 
-    is_eager = options.reference == "eager"
     with tempfile.TemporaryDirectory() as folder:
         build(name, Path(folder))
         args = train.Args(
@@ -276,15 +244,12 @@ def compare(name: str, options) -> dict:
         )
         accelerator, _ = devices.start_processes(args)
         train.complete_flags(args, accelerator.device.type == "cuda")
-        if is_eager:
-            tokenizer = models.from_pretrained("AutoTokenizer", args, "has no tokenizer")
-        else:
-            tokenizer, _ = models.load_tokenizer(args)
+        tokenizer, _ = models.load_tokenizer(args)
         vocab_size = max(tokenizer.get_vocab().values()) + 1
         eos = [tokenizer.eos_token_id]
         engine = Engine(folder, args, accelerator.device, eos, vocab_size)
         data.register_packed_attention()
-        policy = load_eager(folder) if is_eager else train.Policy(args, vocab_size)
+        policy = train.Policy(args, vocab_size)
         background = Background()
         differences = []
         for step in range(STEPS):
@@ -292,10 +257,7 @@ def compare(name: str, options) -> dict:
             train.sync(engine, policy, step)
             outputs = sample(engine, background, step)
             engine.sleep()
-            if is_eager:
-                scores = eager_scores(policy.model, outputs, vocab_size)
-            else:
-                scores = policy_scores(policy, outputs, args)
+            scores = score(policy, outputs, args)
             sampled = torch.cat([torch.tensor(output.response_logprobs) for output in outputs])
             differences.append((torch.cat(scores) - sampled).abs())
     means = [difference.mean().item() for difference in differences]
@@ -303,12 +265,12 @@ def compare(name: str, options) -> dict:
     return {"mean": max(means), "max": max(maxima)}
 
 
-def compare_and_exit(name: str, options) -> None:
+def compare_and_exit(name: str) -> None:
     """Compares one architecture, prints a line of JSON for the parent, and ends this process."""
     from agent_loop import BadInput
 
     try:
-        result = compare(name, options)
+        result = compare(name)
         agrees = result["max"] < 1e-3 and result["mean"] < 1e-5
         result["verdict"] = "agrees" if agrees else "**disagrees**"
     except BadInput as error:
@@ -319,9 +281,9 @@ def compare_and_exit(name: str, options) -> None:
     os._exit(0)  # an engine leaves nothing to tidy up
 
 
-def in_own_process(name: str, options) -> dict:
+def in_own_process(name: str) -> dict:
     """Compares one architecture in a process of its own; returns its row of the table."""
-    command = [sys.executable, __file__, name, "--one", "--reference", options.reference]
+    command = [sys.executable, __file__, name, "--one"]
     result = {"verdict": "fails: no answer"}
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -337,15 +299,14 @@ def main() -> None:
     """Compares the architectures, each in a process of its own, and prints the table."""
     parser = common.make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help=", ".join(ARCHITECTURES))
-    parser.add_argument("--reference", default="policy", choices=["policy", "eager"])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        return compare_and_exit(options.names[0], options)
+        return compare_and_exit(options.names[0])
     print("| architecture | engine and trainer | mean | max |\n| --- | --- | --- | --- |")
     rows = []
     for name in options.names or ARCHITECTURES:
-        row = in_own_process(name, options)
+        row = in_own_process(name)
         numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("mean", "max")]
         print(f"| {name} | {row['verdict']} | {' | '.join(numbers)} |", flush=True)
         rows.append(row)

@@ -1,9 +1,7 @@
 """How much does a rollout cost beyond plain `LLM.generate`?
 
     python bench/rollout.py --rounds 9                  # one turn
-    python bench/rollout.py --turns 4 --spread even     # turns of half to three halves of --tokens
     python bench/rollout.py --turns 4 --spread tail     # most turns are short, a few are long
-    python bench/rollout.py --many 1024                 # against a rollout of 8,192 trajectories
     python bench/rollout.py --turns 160 --prompts 2 --tokens 16 --rounds 3  # long trajectories
 
 Both sides have the same engine, prompts and lengths. They take turns in one process after a
@@ -63,8 +61,6 @@ class FixedTurns(ToolAgentLoop):
 def shortest_and_longest(options: argparse.Namespace) -> tuple[int, int]:
     """Returns the least and the most tokens of a turn."""
     n = options.tokens
-    if options.spread == "even":
-        return n // 2, n + n // 2
     if options.spread == "tail":
         return 1, 8 * n
     return n, n
@@ -76,9 +72,7 @@ def lengths_of_turns(rows: list[dict], options: argparse.Namespace) -> dict:
     drawn = random.Random(0)
 
     def length() -> int:
-        if options.spread == "tail":
-            return min(most, max(least, round(drawn.expovariate(1 / options.tokens))))
-        return drawn.randint(least, most)
+        return min(most, max(least, round(drawn.expovariate(1 / options.tokens))))
 
     return {
         (row["extra_info"]["index"], sample): [length() for _ in range(options.turns)]
@@ -170,7 +164,7 @@ class Rollouts:
 
 
 def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
-    """Compares rollouts with LLM.generate, or with a rollout of --many prompts."""
+    """Compares rollouts with LLM.generate."""
     train.sync(engine, policy, 0)
     sides = Rollouts(engine, options)
     n = options.prompts
@@ -178,7 +172,6 @@ def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
     millions = policy.model.num_parameters() / 1e6
     sizes = f"{n} prompts x {options.group_size}, {options.turns} turns of {least} to {most} tokens"
     print(f"{sizes}, {millions:.2f}M parameters, {policy.model.device.type}")
-    name = f"of {options.many} prompts" if options.many else "LLM.generate"
     tokens_per_turn = sum(map(sum, sides.lengths_of(n))) / options.turns
     seconds = []  # of a turn: a rollout's
     ratios = []
@@ -186,12 +179,12 @@ def measure(engine: Engine, policy, options: argparse.Namespace) -> dict:
     for i in range(options.rounds + 1):
         ours = sides.rollout(n)
         idle = sides.idle
-        theirs = sides.rollout(options.many) if options.many else sides.generate(n)
+        theirs = sides.generate(n)
         if i:  # after the warm-up
             seconds.append(tokens_per_turn / ours)
             ratios.append(ours / theirs)
             shares.append(idle)
-        speeds = f"rollout {ours:9,.0f} tokens/s   {name} {theirs:9,.0f}"
+        speeds = f"rollout {ours:9,.0f} tokens/s   LLM.generate {theirs:9,.0f}"
         print(f"round {i}  {speeds}   ratio {ours / theirs:.3f}", flush=True)
     idle = common.of_rounds(shares)[0]
     turn_s = common.of_rounds(seconds)
@@ -212,8 +205,7 @@ def parse_options() -> argparse.Namespace:
     numbers = dict(turns=1, prompts=16, group_size=8, tokens=64, rounds=5)
     parser = common.make_parser(__doc__, **numbers)
     parser.add_argument("--model", help="default: a random model")
-    parser.add_argument("--spread", choices=("even", "tail"), help="lengths of turns differ")
-    parser.add_argument("--many", type=int, help="prompts of a second rollout")
+    parser.add_argument("--spread", choices=["tail"], help="lengths of turns differ")
     parser.add_argument("--engine_args", default="{}", help="as in train.py")
     return parser.parse_args()
 

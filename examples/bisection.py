@@ -4,15 +4,10 @@
         --adv_estimator by_state --whiten_advantages --entropy_coef 0.03 --num_steps 100 \\
         --prompts_per_step 4 --group_size 64 --prompts_per_mini_batch 1
 
-    user       0 to 31          a number from 0 to 31, in five guesses
-    assistant  20
-    user       0 to 19          what is left
-    assistant  9
+    user: 0 to 31   assistant: 20   user: 0 to 19   assistant: 9   ...   (five guesses)
 
 A game earns 1 if it finds the number. The built-in model has seen a teacher who guesses at random
-among what is left, and wins 0.533 of the games. Whoever halves what is left wins 31 of 32, which
-nobody ever shows to the model. The figures are in docs/credit.md#in-training.
-`python results/bisection_curve.py RUN PICTURE` draws where a run guesses within what is left."""
+and wins 0.533 of the games. Halving wins 31 of 32. Figures: docs/credit.md#in-training."""
 
 import random
 from dataclasses import dataclass

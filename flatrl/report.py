@@ -80,7 +80,6 @@ def read_run(folder: Path, tokenizer, max_trajectories: int = TRAJECTORIES) -> d
         "special": special,
         "trajectories": trajectories,
         "total": total,
-        "remarks": list(read_json_lines(folder / "notes.jsonl")),
     }
 
 

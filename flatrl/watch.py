@@ -83,13 +83,6 @@ class Watch:
                 f"the rollouts begin at prompt {first_prompt}, not {expected}: prompts are "
                 "trained twice, or lost"
             )
-        name = "rollout/logp_diff_mean"
-        differences = [row[name] for row in rows if row[name]]  # 0 if nothing was sampled
-        if differences and metrics[name] > 10 * max(differences[0], 1e-6) and not args.replay:
-            problems["drift"] = (
-                f"{name}, between engine and trainer, has grown tenfold since the first step, "
-                f"from {differences[0]:.1e}"
-            )
         if metrics["actor/entropy"] < MIN_ENTROPY:
             problems["entropy"] = (
                 "the entropy is nearly 0: every rollout of a prompt will be the same; look at "

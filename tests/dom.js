@@ -1,15 +1,14 @@
 // Draws a report.html without a browser:
 //
-//     node dom.js PAGE ADDRESS [ACTIONS [STORAGE]]
+//     node dom.js PAGE ADDRESS [ACTIONS]
 //
 // prints the elements that its script makes, as markup, and then the page's address; and both
 // again after each of the ACTIONS, with a form feed before. These are JSON, [element, event, value]
 // each. The element is found by its aria-label or its whole text; a value is typed into it first.
-// What the page keeps in the browser is kept in the file STORAGE; without it, nothing is kept.
 // This is a document with no more than the page uses. All sizes are 0.
 "use strict";
 const fs = require("fs"), vm = require("vm");
-const [, , pageFile, start = "", actions = "[]", storageFile] = process.argv;
+const [, , pageFile, start = "", actions = "[]"] = process.argv;
 
 const escape = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -65,13 +64,6 @@ for (const [, id] of page.matchAll(/ id="(\w+)"/g)) byId[id] = new Element("div"
 byId.data.append(page.match(/<script type="application\/json" id="data">(.*?)<\/script/s)[1]);
 
 let address = start;
-const stored = () => fs.existsSync(storageFile) ? JSON.parse(fs.readFileSync(storageFile)) : {};
-const localStorage = {
-  getItem: key => stored()[key] ?? null,
-  setItem: (key, text) => {
-    fs.writeFileSync(storageFile, JSON.stringify({...stored(), [key]: text}));
-  },
-};
 const browser = {
   document: {
     getElementById: id => byId[id],
@@ -84,7 +76,6 @@ const browser = {
   URLSearchParams,
   setInterval() {},
   addEventListener() {},
-  ...(storageFile ? {localStorage} : {}),
 };
 vm.runInNewContext(page.match(/<script nonce="\w+">(.*?)<\/script>/s)[1], browser);
 

@@ -23,10 +23,6 @@ RUNS = {
             r"\| tiny \| sleep \| 2 cycles \| # GiB freed, # lost",
         ],
     ),
-    "horizon": (
-        "--template qwen2.5 --turns 10 --rounds 1".split(),
-        [r"qwen2\.5 tool: append +# +# +# +#$", r"qwen2\.5 reasoning: verl +# +# +# +#$"],
-    ),
     # Experts, a model of vLLM's Transformers backend, and one that does not exist.
     "models": (
         ["qwen3_moe", "olmo2", "nothing"],
@@ -37,24 +33,12 @@ RUNS = {
         ],
     ),
     "rollout": (
-        [*SHORT, *"--turns 2 --spread even --tokens 4".split(), *ENGINE],
+        [*SHORT, *"--turns 2 --spread tail --tokens 4".split(), *ENGINE],
         [
-            "2 turns of 2 to 6 tokens, #M parameters",
+            "2 turns of 1 to 32 tokens, #M parameters",
             "round 1 +rollout +# tokens/s +LLM.generate +# +ratio #",
             f"ratio {RATIO}",
             "idle for #%",
-        ],
-    ),
-    "tools": (
-        [
-            *"--model MODEL --trajectories 4 --group_size 2 --slots 2".split(),
-            *"--tokens 2 --rounds 1 --slowest 0.1".split(),
-            *ENGINE,
-        ],
-        [
-            f"4 turns, no latency: lock step +flatrl is faster by {RATIO}",
-            f"4 turns, slow tool: lock step +flatrl is faster by {RATIO}",
-            "waiting alone, .* #",
         ],
     ),
     "trl": (

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -333,21 +332,19 @@ def test_the_command_needs_nothing_but_python(folder):
 WITHOUT_NODE = pytest.mark.skipif(not shutil.which("node"), reason="no node")
 
 
-def states(page: Path, address: str, *actions, storage: Path | None = None) -> list[str]:
+def states(page: Path, address: str, *actions) -> list[str]:
     """A page's elements as markup, and its address: at first, and after each action.
 
-    An action is [element, event, value]. storage: the file of the browser's storage."""
+    An action is [element, event, value]."""
     command = ["node", REPO / "tests" / "dom.js", page, f"#{address}", json.dumps(actions)]
-    if storage:
-        command.append(storage)
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("\f")
 
 
-def drawn(*arguments, **storage) -> str:
+def drawn(*arguments) -> str:
     """The last of the states."""
-    return states(*arguments, **storage)[-1]
+    return states(*arguments)[-1]
 
 
 def plain(markup: str) -> str:
@@ -436,29 +433,6 @@ def test_seeds_become_a_mean_and_a_band(tmp_path):
 
 
 @WITHOUT_NODE
-def test_two_trajectories_are_compared_token_by_token(folder):
-    """Tokens of both are pale, those of one alone are marked; the tool's words are words."""
-    messages = [{"role": "assistant"}, {"role": "tool", "name": "look"}, {"role": "assistant"}]
-    outputs = []
-    for i, ids in enumerate([range(10, 16), [10, 11, 20, 12, 13, 15]]):
-        outputs.append(trajectory(0, i, ids, [1, 1, 1, 0, 1, 1], messages=messages))
-    write_rollouts(folder, "step_000001", outputs)
-    run_of(folder)
-    markup = drawn(folder / "report.html", "tab=trajectories&mode=diff&t=0.0")
-    own = re.findall(r"([\d,]+) of ([\d,]+) sampled tokens are its own", markup)
-    assert own == [("2", "5"), ("2", "5")]
-    turns = []
-    for pair in markup.split('<div class="turn pair">')[3:]:
-        pieces = re.findall(r'<span class="[^"]*(same|only)">([^<]*)', pair)
-        turns.append(" ".join({"same": "-", "only": "+"}[kind] + x for kind, x in pieces))
-    assert turns == [
-        "-⟨10⟩ -⟨11⟩ +⟨12⟩ -⟨10⟩ -⟨11⟩ +⟨20⟩",
-        "-⟨ +13 -⟩ -⟨ +12 -⟩",
-        "+⟨14⟩ -⟨15⟩ +⟨13⟩ -⟨15⟩",
-    ]
-
-
-@WITHOUT_NODE
 def test_trajectories_are_filtered_by_metrics_and_extra(folder):
     outputs = []
     for i in range(4):
@@ -485,31 +459,3 @@ def test_trajectories_are_filtered_by_metrics_and_extra(folder):
         [error] = re.findall('<span class="wrong" role="status">([^<]*)', markup)
         assert int(n) == right.get(where, 4), where
         assert error.startswith(wrong.get(where, "")) and bool(error) == (where in wrong), where
-
-
-@WITHOUT_NODE
-def test_notes_stay_in_the_browser_and_go_with_the_run(folder, tmp_path):
-    write_rollouts(folder, "step_000001", [trajectory(sample=i) for i in range(2)])
-    lines = [
-        {"about": "step/1/0/0/0", "note": "<b>odd</b>"},
-        {"about": "run", "note": "a try"},
-    ]
-    write_json_lines(folder / "notes.jsonl", lines)
-    run_of(folder)
-    page = folder / "report.html"
-    storage = tmp_path / "storage.json"
-    first, second = "tab=trajectories&t=0.0", "tab=trajectories&t=0.1"
-    field = "a note on this trajectory"
-
-    def notes(*arguments, **storage) -> list[str]:
-        return re.findall(r"<textarea[^>]*>([^<]*)</textarea>", drawn(*arguments, **storage))
-
-    assert notes(page, first) == ["&lt;b&gt;odd&lt;/b&gt;"]
-    drawn(page, second, [field, "input", "mine"], storage=storage)
-    assert notes(page, second, storage=storage) == ["mine"]
-    assert notes(page, second) == [""]  # another browser
-    tab = drawn(page, "tab=notes", ["notes.jsonl", "click"], storage=storage)
-    [saved] = re.findall('<a [^>]*href="data:[^,]*,([^"]*)"', tab)
-    saved = [json.loads(line) for line in urllib.parse.unquote(saved).splitlines()]
-    assert saved == [*lines, {"about": "step/1/0/1/0", "note": "mine"}]
-    assert "step 1 · prompt 0 · #1|mine" in plain(tab)
