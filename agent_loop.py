@@ -324,10 +324,9 @@ class Trajectory:
         self.count("forks")
 
     def add_sampled(self, out: TokenOutput, trained: bool = True):
-        """Appends the tokens of an assistant turn, with mask 1, or 0 if they are not trained.
+        """Appends the tokens of an assistant turn, with mask 1.
 
-        trained=False is for constrained decoding, whose logprobs are
-        not those of the policy."""
+        trained=False (mask 0): for constrained decoding, whose logprobs are not the policy's."""
         self.assistant_turns += 1
         if not trained:
             self.add_given(out.token_ids)
@@ -733,7 +732,7 @@ class ToolAgentLoop(AgentLoopBase):
     model reads a message about it, and a metric counts it."""
 
     def __init__(self, engine, tokenizer, processor, task, args):
-        """Sets what `run` sets for its row, so that a subclass or a test may call a part alone."""
+        """Sets what `run` sets for its row, so that a part can be called alone."""
         super().__init__(engine, tokenizer, processor, task, args)
         self.sampling_params = {}
         self.tools = {}  # by name
@@ -780,7 +779,9 @@ class ToolAgentLoop(AgentLoopBase):
             async with asyncio.timeout(self.args.trajectory_timeout or None) as budget:
                 while state:
                     state = await state(trajectory)
-                    if not state and self._may_answer(trajectory):
+                    at_limit = trajectory.stop_reason in ("length", "max_turns")
+                    can_ask = self.args.final_answer_tokens > 0 and not self.is_last
+                    if not state and at_limit and can_ask:
                         state = self.answering_last
         except TimeoutError:
             if not budget.expired():  # user code raised it, so the rollout fails
@@ -845,11 +846,6 @@ class ToolAgentLoop(AgentLoopBase):
         """As in AgentLoopBase, but without the tokens that are kept for the final answer."""
         room = super().room(trajectory, used)
         return room if self.is_last else room - self.args.final_answer_tokens
-
-    def _may_answer(self, trajectory):
-        """Returns whether a limit ends the rollout now, and a final answer can be requested."""
-        at_limit = trajectory.stop_reason in ("length", "max_turns")
-        return at_limit and self.args.final_answer_tokens > 0 and not self.is_last
 
     async def answering_last(self, trajectory):
         """Asks for the final answer, and samples it with the tokens that are kept for it.
@@ -956,9 +952,9 @@ class ToolAgentLoop(AgentLoopBase):
         model reads it, and the rollout continues. n_images: images in the rollout so far."""
         if name in self.tools:
             trajectory.count(f"tool_calls/{name}")
-        if isinstance(response, Exception):
-            return self._error_response(trajectory, name, response)
         try:
+            if isinstance(response, Exception):
+                raise response
             trajectory.record("tool", name, response.reward, response.metrics)
             n_new = len(response.images)
             limit = self.args.max_images
@@ -966,16 +962,12 @@ class ToolAgentLoop(AgentLoopBase):
                 raise ValueError(
                     f"no room for {n_new} more images: {n_images} of {limit} are there")
         except Exception as error:
-            return self._error_response(trajectory, name, error)
+            kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
+            trajectory.count(kind)
+            if name in self.tools:  # the model may write any name
+                trajectory.count(f"{kind}/{name}")
+            return ToolResponse(f"Error: {str(error) or repr(error)}")
         return response
-
-    def _error_response(self, trajectory, name, error):
-        """Counts an error, and returns a ToolResponse that tells the model about it."""
-        kind = "tool_timeouts" if isinstance(error, CallTimeoutError) else "tool_errors"
-        trajectory.count(kind)
-        if name in self.tools:  # the model may write any name
-            trajectory.count(f"{kind}/{name}")
-        return ToolResponse(f"Error: {str(error) or repr(error)}")
 
     def _content(self, response):
         """Returns the content of a tool's message: a text, or a list of parts with images."""
@@ -1046,10 +1038,14 @@ class ToolAgentLoop(AgentLoopBase):
     async def interacting(self, trajectory):
         """Lets the simulated user answer and reward the assistant's turn. Returns the next state:
         `generating`, or None if the user is done, at a limit, or after the final answer."""
+        messages = [dict(message) for message in trajectory.messages]
+        for message in messages:  # copies, because an Interaction may modify them
+            if "tool_calls" in message:
+                message["tool_calls"] = copy.deepcopy(message["tool_calls"])
         reply = await self._ask_interaction(
             self.interaction.generate_response,
             trajectory.request_id,
-            [_own_copy(message) for message in trajectory.messages],
+            messages,
             **self.interaction_kwargs,
         )
         name = self.interaction.name
@@ -1095,14 +1091,6 @@ class ToolAgentLoop(AgentLoopBase):
         for result in await asyncio.gather(*closers, return_exceptions=True):
             if isinstance(result, BaseException):
                 trajectory.count("release_errors")
-
-
-def _own_copy(message):
-    """Returns a copy of a message, because an Interaction may modify its tool calls."""
-    copied = dict(message)
-    if "tool_calls" in message:
-        copied["tool_calls"] = copy.deepcopy(message["tool_calls"])
-    return copied
 
 
 @register("compacting")
@@ -1737,6 +1725,8 @@ async def call(function: Callable, /, *args, **kwargs) -> Any:
 # Marks that the next character is tokenised alone (`_tokenise`). It is a Unicode noncharacter.
 # `clean` removes it from texts, so each one in a rendered chat was inserted by this file.
 TOKEN_BREAK = "\ufdd0"
+NOWHERE = re.compile("(?!)")
+EVERYWHERE = re.compile(r"\S")
 
 FLOAT32_LIMIT = 1e38  # for numbers that become float32 tensors, whose largest value is 3.4e38
 
@@ -1919,8 +1909,7 @@ class ChatTemplate:
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
         self.rendered_ids = {}  # of chats that `render` has seen
-        self.edited_tools = {}  # see `_edited_tools`
-        self.asked_with_tools = {}  # see `shows`
+        self.neutral_tools = {}  # see `_neutral_tools`
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
@@ -2126,7 +2115,7 @@ class ChatTemplate:
         Raises ValueError if all three fail."""
         written_tools = json.dumps(tools, default=repr)
         # words: of the tools' texts, so that a message that repeats one gets the same word.
-        neutral_tools, plain_tools, words = self._edited_tools(tools, written_tools)
+        neutral_tools, words = self._neutral_tools(tools, written_tools)
 
         def edited(edit):
             return [
@@ -2142,10 +2131,10 @@ class ChatTemplate:
             hash(key),  # because a chat is long
             lambda: self._controls_in(ids_of(neutral_chat, neutral_tools)),
         )
-        for edit in (str, self._divide_tokens, self._divide_everywhere):
-            # str leaves texts as they are. The tools for that case are cached.
-            edited_tools = plain_tools if edit is str else self._edit_tools(tools, edit)
-            ids = ids_of(edited(edit), edited_tools)
+        for pattern in (NOWHERE, self.control, EVERYWHERE):
+            divide = functools.partial(pattern.sub, TOKEN_BREAK + r"\g<0>")
+            divided_tools = _edit_values(tools, functools.partial(self._edit_value, divide))
+            ids = ids_of(edited(divide), divided_tools)
             if self._controls_in(ids) == expected:
                 return ids
         raise ValueError("the chat template turns what messages say into control tokens")
@@ -2154,14 +2143,6 @@ class ChatTemplate:
         """Returns the control tokens among ids."""
         controls = _control_tokens(self.tokenizer)
         return [token for token in ids if token in controls]
-
-    def _divide_tokens(self, text):
-        """Returns a text in which the first character of each control token stands alone."""
-        return self.control.sub(TOKEN_BREAK + r"\g<0>", text)
-
-    def _divide_everywhere(self, text):
-        """Returns a text in which each character stands alone."""
-        return re.sub(r"\S", TOKEN_BREAK + r"\g<0>", text)
 
     def _edited(self, message, edit):
         """Returns a message with edit(text) in place of its texts.
@@ -2199,22 +2180,15 @@ class ChatTemplate:
         _, switches = self._texts_looked_for
         return functools.partial(_edit_around, switches, neutral_word)
 
-    def _edited_tools(self, tools, key):
-        """Returns (neutral tools, plain tools, words), which are cached for all rollouts.
+    def _neutral_tools(self, tools, key):
+        """Returns (neutral tools, the word for each of their texts), cached. key: tools as text."""
 
-        words: {text: the neutral word in its place}, see `_neutral_edit`. key: the tools as a
-        text."""
-
-        def edited():
+        def neutral():
             words = {}
-            neutral_tools = self._edit_tools(tools, self._neutral_edit(words))
-            return neutral_tools, self._edit_tools(tools, str), words
+            edit = functools.partial(self._edit_value, self._neutral_edit(words))
+            return _edit_values(tools, edit), words
 
-        return _cached(self.edited_tools, 64, key, edited)
-
-    def _edit_tools(self, tools, edit):
-        """Returns the tools with edit(text) in place of their texts."""
-        return _edit_values(tools, functools.partial(self._edit_value, edit))
+        return _cached(self.neutral_tools, 64, key, neutral)
 
     # -- what the template accepts
 
@@ -2338,13 +2312,9 @@ class ChatTemplate:
         """Returns whether the template accepts a message with calls, and shows all of it."""
         said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
-        written_tools = json.dumps(tools, default=repr)
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([PROBE_USER, message], tools)
-            # The tools' schemas also contain the names.
-            before = _cached(
-                self.asked_with_tools, 64, written_tools, lambda: self.text([PROBE_USER], tools)
-            )
+            before = self.text([PROBE_USER], tools)  # the tools' schemas also contain the names
             return all(text.count(each) > before.count(each) for each in said)
         return False
 
@@ -2412,26 +2382,22 @@ class ChatTemplate:
     def needs_only_recent(self) -> bool:
         """Whether the template's suffixes depend on the `Recent` part of a chat alone.
 
-        This is tested, not proved: in probe chats of one kind of round and of all kinds, with up to
-        33 rounds, one of them long, the suffix after the part must be the one after the whole."""
+        This is tested, not proved, in probe chats with up to 33 rounds of one kind or all kinds."""
         rounds = [round for round in ROUNDS.values() if self._text_after(*round) is not None]
         random_numbers = random.Random(0)
         for n in (3, 9, 33):
             chats = [[round] * n for round in rounds]
             if rounds:
                 chats.append(random_numbers.choices(rounds, k=n))
-            if not all(map(self._needs_only_recent_in, chats)):
-                return False
+            for chosen in chats:
+                chat, _ = _probe_chat([PROBE_USER, *itertools.chain(*chosen)])
+                chat[len(chat) // 3]["content"] += " and so on" * 100  # it may measure texts
+                n_new = len(chosen[-1]) - 1
+                history, new = chat[:-n_new], chat[-n_new:]
+                part = Recent(self.form_of).update(history)
+                if self._suffix_or_error(history, new) != self._suffix_or_error(part, new):
+                    return False
         return True
-
-    def _needs_only_recent_in(self, rounds):
-        """Returns whether the suffix of the last round depends on the `Recent` part alone."""
-        chat, _ = _probe_chat([PROBE_USER, *itertools.chain(*rounds)])
-        chat[len(chat) // 3]["content"] += " and so on" * 100  # the template may measure texts
-        n_new = len(rounds[-1]) - 1
-        history, new = chat[:-n_new], chat[-n_new:]
-        part = Recent(self.form_of).update(history)
-        return self._suffix_or_error(history, new) == self._suffix_or_error(part, new)
 
     def _suffix_or_error(self, messages, new, stop=None, tools=None):
         """Returns the ids of a suffix in a probe chat, or the type of the error that it raises."""
@@ -2456,25 +2422,15 @@ class ChatTemplate:
         """Two regular expressions: one of the strings that the template may look for in a message,
         and one of the switches among them, such as "/no_think", which have no control tokens.
 
-        These are the strings in the template's code, except for roles, keys, and those that do not
-        change the suffix of a later turn (`_is_without_consequence`)."""
-        from jinja2 import Environment, nodes
+        These are the strings in the template's code, except for those that do not change the suffix
+        of a later turn (`_is_without_consequence`)."""
+        from jinja2 import Environment
 
         template = self.tokenizer.chat_template
         if isinstance(template, dict):  # several, by name
             template = "".join(template.values())
-        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        keys = [node.arg for node in tree.find_all(nodes.Getitem)]
-        roles = []  # the constants of comparisons with a role
-        for node in tree.find_all(nodes.Compare):
-            names = [each.attr for each in node.find_all(nodes.Getattr)]
-            names += [getattr(each.arg, "value", "") for each in node.find_all(nodes.Getitem)]
-            if "role" in names:
-                roles += node.find_all(nodes.Const)
-        others = {*map(id, [*keys, *roles])}
-        constants = [each for each in tree.find_all(nodes.Const) if id(each) not in others]
-        texts = {each.value for each in constants if isinstance(each.value, str)}
+        tokens = Environment().lexer.tokenize(template)
+        texts = {token.value for token in tokens if token.type == "string"}
         texts = {text for text in texts if text.strip() and not self._is_without_consequence(text)}
         switches = {text for text in texts if not self.control.search(text)}
         return _any_of(texts, re.IGNORECASE), _any_of(switches, re.IGNORECASE)
@@ -2638,9 +2594,6 @@ class Recent:
     - the messages before the assistant's first,
     - the latest round, which is a message of the assistant with what answers it,
     - the last earlier round of each form.
-
-    Of ten rounds with the forms A A B A A B A A A B, these are the 6th (the last earlier B), the
-    9th (the last earlier A) and the 10th.
 
     Two rounds have the same form if the template can't distinguish them, except by words that it
     only copies. Probe chats show whether this is enough for a template
