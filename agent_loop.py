@@ -702,6 +702,8 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
     if not has_end and not has_start:
         return None, text
     reasoning = before + unfinished
+    if reasoning.lstrip().startswith(start):  # GLM writes a newline before its tag
+        reasoning = reasoning.lstrip()
     return reasoning.removeprefix(start), rest
 
 

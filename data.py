@@ -394,8 +394,8 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
         prompt_lengths     (B,) tokens of its prompt
         response_lengths   (B,) tokens of its response
         response_mask      (B, T) float, 1 where the policy sampled the token
-        imitation_mask     (B, T) float, 1 where a demonstration has the assistant's tokens; only
-                           if there are any
+        imitation_mask     (B, T) float, 1 at the assistant's tokens of a demonstration; only if
+                           there are any
         observation_mask   (B, T) float, 1 where a tool's or user's words are to be predicted (see
                            `observed`); only with_observations
         logprobs_rollout   (B, T) float32, from the engine; 0 where nothing was sampled
@@ -448,7 +448,7 @@ def collate(outputs: Outputs, image_token_id: int = -1, with_observations: bool 
 def observed(outputs: Outputs, image_token_id: int = -1) -> list[list[int]]:
     """Returns for each response token of each output whether it is an observation: 1 or 0.
 
-    Sampled tokens and images' placeholders are none. An observation in a prefix that outputs of a
+    Sampled tokens and placeholders of images are not. An observation in a prefix that outputs of a
     rollout share is marked in the first of them only."""
     n_outputs = Counter(rollout_of(output) for output in outputs if output.observations)
     seen = set()  # hashes of the sequences up to an observation's end, and of their rollouts
@@ -893,7 +893,8 @@ class Part:
     """Some rows of `whole`, a MicroBatch of all rows that have to be divided.
 
     positions: the rows' positions in `whole`.
-    n_tokens: how many tokens go through the network for them."""
+    n_tokens: at most how many tokens go through the network for them. Parts may share a prefix,
+        which counts in each of them."""
 
     positions: list[int]
     n_tokens: int
@@ -975,8 +976,8 @@ def micro_batches_of_this_rank(
     length is the limit.
         packed       a prefix that the rows share counts once
         not packed   padding counts, too
-    There are as few micro-batches as that allows, rounded up to a multiple of the ranks, and they
-    are about equal in size.
+    There are at most as few micro-batches as that allows, rounded up to a multiple of the ranks,
+    and they are about equal in size.
 
     All ranks get the same number of micro-batches, because DDP counts backward passes. A rank
     with fewer gets fillers."""

@@ -321,7 +321,7 @@ def whiten(x: BT, mask: BT, shift_mean: bool = True) -> BT:
     white = centered * (variance + 1e-8).rsqrt()
     if not shift_mean:
         white = white + mean
-    return torch.where(mask.bool(), white, 0).to(x.dtype)
+    return torch.where(mask.bool(), white, 0).to(_as_float(x).dtype)
 
 
 def _moments(values, mask):
@@ -410,7 +410,7 @@ def gigpo_advantages(
     states: Turns,
     turn_discount: float,
 ) -> NS:
-    """Computes the step advantages of GiGPO (arXiv 2505.10978, eq. 7).
+    """Computes the turn advantages of GiGPO (arXiv 2505.10978, eq. 7).
 
         R_k = sum_{j >= k} turn_discount^(j - k) r_j
         A   = `grpo_advantages` of R among the turns that met the same state

@@ -158,9 +158,9 @@ def sync(engine: Engine, policy: "Policy", version: int) -> float:
 def awake(run: "Run") -> Iterator[float]:
     """Wakes the engine, with the current weights. It stays awake until `put_to_sleep`.
 
-    Meanwhile, what --offload names is in host memory. Yields the seconds of the weight sync, 0 if
-    the engine had these weights already. After Stopped or an error in the block, the engine
-    sleeps, so that a checkpoint can be saved."""
+    While it is awake, what --offload names is in host memory. Yields the seconds that the weight
+    sync took, or 0 if the engine already had these weights. After Stopped or an error in the block,
+    the engine is put to sleep, so that a checkpoint can be saved."""
     seconds = 0.0
     if run.engine.state == "awake" and run.engine.version == run.done:
         # An evaluation must not change the digits of the next rollout, so caches are emptied.
@@ -429,9 +429,9 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
 def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
     """Returns the policy's loss per token, (b, T), and its stats.
 
-    That is --policy_loss, multiplied by the weights of --rollout_correction, minus the entropy
-    bonus, plus the KL to the reference. Without logprobs_old the old logprobs are those of this
-    forward pass. With --rollout_correction bypass, the objective takes the engine's instead."""
+    The loss is --policy_loss times the weights of --rollout_correction, minus the entropy bonus,
+    plus the KL to the reference. The ratio is to logprobs_old; if that is not among the columns, to
+    this forward pass, detached; with --rollout_correction bypass, always to the engine's."""
     logprobs = scores["logprobs"]  # (b, T)
     entropy = scores["entropy"]  # (b, T)
     mask = columns["response_mask"]
@@ -470,7 +470,7 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
 
 
 def value_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAndStats:
-    """Returns the critic's loss per token, (b, T), and its stats."""
+    """Returns the critic's loss per token, (b, T), and its stats: `losses.value_loss`, clipped."""
     old = columns["values"]
     mask = columns["response_mask"]
     return losses.value_loss(scores["values"], old, columns["returns"], mask, VALUE_CLIP)
@@ -496,7 +496,7 @@ def optimise(
     global counts, so the gradient does not depend on how the batch is split.
 
     Returns metrics, whose names begin with the learner's, and the logprobs or values of this
-    rank's tokens, (B, T)."""
+    rank's rows, (B, T), 0 in the rows of others."""
     counts = data.count_globally(batch, rows, columns)
     micro_batches = data.micro_batches_of_this_rank(
         batch, rows, args.tokens_per_micro_batch, learner.net.packed
@@ -573,8 +573,8 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
     """Ends the run, by BadInput on all ranks, if engine and trainer differ too much.
 
     version: of the weights that the step began with. difference: the mean absolute difference
-    of their logprobs; the limit is 1e-3, or 0.1 below float32. Only warns, once, with
-    --allow_mismatch, and with --sampling_args that change the engine's distribution."""
+    of their logprobs: at most 1e-3, or 0.1 in bfloat16 or with a quantised engine. Only warns,
+    once, with --allow_mismatch or --sampling_args that change the engine's distribution."""
     args = run.args
     bound = 0.1 if args.quantized or args.dtype == "bfloat16" else 1e-3
     if not run.engine or run.mismatch_is_known or difference <= bound:
@@ -591,7 +591,7 @@ def check_agreement(run: "Run", batch: data.Batch, version: int, difference: flo
 def evaluate(run: "Run") -> dict:
     """Evaluates on the validation rows, with --eval_sampling_args. Returns metrics.
 
-    The engine stays awake: the next rollout has its weights. Without rows, there are no metrics."""
+    Running training rollouts finish first, or are cancelled after the last step."""
     args = run.args
     if not run.rows["val"]:
         return {}
@@ -757,7 +757,7 @@ class Learner:
         return lr
 
     def averaging(self, accelerator, is_last: bool) -> contextlib.AbstractContextManager:
-        """Returns a context for a backward pass: ranks average their gradients in the last one.
+        """Returns a context for a backward pass. Ranks average gradients only in the last pass.
 
         FSDP does it every time, because delaying it would need unsharded gradients."""
         if is_last or self.is_sharded:
@@ -804,7 +804,7 @@ class Run:
     engine: Engine | None  # None with --replay
     policy: Learner
     critic: Learner | None
-    reference: Callable | None  # see build_reference
+    reference: Callable | None  # acts like a Net: see build_reference
     kl: losses.AdaptiveKL  # its coefficient is constant without --kl_target
     # For a task's sampler, of each prompt so far: [row, step, reward, reward, ...].
     history: list[list] = field(default_factory=list)
@@ -946,7 +946,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
 
 
 def build_reference(args: Args, accelerator, policy: Policy) -> Callable:
-    """Returns what the KL compares the policy with: --ref_model or the starting model, frozen.
+    """Returns the frozen network that the KL compares with: --ref_model or the starting model.
 
     With --hints it is the policy itself, not frozen; with LoRA the policy without its adapters."""
     if args.hints:

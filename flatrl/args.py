@@ -324,12 +324,14 @@ class Args(LoopArgs):
 
         kinds is a text with commas, low and high have a number for each kind: as
         `losses.rollout_correction` takes them. Raises ValueError for a bound that is no
-        number, and for a lower bound of a kind that has none."""
+        number, or that the kind does not have."""
         kinds = []
         lows = []
         highs = []
         for part in self.rollout_correction.split(","):
             kind, *bounds = part.split(":")
+            if kind in ("none", "bypass") and bounds:
+                raise ValueError(f"{part}: {kind} has no bounds")
             low, high = losses.ROLLOUT_CORRECTIONS.get(kind, (0.0, 1.0))
             if self.max_staleness:
                 low = 0.0  # with staleness a small ratio is no reason to drop a token

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -142,6 +142,7 @@ def number_of(folder: Path, metric: str, last: int | None) -> float:
     Raises BadInput if the run's metrics.jsonl has none."""
     values = [value for step, value in logged(folder, metric).items() if step > 0]
     need(values, f"{folder}/metrics.jsonl has no {metric} after step 0")
+    need(all(map(isfinite, values)), f"{folder}/metrics.jsonl: a {metric} is not finite")
     return fmean(values[-last:] if last else values)
 
 
@@ -162,6 +163,8 @@ def main(arguments: list[str] | None = None):
     args = parser.parse_args(arguments)
     if args.pairs < 1:
         parser.error("--pairs must be at least 1")
+    if not 0 < args.error < 1:
+        parser.error("--error must be between 0 and 1")
     home = args.output_dir.resolve()
 
     def run(name: str, seed: int) -> float:

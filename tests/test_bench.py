@@ -23,6 +23,10 @@ RUNS = {
             r"\| tiny \| sleep \| 2 cycles \| # GiB freed, # lost",
         ],
     ),
+    "horizon": (
+        "--template qwen2.5 --turns 10 --rounds 1".split(),
+        [r"qwen2\.5 tool: append +# +# +# +#$", r"qwen2\.5 reasoning: verl +# +# +# +#$"],
+    ),
     # Experts, a model of vLLM's Transformers backend, and one that does not exist.
     "models": (
         ["qwen3_moe", "olmo2", "nothing"],

@@ -78,3 +78,5 @@ def test_a_failed_run_ends_the_comparison_and_a_restart_continues(start, tmp_pat
     assert start("--first_seed", "9", "--pairs", "1")[-1].startswith("not told apart after 1 pair")
     with pytest.raises(SystemExit, match="2"):
         start("--pairs", "0")
+    with pytest.raises(SystemExit):
+        start("--error", "1.5")

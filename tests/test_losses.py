@@ -652,3 +652,8 @@ def test_autocast():
         got = losses.token_logprobs(hidden, weight, targets)
     close(got, losses.token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets), rtol=0, atol=0)
     assert all(grad.dtype == torch.float32 for grad in grad_of(got, hidden, weight))
+
+
+def test_whitened_integers_are_not_rounded():
+    white = losses.whiten(torch.tensor([[1, -1, 1, 1]]), torch.ones(1, 4))
+    assert white.tolist() == [pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-6)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from agent_loop import BadInput, as_tool, parse_tool_calls, tool_parser
+from agent_loop import BadInput, as_tool, parse_tool_calls, split_reasoning, tool_parser
 from examples import calculator
 
 # The formats' tokens, which hypothesis puts together rightly and wrongly.
@@ -83,3 +83,8 @@ def test_no_parser_lets_an_exception_out(wide, parsers, text, data):
         assert isinstance(call["name"], str) and isinstance(call["arguments"], dict)
         json.dumps(call["arguments"], allow_nan=False)  # an endpoint's answer takes no NaN
         assert call["error"] is None or isinstance(call["error"], str)
+
+
+def test_a_newline_before_the_tag_is_no_reasoning():  # GLM writes it
+    split = split_reasoning("\n<think>why</think>so", "<think>", "</think>", False)
+    assert split == ("why", "so")

@@ -418,6 +418,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
     (dict(algo="sapo", clip_low=0.0), "--policy_loss sapo: its temperatures"),
     (dict(algo="opd"), "--reward_coef 0 (--algo opd) learns from the KL to a teacher"),
     (dict(rollout_correction="tis:0:2"), "tis:0:2: must be KIND, KIND:HIGH or"),
+    (dict(rollout_correction="bypass:3"), "bypass:3: bypass has no bounds"),
     (dict(algo="gspo", rollout_correction="bypass"), "bypass is for --policy_loss ppo, not gspo"),
     (dict(agent_args='{"tool_timeot": 3}'), "--agent_args: tool_timeot is not one of"),
     (dict(agent_args='{"tool_timeout": "x"}'), "tool_timeout must be a float, got 'x'"),
