@@ -1912,6 +1912,8 @@ class ChatTemplate:
         self.markup = _any_of(token.content for token in controls if not token.special)
         self.rendered_ids = {}  # of chats that `render` has seen
         self.neutral_tools = {}  # see `_neutral_tools`
+        self.divided_tools = {}  # see `_without_forged_tokens`
+        self.asked_with_tools = {}  # see `shows`
         self.neutral_controls = {}  # see `_without_forged_tokens`
         self.checked_forms = set()  # of prompts that `check_prompt` has seen
         given = {*stops}
@@ -2135,7 +2137,13 @@ class ChatTemplate:
         )
         for pattern in (NOWHERE, self.control, EVERYWHERE):
             divide = functools.partial(pattern.sub, TOKEN_BREAK + r"\g<0>")
-            divided_tools = _edit_values(tools, functools.partial(self._edit_value, divide))
+            edit = functools.partial(self._edit_value, divide)
+            divided_tools = _cached(  # because there may be many tools
+                self.divided_tools,
+                64,
+                (pattern, written_tools),
+                functools.partial(_edit_values, tools, edit),
+            )
             ids = ids_of(edited(divide), divided_tools)
             if self._controls_in(ids) == expected:
                 return ids
@@ -2314,9 +2322,13 @@ class ChatTemplate:
         """Returns whether the template accepts a message with calls, and shows all of it."""
         said = [message["content"].strip(), message.get("reasoning_content", "").strip()]
         said += [call["function"]["name"] for call in message["tool_calls"]]
+        written_tools = json.dumps(tools, default=repr)
         with suppress(Exception):  # templates raise whatever they like
             text = self.text([PROBE_USER, message], tools)
-            before = self.text([PROBE_USER], tools)  # the tools' schemas also contain the names
+            # The tools' schemas also contain the names.
+            before = _cached(
+                self.asked_with_tools, 64, written_tools, lambda: self.text([PROBE_USER], tools)
+            )
             return all(text.count(each) > before.count(each) for each in said)
         return False
 
