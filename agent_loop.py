@@ -690,6 +690,7 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
     Reasoning is everything up to the last end tag, plus anything after a later start tag:
         "<think>why</think>so"        ("why", "so")
         "why</think>so"               ("why", "so")
+        "\\n<think>why</think>so"      ("why", "so"): GLM writes the newline
         "why</think>so<think>or"      ("whyor", "so")
         "why", opened                 ("why", "")
         "so", not opened              (None, "so")
@@ -701,10 +702,8 @@ def split_reasoning(text: str, start: str, end: str, opened: bool) -> tuple[str 
     rest, has_start, unfinished = after_end.partition(start)
     if not has_end and not has_start:
         return None, text
-    reasoning = before + unfinished
-    if reasoning.lstrip().startswith(start):  # GLM writes a newline before its tag
-        reasoning = reasoning.lstrip()
-    return reasoning.removeprefix(start), rest
+    start_tag = r"^\s*" + re.escape(start)
+    return re.sub(start_tag, "", before + unfinished), rest
 
 
 @register("single_turn")
@@ -1727,8 +1726,6 @@ async def call(function: Callable, /, *args, **kwargs) -> Any:
 # Marks that the next character is tokenised alone (`_tokenise`). It is a Unicode noncharacter.
 # `clean` removes it from texts, so each one in a rendered chat was inserted by this file.
 TOKEN_BREAK = "\ufdd0"
-NOWHERE = re.compile("(?!)")
-EVERYWHERE = re.compile(r"\S")
 
 FLOAT32_LIMIT = 1e38  # for numbers that become float32 tensors, whose largest value is 3.4e38
 
@@ -1910,6 +1907,13 @@ class ChatTemplate:
         self.control = _any_of(token.content for token in controls)
         self.special = _any_of(token.content for token in controls if token.special)
         self.markup = _any_of(token.content for token in controls if not token.special)
+        # The ways to divide a text: not, before each control token, and before each character.
+        before_match = TOKEN_BREAK + r"\g<0>"
+        self.divisions = (
+            str,
+            functools.partial(self.control.sub, before_match),
+            functools.partial(re.compile(r"\S").sub, before_match),
+        )
         self.rendered_ids = {}  # of chats that `render` has seen
         self.neutral_tools = {}  # see `_neutral_tools`
         self.divided_tools = {}  # see `_without_forged_tokens`
@@ -2135,13 +2139,12 @@ class ChatTemplate:
             hash(key),  # because a chat is long
             lambda: self._controls_in(ids_of(neutral_chat, neutral_tools)),
         )
-        for pattern in (NOWHERE, self.control, EVERYWHERE):
-            divide = functools.partial(pattern.sub, TOKEN_BREAK + r"\g<0>")
+        for divide in self.divisions:
             edit = functools.partial(self._edit_value, divide)
             divided_tools = _cached(  # because there may be many tools
                 self.divided_tools,
                 64,
-                (pattern, written_tools),
+                (divide, written_tools),
                 functools.partial(_edit_values, tools, edit),
             )
             ids = ids_of(edited(divide), divided_tools)

@@ -71,7 +71,7 @@ def lengths_of_turns(rows: list[dict], options: argparse.Namespace) -> dict:
     least, most = shortest_and_longest(options)
     drawn = random.Random(0)
 
-    def length() -> int:
+    def length() -> int:  # without --spread, least and most are equal
         return min(most, max(least, round(drawn.expovariate(1 / options.tokens))))
 
     return {

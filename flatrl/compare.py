@@ -139,11 +139,12 @@ def run_once(command: str, folder: Path):
 def number_of(folder: Path, metric: str, last: int | None) -> float:
     """Returns the mean of a metric after step 0, over its last values or all.
 
-    Raises BadInput if the run's metrics.jsonl has none."""
+    Raises BadInput if the run's metrics.jsonl has none, or if the mean is not finite."""
     values = [value for step, value in logged(folder, metric).items() if step > 0]
     need(values, f"{folder}/metrics.jsonl has no {metric} after step 0")
-    need(all(map(isfinite, values)), f"{folder}/metrics.jsonl: a {metric} is not finite")
-    return fmean(values[-last:] if last else values)
+    mean = fmean(values[-last:] if last else values)
+    need(isfinite(mean), f"{folder}/metrics.jsonl: {metric} is {mean}")
+    return mean
 
 
 def main(arguments: list[str] | None = None):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from agent_loop import BadInput
 from flatrl import compare
 
 DIFFERENCES = [0.1, 0.2, 0.15, 0.3, 0.12]
@@ -78,5 +79,12 @@ def test_a_failed_run_ends_the_comparison_and_a_restart_continues(start, tmp_pat
     assert start("--first_seed", "9", "--pairs", "1")[-1].startswith("not told apart after 1 pair")
     with pytest.raises(SystemExit, match="2"):
         start("--pairs", "0")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         start("--error", "1.5")
+
+
+def test_a_metric_that_is_not_finite_ends_the_comparison(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": NaN}\n{"step": 2, "x": 0.5}\n')
+    with pytest.raises(BadInput, match="metrics.jsonl: x is nan"):
+        compare.number_of(tmp_path, "x", None)
+    assert compare.number_of(tmp_path, "x", 1) == 0.5
