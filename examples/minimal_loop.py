@@ -44,6 +44,7 @@ LEARNING_RATE = 3e-4
 SETTINGS = {
     "max_model_len": 128,  # tokens of prompt and response together
     "max_response_tokens": 64,
+    "tokens_per_micro_batch": 16384,
     # The default cache of 1 GB would be larger than this model needs.
     "engine_args": '{"kv_cache_memory_bytes": 100000000}',
 }

@@ -13,7 +13,7 @@ import torch
 import losses
 from agent_loop import LoopArgs, agent_loop_class
 from flatrl.bad_input import need, refusing
-from flatrl.devices import device_defaults
+from flatrl.devices import ENOUGH_TOKENS, device_defaults
 from flatrl.files import absolute
 from flatrl.flags import (
     ANY, DISCOUNT, POSITIVE, SHARE, Range, check_each_flag, check_value, flag, parse_flags)
@@ -203,7 +203,9 @@ class Args(LoopArgs):
     warmup_steps: int = flag(0, "steps of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", POSITIVE)
     lora_rank: int = flag(0, "train LoRA adapters of this rank; 0: all weights")
-    tokens_per_micro_batch: int = flag(16384, "tokens in one pass of a rank", POSITIVE)
+    tokens_per_micro_batch: int = flag(
+        None, "tokens in one pass of a rank, at least the longest rollout; default: 16384, on CUDA "
+        "up to 32768", POSITIVE)
     gradient_checkpointing: bool = flag(
         None, "recompute activations: a third slower, much less memory; default: on CUDA, if a "
         "micro-batch takes too much without")
@@ -498,7 +500,7 @@ def check_flags_together(args: Args):
          f"--max_model_len {args.max_model_len} leaves no room for a response to "
          "--max_prompt_tokens")
     # Forks and chat agents may fill the window.
-    need(args.tokens_per_micro_batch >= args.window,
+    need((args.tokens_per_micro_batch or args.window) >= args.window,
          f"--tokens_per_micro_batch {args.tokens_per_micro_batch} is less than the longest "
          f"rollout: {args.window} tokens")
     need(args.final_answer_tokens < args.max_response_tokens,
@@ -552,12 +554,15 @@ def complete_flags(args: Args, cuda: bool):
         critic_lr = 1e-3
     if args.lora_rank:
         lr *= 10
+    # A GPU's pass over fewer tokens of a small model waits for Python.
+    tokens = 2 * ENOUGH_TOKENS if cuda else ENOUGH_TOKENS
     folder = f"runs/{Path(args.task).stem}"
     if not args.num_steps:
         folder += "-eval"
     args.fill({
         "lr": lr,
         "critic_lr": critic_lr,
+        "tokens_per_micro_batch": max(args.window, tokens),
         "output_dir": folder,
         "max_model_len": args.window,
     })

@@ -31,6 +31,9 @@ NOT_IMPLEMENTED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
+# Tokens of a micro-batch. To recompute activations costs a GPU less than smaller ones do: these
+# wait for Python.
+ENOUGH_TOKENS = 16384
 # How long a process waits at the start for the launcher's other processes.
 MEETING_PATIENCE = datetime.timedelta(minutes=10)
 # How long a rank waits for the others to try a micro-batch.
@@ -149,9 +152,9 @@ def offload(run, device: torch.device | str):
 def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[str], None]):
     """Tries the largest micro-batch on the GPU, and makes it fit.
 
-    At first without --gradient_checkpointing, unless that is given, then with it; then
-    --tokens_per_micro_batch is halved until it fits. learners: the train.Learners by name. Each
-    computes its network forward and backward once, on all ranks together. No number of the run
+    --tokens_per_micro_batch is halved until it fits. Before it would be less than ENOUGH_TOKENS,
+    --gradient_checkpointing is tried, unless that is given. learners: the train.Learners by name.
+    Each computes its network forward and backward once, on all ranks together. No number of the run
     depends on the result, because losses are divided by global counts. Nothing is tried on a CPU.
     Raises BadInput if a single trajectory of the longest length does not fit."""
     if device.type != "cuda" or args.rollout_only or not args.num_steps:
@@ -166,9 +169,10 @@ def fit_micro_batch(learners: dict, args, device: torch.device, say: Callable[[s
 def _take_less(name, learners, args, say):
     """Changes the flags so that a micro-batch takes less memory. Raises BadInput if it can't."""
     tokens = args.tokens_per_micro_batch
+    halve_first = tokens // 2 >= max(args.window, ENOUGH_TOKENS)
     models = [learner.net.model for learner in learners.values()]
     can_recompute = all(model.supports_gradient_checkpointing for model in models)
-    if args.gradient_checkpointing is None and can_recompute:
+    if args.gradient_checkpointing is None and can_recompute and not halve_first:
         for model in models:
             recompute_activations(model)
         args.gradient_checkpointing = True

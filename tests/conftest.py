@@ -99,6 +99,7 @@ def args(tiny_model):
         max_prompt_tokens=64,
         max_response_tokens=64,
         max_model_len=128,
+        tokens_per_micro_batch=16384,
         engine_args=SMALL_CACHE,
     )
 

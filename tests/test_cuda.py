@@ -32,6 +32,9 @@ COLUMNS = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
     ({}, False, {"lr": 3e-4, "critic_lr": 1e-3}),
     ({"model": "org/model", "lora_rank": 4}, False, {"lr": 1e-5, "critic_lr": 1e-5}),
     ({"lr": 0.5, "lora_rank": 4, "critic_lr": 0.25}, False, {"lr": 0.5, "critic_lr": 0.25}),
+    ({}, True, {"tokens_per_micro_batch": 32768}),
+    ({"max_model_len": 20000}, False, {"tokens_per_micro_batch": 20000}),
+    ({"tokens_per_micro_batch": 999}, True, {"tokens_per_micro_batch": 999}),
     # A shell leaves the ~ of --output_dir=~/x as it is.
     ({"output_dir": "~/x"}, False, {"output_dir": "/home/nobody/x"}),
     ({"num_steps": 0}, False, {"output_dir": str(Path.cwd() / "runs/tiny_task-eval")}),
@@ -84,7 +87,8 @@ def test_the_reference_keeps_its_stored_dtype_and_the_policy_is_in_float32(
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    args = Args(model=str(tmp_path), dtype="bfloat16", shard=True, kl_coef=0.1, lr=1e-3)
+    flags = dict(dtype="bfloat16", shard=True, tokens_per_micro_batch=1000)
+    args = Args(model=str(tmp_path), kl_coef=0.1, lr=1e-3, **flags)
     data.register_packed_attention()
     policy, _, reference = train.build_networks(args, accelerator_of(), train.Policy(args))
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
@@ -200,6 +204,26 @@ def test_all_ranks_halve_the_micro_batch_if_one_has_too_little_memory(
     others = [False]
     with pytest.raises(BadInput, match="the policy has too little GPU memory .* 128 tokens"):
         devices.fit_micro_batch(learners, args, CUDA, lambda text: None)
+
+
+def test_activations_are_recomputed_rather_than_in_small_micro_batches(
+    args, process_group, monkeypatch
+):
+    def changes(n_failures: int, **flags) -> list[str]:
+        fits = [False] * n_failures + [True]
+        monkeypatch.setattr(devices, "_fits", lambda *_: fits.pop(0))
+        said = []
+        changed = dataclasses.replace(args, **flags)
+        devices.fit_micro_batch({"policy": learner_of(args)}, changed, CUDA, said.append)
+        return [line.split(": ")[1] for line in said]
+
+    assert changes(3, tokens_per_micro_batch=32768) == [
+        "--tokens_per_micro_batch 16384",
+        "--gradient_checkpointing",
+        "--tokens_per_micro_batch 8192",
+    ]
+    long = {"max_model_len": 50000, "tokens_per_micro_batch": 50000}
+    assert changes(1, **long) == ["--gradient_checkpointing"]
 
 
 @pytest.mark.parametrize("flags", [{"num_steps": 0}, {"rollout_only": True}, {}])

@@ -21,7 +21,8 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def args_of(model: str, **more) -> Args:
     data.register_packed_attention()
-    return Args(model=model, dtype="float32", lr=1e-3, **{"lora_rank": 4} | more)
+    flags = {"lora_rank": 4, "tokens_per_micro_batch": 1000}
+    return Args(model=model, dtype="float32", lr=1e-3, **flags | more)
 
 
 def is_adapted(name: str) -> bool:
