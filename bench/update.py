@@ -3,6 +3,7 @@
     python bench/update.py [--prompt_tokens 24 256 1024] [--response_tokens 64 256]
     python bench/update.py --distinct           # no prompt is shared
     python bench/update.py --micro_batch 2048   # tokens in a forward and backward pass
+    python bench/update.py --against            # flatrl alone: three models take much memory
 
     flatrl      train.score_tokens; train.optimise: one optimiser step, GRPO, no KL
     unshared    the same, with every trajectory as a sequence of its own
@@ -264,6 +265,7 @@ def main() -> None:
     parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[24, 256, 1024])
     parser.add_argument("--response_tokens", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--distinct", action="store_true", help="no prompt is shared")
+    parser.add_argument("--against", nargs="*", default=["unshared", "bare"], help="other sides")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as options.folder:
         if not options.model:
@@ -273,7 +275,9 @@ def main() -> None:
         accelerator, _ = devices.start_processes(args)
         train.complete_flags(args, accelerator.device.type == "cuda")
         data.register_packed_attention()
-        sides = {name: side(options, args, accelerator) for name, side in SIDES.items()}
+        sides = {
+            name: SIDES[name](options, args, accelerator) for name in ("flatrl", *options.against)
+        }
         vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
         threads = os.environ["OMP_NUM_THREADS"]
         print(f"{options.prompts} x {options.group_size}, {accelerator.device}, {threads} threads")

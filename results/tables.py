@@ -180,31 +180,38 @@ def bisection():
 
 @table
 def gpu():
-    """The seconds of a step are medians without the first step."""
     known = runs("gpu")
-    job, forced = known["calculator"], known["step"]
-
-    def seconds(run: Run, part: str) -> float:
-        return median(run.values(f"timing/{part}_s")[1:])
-
+    job = known["calculator"]
     yield "on one H100", "measured"
     first, *_, last = job.values("eval/reward")
-    rewards = f"held-out reward {first:.3f} -> {last:.3f}"
-    yield "the default job", f"{rewards} in {job.duration()}, {seconds(job, 'step'):.1f} s a step"
-    parts = (f"{part} {seconds(forced, part):.2f}" for part in ("rollout", "train", "sync"))
-    yield "a step of 256 x 512 tokens, 0.5B", f"{seconds(forced, 'step'):.1f} s: {', '.join(parts)}"
-    rate = median(forced.values("throughput/tokens_per_s")[1:])
-    yield "its rollout", f"{rate:,.0f} tokens/s"
-    before, after = (forced.values(f"memory/{x}_device_gb")[-1] for x in ("before_sleep", "asleep"))
-    yield "memory in use, engine awake and asleep", f"{before:.1f} GB, {after:.1f} GB"
-    for line in known["bench"].lines:
-        yield f"{line['section']}, {line['shape']}: {line['what']}", line["measured"]
+    seconds = f"{job.duration()}, {typical(job, 'timing/step_s'):.1f} s a step"
+    yield "the default job", f"held-out reward {first:.3f} -> {last:.3f} in {seconds}"
+    forced = [run for name, run in known.items() if name.startswith("step_")]
+    for run in forced:
+        names = ("rollout", "train", "sync")
+        parts = ", ".join(f"{name} {typical(run, f'timing/{name}_s'):.2f}" for name in names)
+        step = f"{typical(run, 'timing/step_s'):.1f} s: {parts}"
+        yield f"a step of 256 x 512 tokens, {run.label}", step
+    for run in forced:
+        rate = f"{typical(run, 'throughput/tokens_per_s'):,.0f} tokens/s sampled"
+        places = ("before_sleep", "asleep")
+        awake, asleep = (typical(run, f"memory/{place}_device_gb") for place in places)
+        memory = f"{awake:.0f} GB in use, {asleep:.0f} while the engine sleeps"
+        yield f"such a step, {run.label}", f"{rate}, {memory}"
+    for name in ("bench", "bench_1.5B_7B"):
+        for line in known[name].lines:
+            yield f"{line['section']}, {line['shape']}: {line['what']}", line["measured"]
     [line] = known["rollout"].lines
     yield "rollout, 0.5B: tokens/s, as a share of LLM.generate's", spread(*line["ratio"])
     for line in known["trl"].lines:
-        parts = (f"{part} {line[part]:.2f}" for part in ("generate", "update", "sync"))
-        name = f"such a step in bench/trl.py: {line['side']}"
-        yield name, f"{line['step']:.1f} s: {', '.join(parts)}"
+        parts = ", ".join(f"{part} {line[part]:.2f}" for part in ("generate", "update", "sync"))
+        name = f"such a step in bench/trl.py, 0.5B: {line['side']}"
+        yield name, f"{line['step']:.1f} s: {parts}"
+
+
+def typical(run: Run, metric: str) -> float:
+    """Returns the median of a metric without the first step."""
+    return median(run.values(metric)[1:])
 
 
 @table
