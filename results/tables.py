@@ -179,6 +179,24 @@ def bisection():
 
 
 @table
+def gpu_steps():
+    """Medians of the steps after the first."""
+    steps = [run for name, run in runs("gpu").items() if name.startswith("step_")]
+    rows = {
+        "seconds of a step": ("timing/step_s", 1),
+        "rollout": ("timing/rollout_s", 1),
+        "training": ("timing/train_s", 1),
+        "weight sync": ("timing/sync_s", 1),
+        "tokens sampled per second": ("throughput/tokens_per_s", 0),
+        "GB in use, the engine awake": ("memory/before_sleep_device_gb", 0),
+        "GB in use, the engine asleep": ("memory/asleep_device_gb", 0),
+    }
+    yield "on one H100", *(run.label for run in steps)
+    for name, (metric, digits) in rows.items():
+        yield name, *(f"{typical(run, metric):,.{digits}f}" for run in steps)
+
+
+@table
 def gpu():
     known = runs("gpu")
     job = known["calculator"]
@@ -186,18 +204,6 @@ def gpu():
     first, *_, last = job.values("eval/reward")
     seconds = f"{job.duration()}, {typical(job, 'timing/step_s'):.1f} s a step"
     yield "the default job", f"held-out reward {first:.3f} -> {last:.3f} in {seconds}"
-    forced = [run for name, run in known.items() if name.startswith("step_")]
-    for run in forced:
-        names = ("rollout", "train", "sync")
-        parts = ", ".join(f"{name} {typical(run, f'timing/{name}_s'):.2f}" for name in names)
-        step = f"{typical(run, 'timing/step_s'):.1f} s: {parts}"
-        yield f"a step of 256 x 512 tokens, {run.label}", step
-    for run in forced:
-        rate = f"{typical(run, 'throughput/tokens_per_s'):,.0f} tokens/s sampled"
-        places = ("before_sleep", "asleep")
-        awake, asleep = (typical(run, f"memory/{place}_device_gb") for place in places)
-        memory = f"{awake:.0f} GB in use, {asleep:.0f} while the engine sleeps"
-        yield f"such a step, {run.label}", f"{rate}, {memory}"
     for name in ("bench", "bench_1.5B_7B"):
         for line in known[name].lines:
             yield f"{line['section']}, {line['shape']}: {line['what']}", line["measured"]
