@@ -847,7 +847,7 @@ def setup(args: Args) -> Run:
     changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
     on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
     checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})
-    checkpoints.check_history(state, task, changed)
+    checkpoints.check_state(state, args, task, changed)
 
     stop = Stop()
     log = SilentLog()
@@ -920,7 +920,7 @@ def load_files(args: Args, task: ModuleType, rows: dict) -> tuple:
 
     rows: by split, also in the result. Raises BadInput if model, teacher and rows don't fit."""
     tokenizer, processor = models.load_tokenizer(args, task)
-    models.check_teacher(args, tokenizer)
+    models.check_teacher(args, tokenizer, vision=bool(processor))
     without_hints = replace(args, hints=False)  # evaluations never show them
     rows = {
         "train": data.filter_overlong(rows["train"], tokenizer, task, args, processor),

@@ -494,6 +494,8 @@ def check_flags_together(args: Args):
     need(args.num_steps or not args.resume,
          "--num_steps 0 evaluates --model: give it the final folder of a run, without --resume")
     need(args.num_steps or not args.replay, "--replay trains: --num_steps must be at least 1")
+    need(args.dump_rollouts or not args.rollout_only,
+         "--rollout_only writes rollouts: --dump_rollouts must be greater than 0")
     need(args.eval_samples == 1 or args.sampling(validate=True)["temperature"] != 0,
          f"--eval_samples {args.eval_samples} would be equal at temperature 0")
     need(args.window > args.max_prompt_tokens,

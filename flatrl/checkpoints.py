@@ -193,10 +193,22 @@ def check_changes(args, contents: dict[str, str], own_model: bool) -> dict[str, 
     return changed
 
 
-def check_history(state: dict, task, changed: dict):
-    """Raises BadInput if a checkpoint's history of the task's sampler can't be continued.
+def check_state(state: dict, args, task, changed: dict):
+    """Raises BadInput if a checkpoint lacks a network, or has other adapters, than the run needs,
+    or if its history of the task's sampler can't be continued.
 
     state: what `prepare_folder` returned; changed: what `check_changes` did."""
+    parts = state.get("parts", ["critic"])
+    need(
+        "critic" in parts or "values" not in args.estimator_takes or args.rollout_only,
+        f"--resume changed: --adv_estimator {args.adv_estimator} needs a critic, and the "
+        "checkpoint has none: start another run",
+    )
+    need(
+        "lora_rank" not in changed,
+        "--resume changed: --lora_rank can't change, because a checkpoint has the adapters of one "
+        "rank, or all weights: start another run",
+    )
     history = state.get("history", [])
     sampler = getattr(task, "sampler", None)
     fits = not (sampler and state.get("next_prompt"))
@@ -310,6 +322,7 @@ def resume(run, checkpoint: Path, state: dict, changed: dict):
     if run.args.kl_target and "kl_coef" not in changed:
         run.kl.coef = state["kl_coef"]
     load_checkpoint(run, checkpoint, state["parts"])
+    run.log.write_about()
     rewards = on_main(logged, run.folder, "eval/reward")
     if run.done in rewards and run.args.is_reached_by({"eval/reward": rewards[run.done]}):
         run.args.num_steps = run.done  # --stop_at_reward has stopped it here

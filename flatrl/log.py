@@ -73,15 +73,15 @@ class Log:
         self.warned = set()  # texts of warnings
         self.terminal = sys.stdout  # a tool's redirect_stdout may leave another in its place
         self.unwritten = b""  # of metrics.jsonl, because the disk was full
-        about = {
+        self.about = {
             "args": asdict(args),
             "contents": contents or {},
             "git": git_hash(),
             "versions": versions(),
             "command": sys.argv,
         }
-        # args.json is written first: it marks the folder as a run's own.
-        write_whole(self.folder / "args.json", json.dumps(about, indent=2))
+        if not args.resume:  # otherwise `checkpoints.resume` does: until then the start may fail
+            self.write_about()  # first, because it marks the folder as a run's own
         (self.folder / "rollouts").mkdir(exist_ok=True)
         file = self.folder / "metrics.jsonl"
         rows = []
@@ -90,7 +90,11 @@ class Log:
                 rows.append(row)
         if rows:
             write_whole(file, to_json_lines(rows))
-        self.notices = notices.Notices(self, about, rows)
+        self.notices = notices.Notices(self, self.about, rows)
+
+    def write_about(self):
+        """Writes args.json: flags, contents, commit, versions and command."""
+        write_whole(self.folder / "args.json", json.dumps(self.about, indent=2))
 
     @or_warn(Exception)
     def metrics(self, metrics: dict, *learned):

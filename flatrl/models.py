@@ -84,10 +84,16 @@ def from_pretrained(auto_class: str, args, problem: str, **settings):
     Raises BadInput, with `problem`, if it can't be loaded."""
     import transformers  # here, because it takes a second, and --help does not need it
 
-    with refusing(f"--model {args.model} {problem}"):
+    with refusing(f"{flag_of(args)} {problem}"):
         return getattr(transformers, auto_class).from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **settings
         )
+
+
+def flag_of(args) -> str:
+    """Returns the flag that gives args.model, and its value. In a teacher's args it is another."""
+    name = "--ref_model" if args.model == args.ref_model else "--model"
+    return f"{name} {args.model}"
 
 
 def load_for_training(auto_class: str, args, attention) -> nn.Module:
@@ -108,7 +114,7 @@ def load_for_training(auto_class: str, args, attention) -> nn.Module:
     for key in ("missing_keys", "mismatched_keys"):  # transformers draws these at random
         need(
             not info[key],
-            f"--model {args.model} does not match its config.json: "
+            f"{flag_of(args)} does not match its config.json: "
             f"{key.replace('_', ' ')} {sorted(info[key])[:3]}",
         )
     return model
@@ -121,20 +127,20 @@ def load_config(args):
     is_path = args.model.startswith(("/", ".", "~", "runs/")) or args.model.count("/") > 1
     need(
         os.path.isdir(args.model) or not is_path,
-        f"--model {args.model}: there is no such folder",
+        f"{flag_of(args)}: there is no such folder",
     )
     config = from_pretrained(
         "AutoConfig", args, "is neither a model folder nor a model that can be loaded"
     )
     need(
         not getattr(config, "quantization_config", None),
-        f"--model {args.model} is quantised: only unquantised weights can be trained, choose "
+        f"{flag_of(args)} is quantised: only unquantised weights can be trained, choose "
         "a version that has them",
     )
     text = config.get_text_config()
     need(
         args.allow_mismatch or not getattr(text, "kv_lora_rank", None),
-        f"--model {args.model} has multi-head latent attention, in which engine and trainer "
+        f"{flag_of(args)} has multi-head latent attention, in which engine and trainer "
         "were seen to disagree: choose another, or --allow_mismatch",
     )
     return config
@@ -230,7 +236,7 @@ def load_tokenizer(args, task=None) -> tuple:
         tokenizer = from_pretrained("AutoTokenizer", args, "has no tokenizer that can be loaded")
     need(
         vocab_size(tokenizer) <= config.get_text_config().vocab_size,
-        f"--model {args.model}: its tokenizer has more tokens than its config.json has in "
+        f"{flag_of(args)}: its tokenizer has more tokens than its config.json has in "
         "vocab_size: it is another model's, or was added to",
     )
     if getattr(task, "TOOLS", None):
@@ -238,15 +244,21 @@ def load_tokenizer(args, task=None) -> tuple:
     return tokenizer, processor
 
 
-def check_teacher(args, tokenizer):
-    """Raises BadInput if the tokenizer of --ref_model differs from the policy's."""
-    if args.ref_model:
-        tokenizer_of_teacher, _ = load_tokenizer(replace(args, model=args.ref_model))
-        need(
-            tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
-            f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
-            "ids mean other tokens",
-        )
+def check_teacher(args, tokenizer, vision: bool):
+    """Raises BadInput if --ref_model has another tokenizer than the policy, or no weights.
+
+    The weights are loaded again when they are needed: the engine starts first, for minutes."""
+    if not args.ref_model:
+        return
+    args_of_teacher = replace(args, model=args.ref_model)
+    tokenizer_of_teacher, _ = load_tokenizer(args_of_teacher)
+    need(
+        tokenizer_of_teacher.get_vocab() == tokenizer.get_vocab(),
+        f"--ref_model {args.ref_model} has another tokenizer than --model {args.model}: "
+        "ids mean other tokens",
+    )
+    auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
+    load_for_training(auto_class, args_of_teacher, None)
 
 
 def load_processor(args, config):
@@ -260,7 +272,7 @@ def load_processor(args, config):
         return None
     need(
         hasattr(AutoModel._model_mapping.get(type(config), None), "get_rope_index"),
-        f"--model {args.model}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
+        f"{flag_of(args)}: with vision only models like Qwen2.5-VL (M-RoPE) are supported",
     )
     settings = json.loads(args.engine_args).get("mm_processor_kwargs") or {}
     processor = from_pretrained(

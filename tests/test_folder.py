@@ -26,7 +26,7 @@ from agent_loop import BadInput
 from data import load_task
 from flatrl import checkpoints, models, processes
 from flatrl.contents import contents_of
-from flatrl.log import Log
+from flatrl.log import Log, SilentLog
 from rollout import NothingLeft
 from train import Args
 
@@ -283,7 +283,7 @@ def test_a_run_that_reached_its_reward_is_complete_when_it_is_resumed(
     rows = [{"step": 2, "eval/reward": 0.4}, {"step": 3, "eval/reward": 0.6}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = Args(num_steps=8, stop_at_reward=0.5)
-    run = SimpleNamespace(args=args, folder=tmp_path)
+    run = SimpleNamespace(args=args, folder=tmp_path, log=SilentLog())
     state = {"step": done, "history": {}, "estimator": {}, "parts": ()}
     checkpoints.resume(run, tmp_path, state, {})
     assert args.num_steps - run.done == left
@@ -371,7 +371,9 @@ def test_what_changed_under_its_name_is_named(edit, changed, tmp_path, monkeypat
         monkeypatch.delitem(sys.modules, "graders_of_this_test", raising=False)
         return contents_of(args, load_task(str(tmp_path / "task.py")), rows)
 
-    Log(args, None, 0, contents())
+    log = Log(args, None, 0, contents())
+    assert not (tmp_path / "args.json").exists()  # a start with --resume may still fail
+    log.write_about()
     edit(tmp_path, rows)
     now = contents()
     if {*changed} <= {VAL_ROWS}:
@@ -403,8 +405,20 @@ def test_a_history_of_other_rows_is_refused(history, sampler, next_prompt, chang
     state = {"history": history, "next_prompt": next_prompt}
     expected = contextlib.nullcontext() if fits else pytest.raises(BadInput, match="`sampler`")
     with expected:
-        checkpoints.check_history(state, types.SimpleNamespace(sampler=sampler), changed)
-    checkpoints.check_history({}, types.SimpleNamespace(sampler=sampler), {})
+        checkpoints.check_state(state, Args(), types.SimpleNamespace(sampler=sampler), changed)
+    checkpoints.check_state({}, Args(), types.SimpleNamespace(sampler=sampler), {})
+
+
+def test_a_checkpoint_of_other_networks_is_refused():
+    state = {"parts": ["policy", "policy_optimizer"]}
+    task = types.SimpleNamespace()
+    checkpoints.check_state(state, Args(), task, {})
+    with pytest.raises(BadInput, match="--adv_estimator gae needs a critic, and the checkpoint"):
+        checkpoints.check_state(state, Args(algo="ppo"), task, {})
+    checkpoints.check_state({"parts": ["policy", "critic"]}, Args(algo="ppo"), task, {})
+    checkpoints.check_state({}, Args(algo="ppo", lora_rank=2), task, {})
+    with pytest.raises(BadInput, match="--lora_rank can't change"):
+        checkpoints.check_state(state, Args(), task, {"lora_rank": "--lora_rank 2 -> 0"})
 
 
 def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_group):

@@ -22,6 +22,7 @@ from flatrl.terminal import Bar
 class Args:
     output_dir: str
     num_steps: int = 30
+    resume: bool = False
     wandb_project: str | None = None
     dump_rollouts: float = 1.0
 

@@ -408,6 +408,7 @@ def test_defaults_pass_the_checks_and_flags_parse():
 @pytest.mark.parametrize("flags, said", [
     (dict(prompts_per_mini_batch=5), "must be a multiple of --prompts_per_mini_batch 5"),
     (dict(algo="gpro"), "--algo gpro: choose from grpo, ppo"),
+    (dict(rollout_only=True, dump_rollouts=0), "--rollout_only writes rollouts: --dump_rollouts"),
     (dict(tokens_per_micro_batch=100), "--tokens_per_micro_batch 100 is less than the longest"),
     (dict(max_model_len=512), "--max_model_len 512 leaves no room"),
     (dict(clip_c=0.5), "--clip_c 0.5 must be 0, or exceed 1"),
