@@ -847,7 +847,7 @@ def setup(args: Args) -> Run:
     changed = on_main(checkpoints.check_changes, args, contents, task_builds_model)
     on_main(checkpoints.try_to_save, args, policy, processor or tokenizer)
     checkpoint, state = on_main(checkpoints.prepare_folder, args)  # without --resume (None, {})
-    checkpoints.check_state(state, args, task, changed)
+    checkpoints.check_checkpoint(state, args, task, changed)
 
     stop = Stop()
     log = SilentLog()

@@ -193,7 +193,7 @@ def check_changes(args, contents: dict[str, str], own_model: bool) -> dict[str, 
     return changed
 
 
-def check_state(state: dict, args, task, changed: dict):
+def check_checkpoint(state: dict, args, task, changed: dict):
     """Raises BadInput if a checkpoint lacks a network, or has other adapters, than the run needs,
     or if its history of the task's sampler can't be continued.
 

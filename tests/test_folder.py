@@ -405,20 +405,20 @@ def test_a_history_of_other_rows_is_refused(history, sampler, next_prompt, chang
     state = {"history": history, "next_prompt": next_prompt}
     expected = contextlib.nullcontext() if fits else pytest.raises(BadInput, match="`sampler`")
     with expected:
-        checkpoints.check_state(state, Args(), types.SimpleNamespace(sampler=sampler), changed)
-    checkpoints.check_state({}, Args(), types.SimpleNamespace(sampler=sampler), {})
+        checkpoints.check_checkpoint(state, Args(), types.SimpleNamespace(sampler=sampler), changed)
+    checkpoints.check_checkpoint({}, Args(), types.SimpleNamespace(sampler=sampler), {})
 
 
 def test_a_checkpoint_of_other_networks_is_refused():
     state = {"parts": ["policy", "policy_optimizer"]}
     task = types.SimpleNamespace()
-    checkpoints.check_state(state, Args(), task, {})
+    checkpoints.check_checkpoint(state, Args(), task, {})
     with pytest.raises(BadInput, match="--adv_estimator gae needs a critic, and the checkpoint"):
-        checkpoints.check_state(state, Args(algo="ppo"), task, {})
-    checkpoints.check_state({"parts": ["policy", "critic"]}, Args(algo="ppo"), task, {})
-    checkpoints.check_state({}, Args(algo="ppo", lora_rank=2), task, {})
+        checkpoints.check_checkpoint(state, Args(algo="ppo"), task, {})
+    checkpoints.check_checkpoint({"parts": ["policy", "critic"]}, Args(algo="ppo"), task, {})
+    checkpoints.check_checkpoint({}, Args(algo="ppo", lora_rank=2), task, {})
     with pytest.raises(BadInput, match="--lora_rank can't change"):
-        checkpoints.check_state(state, Args(), task, {"lora_rank": "--lora_rank 2 -> 0"})
+        checkpoints.check_checkpoint(state, Args(), task, {"lora_rank": "--lora_rank 2 -> 0"})
 
 
 def test_a_changed_rate_takes_effect_under_a_saved_optimiser(tmp_path, process_group):
