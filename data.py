@@ -743,6 +743,26 @@ def estimator_inputs(batch: Batch, takes: Sequence[str]) -> dict:
     return inputs
 
 
+def for_each_token(numbers, mask: NS, name: str) -> NS:
+    """Returns what an estimator gave, one number for each unit, (N,), or token, as (N, S).
+
+    name: what the message calls the numbers. Raises BadInput if they are anything else, or not
+    finite at a token."""
+    given = f"type {type(numbers).__name__}"
+    is_right = False
+    if isinstance(numbers, Tensor):
+        given = f"shape {tuple(numbers.shape)}"
+        if numbers.shape == mask.shape[:1]:
+            numbers = numbers[:, None].expand_as(mask)
+        is_right = numbers.shape == mask.shape and numbers[mask.bool()].isfinite().all()
+    need(
+        is_right,
+        f"{name} of the {given}: must be finite, and a tensor with one for each unit, "
+        f"(N,) = {tuple(mask.shape[:1])}, or for each token, (N, S) = {tuple(mask.shape)}",
+    )
+    return numbers
+
+
 def turns_of_units(batch: Batch) -> list[int]:
     """Returns the number of sampled turns of each unit."""
     return losses.turn_starts(batch.layout.mask).sum(1).tolist()
@@ -786,12 +806,12 @@ def columns_of(batch: dict, micro: "MicroBatch", names: Sequence[str], device) -
 def count_globally(
     batch: dict,
     rows: list[int],
-    columns: Sequence[str],
+    names: Sequence[str],
 ) -> dict[str, float]:
     """Returns the counts of a mini-batch over all ranks, by name.
 
     These are "tokens", "units", "imitation_mask" and "observation_mask". The latter two are numbers
-    of tokens, 0 if the mask is not among the columns.
+    of tokens, 0 if the mask is not among the names.
 
     rows: those of the whole mini-batch. Nothing is communicated, because every rank holds the
     whole batch. batch["unit_tokens"], (B,): the mask-1 tokens in the whole unit of each row."""
@@ -801,7 +821,7 @@ def count_globally(
         "units": losses.count_sequences(mask, batch["unit_tokens"][rows]).item(),
     }
     for name in ("imitation_mask", "observation_mask"):
-        counts[name] = batch[name][rows].sum().item() if name in columns else 0
+        counts[name] = batch[name][rows].sum().item() if name in names else 0
     return counts
 
 
@@ -968,14 +988,14 @@ def micro_batches_of_this_rank(
     batch: dict,
     rows: Sequence[int],
     max_tokens: int,
-    packed: bool = True,
+    is_packed: bool = True,
 ) -> list[MicroBatch]:
     """Divides rows of the global batch into micro-batches, and returns those of this rank.
 
     At most max_tokens tokens of a micro-batch go through the network. If a row is longer, its
     length is the limit.
-        packed       a prefix that the rows share counts once
-        not packed   padding counts, too
+        is_packed    a prefix that the rows share counts once
+        otherwise    padding counts, too
     There are at most as few micro-batches as that allows, rounded up to a multiple of the ranks,
     and they are about equal in size.
 
@@ -984,7 +1004,7 @@ def micro_batches_of_this_rank(
     n_ranks = dist.get_world_size()
     whole = in_prefix_order(batch, rows)
     fill = _fill_packed
-    if not packed:
+    if not is_packed:
         fill = _fill_padded
         whole.shared = [0] * len(whole.rows)
     parts = _equal_parts(whole, max_tokens, n_ranks, fill)
@@ -1096,7 +1116,7 @@ def pack_rows(
     batch: dict,
     micro: MicroBatch,
     device,
-    packed: bool = True,
+    is_packed: bool = True,
 ) -> dict:
     """Returns the network's inputs for a micro-batch, and where to read the predictions.
 
@@ -1108,7 +1128,7 @@ def pack_rows(
         inputs    of the model, see below
         images    for `Vision`: (token ids, PIL images, tokens shared) of each row, or []
         top_k     how many of the likeliest ids a Policy gives for each token: batch["top_k"] or 0
-        source, targets, pair, at, shape
+        source, targets, prediction, at, shape
                   which tokens are predicted, and from where: see `_predictions`
 
     Packed inputs:
@@ -1119,7 +1139,7 @@ def pack_rows(
     Otherwise the only input is input_ids (R, L), right-padded, and places are counted row by row
     in it. A causal model needs no attention mask."""
     ids = batch["input_ids"][micro.rows]
-    if packed:
+    if is_packed:
         inputs, places = _pack_shared_prefixes(ids, micro)
     else:
         ids = ids[:, : max(micro.lengths)]
@@ -1147,11 +1167,11 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     place of the token before, and the predicted id. Rows that agree up to and including a sampled
     token share its prediction, so there are M <= n of them.
 
-        source    (M,) places of the tokens whose hidden states predict
-        targets   (M,) ids of the predicted tokens
-        pair      (n,) the index among the M predictions of each sampled token
-        at        (row, column) of each sampled token in the (R, T) matrices, (n,) each
-        shape     (R, T)
+        source       (M,) places of the tokens whose hidden states predict
+        targets      (M,) ids of the predicted tokens
+        prediction   (n,) the index among the M predictions of each sampled token
+        at           (row, column) of each sampled token in the (R, T) matrices, (n,) each
+        shape        (R, T)
 
     With batch["top_ids"], (B, T, K), targets is (n, 1 + K): the token and K other ids. Then no
     prediction is shared, because rows that agree may have other ids: their teachers may have been
@@ -1167,17 +1187,17 @@ def _predictions(batch: dict, micro: MicroBatch, ids: BL, places: BL) -> dict:
     if "top_ids" in batch:
         top_ids = batch["top_ids"][micro.rows][row, column]  # (n, K)
         targets = torch.cat([targets[:, None], top_ids], 1)
-        pair = torch.arange(len(row))
+        prediction = torch.arange(len(row))
     else:
         # Each pair becomes one integer, because unique(dim=1) takes microseconds per column.
         pairs = sources * ID_LIMIT + targets
-        pairs, pair = pairs.unique(return_inverse=True)  # (M,), (n,)
+        pairs, prediction = pairs.unique(return_inverse=True)  # (M,), (n,)
         sources = pairs // ID_LIMIT
         targets = pairs % ID_LIMIT
     return {
         "source": sources,
         "targets": targets,
-        "pair": pair,
+        "prediction": prediction,
         "at": (row, column),
         "shape": mask.shape,
     }

@@ -451,9 +451,9 @@ class Engine:
         later_turns_first = sorted(waiting, key=lambda request: request.turn == 0)
         for request in later_turns_first:
             room -= len(request.prompt_ids)
-            is_first = not fitting and not self.running  # something has to run in any case
+            is_alone = not fitting and not self.running  # something has to run in any case
             # A request that stays in the queue takes room, too, so that no later one overtakes it.
-            if request.turn > 0 or room > 0 or is_first:
+            if request.turn > 0 or room > 0 or is_alone:
                 fitting.append(request)
             else:
                 self.waiting.append(request)

@@ -34,7 +34,7 @@ from agent_loop import BadInput
 from flatrl import checkpoints, layers, models, notices
 from flatrl.args import (  # noqa: F401  (some are re-exported)
     PRESETS, Args, check_args, check_registered, complete_flags, parse_args)
-from flatrl.bad_input import need
+from flatrl.bad_input import check_state, need
 from flatrl.contents import contents_of
 from flatrl.devices import fit_micro_batch, offload, start_processes, wrap
 from flatrl.hints import require_hints
@@ -140,7 +140,7 @@ def collect_rollouts(run: "Run", step: int) -> Rollouts:
 
 def named_weights(policy: "Policy") -> Iterator[tuple[str, Tensor]]:
     """Yields the unsharded weights for the engine, one at a time, by their checkpoint names."""
-    return models.checkpoint_weights(policy.model, policy.dtype)
+    return models.checkpoint_weights(policy.model, policy.engine_dtype)
 
 
 @shown("weights to the engine")
@@ -233,7 +233,7 @@ def score_tokens(
     Each rank scores a share, and gets the scores of all."""
     mask = batch["response_mask"]
     micro_batches = data.micro_batches_of_this_rank(
-        batch, range(len(mask)), args.tokens_per_micro_batch, net.packed
+        batch, range(len(mask)), args.tokens_per_micro_batch, net.is_packed
     )
     # Scores stay on the device until all are computed, because reading them would wait for it.
     scores = {name: [] for name in names}  # of each micro-batch
@@ -333,7 +333,7 @@ def estimate_advantages(
     The estimator is one of losses.py or of the task file (`losses.estimator`). It sees each unit
     as one sequence: its outputs laid end to end (data.EndToEnd). It returns one number for each
     unit, (N,), or for each token, (N, S). With a critic, this also sets batch["returns"]. state:
-    Run.estimator_state. Raises BadInput for advantages of another shape, NaN or infinity."""
+    Run.estimator_state. Raises BadInput for other results, and for a state that can't be saved."""
     estimate = losses.ESTIMATORS[args.adv_estimator]
     units = batch.units
     layout = batch.layout
@@ -342,19 +342,16 @@ def estimate_advantages(
     if "baselines" in estimate.takes:
         inputs["baselines"] = greedy_baselines(rollouts, units, args)
     advantages = estimate(**{name: inputs[name] for name in estimate.takes})
+    flag = f"--adv_estimator {args.adv_estimator}"
+    check_state(state, flag)
 
     if "values" in inputs:
+        are_two = isinstance(advantages, tuple | list) and len(advantages) == 2
+        need(are_two, f"{flag} asks for values: must return a tuple, advantages and returns")
         advantages, returns = advantages
+        returns = data.for_each_token(returns, mask, f"{flag} gives returns")
         batch["returns"] = layout.to_outputs(returns)
-    if advantages.shape == units.outcomes.shape:
-        advantages = advantages[:, None].expand_as(mask)
-    if advantages.shape != mask.shape or not advantages[mask.bool()].isfinite().all():
-        raise BadInput(
-            f"--adv_estimator {args.adv_estimator} gives advantages of the shape "
-            f"{tuple(advantages.shape)}: must be finite, and one for each unit, "
-            f"(N,) = {tuple(units.outcomes.shape)}, or for each token, "
-            f"(N, S) = {tuple(mask.shape)}"
-        )
+    advantages = data.for_each_token(advantages, mask, f"{flag} gives advantages")
     if args.whiten_advantages:
         advantages = losses.whiten(advantages, mask)
     return layout.to_outputs(advantages)
@@ -400,14 +397,14 @@ def update(run: "Run", batch: data.Batch, step: int) -> dict[str, float]:
 def update_policy(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, float]:
     """Takes one optimiser step of the policy on these rows. Returns metrics."""
     args = run.args
-    columns = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
+    names = ["response_mask", "unit_tokens", "advantages", "versions", "logprobs_rollout"]
     optional = {"logprobs_ref", "top_logprobs", "imitation_mask", "observation_mask"}
-    columns += optional & batch.keys()
+    names += optional & batch.keys()
     # With a single update, old and new logprobs are equal: policy_objective uses the new ones.
     if args.updates_per_step > 1:
-        columns.append("logprobs_old")
+        names.append("logprobs_old")
     metrics, logprobs = optimise(
-        run.policy, policy_objective, batch, columns, rows, args, run.accelerator, args.loss_agg
+        run.policy, policy_objective, batch, names, rows, args, run.accelerator, args.loss_agg
     )
     if "logprobs_old" not in batch:
         batch["logprobs_old"] = all_sum(logprobs)  # for the metrics of the step
@@ -418,9 +415,9 @@ def update_critic(run: "Run", batch: data.Batch, rows: list[int]) -> dict[str, f
     """Takes one optimiser step of the critic on these rows. Returns metrics.
 
     It does not learn from demonstrations."""
-    columns = ["response_mask", "unit_tokens", "values", "returns"]
+    names = ["response_mask", "unit_tokens", "values", "returns"]
     metrics, _ = optimise(
-        run.critic, value_objective, batch, columns, rows, run.args, run.accelerator
+        run.critic, value_objective, batch, names, rows, run.args, run.accelerator
     )
     metrics["critic/vf_loss"] = metrics.pop("critic/loss")
     return metrics
@@ -445,11 +442,11 @@ def policy_objective(scores: dict[str, BT], columns: dict, args: Args) -> LossAn
         denominator,
         columns["advantages"],
         mask,
-        args.clip_low,
-        args.clip_high,
-        args.clip_c or None,
-        entropy,
-        args,
+        clip_low=args.clip_low,
+        clip_high=args.clip_high,
+        clip_c=args.clip_c or None,
+        entropy=entropy,
+        args=args,
         **{name: columns[name] for name in optional},
     )
     # The correction's stats are logged for the whole batch, by metrics.batch_metrics.
@@ -480,7 +477,7 @@ def optimise(
     learner: "Learner",
     objective: Callable,
     batch: dict,
-    columns: list[str],
+    names: list[str],
     rows: list[int],
     args: Args,
     accelerator,
@@ -489,7 +486,7 @@ def optimise(
     """Takes one optimiser step on some rows. All ranks pass the same rows; each computes its share.
 
     objective(scores, columns, args) -> loss per token (b, T), stats {name: (b, T)}. scores: what
-    the network returns for b rows. columns: the named columns of the batch for these rows.
+    the network returns for b rows. columns: the batch's tensors of these `names`, for these rows.
     loss_agg: a mode of losses.aggregate. With an imitation_mask among the columns, demonstrated
     tokens add their mean -logprob to the loss; with an observation_mask, observations add
     observation_coef times theirs. Losses are summed over micro-batches and ranks and divided by
@@ -497,9 +494,9 @@ def optimise(
 
     Returns metrics, whose names begin with the learner's, and the logprobs or values of this
     rank's rows, (B, T), 0 in the rows of others."""
-    counts = data.count_globally(batch, rows, columns)
+    counts = data.count_globally(batch, rows, names)
     micro_batches = data.micro_batches_of_this_rank(
-        batch, rows, args.tokens_per_micro_batch, learner.net.packed
+        batch, rows, args.tokens_per_micro_batch, learner.net.is_packed
     )
     # Sums and scores stay on the device: reading a number there would wait for the whole pass.
     sums = defaultdict(float)  # name of a metric -> its sum over micro-batches
@@ -507,7 +504,7 @@ def optimise(
     n_unique = 0
     for i, micro in enumerate(Bar(micro_batches, "update")):
         packed = learner.net.pack(batch, micro)
-        of_rows = data.columns_of(batch, micro, columns, accelerator.device)
+        of_rows = data.columns_of(batch, micro, names, accelerator.device)
         is_last = i == len(micro_batches) - 1
         with learner.averaging(accelerator, is_last):
             scores = learner.wrapped(packed)
@@ -618,9 +615,9 @@ class Net(nn.Module):
     """A transformers model that gives scores to sampled tokens. A subclass says which scores.
 
     Dropout is off, because the trained network must be the one that sampled. Trained parameters
-    are float32. If `packed`, rows are joined without padding and have packed attention; otherwise
-    they are right-padded and have the model's own. A vision tower keeps its own attention, which is
-    not causal.
+    are float32. If `is_packed`, rows are joined without padding and have packed attention;
+    otherwise they are right-padded and have the model's own. A vision tower keeps its own
+    attention, which is not causal.
 
     A subclass's scores_from_hidden(hidden (M, H), packed) returns {name: (M,) or (M, K)} from the
     hidden states that predict M tokens (data.pack_rows); `score` is the one that is trained."""
@@ -628,12 +625,12 @@ class Net(nn.Module):
     score: str
 
     @shown("loading the model")
-    def __init__(self, auto_class: str, args: Args, vision, packed: bool):
+    def __init__(self, auto_class: str, args: Args, vision, is_packed: bool):
         super().__init__()
         self.vision = vision
-        self.packed = packed  # without padding; otherwise rows are right-padded
-        attention = "packed" if packed else None  # None: the model's own
-        if packed and vision:
+        self.is_packed = is_packed  # without padding; otherwise rows are right-padded
+        attention = "packed" if is_packed else None  # None: the model's own
+        if is_packed and vision:
             attention = {"text_config": "packed", "vision_config": "sdpa"}
         self.model = models.load_for_training(auto_class, args, attention)
         layers.prepare_layers(self.model, args.gradient_checkpointing)
@@ -641,7 +638,7 @@ class Net(nn.Module):
     def pack(self, batch: dict, micro: data.MicroBatch) -> dict:
         """Packs a micro-batch for this network (`data.pack_rows`)."""
         device = next(self.parameters()).device
-        return data.pack_rows(batch, micro, device, self.packed)
+        return data.pack_rows(batch, micro, device, self.is_packed)
 
     def forward(self, packed: dict) -> dict[str, Tensor]:
         """Returns the scores of the sampled tokens of R rows, by name: (R, T) each, 0 elsewhere.
@@ -664,7 +661,7 @@ class Net(nn.Module):
         results = {}
         for name, scores in self.scores_from_hidden(predicting, packed).items():
             zeros = scores.new_zeros(*packed["shape"], *scores.shape[1:])
-            results[name] = zeros.index_put(packed["at"], scores[packed["pair"]])
+            results[name] = zeros.index_put(packed["at"], scores[packed["prediction"]])
         return results
 
 
@@ -678,18 +675,18 @@ class Policy(Net):
     def __init__(self, args: Args, vocab_size: int | None = None, vision=None):
         auto_class = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
         # A text model is packed only if choose_attention, below, finds that it can be.
-        super().__init__(auto_class, args, vision, packed=bool(vision))
+        super().__init__(auto_class, args, vision, is_packed=bool(vision))
         # In a list, so that nn.Module does not register it a second time.
         self.head = [self.model.get_output_embeddings()]
-        self.logits = models.logit_settings(self.model, args) | {
+        self.logit_settings = models.logit_settings(self.model, args) | {
             "vocab_size": vocab_size,
             "banned": [vision.image_token_id] if vision else [],  # the engine never samples it
         }
         self.vocab_size = vocab_size
-        self.dtype = getattr(torch, args.dtype, torch.float32)  # of the engine
+        self.engine_dtype = getattr(torch, args.dtype, torch.float32)
         if not vision:
             probe = data.in_prefix_order(layers.PROBE, [0, 1, 2])
-            attention, self.packed = on_main(layers.choose_attention, self, probe, args)
+            attention, self.is_packed = on_main(layers.choose_attention, self, probe, args)
             self.model.set_attn_implementation(attention)
         if args.lora_rank:
             layers.add_adapters(self.model, args)
@@ -699,11 +696,11 @@ class Policy(Net):
         of the likeliest; with (M, 1 + K) targets, logprobs of the other K ids: (M, K) each."""
         weight = self.head[0].weight
         logprobs, entropy = losses.token_logprobs(
-            hidden, weight, packed["targets"], entropy=True, **self.logits
+            hidden, weight, packed["targets"], entropy=True, **self.logit_settings
         )
         scores = {"logprobs": logprobs, "entropy": entropy}
         if packed["top_k"]:
-            top = losses.top_logprobs(hidden, weight, packed["top_k"], **self.logits)
+            top = losses.top_logprobs(hidden, weight, packed["top_k"], **self.logit_settings)
             scores["top_logprobs"], scores["top_ids"] = top
         elif logprobs.ndim == 2:
             scores["logprobs"] = logprobs[:, 0]
@@ -718,8 +715,8 @@ class Critic(Net):
 
     score = "values"
 
-    def __init__(self, args: Args, vision=None, packed: bool = True):
-        super().__init__("AutoModel", args, vision, packed)
+    def __init__(self, args: Args, vision=None, is_packed: bool = True):
+        super().__init__("AutoModel", args, vision, is_packed)
         self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1)
         for p in self.head.parameters():
             nn.init.zeros_(p)
@@ -936,7 +933,7 @@ def build_networks(args: Args, accelerator, policy: Policy) -> tuple:
     set_seed(args.seed)  # an engine's start and a task may have drawn random numbers
     critic = None
     if "values" in args.estimator_takes and not args.rollout_only:
-        net = Critic(args, policy.vision, policy.packed)
+        net = Critic(args, policy.vision, policy.is_packed)
         critic = Learner(net, args.critic_lr, args.num_steps, args, accelerator, "critic")
     reference = None
     if args.has_reference and not args.rollout_only:

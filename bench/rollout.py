@@ -230,7 +230,7 @@ def main() -> None:
         common.start_alone()
         engine = Engine(model_folder, args, device)
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-        policy = SimpleNamespace(model=model.to(device), dtype=model.dtype)
+        policy = SimpleNamespace(model=model.to(device), engine_dtype=model.dtype)
         common.write_rows(options.out, [measure(engine, policy, options)])
 
 

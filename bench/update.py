@@ -91,12 +91,12 @@ class Flatrl:
     def update(self, batch: dict) -> None:
         data.in_prefix_order = self.in_prefix_order
         rows = range(len(batch["lengths"]))
-        columns = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
+        names = ["response_mask", "unit_tokens", "advantages", "logprobs_rollout"]
         train.optimise(
             self.learner,
             train.policy_objective,
             batch,
-            columns,
+            names,
             rows,
             self.args,
             self.accelerator,

@@ -142,7 +142,7 @@ def update(policy, optimizer, rollouts, advantages, args, device) -> float:
     # Rows are packed without padding, if the model allows it, and a prompt that they share is
     # computed once.
     for micro in data.micro_batches_of_this_rank(
-        batch, range(len(rollouts)), args.tokens_per_micro_batch, policy.packed
+        batch, range(len(rollouts)), args.tokens_per_micro_batch, policy.is_packed
     ):
         logprobs = policy(policy.pack(batch, micro))["logprobs"]  # (b, T)
         mask = batch["response_mask"][micro.rows].to(device)  # (b, T)

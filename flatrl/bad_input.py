@@ -151,3 +151,12 @@ def check_output(output: AgentLoopOutput, vocab_size: int, oldest: int, version:
         raise ValueError(f"flatrl has these names for something else: unit or extra {taken}")
     # Ranks send it to each other.
     pickle.dumps([output.messages, output.metrics, output.extra, output.turn_rewards])
+
+
+def check_state(state: dict | None, flag: str):
+    """Raises BadInput unless checkpoints can keep an estimator's `state`. flag: that names it."""
+    with refusing(
+        f"{flag}: checkpoints can't save its `state`; keep numbers, texts and tensors there, and "
+        "no functions"
+    ):
+        pickle.dumps(state)

@@ -196,7 +196,7 @@ def _fits(name, learners, args) -> bool:
     net = learners[name].net
     n_rows, rest = divmod(args.tokens_per_micro_batch, args.window)
     lengths = [args.window] * n_rows
-    if net.packed and rest > 1:
+    if net.is_packed and rest > 1:
         lengths.append(rest)
     columns = torch.arange(args.window).expand(len(lengths), -1)
     batch = {

@@ -57,7 +57,7 @@ def choose_attention(policy, probe, args) -> tuple[str, bool]:
     Packed sequences are tried first, then right-padded rows with the model's own attention, as
     recurrent and convolutional layers need them. The first that gives the logprobs of the model's
     own logits is returned. Raises BadInput if neither does. probe: the data.MicroBatch of PROBE.
-    The policy's attention and `packed` are left as they were tried: the caller sets both."""
+    The policy's attention and `is_packed` are left as they were tried: the caller sets both."""
     model = policy.model
     own_attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -69,10 +69,10 @@ def choose_attention(policy, probe, args) -> tuple[str, bool]:
     logits = functional_call(model, weights, (), inputs).logits.flatten(0, 1)
     logits = logits[packed["source"], : policy.vocab_size] / args.temperature
     logprobs = logits.log_softmax(-1).gather(1, packed["targets"][:, None])
-    expected = logprobs[packed["pair"], 0]
+    expected = logprobs[packed["prediction"], 0]
     for attention, is_packed in (("packed", True), (own_attention, False)):
         model.set_attn_implementation(attention)
-        policy.packed = is_packed
+        policy.is_packed = is_packed
         with contextlib.suppress(Exception):  # a model may raise what it likes
             scores = functional_call(policy, weights_of_policy, (policy.pack(PROBE, probe),))
             found = scores["logprobs"].flatten()

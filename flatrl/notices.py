@@ -128,7 +128,7 @@ def banner(args, rows: dict, rows_read: dict, network, device, steps_done: int) 
     millions = network.model.num_parameters() / 1e6
     devices = f"{dist.get_world_size()} x {device.type}"
     model = f"{args.model}: {millions:.2f}M parameters, {args.dtype}, {devices}"
-    if not network.packed:
+    if not network.is_packed:
         model += "; its layers take no packed sequences: each is computed alone, right-padded"
     lines = [f"{args.task}: {', '.join(counts)}", model]
     if args.num_steps:

@@ -89,14 +89,14 @@ def gradients(
         zero_grad(**kwargs)
 
     optimizer.zero_grad = keep_gradients
-    columns = ["response_mask", "unit_tokens", "advantages"]
-    columns += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
-    columns += {"imitation_mask", "observation_mask", "top_logprobs"} & batch.keys()
+    names = ["response_mask", "unit_tokens", "advantages"]
+    names += ["logprobs_old", "logprobs_rollout", "logprobs_ref"]
+    names += {"imitation_mask", "observation_mask", "top_logprobs"} & batch.keys()
     metrics, _ = train.optimise(
         learner,
         train.policy_objective,
         batch,
-        columns,
+        names,
         list(range(19)),
         args,
         accelerator,

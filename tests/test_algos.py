@@ -1,6 +1,8 @@
 """Between losses.py and the optimiser: presets, shaped rewards, estimators, objectives."""
 
 import math
+import re
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from conftest import OUR_PRESETS, batch_with_rewards, output_of, rewards_of_toke
 import data
 import losses
 import train
+from agent_loop import BadInput
 from flatrl.metrics import Clock
 from rollout import Rollouts
 from train import PRESETS, Args, check_args, check_registered, parse_args
@@ -101,7 +104,7 @@ def estimated(greedy=(), values=None, **flags) -> tuple[torch.Tensor, dict]:
     for baseline in greedy:
         baseline.extra["greedy"] = True
     rollouts = Rollouts(outputs=[*OUTPUTS, *greedy])
-    return train.estimate_advantages(batch, rollouts, args), batch
+    return train.estimate_advantages(batch, rollouts, args, {}), batch
 
 
 def test_advantages_of_another_shape_or_not_finite_are_refused(registries):
@@ -120,6 +123,25 @@ def test_advantages_of_another_shape_or_not_finite_are_refused(registries):
         estimated(adv_estimator="mine")
     losses.estimator("mine")(lambda mask: mask.masked_fill(mask == 0, math.inf))
     close(estimated(adv_estimator="mine")[0], MASK)  # it counts only where something was sampled
+
+    for refused, function in {
+        "mine gives advantages of the type list: must be": lambda rewards: rewards.tolist(),
+        "mine asks for values: must return a tuple": lambda values: values,
+        "mine gives returns of the shape (8,): must be": lambda values: (values, values[0]),
+    }.items():
+        losses.estimator("mine")(function)
+        with pytest.raises(BadInput, match=re.escape(refused)):
+            estimated(adv_estimator="mine")
+
+
+def test_a_state_that_no_checkpoint_could_keep_is_refused(registries):
+    @losses.estimator("mine")
+    def mine(rewards, state):
+        state["baselines"] = defaultdict(lambda: 0.0)
+        return rewards
+
+    with pytest.raises(BadInput, match="^--adv_estimator mine: checkpoints can't save its `state`"):
+        estimated(adv_estimator="mine")
 
 
 def test_remax_subtracts_the_greedy_reward_and_a_missing_one_teaches_nothing():

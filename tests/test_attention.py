@@ -82,11 +82,11 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
     policy = train.Policy(args)
     if model_type == "cohere2":  # transformers' masks show one token less than it was trained with
         reference.config.sliding_window += 1
-    assert policy.packed == (model_type in PACKED)
+    assert policy.is_packed == (model_type in PACKED)
     logprobs = expected(reference, batch, args.temperature)
     assert logprobs[batch["response_mask"].bool()].std() > 0.1  # there is something to compare
     rows = range(len(logprobs))
-    micros = data.micro_batches_of_this_rank(batch, rows, 120, policy.packed)
+    micros = data.micro_batches_of_this_rank(batch, rows, 120, policy.is_packed)
     assert len(micros) > 1
     n_tokens = 0
     for micro in micros:
@@ -97,7 +97,7 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(
         found = policy(packed)["logprobs"]
         torch.testing.assert_close(found, logprobs[micro.rows], rtol=1e-5, atol=2e-5)
         (found * batch["weights"][micro.rows]).sum().backward()
-    assert policy.packed == (n_tokens < batch["lengths"].sum())
+    assert policy.is_packed == (n_tokens < batch["lengths"].sum())
     (logprobs * batch["weights"]).sum().backward()
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert len(gradients) > 8
@@ -135,4 +135,4 @@ def test_large_logits_are_not_refused(untied_model, tmp_path, process_group):
     model = AutoModelForCausalLM.from_pretrained(untied_model)
     model.lm_head.weight.data *= 1000
     model.save_pretrained(tmp_path)
-    assert train.Policy(train.Args(model=str(tmp_path))).packed
+    assert train.Policy(train.Args(model=str(tmp_path))).is_packed

@@ -36,7 +36,7 @@ def one(engine, background, tokenizer, args, tiny_model):
     """What train.evaluate needs of a run: one that has finished three steps."""
     task = types.SimpleNamespace(reward=lambda output, row: 1.0)
     one = make_run(engine, background, task, tokenizer, args)
-    net = types.SimpleNamespace(model=hf_model(tiny_model), dtype="as it is")
+    net = types.SimpleNamespace(model=hf_model(tiny_model), engine_dtype="as it is")
     one.done = 3
     one.policy = types.SimpleNamespace(net=net)
     one.pool = types.SimpleNamespace(finish_running=lambda: None)

@@ -438,7 +438,7 @@ def unique_tokens(batch: dict, micro: data.MicroBatch) -> int:
     return packed["inputs"]["input_ids"].numel()
 
 
-@pytest.mark.parametrize("lengths, budget, packed, expected", [
+@pytest.mark.parametrize("lengths, budget, is_packed, expected", [
     ([6, 4, 5, 3, 1], 10, True, [[0, 1], [2, 3, 4]]),
     ([10, 10], 10, True, [[0], [1]]),
     ([5, 8, 6, 4, 9], 10, True, [[0, 3], [1], [2], [4]]),
@@ -448,13 +448,13 @@ def unique_tokens(batch: dict, micro: data.MicroBatch) -> int:
     ([5, 4, 3, 2, 1], 9, False, [[0], [1, 2], [3, 4]]),  # 5; 4 + 4; 2 + 2
     ([1, 4, 1], 12, False, [[0, 1, 2]]),
 ])  # fmt: skip
-def test_micro_batches_by_hand(lengths, budget, packed, expected):
+def test_micro_batches_by_hand(lengths, budget, is_packed, expected):
     """Packed rows share nothing here; the others share their prompts."""
-    prompts = [[row + 1 if packed else 1] for row in range(len(lengths))]
+    prompts = [[row + 1 if is_packed else 1] for row in range(len(lengths))]
     batch = batch_of(prompts, [[7] * (length - 1) for length in lengths])
-    (micros,) = shares_of(batch, 1, budget, packed=packed)
+    (micros,) = shares_of(batch, 1, budget, is_packed=is_packed)
     assert sorted(sorted(micro.rows) for micro in micros) == expected
-    sizes = [unique_tokens(batch, micro) for micro in micros] if packed else []
+    sizes = [unique_tokens(batch, micro) for micro in micros] if is_packed else []
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -18,7 +18,7 @@ from flatrl.rows import check_tokenizer
 from train import Args
 
 PROMPT = [{"role": "user", "content": "hello"}]
-NETWORK = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 9900), packed=True)
+NETWORK = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 9900), is_packed=True)
 
 
 @pytest.fixture

@@ -103,8 +103,9 @@ def test_an_objective_gets_clean_inputs_and_its_garbage_at_mask_0_does_not_count
     mask = torch.tensor([[1, 0, 1]])
     entropy = torch.tensor([[0.5, NAN, 1]]).requires_grad_()
     loss, stats = policy_loss(
-        "mine", logprobs, logprobs_old, advantages, mask, 0.2, 0.5, 3.0, entropy, args=0.1
-    )
+        "mine", logprobs, logprobs_old, advantages, mask,
+        clip_low=0.2, clip_high=0.5, clip_c=3.0, entropy=entropy, args=0.1,
+    )  # fmt: skip
     assert got["entropy"].tolist() == [[0.5, 0, 1]]
     close(loss, torch.tensor([[-3 * math.e**2 - 0.05, 0, 1 - 0.1]]))
     grads = torch.autograd.grad(loss.sum(), [logprobs, entropy])

@@ -1,6 +1,8 @@
 """results/: runs are recorded, and the tables and pictures of the pages are made from records."""
 
 import json
+import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -134,7 +136,7 @@ def test_a_game_of_bisection_is_drawn_before_and_after(tmp_path):
     assert frames[32 + 20].split(";") == [LEFT, GONE, GONE]
 
 
-def test_a_record_of_the_speedrun_is_verified(tmp_path):
+def test_a_record_of_the_speedrun_is_verified(tmp_path, capsys):
     file = tmp_path / "mine.json"
     script = tmp_path / "run.py"
     file.write_text(json.dumps({"command": f"{sys.executable} {script}"}))
@@ -153,3 +155,24 @@ def test_a_record_of_the_speedrun_is_verified(tmp_path):
         f"seed {seed}: other digits than in mine.json",
     )]  # fmt: skip
     assert sorted(verify(file)) == sorted(problems)
+
+    elsewhere = json.loads(file.read_text()) | {"machine": "64 cores"}
+    file.write_text(json.dumps(elsewhere))
+    assert verify(file) == [line for line in problems if "below" in line]
+    assert "mine.json is from 64 cores, not " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("record, said", [
+    (None, "mine.json is no record, a JSON file with a .*No such file"),
+    ("{}", "mine.json is no record, a JSON file with a .*'command'"),
+    ('{"command": "true", "runs": {"0": {}}}', "mine.json is no record, .*'evaluations'"),
+    ('{"command": "exit 3;"}', "seed 0: the command ended with exit code 3"),
+    ('{"command": "true"}', "seed 0: the run has no eval/reward"),
+])  # fmt: skip
+def test_what_can_not_be_verified_is_said_in_a_line(record, said, tmp_path):
+    file = tmp_path / "mine.json"
+    if record:
+        file.write_text(record)
+    command = [sys.executable, REPO / "speedrun/verify.py", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and re.fullmatch(f"verify.py: error: .*{said}.*\n", done.stderr)

@@ -108,7 +108,7 @@ def test_followers_hear_of_calls_that_are_refused_or_given_up(tiny_model, cache,
 
 def test_a_tensor_that_a_sync_leaves_out_is_named(engine, tiny_model, monkeypatch):
     """One that is wrong is seen in the logprobs: see test_agreement.py."""
-    policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), dtype=torch.float32)
+    policy = types.SimpleNamespace(model=hf_model(tiny_model, 1.5), engine_dtype=torch.float32)
     weights = dict(train.named_weights(policy))
     left_out = "model.layers.1.self_attn.k_proj.bias"
     weights.pop(left_out)
